@@ -1,0 +1,81 @@
+"""The border to llama.cpp: the protocols that the rest of the house sees.
+
+`llama_cpp` is imported in this room alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from cbatch.core.plan import StepPlan, StepResult
+
+Message = Mapping[str, object]
+"""One chat message: at least `role` and `content`."""
+
+
+class Vocab(Protocol):
+    """Text to tokens and back. Every method may be called from any thread; nothing here touches the context."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Every id that ends a generation, ascending."""
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes a token adds to the text; control tokens add none."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one, never twice."""
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a chat by the model's template; a last message from `assistant` is left open.
+
+        Raises:
+            RequestFailedError: there is no template, or it refuses these messages.
+        """
+
+
+class Backend(Protocol):
+    """Runs step plans. One thread only, but for `interrupt`; sizes are fixed from construction on."""
+
+    @property
+    def n_slots(self) -> int:
+        """Sequences that can run at once: slots `0 … n_slots − 1`."""
+
+    @property
+    def n_window(self) -> int:
+        """Positions one slot holds."""
+
+    @property
+    def n_batch(self) -> int:
+        """Most tokens one step may hold."""
+
+    @property
+    def n_piece(self) -> int:
+        """Prompts are computed in pieces that start at multiples of this, each whole in one step; 0 = anyhow."""
+
+    @property
+    def vocab(self) -> Vocab:
+        """The model's vocabulary and template."""
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What the model itself says of `temperature`, `top_k`, `top_p`, `min_p`."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Do one plan. Mutates cells of the slots in it and nothing else.
+
+        Raises:
+            PlanError: the plan breaks a rule of `StepPlan` or exceeds a size above; nothing was done.
+        """
+
+    def interrupt(self) -> None:
+        """Ask the run in flight, or else the next one, to end after its current step. From any thread."""
+
+    def close(self) -> None:
+        """Free the context and what the backend loaded. Twice is harmless."""

@@ -1,0 +1,126 @@
+"""Every error a caller can meet: one tree under `CBatchError`, each carrying its numbers as attributes.
+
+`RequestError` concerns one request and the engine goes on; `EngineError` concerns all of them.
+`PlanError`, `LedgerError` and `SequenceStateError` stand outside the tree: they are always a bug of cbatch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.response import BatchResult
+
+
+class CBatchError(Exception):
+    """Root of every error that cbatch raises on purpose."""
+
+
+class ConfigError(CBatchError, ValueError):
+    """A value that cannot work, found while options, messages or an engine are built."""
+
+
+class RequestError(CBatchError):
+    """One request failed; the engine and every other request go on."""
+
+
+class PromptTooLongError(RequestError):
+    """Prompt and cap together need more positions than one slot's window has."""
+
+    def __init__(self, n_prompt: int, n_limit: int, n_output: int = 1) -> None:
+        """Keep the numbers: `n_prompt` tokens asked to be followed by `n_output`, `n_limit` in the window."""
+        self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
+        super().__init__(
+            f"the prompt has {n_prompt} tokens and asks for {n_output} more, but one slot's window holds {n_limit}: "
+            "shorten it, lower max_tokens, raise ctx_per_seq, or use fewer slots (parallel) in the same n_ctx"
+        )
+
+
+class DuplicateIdError(RequestError):
+    """The id belongs to another request in flight, or stands twice in one batch."""
+
+    def __init__(self, id: str) -> None:
+        """Keep the id."""
+        self.id = id
+        super().__init__(
+            f"the id {id!r} is already in flight or stands twice in this batch: ids must be unique"
+        )
+
+
+class RequestCancelledError(RequestError):
+    """The request was cancelled, or its engine closed, before it got a slot."""
+
+
+class UnsupportedOptionError(RequestError, ConfigError):
+    """An option that this cbatch does not know or has not built."""
+
+    def __init__(self, option: str, known: Sequence[str]) -> None:
+        """Keep the option's name; `known` lists what there is."""
+        self.option = option
+        super().__init__(f"unknown option {option!r}; there is: {', '.join(sorted(known))}")
+
+
+class RequestFailedError(RequestError):
+    """The request could not be computed; the cause is chained where there is one."""
+
+
+class BatchError(CBatchError):
+    """Some items of a batch failed; `results` holds all of them, in input order."""
+
+    def __init__(self, results: Sequence[BatchResult]) -> None:
+        """Keep all results; the message names the first failures."""
+        self.results = list(results)
+        failed = [r for r in self.results if r.error is not None]
+        shown = "; ".join(f"{r.id}: {r.error}" for r in failed[:3])
+        more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+        super().__init__(f"{len(failed)} of {len(self.results)} items failed: {shown}{more}")
+
+
+class EngineError(CBatchError):
+    """The engine as a whole cannot go on."""
+
+
+class IncompatibleLlamaError(EngineError):
+    """The native library and the installed llama-cpp-python do not fit together."""
+
+
+class ModelLoadError(EngineError):
+    """The file is missing, damaged, or not a model that can generate text."""
+
+
+class DecodeError(EngineError):
+    """`llama_decode` returned `code`; see docs/errors.md for what each code means."""
+
+    def __init__(self, code: int) -> None:
+        """Keep llama.cpp's return code."""
+        self.code = code
+        meaning = _DECODE_CODES.get(code, "compute failed")
+        super().__init__(f"llama_decode returned {code}: {meaning}")
+
+
+class EngineClosedError(EngineError):
+    """The engine was closed, or it stopped after an error that is chained here."""
+
+
+class PlanError(RuntimeError):
+    """A step plan that llama.cpp would refuse: a bug of cbatch, never of the caller."""
+
+
+class LedgerError(RuntimeError):
+    """The books of cells do not balance: a bug of cbatch."""
+
+
+class SequenceStateError(RuntimeError):
+    """A sequence was asked for a transition that its table does not have: a bug of cbatch."""
+
+
+# Source: include/llama.h, comment at llama_decode.
+_DECODE_CODES = {
+    1: "no room for the batch",
+    2: "aborted",
+    -1: "invalid batch",
+    -2: "out of memory",
+    -3: "compute failed",
+}
