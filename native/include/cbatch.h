@@ -1,0 +1,174 @@
+// The whole surface of cbatch's native library: plain C, no llama.cpp header, nothing linked.
+// llama.cpp is reached through the addresses in `cbatch_api`. No function throws or exits the process.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define CBATCH_EXPORT __declspec(dllexport)
+#else
+#define CBATCH_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+#define CBATCH_NOEXCEPT noexcept
+extern "C" {
+#else
+#define CBATCH_NOEXCEPT
+#endif
+
+// Number of this surface; raised by every change that an older caller would misread.
+#define CBATCH_ABI_VERSION 1
+
+// Numbers that stand for a token in `out` of `cbatch_stepper_run`.
+#define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or had no finite maximum, or llama.cpp gave no row
+#define CBATCH_NO_TOKEN (-2)    // nothing sampled: a chunk without output, or a step not done
+
+// Return codes. Anything but CBATCH_OK means that nothing was done.
+#define CBATCH_OK 0
+#define CBATCH_BAD_API 1        // table of another size or surface number, or without a needed address
+#define CBATCH_BAD_SIZES 2      // a size below 1, or an instruction set that this machine or build has not
+#define CBATCH_NO_MEMORY 3      // allocation failed
+#define CBATCH_BAD_SLOT 4       // slot out of range; in a run also: not ascending, or one slot twice
+#define CBATCH_BAD_SAMPLING 5   // a sampling value out of its range, or a negative n_prompt or n_stop
+#define CBATCH_BAD_CHUNK 6      // no chunk, a chunk without tokens, a start below 0 or too far up
+#define CBATCH_BAD_TOKEN 7      // a token id outside [0, n_vocab)
+#define CBATCH_BATCH_FULL 8     // more tokens than n_batch
+#define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 while a chunk has no output; negative budget
+#define CBATCH_NOT_BOUND 10     // a chunk with output in a slot that was never bound
+
+// Instruction sets that the sampling code is built for. All give the same tokens, bit for bit.
+#define CBATCH_ISA_BEST (-1)    // the best that both the build and the machine have
+#define CBATCH_ISA_BASE 0
+#define CBATCH_ISA_AVX2 1
+#define CBATCH_ISA_AVX512 2
+
+struct llama_batch;  // mirrored in llama_abi.h
+
+// Addresses of the functions that a stepper calls. Copied by cbatch_stepper_init.
+typedef struct cbatch_api {
+    uint32_t size;  // sizeof(cbatch_api); another size is refused
+    uint32_t abi;   // CBATCH_ABI_VERSION; another number is refused
+    int32_t (*decode)(void * ctx, struct llama_batch batch);        // llama_decode
+    float * (*get_logits_ith)(void * ctx, int32_t i_token);         // llama_get_logits_ith
+    // GOMP_parallel of the OpenMP runtime that ggml runs on, or NULL: rows are then sampled one after another.
+    void (*gomp_parallel)(void (*fn)(void *), void * data, unsigned n_threads, unsigned flags);
+} cbatch_api;
+
+// Sizes of a stepper, fixed from init on. All at least 1.
+typedef struct cbatch_sizes {
+    int32_t n_slots;    // slots 0 … n_slots − 1, which are llama.cpp's sequence ids
+    int32_t n_batch;    // most tokens in one step
+    int32_t n_vocab;    // floats in one row of logits
+    int32_t n_threads;  // team size for sampling; give the one that decoding uses
+    int32_t isa;        // CBATCH_ISA_*
+} cbatch_sizes;
+
+// How the next token of a slot is chosen. The definition is in sample.h.
+typedef struct cbatch_sampling {
+    double temperature;  // 0 = greedy, whatever the rest says; finite, ≥ 0
+    double top_p;        // [0, 1]; 1 keeps all
+    double min_p;        // [0, 1]; 0 keeps all
+    uint64_t seed;       // key of the generator
+    int32_t top_k;       // ≥ 0; 0 keeps all
+    int32_t i_choice;    // ≥ 0; second word of the generator's counter
+} cbatch_sampling;
+
+// The part of one sequence in a step; its tokens follow those of the chunk before in `tokens`.
+typedef struct cbatch_chunk {
+    int32_t slot;        // ascending from chunk to chunk
+    int32_t start;       // position of the first token, ≥ 0
+    int32_t n_tokens;    // ≥ 1
+    int32_t has_output;  // not 0: the last token's logits are sampled
+} cbatch_chunk;
+
+// What a run did.
+typedef struct cbatch_report {
+    int32_t n_steps;    // steps done in full
+    int32_t code;       // what the last llama_decode returned; not 0: the step after n_steps failed
+    int64_t decode_ns;  // time in llama_decode and in fetching rows, all steps, nanoseconds
+    int64_t sample_ns;  // time in sampling, all steps, nanoseconds
+} cbatch_report;
+
+typedef struct cbatch_stepper cbatch_stepper;    // runs steps in one llama context
+typedef struct cbatch_log_ring cbatch_log_ring;  // the newest log records, in a fixed number of bytes
+
+// Return CBATCH_ABI_VERSION as compiled.
+CBATCH_EXPORT int32_t cbatch_abi_version(void) CBATCH_NOEXCEPT;
+
+// Write the layout of llama_batch as compiled to out[0 … 7]: sizeof, then the offsets in bytes of n_tokens, token,
+// embd, pos, n_seq_id, seq_id, logits.
+CBATCH_EXPORT void cbatch_batch_layout(int32_t * out) CBATCH_NOEXCEPT;
+
+// Return the best CBATCH_ISA_* that both this build and this machine have; every one from 0 up to it can be used.
+CBATCH_EXPORT int32_t cbatch_isa_best(void) CBATCH_NOEXCEPT;
+
+// Make a stepper and write it to *out. All buffers but those of cbatch_stepper_bind are allocated here.
+//   ctx: passed on to the functions of `api`; must outlive the stepper.
+// Returns CBATCH_OK, _BAD_API, _BAD_SIZES or _NO_MEMORY; *out is NULL unless CBATCH_OK.
+CBATCH_EXPORT int32_t cbatch_stepper_init(const cbatch_api * api, void * ctx, const cbatch_sizes * sizes,
+                                          cbatch_stepper ** out) CBATCH_NOEXCEPT;
+
+// Free a stepper; NULL is harmless. Not while a run is in flight.
+CBATCH_EXPORT void cbatch_stepper_free(cbatch_stepper * s) CBATCH_NOEXCEPT;
+
+// Say how `slot` is sampled from now on. Everything is copied.
+//   n_prompt: prompt tokens; the generator's counter is the sampled token's position minus n_prompt.
+//   stop: n_stop token ids that end a run, or NULL with n_stop 0.
+// Returns CBATCH_OK, _BAD_SLOT, _BAD_SAMPLING or _NO_MEMORY.
+CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, int32_t n_prompt,
+                                          const cbatch_sampling * sampling, const int32_t * stop,
+                                          int32_t n_stop) CBATCH_NOEXCEPT;
+
+// Do up to n_steps steps: decode the chunks, sample their outputs, feed each sampled token to the next step.
+// Ends early after a step in which a row sampled a stop token of its slot or was broken, after an interrupt, when more
+// than budget_us have passed, and when llama_decode returned anything but 0.
+//   chunks: n_chunks, ascending slots.   tokens: the tokens of all chunks, one after another.
+//   budget_us: microseconds, 0 = no limit.
+//   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW or CBATCH_NO_TOKEN.
+// Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
+CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
+                                         const int32_t * tokens, int32_t n_steps, int64_t budget_us, int32_t * out,
+                                         cbatch_report * report) CBATCH_NOEXCEPT;
+
+// Ask the run in flight, or else the next one, to end after its current step. From any thread.
+CBATCH_EXPORT void cbatch_stepper_interrupt(cbatch_stepper * s) CBATCH_NOEXCEPT;
+
+// Sample one row of n_vocab floats by itself, as a stepper would. For tests and probes: allocates its scratch.
+// Returns a token id, or CBATCH_BROKEN_ROW; on bad sizes, bad sampling or no memory CBATCH_NO_TOKEN.
+CBATCH_EXPORT int32_t cbatch_sample_row(const float * logits, int32_t n_vocab, const cbatch_sampling * sampling,
+                                        int32_t i_output, int32_t isa) CBATCH_NOEXCEPT;
+
+// Write the weights of n logits, without NaN or +∞, at a temperature above 0 to out: (n) uint64. For tests.
+// Returns CBATCH_OK or CBATCH_BAD_SAMPLING.
+CBATCH_EXPORT int32_t cbatch_weights(const float * logits, int32_t n, double temperature, int32_t isa,
+                                     uint64_t * out) CBATCH_NOEXCEPT;
+
+// Write the four words of Philox4x32-10 for a counter of four words and a key of two. For known-answer tests.
+CBATCH_EXPORT void cbatch_philox(const uint32_t * counter, const uint32_t * key, uint32_t * out) CBATCH_NOEXCEPT;
+
+// llama.cpp's log levels. Source: ggml/include/ggml.h, enum ggml_log_level.
+#define CBATCH_LOG_DEBUG 1
+#define CBATCH_LOG_CONTINUATION 5  // goes on with the record before, whatever its level
+
+// Make a ring of n_bytes (at least 64), or return NULL. When it is full the oldest records are dropped and counted.
+CBATCH_EXPORT cbatch_log_ring * cbatch_log_init(int32_t n_bytes) CBATCH_NOEXCEPT;
+
+// Free a ring; NULL is harmless. Not while it is given to llama_log_set.
+CBATCH_EXPORT void cbatch_log_free(cbatch_log_ring * ring) CBATCH_NOEXCEPT;
+
+// Keep records of CBATCH_LOG_DEBUG too (has_debug not 0), or leave them out, as a new ring does: they are many.
+CBATCH_EXPORT void cbatch_log_set_debug(cbatch_log_ring * ring, int32_t has_debug) CBATCH_NOEXCEPT;
+
+// Keep one record. Has the type that llama_log_set wants; `ring` is its user data. From any thread.
+CBATCH_EXPORT void cbatch_log_callback(int32_t level, const char * text, void * ring) CBATCH_NOEXCEPT;
+
+// Take the oldest whole records that fit in n_out bytes, and the number dropped since the last drain.
+// A record is int32 level, int32 length, then `length` bytes of text without a zero byte.
+// With n_out ≥ the ring's n_bytes everything fits. Returns the bytes written.
+CBATCH_EXPORT int32_t cbatch_log_drain(cbatch_log_ring * ring, char * out, int32_t n_out,
+                                       int64_t * n_dropped) CBATCH_NOEXCEPT;
+
+#ifdef __cplusplus
+}
+#endif

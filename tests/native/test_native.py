@@ -1,0 +1,637 @@
+"""The native stepper and its Python twin, driven by stand-ins for llama.cpp's functions."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.backend import native
+from cbatch.backend.native import LlamaApi, LlamaLog, NativeStepper
+from cbatch.backend.sampling import PythonStepper
+from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepResult
+from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
+from cbatch.options import GREEDY, Sampling
+
+Stepper = NativeStepper | PythonStepper
+N_SLOTS, N_BATCH, N_VOCAB = 4, 16, 50
+
+DECODE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, llama_cpp.llama_batch)
+GET_LOGITS = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
+TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+GOMP = ctypes.CFUNCTYPE(None, TASK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenBatch:
+    token: list[int]
+    pos: list[int]
+    slot: list[int]
+    logits: list[int]
+
+    @classmethod
+    def of(cls, batch: Any) -> SeenBatch:
+        n = batch.n_tokens
+        assert batch.n_seq_id[:n] == [1] * n
+        assert not batch.embd
+        slots = [batch.seq_id[i][0] for i in range(n)]
+        return cls(batch.token[:n], batch.pos[:n], slots, list(batch.logits[:n]))
+
+
+@dataclass(eq=False, slots=True)
+class FakeLlama:
+    """Records batches; the likeliest token after (slot, position) is `next_token` of them."""
+
+    next_token: Callable[[int, int], int] = lambda slot, pos: (10 * slot + pos) % N_VOCAB
+    codes: dict[int, int] = field(default_factory=dict)
+    """Return codes by number of the call, from 0; 0 where not said."""
+    on_decode: Callable[[], None] = lambda: None
+    n_vocab: int = N_VOCAB
+    batches: list[SeenBatch] = field(default_factory=list)
+    fetched: list[int] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+
+    def api(self, gomp_parallel: int | None = None) -> LlamaApi:
+        return LlamaApi(DECODE(self.decode), GET_LOGITS(self.get_logits), gomp_parallel)
+
+    def decode(self, ctx: int | None, batch: Any) -> int:
+        code = self.codes.get(len(self.batches), 0)
+        self.batches.append(SeenBatch.of(batch))
+        self.on_decode()
+        return code
+
+    def get_logits(self, ctx: int | None, i_token: int) -> int | None:
+        batch = self.batches[-1]
+        assert batch.logits[i_token] == 1
+        self.fetched.append(i_token)
+        token = self.next_token(batch.slot[i_token], batch.pos[i_token])
+        if token < -1:
+            return None
+        row = np.zeros(self.n_vocab, dtype=np.float32)
+        row[token] = np.nan if token == -1 else 9.0
+        self.rows.append(row)
+        return int(row.ctypes.data)
+
+
+MakeStepper = Callable[..., Any]
+
+
+@pytest.fixture(params=[NativeStepper, PythonStepper], ids=["native", "python"])
+def make(request: pytest.FixtureRequest) -> Iterator[MakeStepper]:
+    """Return a factory of steppers whose every slot is bound to greedy sampling."""
+    made: list[Stepper] = []
+
+    def make_stepper(fake: FakeLlama, **given: Any) -> Stepper:
+        stop = given.pop("stop", ())
+        sizes = {"n_slots": N_SLOTS, "n_batch": N_BATCH, "n_vocab": fake.n_vocab, "n_threads": 1}
+        stepper = request.param(None, **{**sizes, "api": fake.api(), "slice_s": 0.0, **given})
+        for slot in range(N_SLOTS):
+            stepper.bind(Binding(Slot(slot), 0, GREEDY, stop))
+        made.append(stepper)
+        return stepper  # type: ignore[no-any-return]
+
+    yield make_stepper
+    for stepper in made:
+        stepper.close()
+
+
+def chunk(slot: int, start: int, *tokens: int, has_output: bool = True) -> Chunk:
+    return Chunk(Slot(slot), start, list(tokens), has_output)
+
+
+# ---- one step ----
+
+
+def test_run_fills_first_tokens_then_remainders_by_ascending_slot(make: MakeStepper) -> None:
+    fake = FakeLlama()
+    result = make(fake).run(
+        [chunk(0, 5, 7), chunk(1, 0, 11, 12, 13), chunk(3, 8, 21, 22, has_output=False)]
+    )
+    assert fake.batches == [
+        SeenBatch(
+            token=[7, 11, 21, 12, 13, 22],
+            pos=[5, 0, 8, 1, 2, 9],
+            slot=[0, 1, 3, 1, 1, 3],
+            logits=[1, 0, 0, 0, 1, 0],
+        )
+    ]
+    assert fake.fetched == [0, 4]
+    assert result.tokens == [[5], [12], []]
+    assert (result.n_steps, result.code) == (1, 0)
+
+
+def test_run_without_outputs_samples_nothing(make: MakeStepper) -> None:
+    fake = FakeLlama()
+    result = make(fake).run([chunk(2, 0, 1, 2, has_output=False)])
+    assert (result.tokens, result.n_steps, fake.fetched) == ([[]], 1, [])
+
+
+def test_run_with_a_full_batch_is_done(make: MakeStepper) -> None:
+    fake = FakeLlama()
+    make(fake).run([chunk(0, 0, *range(N_BATCH))])
+    assert fake.batches[0].token == list(range(N_BATCH))
+
+
+def test_run_takes_tokens_from_any_sequence(make: MakeStepper) -> None:
+    fake = FakeLlama()
+    make(fake).run([Chunk(Slot(0), 0, (1, 2), has_output=True)])
+    assert fake.batches[0].token == [1, 2]
+
+
+def test_run_where_llama_gives_no_row_is_broken(make: MakeStepper) -> None:
+    result = make(FakeLlama(next_token=lambda slot, pos: -2)).run([chunk(0, 0, 1)])
+    assert result.tokens == [[BROKEN_ROW]]
+
+
+def test_run_keys_the_generator_by_output_position(make: MakeStepper) -> None:
+    how = Sampling(temperature=99.0, top_k=0, top_p=1.0, min_p=0.0, seed=9, i_choice=2)
+    fake = FakeLlama(n_vocab=5000, next_token=lambda slot, pos: 0)
+    stepper = make(fake)
+    stepper.bind(Binding(Slot(1), 3, how, ()))
+    found = stepper.run([chunk(1, 2, 4, 5)]).tokens  # positions 2 and 3: the token at 4 is output 1
+    row = fake.rows[-1]
+    assert found == [[native.sample_row(row, how, 1)]]
+    assert native.sample_row(row, how, 1) != native.sample_row(row, how, 0)
+
+
+# ---- several steps ----
+
+
+def test_run_of_several_steps_feeds_each_sampled_token(make: MakeStepper) -> None:
+    fake = FakeLlama()
+    result = make(fake).run([chunk(0, 3, 1, 2), chunk(2, 6, 9)], n_steps=3)
+    assert result.tokens == [[4, 5, 6], [26, 27, 28]]
+    assert fake.batches[1:] == [
+        SeenBatch(token=[4, 26], pos=[5, 7], slot=[0, 2], logits=[1, 1]),
+        SeenBatch(token=[5, 27], pos=[6, 8], slot=[0, 2], logits=[1, 1]),
+    ]
+    assert result.n_steps == 3
+
+
+def test_run_of_many_steps_outgrows_the_first_buffer(make: MakeStepper) -> None:
+    fake = FakeLlama(next_token=lambda slot, pos: pos % N_VOCAB)
+    result = make(fake, n_slots=N_SLOTS).run([chunk(0, 0, 1), chunk(1, 5, 1)], n_steps=500)
+    assert result.tokens[0] == [i % N_VOCAB for i in range(500)]
+    assert result.tokens[1] == [(5 + i) % N_VOCAB for i in range(500)]
+
+
+def test_run_ends_after_a_stop_token(make: MakeStepper) -> None:
+    result = make(FakeLlama(), stop=(40, 27)).run([chunk(0, 0, 1), chunk(2, 6, 9)], n_steps=9)
+    assert (result.tokens, result.n_steps) == ([[0, 1], [26, 27]], 2)
+
+
+def test_run_ends_only_at_the_slots_own_stop_tokens(make: MakeStepper) -> None:
+    stepper = make(FakeLlama())
+    stepper.bind(Binding(Slot(0), 0, GREEDY, (27,)))
+    stepper.bind(Binding(Slot(2), 0, GREEDY, (2,)))
+    assert stepper.run([chunk(0, 0, 1), chunk(2, 6, 9)], n_steps=4).n_steps == 4
+
+
+def test_bind_again_forgets_the_old_stop_tokens(make: MakeStepper) -> None:
+    stepper = make(FakeLlama(), stop=(1,))
+    stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
+    assert stepper.run([chunk(0, 0, 1)], n_steps=4).n_steps == 4
+
+
+def test_run_ends_after_a_broken_row(make: MakeStepper) -> None:
+    fake = FakeLlama(next_token=lambda slot, pos: -1 if (slot, pos) == (1, 2) else 5)
+    result = make(fake).run([chunk(0, 0, 1), chunk(1, 1, 1)], n_steps=9)
+    assert (result.tokens, result.n_steps) == ([[5, 5], [5, BROKEN_ROW]], 2)
+
+
+def test_run_ends_when_decoding_fails(make: MakeStepper) -> None:
+    result = make(FakeLlama(codes={2: 1})).run([chunk(0, 0, 1)], n_steps=9)
+    assert (result.tokens, result.n_steps, result.code) == ([[0, 1]], 2, 1)
+
+
+def test_run_whose_first_decode_fails_has_sampled_nothing(make: MakeStepper) -> None:
+    fake = FakeLlama(codes={0: -3})
+    result = make(fake).run([chunk(0, 0, 1), chunk(1, 0, 1, has_output=False)])
+    assert (result.tokens, result.n_steps, result.code) == ([[], []], 0, -3)
+    assert fake.fetched == []
+
+
+def test_interrupt_ends_the_run_in_flight_after_its_step(make: MakeStepper) -> None:
+    fake = FakeLlama()
+    stepper = make(fake)
+    fake.on_decode = lambda: stepper.interrupt() if len(fake.batches) == 2 else None
+    assert stepper.run([chunk(0, 0, 1)], n_steps=9).n_steps == 2
+    fake.on_decode = lambda: None
+    assert stepper.run([chunk(0, 2, 1)], n_steps=9).n_steps == 9
+
+
+def test_interrupt_without_a_run_ends_the_next_one_only(make: MakeStepper) -> None:
+    stepper = make(FakeLlama())
+    stepper.interrupt()
+    assert stepper.run([chunk(0, 0, 1)], n_steps=9).n_steps == 1
+    assert stepper.run([chunk(0, 1, 1)], n_steps=3).n_steps == 3
+
+
+def test_interrupt_comes_from_another_thread(make: MakeStepper) -> None:
+    fake = FakeLlama()
+    stepper = make(fake)
+
+    def interrupt_elsewhere() -> None:
+        thread = threading.Thread(target=stepper.interrupt)
+        thread.start()
+        thread.join()
+
+    fake.on_decode = interrupt_elsewhere
+    assert stepper.run([chunk(0, 0, 1)], n_steps=9).n_steps == 1
+
+
+def test_run_beyond_its_slice_ends_after_the_step(make: MakeStepper) -> None:
+    assert make(FakeLlama(), slice_s=1e-6).run([chunk(0, 0, 1)], n_steps=9).n_steps == 1
+
+
+def test_run_reports_where_its_time_went(make: MakeStepper) -> None:
+    result = make(FakeLlama()).run([chunk(0, 0, 1)], n_steps=3)
+    assert result.decode_s > 0
+    assert result.sample_s > 0
+
+
+# ---- plans that break a rule ----
+
+
+@pytest.mark.parametrize(
+    ("chunks", "n_steps"),
+    [
+        pytest.param([], 1, id="no chunk"),
+        pytest.param([chunk(1, 0, 1), chunk(0, 0, 1)], 1, id="descending slots"),
+        pytest.param([chunk(1, 0, 1), chunk(1, 1, 1)], 1, id="one slot twice"),
+        pytest.param([chunk(-1, 0, 1)], 1, id="slot below 0"),
+        pytest.param([chunk(N_SLOTS, 0, 1)], 1, id="slot too high"),
+        pytest.param([chunk(0, 0)], 1, id="no token"),
+        pytest.param([chunk(0, -1, 1)], 1, id="start below 0"),
+        pytest.param([chunk(0, 0, N_VOCAB)], 1, id="token too high"),
+        pytest.param([chunk(0, 0, -1)], 1, id="token below 0"),
+        pytest.param([chunk(0, 0, 1), chunk(1, 0, *[1] * N_BATCH)], 1, id="batch too full"),
+        pytest.param([chunk(0, 0, 1)], 0, id="no step"),
+        pytest.param([chunk(0, 0, 1, has_output=False)], 2, id="steps without output"),
+    ],
+)
+def test_run_that_breaks_a_rule_raises_and_does_nothing(
+    make: MakeStepper, chunks: list[Chunk], n_steps: int
+) -> None:
+    fake = FakeLlama()
+    stepper = make(fake)
+    with pytest.raises(PlanError, match="StepPlan"):
+        stepper.run(chunks, n_steps)
+    assert fake.batches == []
+    assert stepper.run([chunk(0, 0, 1)]).tokens == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "n_steps", "code"),
+    [
+        ([], 1, 6),
+        ([chunk(1, 0, 1), chunk(0, 0, 1)], 1, 4),
+        ([chunk(0, 0)], 1, 6),
+        ([chunk(0, 2**31 - 1, 1)], 1, 6),
+        ([chunk(0, 0, N_VOCAB)], 1, 7),
+        ([chunk(0, 0, *[1] * N_BATCH), chunk(1, 0, 1)], 1, 8),
+        ([chunk(0, 0, 1)], 0, 9),
+        ([chunk(0, 0, 1, has_output=False)], 2, 9),
+        ([chunk(3, 0, 1)], 1, 10),
+    ],
+)
+def test_native_codes_name_the_rule(chunks: list[Chunk], n_steps: int, code: int) -> None:
+    stepper = native_stepper(FakeLlama())
+    for slot in range(3):
+        stepper.bind(Binding(Slot(slot), 0, GREEDY, ()))
+    with pytest.raises(PlanError, match=native._MEANINGS[code]):
+        stepper.run(chunks, n_steps)
+
+
+@pytest.mark.parametrize("chunks", [[chunk(0, 2**40, 1)], [chunk(0, 0, 2**40)]])
+def test_native_run_with_numbers_beyond_32_bits_raises(chunks: list[Chunk]) -> None:
+    with pytest.raises(PlanError, match="StepPlan"):
+        native_stepper(FakeLlama()).run(chunks)
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        Binding(Slot(N_SLOTS), 0, GREEDY, ()),
+        Binding(Slot(-1), 0, GREEDY, ()),
+        Binding(Slot(0), -1, GREEDY, ()),
+        Binding(Slot(0), 0, Sampling(temperature=-1.0), ()),
+        Binding(Slot(0), 0, Sampling(top_p=2.0), ()),
+        Binding(Slot(0), 0, Sampling(top_k=-5), ()),
+    ],
+    ids=repr,
+)
+def test_bind_out_of_range_raises(make: MakeStepper, binding: Binding) -> None:
+    with pytest.raises(PlanError, match="Binding"):
+        make(FakeLlama()).bind(binding)
+
+
+def native_stepper(fake: FakeLlama, **given: Any) -> NativeStepper:
+    sizes = {"n_slots": N_SLOTS, "n_batch": N_BATCH, "n_vocab": fake.n_vocab, "n_threads": 1}
+    return NativeStepper(None, **{**sizes, "api": fake.api(), **given})
+
+
+@pytest.mark.parametrize("name", ["n_slots", "n_batch", "n_vocab", "n_threads"])
+def test_native_stepper_with_a_size_of_zero_raises(name: str) -> None:
+    with pytest.raises(PlanError, match=name):
+        native_stepper(FakeLlama(), **{name: 0})
+
+
+def test_native_stepper_with_an_unknown_instruction_set_raises() -> None:
+    with pytest.raises(PlanError, match="isa"):
+        native_stepper(FakeLlama(), isa=77)
+
+
+def test_native_stepper_that_is_closed_raises() -> None:
+    stepper = native_stepper(FakeLlama())
+    stepper.close()
+    stepper.close()
+    stepper.interrupt()
+    with pytest.raises(EngineClosedError):
+        stepper.run([chunk(0, 0, 1)])
+
+
+# ---- random workloads ----
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[Chunk], int]:
+    slots = sorted(draw(st.sets(st.integers(0, N_SLOTS - 1), min_size=1)))
+    tokens = st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=4)
+    all_have_output = draw(st.booleans())
+    chunks = [
+        Chunk(
+            Slot(slot),
+            draw(st.integers(0, 99)),
+            draw(tokens),
+            all_have_output or draw(st.booleans()),
+        )
+        for slot in slots
+    ]
+    n_steps = draw(st.integers(1, 6)) if all(c.has_output for c in chunks) else 1
+    return chunks, n_steps
+
+
+def outcome(stepper: Stepper, workload: list[tuple[list[Chunk], int]]) -> list[StepResult]:
+    how = Sampling(temperature=5.0, top_k=20, seed=4)
+    for slot in range(N_SLOTS):
+        stepper.bind(Binding(Slot(slot), 3, how, (slot, 17)))
+    results = [stepper.run(chunks, n_steps) for chunks, n_steps in workload]
+    return [StepResult(r.tokens, r.n_steps, r.code) for r in results]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(runs(), min_size=1, max_size=4), st.sets(st.integers(0, 12), max_size=2))
+def test_native_and_python_steppers_do_the_same(
+    workload: list[tuple[list[Chunk], int]], failing: set[int]
+) -> None:
+    codes = dict.fromkeys(failing, 1)
+    ours, theirs = FakeLlama(codes=codes), FakeLlama(codes=codes)
+    sizes = {"n_slots": N_SLOTS, "n_batch": N_BATCH, "n_vocab": N_VOCAB, "n_threads": 1}
+    found = outcome(NativeStepper(None, **sizes, slice_s=0.0, api=ours.api()), workload)
+    wanted = outcome(PythonStepper(None, **sizes, slice_s=0.0, api=theirs.api()), workload)
+    assert found == wanted
+    assert ours.batches == theirs.batches
+    assert ours.fetched == theirs.fetched
+
+
+# ---- threads ----
+
+N_BIG = 40_000  # four rows of it are work for a team where top_p looks at the whole row
+
+
+def sampled_with(**given: Any) -> StepResult:
+    fake = FakeLlama(n_vocab=N_BIG)
+    stepper = native_stepper(fake, **{"api": fake.api(given.pop("gomp", None)), **given})
+    for slot in range(N_SLOTS):
+        stepper.bind(Binding(Slot(slot), 0, Sampling(top_k=0, temperature=9.0), ()))
+    return stepper.run([chunk(slot, 0, 1) for slot in range(N_SLOTS)])
+
+
+def test_team_of_ggmls_openmp_samples_the_same_tokens() -> None:
+    gomp = LlamaApi.of_llama_cpp().gomp_parallel
+    if gomp is None:
+        pytest.skip("this llama-cpp-python computes without OpenMP")
+    assert sampled_with(n_threads=2, gomp=gomp).tokens == sampled_with(n_threads=1).tokens
+
+
+def test_team_is_asked_for_the_size_of_the_stepper_and_each_row_sampled_once() -> None:
+    asked: list[int] = []
+
+    def parallel(fn: Any, data: int, n_threads: int, flags: int) -> None:
+        asked.append(n_threads)
+        for _ in range(n_threads + 1):  # one more than there is scratch for: it must do nothing
+            fn(data)
+
+    team = GOMP(parallel)
+    address = ctypes.cast(team, ctypes.c_void_p).value
+    assert sampled_with(n_threads=3, gomp=address).tokens == sampled_with(n_threads=1).tokens
+    assert asked == [3]
+
+
+@pytest.mark.parametrize("isa", range(native.library().cbatch_isa_best() + 1))
+def test_every_instruction_set_samples_the_same_tokens(isa: int) -> None:
+    assert sampled_with(isa=isa).tokens == sampled_with().tokens
+
+
+# ---- the handshake ----
+
+
+def test_handshake_with_the_installed_llama_cpp_passes() -> None:
+    native.handshake()
+
+
+def test_handshake_with_another_layout_names_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    shifted = {**native._llama_layout(), "pos": 32}
+    monkeypatch.setattr(native, "_llama_layout", lambda: shifted)
+    with pytest.raises(IncompatibleLlamaError, match=r"llama_batch.*'pos': 24.*'pos': 32.*0\.3"):
+        native.handshake()
+
+
+def test_handshake_with_another_signature_names_the_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_decode", GET_LOGITS(lambda ctx, i: None))
+    with pytest.raises(IncompatibleLlamaError, match="llama_decode"):
+        native.handshake()
+
+
+def test_handshake_without_a_function_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(llama_cpp, "llama_get_logits_ith")
+    with pytest.raises(IncompatibleLlamaError, match="no llama_get_logits_ith"):
+        native.handshake()
+
+
+def test_library_that_is_missing_says_how_to_reinstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CBATCH_LIBRARY", "/nowhere/libcbatch.so")
+    with pytest.raises(IncompatibleLlamaError, match=r"/nowhere/libcbatch\.so.*pip install"):
+        native.library.__wrapped__()
+
+
+def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "ABI_VERSION", 99)
+    with pytest.raises(IncompatibleLlamaError, match=r"surface 1.*wants 99"):
+        native.library.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"size": 8}, {"abi": 99}, {"decode": None}, {"get_logits_ith": None}],
+    ids=lambda change: next(iter(change)),
+)
+def test_table_that_does_not_fit_is_refused(change: dict[str, int | None]) -> None:
+    api = FakeLlama().api()
+    table, handle = api.table(), ctypes.c_void_p(1)
+    for name, value in change.items():
+        setattr(table, name, value)
+    sizes = native._Sizes(1, 1, 1, 1, native.ISA_BEST)
+    code = native.library().cbatch_stepper_init(
+        ctypes.byref(table), None, ctypes.byref(sizes), ctypes.byref(handle)
+    )
+    assert (code, handle.value) == (1, None)
+
+
+# ---- the log ----
+
+
+def say(log: LlamaLog, level: int, text: str) -> None:
+    native.library().cbatch_log_callback(level, text.encode(), log.ring)
+
+
+def drained(log: LlamaLog, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="cbatch.llama"):
+        log.drain()
+    return [(r.levelno, r.getMessage()) for r in caplog.records]
+
+
+def test_log_passes_lines_on_with_their_levels(caplog: pytest.LogCaptureFixture) -> None:
+    log = LlamaLog(4096)
+    native.library().cbatch_log_set_debug(log.ring, 1)
+    for level, text in [
+        (2, "info\n"),
+        (3, "warn\n"),
+        (4, "error\n"),
+        (1, "debug\n"),
+        (0, "bare\n"),
+    ]:
+        say(log, level, text)
+    assert drained(log, caplog) == [
+        (logging.INFO, "info"),
+        (logging.WARNING, "warn"),
+        (logging.ERROR, "error"),
+        (logging.DEBUG, "debug"),
+        (logging.INFO, "bare"),
+    ]
+    assert log.recent == ["warn", "error"]
+    assert drained(log, caplog) == []
+
+
+def test_log_leaves_debug_lines_out_until_told(caplog: pytest.LogCaptureFixture) -> None:
+    log = LlamaLog(4096)
+    for has_debug in (0, 1):
+        native.library().cbatch_log_set_debug(log.ring, has_debug)
+        for level, text in [(2, "a"), (5, "b\n"), (1, "c"), (5, "d\n"), (3, "e\n")]:
+            say(log, level, text)
+    lines = [text for _, text in drained(log, caplog)]
+    assert lines == ["ab", "e", "ab", "cd", "e"]
+
+
+def test_log_joins_continuations_across_drains(caplog: pytest.LogCaptureFixture) -> None:
+    log = LlamaLog(4096)
+    say(log, 3, "load")
+    say(log, 5, "ing .")
+    assert drained(log, caplog) == []
+    say(log, 5, ".\nnext\n")
+    assert drained(log, caplog) == [(logging.WARNING, "loading .."), (logging.WARNING, "next")]
+
+
+def test_log_ends_a_line_where_the_next_begins(caplog: pytest.LogCaptureFixture) -> None:
+    log = LlamaLog(4096)
+    say(log, 4, "no newline")
+    say(log, 2, "é\n")
+    assert drained(log, caplog) == [(logging.ERROR, "no newline"), (logging.INFO, "é")]
+
+
+def test_log_drain_returns_warnings_and_errors() -> None:
+    log = LlamaLog(4096)
+    say(log, 2, "fine\n")
+    say(log, 4, "broken\n")
+    assert log.drain() == ["broken"]
+    assert log.drain() == []
+
+
+def test_log_that_overflows_keeps_the_newest_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+    log = LlamaLog(100)
+    for i in range(30):
+        say(log, 2, f"line {i:02}\n")  # 16 bytes each, 6 fit
+    lines = [text for _, text in drained(log, caplog)]
+    assert lines == [
+        "24 older lines of llama.cpp's log were dropped",
+        *(f"line {i}" for i in range(24, 30)),
+    ]
+
+
+def test_log_cuts_a_text_longer_than_the_ring(caplog: pytest.LogCaptureFixture) -> None:
+    log = LlamaLog(64)
+    say(log, 2, "x" * 500)
+    say(log, 2, "\n")
+    say(log, 2, "y\n")
+    assert [text for _, text in drained(log, caplog)][-1] == "y"
+
+
+def test_log_ring_too_small_is_refused() -> None:
+    with pytest.raises(MemoryError):
+        LlamaLog(63)
+
+
+def test_log_takes_lines_from_many_threads_whole(caplog: pytest.LogCaptureFixture) -> None:
+    log = LlamaLog(1 << 16)
+
+    def talk(name: str) -> None:
+        for _ in range(100):
+            say(log, 2, f"{name * 20}\n")
+
+    threads = [threading.Thread(target=talk, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = [text for _, text in drained(log, caplog)]
+    assert sorted(lines) == sorted(name * 20 for name in "abcd" for _ in range(100))
+
+
+def test_log_installed_catches_what_llama_cpp_says() -> None:
+    log = native.llama_log()
+    log.install()
+    log.install()
+    log.remove()
+    path = b"/nowhere/model.gguf"
+    try:
+        assert not llama_cpp.llama_model_load_from_file(
+            path, llama_cpp.llama_model_default_params()
+        )
+        found = log.drain()
+    finally:
+        log.remove()
+    assert any(path.decode() in line for line in found)
+
+
+def test_log_removed_gives_llama_cpp_python_its_callback_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log, given = LlamaLog(64), []
+    monkeypatch.setattr(llama_cpp, "llama_log_set", lambda callback, data: given.append(callback))
+    log.install()
+    log.remove()
+    assert given[1] is llama_cpp._logger.llama_log_callback
+    assert len(given) == 2
