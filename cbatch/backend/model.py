@@ -1,0 +1,240 @@
+"""A loaded model: checked before and after llama.cpp reads it, freed once."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+
+from cbatch.backend.chat import parse_override
+from cbatch.backend.gguf_check import check_file
+from cbatch.backend.vocab import LlamaVocab
+from cbatch.errors import EngineClosedError, ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    RecentErrors = Callable[[], list[str]]
+
+# Source: llama-model.cpp, llama_model_meta_key_str; ours are the names of `RunOptions`.
+_SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+}
+_N_QUOTED = 3  # llama.cpp says the cause first, then that loading failed
+
+
+class LlamaModel:
+    """Owns a `llama_model *`, or borrows a `llama_cpp.Llama`'s, which it then never frees."""
+
+    def __init__(
+        self, pointer: Any, name: str, *, owner: object = None, template: str | None = None
+    ) -> None:
+        """Read the model's metadata and vocabulary.
+
+        Args:
+            pointer: `llama_model *` as ctypes gives it.
+            name: what error messages call it.
+            owner: who frees it; `None` for this object.
+            template: Jinja that replaces the model's own chat template.
+        """
+        self._pointer: Any = pointer
+        self._owner = owner
+        self.name = name
+        self.metadata: Mapping[str, str] = _read_metadata(pointer)
+        self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
+        self.description = _read_text(llama_cpp.llama_model_desc, pointer)
+        self.vocab = LlamaVocab(
+            pointer, template=template or self.metadata.get("tokenizer.chat_template")
+        )
+
+    @property
+    def pointer(self) -> Any:
+        """The `llama_model *`, valid until `close`.
+
+        Raises:
+            EngineClosedError: the model is closed.
+        """
+        if self._pointer is None:
+            raise EngineClosedError(f"{self.name} is closed")
+        return self._pointer
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return self.metadata.get("general.architecture", "")
+
+    @property
+    def file_type(self) -> str:
+        """What most weights are stored as, such as "q4_k_m"; "unknown" where the file is silent."""
+        return _file_types().get(self.metadata.get("general.file_type", ""), "unknown")
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The file's own `temperature`, `top_k`, `top_p`, `min_p`, where they are in range."""
+        found = {name: _number(self.metadata.get(key)) for name, key in _SAMPLING_KEYS.items()}
+        return {
+            name: int(value) if name == "top_k" else value
+            for name, value in found.items()
+            if value is not None and 0 <= value <= (1 if name.endswith("_p") else 2**31 - 1)
+        }
+
+    def close(self) -> None:
+        """Free the model, unless it is borrowed. Twice is harmless; no context may be using it."""
+        pointer, self._pointer = self._pointer, None
+        self.vocab.close()
+        if pointer is not None and self._owner is None:
+            llama_cpp.llama_model_free(pointer)
+        self._owner = None
+
+
+def open_model(
+    model: str | os.PathLike[str] | llama_cpp.Llama,
+    *,
+    n_gpu_layers: int | None = None,
+    use_mmap: bool = True,
+    use_mlock: bool = False,
+    use_extra_bufts: bool | None = None,
+    chat_template: str | None = None,
+    recent_errors: RecentErrors | None = None,
+) -> LlamaModel:
+    """Load a GGUF file, or borrow the model of a `llama_cpp.Llama`.
+
+    Args:
+        model: the file (of a split model, the first one), or the `Llama`, taken as it was loaded.
+        n_gpu_layers: layers to put on the GPU, -1 for all; not said: llama.cpp's default.
+        use_mmap: map the file rather than read it.
+        use_mlock: keep the weights in memory.
+        use_extra_bufts: whether weights are repacked for the CPU; not said: llama.cpp's default.
+        chat_template: "chatml" or Jinja, instead of the model's own.
+        recent_errors: returns llama.cpp's last error lines, to be quoted.
+
+    Raises:
+        ModelLoadError: no such file, damaged, refused by llama.cpp, or unable to generate text.
+        ConfigError: `chat_template` does not compile.
+    """
+    template = None if chat_template is None else parse_override(chat_template)
+    if isinstance(model, llama_cpp.Llama):
+        return _borrow(model, template)
+    path = Path(model)
+    check_file(path)
+    _init_backend()
+    params = llama_cpp.llama_model_default_params()
+    params.load_mode = _load_mode(use_mmap=use_mmap, use_mlock=use_mlock)
+    if n_gpu_layers is not None:
+        params.n_gpu_layers = n_gpu_layers
+    if use_extra_bufts is not None:
+        params.use_extra_bufts = use_extra_bufts
+    pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    if not pointer:
+        raise ModelLoadError(_refusal(path, recent_errors))
+    return _checked(pointer, str(path), owner=None, template=template)
+
+
+def _borrow(llama: Any, template: str | None) -> LlamaModel:
+    pointer = llama._model.model
+    if pointer is None:
+        raise ModelLoadError(f"{llama.model_path}: this llama_cpp.Llama is closed")
+    return _checked(pointer, str(llama.model_path), owner=llama, template=template)
+
+
+def _checked(pointer: Any, name: str, *, owner: object, template: str | None) -> LlamaModel:
+    """Return the model if it can generate text; otherwise free what is ours to free."""
+    reason = _why_not_generative(pointer)
+    if reason is None:
+        return LlamaModel(pointer, name, owner=owner, template=template)
+    if owner is None:
+        llama_cpp.llama_model_free(pointer)
+    raise ModelLoadError(f"{name}: {reason}; give a causal language model")
+
+
+def _why_not_generative(pointer: Any) -> str | None:
+    metadata = _read_metadata(pointer)
+    arch = metadata.get("general.architecture", "")
+    if llama_cpp.llama_model_has_encoder(pointer) or not llama_cpp.llama_model_has_decoder(pointer):
+        return f"an encoder model ({arch}) cannot generate text here"
+    if llama_cpp.llama_model_is_diffusion(pointer):
+        return f"a diffusion model ({arch}) cannot generate text token by token"
+    # gemma-embedding says nothing in its metadata. Source: src/models/gemma-embedding.cpp
+    if metadata.get(f"{arch}.attention.causal") == "false" or arch == "gemma-embedding":
+        return f"a model with non-causal attention ({arch}) cannot generate text"
+    if metadata.get(f"{arch}.pooling_type", "0") != "0":
+        return f"an embedding or reranking model ({arch}, it pools) cannot generate text"
+    vocab = llama_cpp.llama_model_get_vocab(pointer)
+    if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+        return f"a model without a vocabulary ({arch}) cannot generate text"
+    return None
+
+
+def _refusal(path: Path, recent_errors: RecentErrors | None) -> str:
+    lines = recent_errors() if recent_errors is not None else []
+    if lines:
+        return f"{path}: llama.cpp refuses it: {' | '.join(lines[-_N_QUOTED:])}"
+    return (
+        f"{path}: llama.cpp refuses it: the file is damaged, of an architecture that this "
+        "llama-cpp-python does not know, or too large for the memory; see llama.cpp's log"
+    )
+
+
+@cache
+def _init_backend() -> None:
+    llama_cpp.llama_backend_init()
+
+
+def _load_mode(*, use_mmap: bool, use_mlock: bool) -> int:
+    """Source: llama-cpp-python's `Llama.__init__`."""
+    if use_mmap:
+        return int(
+            llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK if use_mlock else llama_cpp.LLAMA_LOAD_MODE_MMAP
+        )
+    return int(llama_cpp.LLAMA_LOAD_MODE_MLOCK if use_mlock else llama_cpp.LLAMA_LOAD_MODE_NONE)
+
+
+def _read_metadata(pointer: Any) -> dict[str, str]:
+    """Return the GGUF's key-value pairs as text; arrays are not among them."""
+    return {
+        _read_text(llama_cpp.llama_model_meta_key_by_index, pointer, i): _read_text(
+            llama_cpp.llama_model_meta_val_str_by_index, pointer, i
+        )
+        for i in range(llama_cpp.llama_model_meta_count(pointer))
+    }
+
+
+def _read_text(read: Callable[..., int], *args: Any) -> str:
+    """Call a llama.cpp function that fills a buffer and returns the length it needs."""
+    n_room = 256
+    while True:
+        buffer = ctypes.create_string_buffer(n_room)
+        n = read(*args, buffer, n_room)
+        if n < n_room:
+            return buffer.raw[: max(n, 0)].decode(errors="replace")
+        n_room = n + 1
+
+
+@cache
+def _file_types() -> Mapping[str, str]:
+    """Return the names of `general.file_type` by its value as text, from llama.cpp's constants."""
+    prefix = "LLAMA_FTYPE_"
+    return {
+        str(getattr(llama_cpp, name)): name.removeprefix(prefix)
+        .removeprefix("MOSTLY_")
+        .removeprefix("ALL_")
+        .lower()
+        for name in dir(llama_cpp)
+        if name.startswith(prefix)
+    }
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text) if text is not None else math.nan
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,152 @@
+"""Text to tokens and back, over a loaded llama.cpp model; to be called from any thread."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+
+from cbatch.backend.chat import ChatTemplate
+from cbatch.errors import EngineClosedError, RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.backend import Message
+
+_MAX_BYTES = 2**31 - 1  # llama_tokenize counts in int32
+_PIECE_BYTES = 64  # most pieces are shorter; a longer one is asked for twice
+
+
+class LlamaVocab:
+    """A model's vocabulary and chat template; implements `cbatch.backend.Vocab`."""
+
+    def __init__(self, model: Any, *, template: str | None = None) -> None:
+        """Read what never changes; `model` is borrowed: close this object before it is freed.
+
+        Args:
+            model: `llama_model *` as ctypes gives it.
+            template: Jinja source of the chat template, if there is one.
+        """
+        self._vocab: Any = llama_cpp.llama_model_get_vocab(model)
+        self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+        bos = int(llama_cpp.llama_vocab_bos(self._vocab))
+        eos = int(llama_cpp.llama_vocab_eos(self._vocab))
+        self._bos_text, self._eos_text = self._text(bos), self._text(eos)
+        self._may_add_special = self._can_add_special(bos, eos)
+        self._end_tokens = tuple(
+            i for i in range(self._n_vocab) if llama_cpp.llama_vocab_is_eog(self._vocab, i)
+        )
+        self._pieces: list[bytes | None] = [None] * self._n_vocab
+        self._chat = ChatTemplate(template, bos_text=self._bos_text, eos_text=self._eos_text)
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of token ids."""
+        return self._n_vocab
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Every id that ends a generation, ascending."""
+        return self._end_tokens
+
+    @property
+    def bos_text(self) -> str:
+        """The beginning-of-text token as text; empty where the model has none."""
+        return self._bos_text
+
+    @property
+    def eos_text(self) -> str:
+        """The end-of-text token as text; empty where the model has none."""
+        return self._eos_text
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes a token adds to the text; control tokens add none.
+
+        Raises:
+            ValueError: no such token id.
+        """
+        if not 0 <= token < self._n_vocab:
+            raise ValueError(f"token {token} is not in 0 … {self._n_vocab - 1}")
+        known = self._pieces[token]
+        if known is None:
+            # Two threads may both get here: they write the same bytes.
+            known = self._pieces[token] = self._read_piece(token)
+        return known
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one.
+
+        Special tokens written out in the text are read as such, as by llama-server's `/completion`.
+        A text that starts with the BOS token's text gets no second one.
+
+        Raises:
+            RequestFailedError: the text is not valid Unicode, or longer than llama.cpp can count.
+        """
+        data = _encode(text)
+        has_bos = bool(self._bos_text) and text.startswith(self._bos_text)
+        return self._tokenize(data, add_special=self._may_add_special and not has_bos)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a chat by the model's template; a last `assistant` is left open.
+
+        Raises:
+            RequestFailedError: there is no template, or it refuses these messages.
+        """
+        return self.tokenize(self._chat.render(messages))
+
+    def close(self) -> None:
+        """Let go of the model; later calls that need it raise `EngineClosedError`."""
+        self._vocab = None
+
+    @property
+    def _open_vocab(self) -> Any:
+        if self._vocab is None:
+            raise EngineClosedError("the model is closed")
+        return self._vocab
+
+    def _tokenize(self, data: bytes, *, add_special: bool) -> list[int]:
+        n_room = len(data) + 8  # a byte is one token at most; a few more for BOS, EOS and spaces
+        while True:
+            tokens = (ctypes.c_int32 * n_room)()
+            n = llama_cpp.llama_tokenize(
+                self._open_vocab, data, len(data), tokens, n_room, add_special, True
+            )
+            if n >= 0:
+                return tokens[:n]
+            if -n <= n_room:
+                raise RequestFailedError("the prompt has more tokens than llama.cpp can count")
+            n_room = -n
+
+    def _read_piece(self, token: int) -> bytes:
+        n_room = _PIECE_BYTES
+        while True:
+            buffer = ctypes.create_string_buffer(n_room)
+            n = llama_cpp.llama_token_to_piece(self._open_vocab, token, buffer, n_room, 0, False)
+            if n >= 0:
+                return buffer.raw[:n]
+            n_room = -n
+
+    def _text(self, token: int) -> str:
+        # An id that is not there makes llama.cpp throw, which ends the process.
+        if not 0 <= token < self._n_vocab:
+            return ""
+        text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token)
+        return text.decode(errors="replace")
+
+    def _can_add_special(self, bos: int, eos: int) -> bool:
+        # Source: llama-vocab.cpp, tokenize: asserts that the token to add exists.
+        lacks_bos = llama_cpp.llama_vocab_get_add_bos(self._vocab) and bos < 0
+        lacks_eos = llama_cpp.llama_vocab_get_add_eos(self._vocab) and eos < 0
+        return not (lacks_bos or lacks_eos)
+
+
+def _encode(text: str) -> bytes:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestFailedError(f"the prompt is not valid Unicode: {error}") from error
+    if len(data) > _MAX_BYTES:
+        raise RequestFailedError(f"the prompt has {len(data)} bytes, the most is {_MAX_BYTES}")
+    return data

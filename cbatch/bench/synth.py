@@ -1,0 +1,387 @@
+"""Random-weight GGUF models, written from nothing: small ones for tests, real shapes for measuring.
+
+The same shape and seed give the same file, byte for byte. Output weights are untied by default,
+because tied random models repeat one token when greedy, and then every comparison looks equal.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import ModuleType
+
+    from gguf import GGUFWriter
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+CONTROL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+UNK, BOS, EOS, TURN_START, TURN_END = range(len(CONTROL_TOKENS))
+
+_FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7}  # Source: llama.h, llama_ftype
+_BLOCK = 32  # Source: ggml-common.h, QK4_0 and QK8_0
+
+# Scales, in units that keep them independent of the width; see `_tensors`.
+_LOGIT_STD = 3.0
+_ATTENTION_GAIN = 2.0
+_EMBED_STD = 0.5
+# A byte alone is seldom a character: a lower norm keeps them rare, as in a trained model.
+_BYTE_NORM = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A llama-architecture model's sizes; a head is `n_embd / n_head` wide.
+
+    Args:
+        n_layer: transformer layers, ≥ 1.
+        n_embd: width; a multiple of `n_head`, and of 32 for the quantised types.
+        n_head: attention heads; a multiple of `n_kv_head`.
+        n_kv_head: key and value heads.
+        n_ff: width of the feed-forward layer; a multiple of 32 for the quantised types.
+        n_vocab: tokens, the 5 control and 256 byte tokens included.
+        type: of the weight matrices: f32, f16, q8_0 or q4_0.
+        n_ctx_train: positions the file says it was trained for.
+        tied: whether the output uses the embedding's weights.
+
+    Raises:
+        ConfigError: sizes that do not fit together.
+    """
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_kv_head: int
+    n_ff: int
+    n_vocab: int
+    type: str
+    n_ctx_train: int = 32768
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that the sizes fit together."""
+        if self.type not in _FILE_TYPES:
+            raise ConfigError(
+                f"unknown weight type {self.type!r}; there is: {', '.join(_FILE_TYPES)}"
+            )
+        for wrong, rule in self._broken_rules():
+            if wrong:
+                raise ConfigError(f"{self}: {rule}")
+
+    def _broken_rules(self) -> Iterator[tuple[bool, str]]:
+        yield min(self.n_layer, self.n_head, self.n_kv_head, self.n_ctx_train) < 1, "sizes are ≥ 1"
+        yield self.n_embd < 1 or self.n_ff < 1, "sizes are ≥ 1"
+        yield (
+            bool(self.n_embd % (2 * self.n_head)),
+            "a head is n_embd / n_head wide, an even number",
+        )
+        yield bool(self.n_head % self.n_kv_head), "n_head is a multiple of n_kv_head"
+        quantised = self.type.startswith("q")
+        yield quantised and bool(self.n_embd % _BLOCK), f"{self.type} needs n_embd % {_BLOCK} = 0"
+        yield quantised and bool(self.n_ff % _BLOCK), f"{self.type} needs n_ff % {_BLOCK} = 0"
+        yield (
+            self.n_vocab < _MIN_VOCAB,
+            f"n_vocab is at least {_MIN_VOCAB}, for any text to have tokens",
+        )
+
+    @property
+    def n_head_dim(self) -> int:
+        """Width of one head."""
+        return self.n_embd // self.n_head
+
+
+_Array = npt.NDArray[np.float32]
+_Value = tuple[object, str]  # a metadata value and its GGUF type's name
+
+
+def write_model(
+    path: str | os.PathLike[str],
+    shape: Shape,
+    *,
+    seed: int = 0,
+    metadata: Mapping[str, object] | None = None,
+    force: bool = False,
+) -> Path:
+    """Write a random model of this shape as a GGUF file. The file appears whole or not at all.
+
+    Args:
+        path: where; missing folders are made.
+        shape: sizes and weight type, such as `SHAPES["test"]`.
+        seed: of weights and made-up pieces.
+        metadata: GGUF keys to add or replace; `None` leaves a key out. For tests of wrong models.
+        force: replace an existing file.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: the file is there already, or the `gguf` package is not installed.
+    """
+    path = Path(path)
+    if path.exists() and not force:
+        raise ConfigError(f"{path} is there already; use force=True to replace it")
+    gguf = _import_gguf()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        _write(gguf, part, shape, seed, dict(metadata or {}))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def _import_gguf() -> ModuleType:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError(
+            'writing a model needs the gguf package: pip install "cbatch[synth]"'
+        ) from error
+    return gguf  # type: ignore[no-any-return]
+
+
+def _write(
+    gguf: ModuleType, path: Path, shape: Shape, seed: int, changes: dict[str, object]
+) -> None:
+    architecture = str(changes.pop("general.architecture", "llama"))
+    writer = gguf.GGUFWriter(path, architecture)
+    try:
+        _add_metadata(gguf, writer, _metadata(shape, architecture, seed), changes)
+        for name, n_rows, n_columns, _ in _tensors(shape):
+            _declare(gguf, writer, name, n_rows, n_columns, shape.type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, n_rows, n_columns, scale in _tensors(shape):
+            writer.write_tensor_data(
+                _weights(gguf, name, n_rows, n_columns, scale, shape.type, seed)
+            )
+    finally:
+        writer.close()
+
+
+# --- metadata ---
+
+
+def _metadata(shape: Shape, architecture: str, seed: int) -> dict[str, _Value]:
+    """Return every key but the architecture, in the file's order."""
+    values: dict[str, _Value] = {
+        "general.name": (f"synthetic {shape.n_layer}x{shape.n_embd}", "STRING"),
+        "general.file_type": (_FILE_TYPES[shape.type], "UINT32"),
+        "general.quantization_version": (2, "UINT32"),
+    }
+    sizes: dict[str, _Value] = {
+        "vocab_size": (shape.n_vocab, "UINT32"),
+        "context_length": (shape.n_ctx_train, "UINT32"),
+        "embedding_length": (shape.n_embd, "UINT32"),
+        "block_count": (shape.n_layer, "UINT32"),
+        "feed_forward_length": (shape.n_ff, "UINT32"),
+        "attention.head_count": (shape.n_head, "UINT32"),
+        "attention.head_count_kv": (shape.n_kv_head, "UINT32"),
+        "attention.layer_norm_rms_epsilon": (1e-5, "FLOAT32"),
+        "rope.dimension_count": (shape.n_head_dim, "UINT32"),
+        "rope.freq_base": (500000.0, "FLOAT32"),
+    }
+    values.update({f"{architecture}.{key}": value for key, value in sizes.items()})
+    values.update(_tokenizer(shape.n_vocab, seed))
+    return values
+
+
+def _tokenizer(n_vocab: int, seed: int) -> dict[str, _Value]:
+    pieces = vocabulary(n_vocab, seed=seed)
+    n_special = len(CONTROL_TOKENS) + 256
+    return {
+        "tokenizer.ggml.model": ("llama", "STRING"),
+        "tokenizer.ggml.pre": ("default", "STRING"),
+        "tokenizer.ggml.tokens": (pieces, "ARRAY"),
+        # A higher score is merged first, so a piece comes after the pieces it is made of.
+        "tokenizer.ggml.scores": (
+            [0.0] * n_special + [-float(i) for i in range(n_vocab - n_special)],
+            "ARRAY",
+        ),
+        # Source: llama.h, llama_token_type: 1 normal, 2 unknown, 3 control, 6 byte.
+        "tokenizer.ggml.token_type": (
+            [2] + [3] * (len(CONTROL_TOKENS) - 1) + [6] * 256 + [1] * (n_vocab - n_special),
+            "ARRAY",
+        ),
+        "tokenizer.ggml.bos_token_id": (BOS, "UINT32"),
+        "tokenizer.ggml.eos_token_id": (EOS, "UINT32"),
+        "tokenizer.ggml.eot_token_id": (TURN_END, "UINT32"),
+        "tokenizer.ggml.unknown_token_id": (UNK, "UINT32"),
+        "tokenizer.ggml.add_bos_token": (True, "BOOL"),
+        "tokenizer.ggml.add_eos_token": (False, "BOOL"),
+        "tokenizer.ggml.add_space_prefix": (True, "BOOL"),
+        "tokenizer.chat_template": (CHATML, "STRING"),
+    }
+
+
+def _add_metadata(
+    gguf: ModuleType, writer: GGUFWriter, values: dict[str, _Value], changes: Mapping[str, object]
+) -> None:
+    for key, (value, type_name) in values.items():
+        if key not in changes:
+            _add_value(gguf, writer, key, value, type_name)
+    for key, value in changes.items():
+        if value is not None:
+            _add_value(gguf, writer, key, value, _type_name(value))
+
+
+def _add_value(
+    gguf: ModuleType, writer: GGUFWriter, key: str, value: object, type_name: str
+) -> None:
+    writer.add_key_value(key, value, gguf.GGUFValueType[type_name])
+
+
+def _type_name(value: object) -> str:
+    for kind, name in ((bool, "BOOL"), (int, "UINT32"), (float, "FLOAT32"), (str, "STRING")):
+        if isinstance(value, kind):
+            return name
+    return "ARRAY"
+
+
+# --- vocabulary ---
+
+_SPACE = "▁"  # SentencePiece writes a space as U+2581
+_LETTERS = [_SPACE, *(chr(c) for c in range(ord("!"), ord("~") + 1))]
+_MIN_VOCAB = len(CONTROL_TOKENS) + 256 + len(_LETTERS)
+_MAX_PIECE = 12
+
+_WORDS = """
+the of and to in is you that it he was for on are as with his they at be this have from or one had
+by word but not what all were we when your can said there use an each which she do how their if
+will up other about out many then them these so some her would make like him into time has look two
+more write go see number no way could people my than first water been call who oil its now find
+long down day did get come made may part over new sound take only little work know place year live
+me back give most very after thing our just name good sentence man think say great where help
+through much before line right too mean old any same tell boy follow came want show also around
+form three small set put end does another well large must big even such because turn here why ask
+went men read need land different home us move try kind hand picture again change off play spell
+air away animal house point page letter mother answer found study still learn should world red blue
+green yellow count list story question
+"""
+
+
+def vocabulary(n_vocab: int, *, seed: int = 0) -> list[str]:
+    """Return a vocabulary's pieces: control, 256 bytes, letters, English words, made-up ones.
+
+    Every piece of several letters is two earlier pieces joined, so that merging can reach it.
+
+    Args:
+        n_vocab: how many pieces, at least enough for control tokens, bytes and printable ASCII.
+        seed: of the made-up pieces.
+    """
+    pieces = [*CONTROL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    taken = dict.fromkeys([*_LETTERS, *_word_prefixes()])
+    n_free = n_vocab - len(pieces)
+    return pieces + _extend(list(taken)[:n_free], n_free, random.Random(seed))
+
+
+def _word_prefixes() -> Iterator[str]:
+    """Yield each common word as `▁w`, `▁wo`, … up to the whole."""
+    for word in _WORDS.split():
+        for n_letters in range(1, len(word) + 1):
+            yield _SPACE + word[:n_letters]
+
+
+def _extend(pieces: list[str], n_pieces: int, rng: random.Random) -> list[str]:
+    """Append joined pieces in lower-case letters until there are `n_pieces`. Mutates `pieces`."""
+    taken = set(pieces)
+    heads = [p for p in pieces if p.lstrip(_SPACE).isalpha() and p.islower()]
+    tails = [p for p in heads if not p.startswith(_SPACE)]
+    while len(pieces) < n_pieces:
+        joined = rng.choice(heads) + rng.choice(tails)
+        if len(joined) > _MAX_PIECE or joined in taken:
+            continue
+        taken.add(joined)
+        pieces.append(joined)
+        heads.append(joined)
+        if not joined.startswith(_SPACE):
+            tails.append(joined)
+    return pieces
+
+
+# --- weights ---
+
+
+def _tensors(shape: Shape) -> Iterator[tuple[str, int, int, float]]:
+    """Yield (name, rows, columns, scale) of every tensor in the file's order; rows 0 is a norm.
+
+    Scales are standard deviations. Queries and keys are larger than usual, so that attention picks
+    a few places of the context rather than averaging it away: outputs depend on the whole prompt.
+    """
+    width, n_kv, n_ff = shape.n_embd, shape.n_kv_head * shape.n_head_dim, shape.n_ff
+    unit = width**-0.5
+    sharp = unit * _ATTENTION_GAIN**0.5
+    yield "token_embd.weight", shape.n_vocab, width, _EMBED_STD
+    if not shape.tied:
+        yield "output.weight", shape.n_vocab, width, _LOGIT_STD * unit
+    yield "output_norm.weight", 0, width, 0.0
+    for i_layer in range(shape.n_layer):
+        block = f"blk.{i_layer}"
+        yield f"{block}.attn_norm.weight", 0, width, 0.0
+        yield f"{block}.attn_q.weight", width, width, sharp
+        yield f"{block}.attn_k.weight", n_kv, width, sharp
+        yield f"{block}.attn_v.weight", n_kv, width, unit
+        yield f"{block}.attn_output.weight", width, width, unit
+        yield f"{block}.ffn_norm.weight", 0, width, 0.0
+        yield f"{block}.ffn_gate.weight", n_ff, width, unit
+        yield f"{block}.ffn_up.weight", n_ff, width, unit
+        yield f"{block}.ffn_down.weight", width, n_ff, n_ff**-0.5
+
+
+def _declare(
+    gguf: ModuleType, writer: GGUFWriter, name: str, n_rows: int, n_columns: int, type: str
+) -> None:
+    if n_rows == 0:
+        writer.add_tensor_info(name, (n_columns,), np.dtype(np.float32), 4 * n_columns)
+        return
+    kind = gguf.GGMLQuantizationType[type.upper()]
+    shape = gguf.quant_shape_to_byte_shape((n_rows, n_columns), kind)
+    writer.add_tensor_info(name, shape, np.dtype(np.uint8), shape[0] * shape[1], raw_dtype=kind)
+
+
+def _weights(
+    gguf: ModuleType, name: str, n_rows: int, n_columns: int, scale: float, type: str, seed: int
+) -> npt.NDArray[np.generic]:
+    """Return one tensor, `(n_rows, bytes of a row)` uint8; each has a generator of its own."""
+    if n_rows == 0:
+        return np.ones(n_columns, np.float32)
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    kind = gguf.GGMLQuantizationType[type.upper()]
+    out = np.empty(gguf.quant_shape_to_byte_shape((n_rows, n_columns), kind), np.uint8)
+    for start in range(0, n_rows, _ROWS_AT_ONCE):
+        n = min(_ROWS_AT_ONCE, n_rows - start)
+        block = rng.standard_normal((n, n_columns), dtype=np.float32) * np.float32(scale)
+        if name == "output.weight" and start == 0:
+            block[_BYTE_ROWS] *= np.float32(_BYTE_NORM)
+        out[start : start + n] = gguf.quants.quantize(block, kind).view(np.uint8)
+    return out
+
+
+_ROWS_AT_ONCE = 8192  # bounds the memory of a large vocabulary's float32 weights
+_BYTE_ROWS = slice(len(CONTROL_TOKENS), len(CONTROL_TOKENS) + 256)
+
+
+SHAPES: Mapping[str, Shape] = {
+    "test": Shape(2, 64, 2, 1, 128, 1024, "q8_0"),
+    "exact": Shape(6, 384, 6, 2, 1024, 4096, "q8_0"),
+    "tiny": Shape(4, 256, 4, 2, 768, 32_000, "q8_0"),
+    "small": Shape(12, 768, 12, 4, 2048, 151_936, "q8_0"),
+}
+"""`test` runs in milliseconds, `exact` shows rounding differences, the others are for speed."""

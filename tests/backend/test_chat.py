@@ -1,0 +1,106 @@
+"""Chat templates: the model's, the caller's, and templates that misbehave."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cbatch.backend.chat import NAMED_TEMPLATES, ChatTemplate, parse_override
+from cbatch.errors import ConfigError, RequestFailedError
+
+if TYPE_CHECKING:
+    from cbatch.backend import Message
+
+USER: Message = {"role": "user", "content": "Hi"}
+CHATML = NAMED_TEMPLATES["chatml"]
+ECHO = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}"
+
+
+def test_chatml_ends_with_the_generation_prompt() -> None:
+    text = ChatTemplate(CHATML).render([{"role": "system", "content": "Be brief."}, USER])
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("content", ["Once ", [{"type": "text", "text": "Once "}]])
+def test_last_assistant_message_is_left_open(content: object) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    text = ChatTemplate(CHATML).render(messages)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nOnce "
+
+
+def test_last_assistant_message_without_text_is_refused() -> None:
+    with pytest.raises(RequestFailedError, match="needs text"):
+        ChatTemplate(CHATML).render([USER, {"role": "assistant", "content": None}])
+
+
+def test_earlier_assistant_message_is_closed() -> None:
+    text = ChatTemplate(CHATML).render([USER, {"role": "assistant", "content": "Yes"}, USER])
+    assert "assistant\nYes<|im_end|>\n" in text
+
+
+def test_template_knows_the_special_tokens() -> None:
+    assert ChatTemplate(ECHO, bos_text="<s>", eos_text="</s>").render([USER]) == "<s>[Hi]</s>"
+
+
+def test_no_template_names_the_ways_out() -> None:
+    with pytest.raises(RequestFailedError, match=r"chat_template='chatml'.*plain string"):
+        ChatTemplate(None).render([USER])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ missing.attribute }}", "'missing' is undefined"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", "str"),
+    ],
+)
+def test_template_that_raises_fails_the_request_in_its_words(source: str, words: str) -> None:
+    with pytest.raises(RequestFailedError, match=words) as caught:
+        ChatTemplate(source).render([USER])
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__.keys() }}",
+        "{% for i in range(10000000) %}x{% endfor %}",
+    ],
+)
+def test_template_cannot_leave_its_sandbox(source: str) -> None:
+    with pytest.raises(RequestFailedError, match="refuses"):
+        ChatTemplate(source).render([USER])
+
+
+def test_messages_are_not_mutated() -> None:
+    message = dict(USER)
+    with pytest.raises(RequestFailedError):
+        ChatTemplate("{% for m in messages %}{{ m.update(role='x') }}{% endfor %}").render(
+            [message]
+        )
+    assert message == USER
+
+
+def test_template_with_broken_syntax_fails_at_use_with_a_way_out() -> None:
+    template = ChatTemplate("{% for m in %}")
+    with pytest.raises(RequestFailedError, match=r"does not compile.*chat_template='chatml'"):
+        template.render([USER])
+
+
+def test_override_by_name_and_by_source() -> None:
+    assert parse_override("chatml") == CHATML
+    assert parse_override(ECHO) == ECHO
+
+
+@pytest.mark.parametrize("wrong", ["chatlm", "", "{% for m in %}", "{{ unclosed"])
+def test_override_that_cannot_work_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="chat_template"):
+        parse_override(wrong)

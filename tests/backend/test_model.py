@@ -1,0 +1,252 @@
+"""Loading models: what is read from them, and how every bad file is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import llama_cpp
+import pytest
+
+from cbatch.backend.gguf_check import check_file
+from cbatch.backend.model import open_model
+from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
+
+if TYPE_CHECKING:
+    from tests.conftest import SynthFactory
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_model_tells_what_it_is(test_model: Path) -> None:
+    model = open_model(test_model)
+    assert model.n_ctx_train == 32768
+    assert model.file_type == "q8_0"
+    assert model.architecture == "llama"
+    assert model.description.startswith("llama")
+    assert model.metadata["llama.block_count"] == "2"
+    assert len(model.metadata["tokenizer.chat_template"]) > 100
+    assert model.sampling_defaults == {}
+    model.close()
+
+
+def test_long_metadata_is_read_whole(synth: SynthFactory) -> None:
+    model = open_model(synth("test", metadata={"general.description": "x" * 5000}))
+    assert model.metadata["general.description"] == "x" * 5000
+    model.close()
+
+
+def test_sampling_defaults_come_from_the_file(synth: SynthFactory) -> None:
+    said = {
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+        "general.sampling.top_p": 0.75,
+        "general.sampling.min_p": 0.25,
+    }
+    model = open_model(synth("test", metadata=said))
+    assert model.sampling_defaults == {
+        "temperature": 0.5,
+        "top_k": 20,
+        "top_p": 0.75,
+        "min_p": 0.25,
+    }
+    assert isinstance(model.sampling_defaults["top_k"], int)
+    model.close()
+
+
+def test_sampling_default_out_of_range_is_left_out(synth: SynthFactory) -> None:
+    said = {"general.sampling.temp": float("nan"), "general.sampling.top_p": 7.0}
+    model = open_model(synth("test", metadata=said))
+    assert model.sampling_defaults == {}
+    model.close()
+
+
+def test_close_twice_is_harmless(test_model: Path) -> None:
+    model = open_model(test_model, use_mmap=False, use_extra_bufts=False, n_gpu_layers=0)
+    model.close()
+    model.close()
+    with pytest.raises(EngineClosedError, match=test_model.name):
+        _ = model.pointer
+
+
+def test_llama_object_is_borrowed_and_not_freed(test_model: Path) -> None:
+    llama = llama_cpp.Llama(str(test_model), n_ctx=64, verbose=False)
+    model = open_model(llama)
+    assert model.pointer == llama._model.model
+    n_prompt = len(model.vocab.tokenize("Hi"))
+    model.close()
+    assert len(llama.tokenize(b"Hi")) == n_prompt
+    llama.close()
+    with pytest.raises(ModelLoadError, match="closed"):
+        open_model(llama)
+
+
+def test_chat_template_replaces_the_models_own(synth: SynthFactory) -> None:
+    path = synth("test", metadata={"tokenizer.chat_template": None})
+    model = open_model(path, chat_template="{{ messages[0]['content'] }}")
+    assert model.vocab.render([{"role": "user", "content": "Hi"}]) == model.vocab.tokenize("Hi")
+    model.close()
+    with pytest.raises(ConfigError, match="chat_template"):
+        open_model(path, chat_template="{% nonsense %}")
+
+
+# --- files that are no models ---
+
+
+def _refusal(path: Path) -> str:
+    """Return the words with which the file is refused, after its name."""
+    with pytest.raises(ModelLoadError) as caught:
+        open_model(path)
+    words = str(caught.value)
+    assert words.startswith(f"{path}: ")
+    return words.removeprefix(f"{path}: ")
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "No such file" in _refusal(tmp_path / "none.gguf")
+
+
+def test_folder_is_refused(tmp_path: Path) -> None:
+    assert "folder" in _refusal(tmp_path)
+
+
+def test_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "regular file" in _refusal(tmp_path / "pipe")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch(mode=0)
+    assert "Permission denied" in _refusal(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "is empty"),
+        (b"GG", "not a GGUF"),
+        (b"<html>Not found</html>", "not a GGUF"),
+        (b"GGUF", "cut off"),
+        (b"GGUF\x01\0\0\0", "version 1"),
+        (b"GGUF\0\0\0\x03", "big-endian"),
+        (b"GGUF\x09\0\0\0" + b"\0" * 64, "llama.cpp refuses"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 64, "cut off"),
+        (b"GGUF\x03\0\0\0" + b"\0" * 16, "no weights"),
+    ],
+)
+def test_file_of_other_bytes_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(data)
+    assert reason in _refusal(tmp_path / "a.gguf")
+
+
+def test_path_with_a_nul_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="null"):
+        open_model("a\0.gguf")
+
+
+def test_refusal_by_llama_quotes_its_last_errors(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF\x09\0\0\0" + b"\0" * 64)
+    with pytest.raises(ModelLoadError, match=r"b \| c \| d$"):
+        open_model(tmp_path / "a.gguf", recent_errors=lambda: ["a", "b", "c", "d"])
+
+
+def test_split_model_loads_by_its_first_file(synth: SynthFactory) -> None:
+    first = {"split.no": 0, "split.count": 1, "split.tensors.count": 21}
+    check_file(synth("test", metadata=first))
+    assert "first part" in _refusal(synth("test", metadata={"split.no": 1, "split.count": 2}))
+
+
+# --- models that cannot generate text ---
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"llama.attention.causal": False}, "non-causal"),
+        ({"llama.pooling_type": 1}, "pools"),
+        ({"general.type": "adapter"}, "of type 'adapter'"),
+        ({"tokenizer.ggml.model": "none"}, "without a vocabulary"),
+        ({"general.architecture": "gemma-embedding"}, "refuses"),
+        ({"general.architecture": "unheard-of"}, "refuses"),
+    ],
+)
+def test_model_that_cannot_generate_is_refused(
+    synth: SynthFactory, metadata: dict[str, object], reason: str
+) -> None:
+    assert reason in _refusal(synth("test", metadata=metadata))
+
+
+# --- damaged files: llama.cpp would end the process on these ---
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"llama.block_count": 0}, "block_count is 0"),
+        ({"llama.block_count": 513}, "block_count is 513"),
+        ({"llama.nextn_predict_layers": 3}, "nextn_predict_layers"),
+        ({"llama.expert_count": 8}, "0 of 8 experts"),
+        ({"llama.expert_used_count": 2}, "2 of 0 experts"),
+        ({"llama.expert_used_count": [0, 2]}, "2 of 0 experts"),
+        ({"llama.expert_count": 5000, "llama.expert_used_count": 2}, "2 of 5000 experts"),
+        ({"llama.expert_group_count": 2}, "0 of 2 groups"),
+        ({"llama.rope.scaling.type": "other"}, "'other'"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1"),
+        ({"general.alignment": 2}, "alignment is 2"),
+        ({"tokenizer.ggml.token_type": [6] * 1024}, "cannot stand for a byte"),
+        ({"tokenizer.ggml.tokens": ["x"] * 1024}, "1023 of its tokens stand twice"),
+        ({"tokenizer.ggml.tokens": ["x\0a", "x\0b"] + ["y"] * 1022}, "stand twice"),
+        (
+            {
+                "tokenizer.ggml.tokens": [f"t{i}" for i in range(1024)],
+                "tokenizer.ggml.token_type": [1] * 1024,
+            },
+            "no token for some bytes",
+        ),
+    ],
+)
+def test_metadata_that_llama_only_asserts_is_refused(
+    synth: SynthFactory, metadata: dict[str, object], reason: str
+) -> None:
+    assert reason in _refusal(synth("test", metadata=metadata))
+
+
+FUZZ = """
+import random, sys, pathlib
+from cbatch.backend.model import open_model
+from cbatch.errors import ModelLoadError
+base, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+data, rng, path = base.read_bytes(), random.Random(seed), base.with_name(f"damaged-{seed}.gguf")
+n_header = data.rindex(b".weight") + 40
+n_refused = 0
+for i in range(250):
+    damaged = bytearray(data)
+    if i % 3 == 0:
+        del damaged[rng.choice([rng.randrange(n_header), rng.randrange(len(data))]):]
+    else:
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            damaged[rng.randrange(n_header)] = rng.choice([0, 1, 6, 128, 255, rng.randrange(256)])
+    path.write_bytes(damaged)
+    try:
+        model = open_model(path)
+        model.vocab.tokenize("H\\u00e9\\0llo <|im_end|>" + "".join(map(chr, range(400))))
+        [model.vocab.piece(token) for token in range(model.vocab.n_vocab)]
+        model.close()
+    except ModelLoadError:
+        n_refused += 1
+print(n_refused)
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_damaged_files_never_end_the_process(synth: SynthFactory, seed: int) -> None:
+    base = synth("test", n_layer=1, n_embd=32, n_head=1, n_ff=32, n_vocab=400)
+    command = [sys.executable, "-c", FUZZ, str(base), str(seed)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.splitlines()[-1]) > 80

@@ -1,0 +1,145 @@
+"""Text to tokens and back on a real vocabulary."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cbatch.backend.model import LlamaModel, open_model
+from cbatch.bench.synth import BOS, CONTROL_TOKENS, EOS, TURN_END, TURN_START
+from cbatch.errors import EngineClosedError, RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cbatch.backend import Vocab
+    from cbatch.backend.vocab import LlamaVocab
+    from tests.conftest import SynthFactory
+
+
+@pytest.fixture(scope="module")
+def model(test_model: Path) -> Iterator[LlamaModel]:
+    opened = open_model(test_model)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def vocab(model: LlamaModel) -> LlamaVocab:
+    return model.vocab
+
+
+def _text(vocab: Vocab, tokens: list[int]) -> bytes:
+    return b"".join(vocab.piece(token) for token in tokens)
+
+
+def test_vocab_names_its_special_tokens(vocab: LlamaVocab) -> None:
+    assert (vocab.n_vocab, vocab.bos_text, vocab.eos_text) == (1024, "<s>", "</s>")
+    assert vocab.end_tokens == (EOS, TURN_END)
+
+
+# SentencePiece's own space sign comes back as a space.
+@settings(deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+def test_any_text_comes_back(vocab: LlamaVocab, text: str) -> None:
+    assume(not any(special in text for special in CONTROL_TOKENS))
+    tokens = vocab.tokenize("|" + text)  # the bar keeps a text from beginning with <s> or a space
+    assert tokens[0] == BOS
+    assert _text(vocab, tokens).decode() == " |" + text
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\0", "", "é\N{GRINNING FACE}", "\ufffe", "\u2581"])
+def test_odd_text_does_not_crash(vocab: LlamaVocab, text: str) -> None:
+    assert vocab.tokenize(text)[0] == BOS
+
+
+def test_nul_byte_does_not_end_the_text(vocab: LlamaVocab) -> None:
+    assert _text(vocab, vocab.tokenize("a\0b")) == b" a\0b"
+
+
+def test_lone_surrogate_fails_the_request(vocab: LlamaVocab) -> None:
+    with pytest.raises(RequestFailedError, match="Unicode"):
+        vocab.tokenize("a\ud800b")
+
+
+def test_bos_is_never_doubled(vocab: LlamaVocab) -> None:
+    assert vocab.tokenize("<s>Hi") == vocab.tokenize("Hi")
+    assert vocab.tokenize("<s>Hi").count(BOS) == 1
+
+
+def test_special_tokens_in_the_text_are_read_as_such(vocab: LlamaVocab) -> None:
+    tokens = vocab.tokenize("<|im_start|>user")
+    assert tokens[:2] == [BOS, TURN_START]
+
+
+def test_model_that_wants_no_bos_gets_none(synth: SynthFactory) -> None:
+    model = open_model(synth("test", metadata={"tokenizer.ggml.add_bos_token": False}))
+    assert BOS not in model.vocab.tokenize("Hi")
+    assert model.vocab.tokenize("<s>Hi").count(BOS) == 1
+    model.close()
+
+
+def test_text_that_needs_more_room_than_guessed_is_tokenized_whole(vocab: LlamaVocab) -> None:
+    # Each special token is followed by a space that the text does not have.
+    text = "<s>" + "<|im_end|>a" * 2000
+    tokens = vocab.tokenize(text)
+    assert tokens.count(TURN_END) == 2000
+    assert len(vocab.tokenize("é" * 20_000)) == 40_000 + 2
+
+
+def test_control_tokens_add_no_bytes(vocab: LlamaVocab) -> None:
+    assert [vocab.piece(token) for token in (0, BOS, EOS, TURN_START, TURN_END)] == [b""] * 5
+    assert vocab.piece(5 + 0xC3) == b"\xc3"
+
+
+def test_piece_longer_than_the_buffer_is_whole(synth: SynthFactory) -> None:
+    from cbatch.bench.synth import vocabulary
+
+    pieces = vocabulary(1024)
+    pieces[-1] = "x" * 300
+    model = open_model(synth("test", metadata={"tokenizer.ggml.tokens": pieces}))
+    assert model.vocab.piece(1023) == b"x" * 300
+    model.close()
+
+
+@pytest.mark.parametrize("token", [-1, 1024, 2**31])
+def test_piece_of_no_token_is_a_value_error(vocab: LlamaVocab, token: int) -> None:
+    with pytest.raises(ValueError, match="1023"):
+        vocab.piece(token)
+
+
+def test_render_uses_the_models_template(vocab: LlamaVocab) -> None:
+    tokens = vocab.render([{"role": "user", "content": "Say red."}])
+    assert tokens[:2] == [BOS, TURN_START]
+    assert tokens.count(TURN_START) == 2
+    assert _text(vocab, tokens).endswith(b"assistant\n")
+
+
+def test_template_that_writes_bos_does_not_double_it(synth: SynthFactory) -> None:
+    template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    model = open_model(synth("test", metadata={"tokenizer.chat_template": template}))
+    tokens = model.vocab.render([{"role": "user", "content": "Hi"}])
+    assert tokens == model.vocab.tokenize("Hi")
+    assert tokens.count(BOS) == 1
+    model.close()
+
+
+def test_many_threads_agree(vocab: LlamaVocab) -> None:
+    text = "the quick brown fox " * 50
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: _text(vocab, vocab.tokenize(text)), range(64)))
+    assert set(results) == {b" " + text.encode()}
+
+
+def test_closed_vocab_raises_instead_of_crashing(test_model: Path) -> None:
+    model = open_model(test_model)
+    model.close()
+    with pytest.raises(EngineClosedError):
+        model.vocab.tokenize("Hi")
+    with pytest.raises(EngineClosedError):
+        model.vocab.piece(300)

@@ -1,0 +1,49 @@
+"""Models for the whole test run, written once; nothing slow is imported before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from cbatch.bench.synth import Shape
+
+SynthFactory = Callable[..., Path]
+"""`synth(shape, *, seed=0, metadata=None, **sizes) -> Path`; files are shared, so read only."""
+
+
+@pytest.fixture(scope="session")
+def synth(tmp_path_factory: pytest.TempPathFactory) -> SynthFactory:
+    """Return a factory of models: a name in `SHAPES` or a `Shape`, and what to change in it."""
+    folder = tmp_path_factory.mktemp("models")
+    written: dict[str, Path] = {}
+
+    def write(
+        shape: str | Shape = "test",
+        *,
+        seed: int = 0,
+        metadata: dict[str, object] | None = None,
+        **sizes: object,
+    ) -> Path:
+        from dataclasses import asdict
+
+        from cbatch.bench.synth import SHAPES, Shape, write_model
+
+        base = SHAPES[shape] if isinstance(shape, str) else shape
+        changed = Shape(**{**asdict(base), **sizes})
+        key = repr((changed, seed, sorted((metadata or {}).items())))
+        if key not in written:
+            path = folder / f"{len(written)}-{changed.type}.gguf"
+            written[key] = write_model(path, changed, seed=seed, metadata=metadata)
+        return written[key]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def test_model(synth: SynthFactory) -> Path:
+    """Return the path of a model of shape `test`."""
+    return synth("test")
