@@ -1,0 +1,63 @@
+"""Continuous batching for GGUF models, on top of llama-cpp-python."""
+
+import logging
+
+from cbatch.engine import Engine, load
+from cbatch.errors import (
+    BatchError,
+    CBatchError,
+    ConfigError,
+    DecodeError,
+    DuplicateIdError,
+    EngineClosedError,
+    EngineError,
+    IncompatibleLlamaError,
+    ModelLoadError,
+    PromptTooLongError,
+    RequestCancelledError,
+    RequestError,
+    RequestFailedError,
+    UnsupportedOptionError,
+)
+from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
+from cbatch.response import (
+    BatchOutputChunk,
+    BatchResponse,
+    BatchResult,
+    FinishReason,
+    Timings,
+    Usage,
+)
+
+__version__ = "0.1.0"
+
+logging.getLogger("cbatch").addHandler(logging.NullHandler())
+
+__all__ = [
+    "BatchError",
+    "BatchOutputChunk",
+    "BatchPrompt",
+    "BatchResponse",
+    "BatchResult",
+    "CBatchError",
+    "ConfigError",
+    "DecodeError",
+    "DuplicateIdError",
+    "Engine",
+    "EngineClosedError",
+    "EngineError",
+    "FinishReason",
+    "IncompatibleLlamaError",
+    "ModelLoadError",
+    "PromptTooLongError",
+    "RequestCancelledError",
+    "RequestError",
+    "RequestFailedError",
+    "RunOptions",
+    "Timings",
+    "UnsupportedOptionError",
+    "Usage",
+    "__version__",
+    "load",
+]

@@ -1,0 +1,247 @@
+"""One request from submission to its end: its tokens, its place, and why it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot
+from cbatch.core.stats import RequestClock
+from cbatch.core.text import TextStream
+from cbatch.errors import (
+    CBatchError,
+    PromptTooLongError,
+    RequestCancelledError,
+    RequestFailedError,
+    SequenceStateError,
+)
+from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions, Sampling
+
+
+class Status(Enum):
+    """Where a sequence is in its life; prefill and decode are derived from its counters."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Event(Enum):
+    """What can happen to a sequence."""
+
+    ADMIT = "admit"
+    FINISH = "finish"
+
+
+TRANSITIONS: dict[tuple[Status, Event], Status] = {
+    (Status.WAITING, Event.ADMIT): Status.RUNNING,
+    (Status.WAITING, Event.FINISH): Status.FINISHED,
+    (Status.RUNNING, Event.FINISH): Status.FINISHED,
+}
+"""Every change of status there is; a pair that is not here raises and changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked, settled: the options are merged and the seed is drawn."""
+
+    id: str
+    prompt: BatchPrompt
+    options: RunOptions
+    sampling: Sampling
+    stop_tokens: tuple[int, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class SequenceDriver:
+    """The tokens of one request and how far they have come.
+
+    # [0, n_prompt) given   [n_prompt, n_tokens) sampled
+    # [0, n_computed) have cells   [n_computed, n_tokens) pending
+    """
+
+    request: Request
+    clock: RequestClock
+    text: TextStream
+    status: Status = Status.WAITING
+    slot: Slot | None = None
+    tokens: list[int] = field(default_factory=list)
+    n_prompt: int = 0
+    n_computed: int = 0
+    n_cap: int = 0
+    finish_reason: FinishReason | None = None
+    error: CBatchError | None = None
+    has_end_token: bool = False
+    """Whether the last token is the one that ended the sequence; it is no part of the answer then."""
+    n_given_parts: int = 0
+    n_given_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: Request, piece: Callable[[int], bytes], now: float) -> SequenceDriver:
+        """Return a waiting sequence for `request`, submitted `now`."""
+        options = request.options
+        stops = tuple(options.stop or ())
+        text = TextStream(piece, stops, include_stop=bool(options.include_stop))
+        return cls(request, RequestClock(now), text)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that exist."""
+        return len(self.tokens)
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens that have no cell yet."""
+        return len(self.tokens) - self.n_computed
+
+    @property
+    def n_output(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.n_cap - self.n_output
+
+    def n_to_boundary(self, n_piece: int) -> int:
+        """Return how many pending tokens reach the next boundary: prompts end at multiples of `n_piece`.
+
+        Output that is computed again goes one token at a time, as it was computed first.
+        """
+        if self.n_computed >= self.n_prompt:
+            return 1
+        boundary = (self.n_computed // n_piece + 1) * n_piece
+        return min(self.n_prompt, boundary) - self.n_computed
+
+    def admit(self, slot: Slot, tokens: Sequence[int], n_window: int, now: float) -> None:
+        """Enter `slot` with the prompt's tokens.
+
+        Raises:
+            RequestFailedError: the prompt has no token.
+            PromptTooLongError: prompt and cap do not fit the window. Nothing has changed then.
+        """
+        cap = self.request.options.max_tokens
+        n_prompt = len(tokens)
+        if not n_prompt:
+            raise RequestFailedError("the prompt is empty: it has no token")
+        if n_prompt + (cap or 1) > n_window:
+            raise PromptTooLongError(n_prompt, n_window, cap or 1)
+        self._move(Event.ADMIT)
+        self.slot = slot
+        self.tokens = list(tokens)
+        self.n_prompt = n_prompt
+        self.n_cap = cap or n_window - n_prompt
+        self.clock.admitted_s = now
+
+    def binding(self, slot: Slot) -> Binding:
+        """Return what the backend must know of this sequence in `slot`."""
+        request = self.request
+        return Binding(slot, self.n_prompt, request.sampling, request.stop_tokens)
+
+    def chunk(self, slot: Slot, n_tokens: int) -> Chunk:
+        """Return the next `n_tokens` pending tokens as a part of a plan; changes nothing."""
+        start, end = self.n_computed, self.n_computed + n_tokens
+        if n_tokens == 1:
+            return Chunk(slot, start, (self.tokens[start],), end == len(self.tokens))
+        return Chunk(slot, start, self.tokens[start:end], end == len(self.tokens))
+
+    def accept(self, n_chunk: int, sampled: list[int], now: float) -> None:
+        """Take what a run brought: `n_chunk` tokens of the plan got cells, then `sampled` came one a step.
+
+        Ends the sequence where its last token ends it. A stop token comes before the cap when both fall together.
+        """
+        if not sampled:
+            self.n_computed += n_chunk
+            return
+        self.n_computed += n_chunk + len(sampled) - 1
+        is_broken = sampled[-1] == BROKEN_ROW
+        good = sampled[:-1] if is_broken else sampled
+        if good:
+            if self.clock.first_token_s is None:
+                self.clock.first_token_s = now
+            self.tokens.extend(good)
+            self._check_end(now)
+        if is_broken and self.finish_reason is None:
+            self.finish("error", now, RequestFailedError("the model's logits are not numbers"))
+
+    def rewind(self) -> None:
+        """Forget which tokens have cells: all of them are pending again and will be computed anew."""
+        self.n_computed = 0
+
+    def cancel(self, now: float) -> None:
+        """End on demand: with the partial text from a slot, with an error where it never ran."""
+        never_ran = RequestCancelledError("cancelled before it got a slot")
+        self.finish("cancelled", now, never_ran if self.status is Status.WAITING else None)
+
+    def finish(self, reason: FinishReason, now: float, error: CBatchError | None = None) -> None:
+        """End with `reason`; text that was held back comes out."""
+        self._move(Event.FINISH)
+        self.finish_reason, self.error = reason, error
+        self.clock.finished_s = now
+        self.feed_text()
+        self.text.flush()
+
+    def feed_text(self) -> None:
+        """Bring the text up to the tokens; costs what is new since the last time."""
+        start = self.n_prompt + self.text.n_fed
+        end = len(self.tokens) - (self.has_end_token and not self.request.options.include_stop)
+        if start < end and not self.text.is_stopped:
+            self.text.feed(self.tokens[start:end])
+
+    def take_chunk(self) -> BatchOutputChunk | None:
+        """Return what is new for a reader since the last call, or None; the last one has the finish reason."""
+        self.feed_text()
+        parts, n_tokens = self.text.parts, self.text.n_fed
+        if self.n_given_parts == len(parts) and self.finish_reason is None:
+            return None
+        start, end = self.n_prompt + self.n_given_tokens, self.n_prompt + n_tokens
+        new = "".join(parts[self.n_given_parts :])
+        self.n_given_parts, self.n_given_tokens = len(parts), n_tokens
+        return BatchOutputChunk(
+            self.request.id, new, tuple(self.tokens[start:end]), 0, self.finish_reason
+        )
+
+    def result(self) -> BatchResult:
+        """Return the outcome of a finished sequence."""
+        if self.finish_reason is None:
+            raise SequenceStateError(f"{self.request.id!r} has not finished")
+        token_ids = tuple(self.tokens[self.n_prompt : self.n_prompt + self.text.n_fed])
+        return BatchResult(
+            id=self.request.id,
+            text="".join(self.text.parts),
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            usage=Usage(self.n_prompt, self.n_output),
+            timings=self.clock.timings(self.n_prompt, self.n_output),
+            seed=self.request.sampling.seed,
+        )
+
+    def _check_end(self, now: float) -> None:
+        if self.tokens[-1] in self.request.stop_tokens:
+            self.has_end_token = True
+        if self.text.has_stops:
+            self.feed_text()
+        if self.text.is_stopped:
+            del self.tokens[self.n_prompt + self.text.n_fed :]  # sampled past the stop string
+        if self.text.is_stopped or self.has_end_token:
+            self.finish("stop", now)
+        elif self.n_left <= 0:
+            is_capped = self.request.options.max_tokens is not None
+            self.finish("length" if is_capped else "window", now)
+
+    def _move(self, event: Event) -> None:
+        status = TRANSITIONS.get((self.status, event))
+        if status is None:
+            raise SequenceStateError(
+                f"{self.request.id!r} is {self.status.value}: no {event.value}"
+            )
+        self.status = status

@@ -1,0 +1,87 @@
+"""Books for the cells of the KV cache: who has a slot, and how many cells each slot holds."""
+
+from __future__ import annotations
+
+import heapq
+
+from cbatch.core.plan import Slot
+from cbatch.errors import LedgerError
+
+
+class KvLedger:
+    """Partitioned cells: `n_slots` slots of `n_window` cells each, lent lowest id first.
+
+    Low ids close together are what the decode speed needs in partitioned KV (a gap costs a graph run).
+    """
+
+    __slots__ = ("_free", "_lent", "n_cells", "n_slots", "n_window")
+
+    def __init__(self, n_slots: int, n_window: int) -> None:
+        self.n_slots = n_slots
+        self.n_window = n_window
+        self.n_cells = [0] * n_slots
+        self._lent = [False] * n_slots
+        self._free = [Slot(i) for i in range(n_slots)]
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether `lend` would find a slot."""
+        return bool(self._free)
+
+    @property
+    def next_slot(self) -> Slot:
+        """The slot that `lend` would give."""
+        return self._free[0]
+
+    @property
+    def n_lent(self) -> int:
+        """Slots in use."""
+        return self.n_slots - len(self._free)
+
+    def lend(self) -> Slot:
+        """Give out the lowest free slot.
+
+        Raises:
+            LedgerError: none is free.
+        """
+        if not self._free:
+            raise LedgerError(f"all {self.n_slots} slots are lent")
+        slot = heapq.heappop(self._free)
+        self._lent[slot] = True
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Take a slot back; its cells are still in it until `clear`."""
+        if not self._lent[slot]:
+            raise LedgerError(f"slot {slot} is not lent")
+        self._lent[slot] = False
+        heapq.heappush(self._free, slot)
+
+    def add(self, slot: Slot, n_cells: int) -> None:
+        """Enter `n_cells` more cells of a lent slot.
+
+        Raises:
+            LedgerError: the slot is not lent or has no room for them.
+        """
+        n = self.n_cells[slot] + n_cells
+        if not self._lent[slot] or n > self.n_window:
+            raise LedgerError(f"slot {slot} cannot hold {n} of {self.n_window} cells")
+        self.n_cells[slot] = n
+
+    def clear(self, slot: Slot) -> None:
+        """Strike out all cells of a slot."""
+        self.n_cells[slot] = 0
+
+    def check(self) -> None:
+        """Prove that the books balance.
+
+        Raises:
+            LedgerError: a slot is both free and lent, counted twice, or overfull.
+        """
+        lent = {i for i, is_lent in enumerate(self._lent) if is_lent}
+        if len(set(self._free)) != len(self._free) or lent & set(self._free):
+            raise LedgerError(f"slots lent twice: free {sorted(self._free)}, lent {sorted(lent)}")
+        if len(lent) + len(self._free) != self.n_slots:
+            raise LedgerError(f"{len(lent)} lent and {len(self._free)} free of {self.n_slots}")
+        if any(not 0 <= n <= self.n_window for n in self.n_cells):
+            raise LedgerError(f"cells out of bounds: {self.n_cells} of {self.n_window}")

@@ -1,0 +1,109 @@
+"""Tokens to text, piece by piece: characters are never broken and stop strings are found across token edges."""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class StopMatcher:
+    """Finds the first stop string in a stream of bytes and holds back what may become one.
+
+    The match that is complete first wins, the longer one of two that are complete together: so the result does
+    not depend on how the bytes were cut into pieces.
+    """
+
+    __slots__ = ("_held", "_n_hold_max", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted((s.encode() for s in stops), key=len, reverse=True)
+        self._n_hold_max = max((len(s) for s in self._stops), default=0) - 1
+        self._held = b""
+
+    def feed(self, piece: bytes) -> tuple[bytes, bytes | None]:
+        """Return the bytes that are safe to show now, and the stop string that ended the stream, if one did."""
+        data = self._held + piece
+        end, stop = self._first_match(data)
+        if stop is not None:
+            self._held = b""
+            return data[: end - len(stop)], stop
+        n_hold = self._n_hold(data)
+        self._held = data[len(data) - n_hold :]
+        return data[: len(data) - n_hold], None
+
+    def flush(self) -> bytes:
+        """Return what was held back; nothing more will come."""
+        held, self._held = self._held, b""
+        return held
+
+    def _first_match(self, data: bytes) -> tuple[int, bytes | None]:
+        found = [(i + len(s), s) for s in self._stops if (i := data.find(s)) >= 0]
+        return min(found, key=lambda match: match[0], default=(0, None))
+
+    def _n_hold(self, data: bytes) -> int:
+        for n in range(min(self._n_hold_max, len(data)), 0, -1):
+            tail = data[-n:]
+            if any(s.startswith(tail) for s in self._stops):
+                return n
+        return 0
+
+
+class TextStream:
+    """The text of one sequence. `parts` only grows; an unfinished character waits inside until it is whole.
+
+    A stream costs nothing per token until someone feeds it, and can be fed any number of tokens at once.
+    """
+
+    __slots__ = ("_decoder", "_include_stop", "_matcher", "_piece", "is_stopped", "n_fed", "parts")
+
+    def __init__(
+        self,
+        piece: Callable[[int], bytes],
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+    ) -> None:
+        self._piece = piece
+        self._matcher = StopMatcher(stops) if stops else None
+        self._include_stop = include_stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.parts: list[str] = []
+        self.n_fed = 0
+        self.is_stopped = False
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether every token must be fed as soon as it is known."""
+        return self._matcher is not None
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """Add tokens. Ends at the token that completes a stop string: `n_fed` then counts up to that one."""
+        if self._matcher is None:
+            self.n_fed += len(tokens)
+            self._add(b"".join(map(self._piece, tokens)))
+            return
+        for token in tokens:
+            if self.is_stopped:
+                return
+            self.n_fed += 1
+            self._add(self._match(self._matcher, self._piece(token)))
+
+    def flush(self) -> None:
+        """Give out what was waiting: a tail that might have become a stop string, a broken character as U+FFFD."""
+        held = self._matcher.flush() if self._matcher is not None else b""
+        self._add(held, final=True)
+
+    def _match(self, matcher: StopMatcher, piece: bytes) -> bytes:
+        shown, stop = matcher.feed(piece)
+        if stop is None:
+            return shown
+        self.is_stopped = True
+        return shown + stop if self._include_stop else shown
+
+    def _add(self, data: bytes, *, final: bool = False) -> None:
+        text = self._decoder.decode(data, final)
+        if text:
+            self.parts.append(text)

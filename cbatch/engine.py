@@ -1,0 +1,251 @@
+"""The engine: prompts in, answers out, all sharing the same slots."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import weakref
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from cbatch.core.batcher import MultiRequestBatcher
+from cbatch.core.driver import Request, SequenceDriver
+from cbatch.core.kv import KvLedger
+from cbatch.core.scheduler import ContinuousBatchScheduler
+from cbatch.core.stats import EngineStats
+from cbatch.errors import ConfigError, RequestFailedError
+from cbatch.messages import BatchPrompt, Prompt, as_prompts, with_ids
+from cbatch.options import EngineOptions, RunOptions
+from cbatch.response import BatchResponse
+from cbatch.runtime.loop import Loop
+from cbatch.runtime.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from cbatch.backend import Backend, Vocab
+
+
+class Engine:
+    """Continuous batching over one backend; `cbatch.load` makes one from a model file.
+
+    Every method may be called from any thread. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        options: RunOptions | Mapping[str, Any] | None = None,
+        threaded: bool = True,
+        exactness: Callable[[], str] | None = None,
+    ) -> None:
+        """Take over `backend`, which `close` frees.
+
+        Args:
+            backend: what computes; nobody else may use it from now on.
+            options: defaults for every request of this engine.
+            threaded: compute in a thread of its own; without, work is done by `step` and by waiting readers.
+            exactness: finds out what `Engine.exactness` says.
+
+        Raises:
+            ConfigError: an option is wrong.
+        """
+        self._backend = backend
+        self._options = RunOptions.of(options)
+        self._exactness, self._exactness_found = exactness, ""
+        self._stats = EngineStats()
+        ledger = KvLedger(backend.n_slots, backend.n_window)
+        batcher = MultiRequestBatcher(ledger, partial(_tokenize, backend.vocab))
+        scheduler = ContinuousBatchScheduler(
+            batcher, backend.n_batch, self._stats, n_piece=backend.n_piece
+        )
+        self._batcher = batcher
+        self._loop = Loop(backend, scheduler, time.perf_counter)
+        self._threaded = threaded
+        self._submitting = threading.Lock()
+        self._n_runs = count()
+        self._finalizer = weakref.finalize(self, self._loop.close)
+        if threaded:
+            self._loop.start()
+
+    def __repr__(self) -> str:
+        return f"<Engine of {self.parallel} slots × {self.n_window} tokens>"
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def parallel(self) -> int:
+        """Number of slots: requests that run at once."""
+        return self._backend.n_slots
+
+    @property
+    def n_window(self) -> int:
+        """Tokens, prompt and answer, that one slot holds."""
+        return self._backend.n_window
+
+    @property
+    def exactness(self) -> str:
+        """`bitwise` where a request's tokens and logits do not depend on its company, else `not guaranteed: reason`.
+
+        Found by a probe on the loaded model: asking the first time takes a few seconds.
+        """
+        if not self._exactness_found:
+            reason = "not guaranteed: this backend has no probe"
+            self._exactness_found = self._exactness() if self._exactness else reason
+        return self._exactness_found
+
+    def run(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        options: RunOptions | Mapping[str, Any] | None = None,
+    ) -> BatchResponse:
+        """Queue a batch and return its response at once.
+
+        Args:
+            prompts: a list of prompts, each a message list, a string or a `BatchPrompt`; or a single one of these.
+            options: for every item of this batch; an item's own options come first.
+
+        Raises:
+            ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued.
+            DuplicateIdError: an id stands twice or is in flight. Nothing was queued.
+            EngineClosedError: the engine is closed.
+        """
+        self._loop.check_open()
+        run_options = RunOptions.of(options).over(self._options)
+        items = as_prompts(prompts)
+        now = time.perf_counter()
+        with self._submitting:
+            items = with_ids(items, self._loop.routes, next(self._n_runs))
+            drivers = [self._driver(item, run_options, now) for item in items]
+            return self._send(drivers)
+
+    def submit(
+        self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
+    ) -> BatchResponse:
+        """Queue one prompt: a batch of one, for `response.result()`. Raises as `run` does."""
+        return self.run([prompt], options=options)
+
+    def cancel(self, id: str) -> bool:
+        """Cancel one request: it ends with its partial text, or with an error where it never ran.
+
+        Returns:
+            False where no such request is in flight.
+        """
+        return bool(self._loop.cancel([id]))
+
+    def cancel_all(self) -> int:
+        """Cancel every request that is in flight now, queued or running; return how many."""
+        return self._loop.cancel(list(self._loop.routes))
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the work done so far."""
+        return self._loop.call(self._snapshot)
+
+    def step(self) -> bool:
+        """Do one step by hand; False where there is nothing to do.
+
+        Raises:
+            ConfigError: the engine has a thread that does this.
+        """
+        if self._threaded:
+            raise ConfigError("step() is for an engine loaded with threaded=False")
+        self._loop.check_open()
+        return self._loop.pump()
+
+    def close(self) -> None:
+        """End every request and free the model. Running ones end `cancelled`, queued ones with an error."""
+        self._finalizer()
+
+    def _driver(self, item: BatchPrompt, run_options: RunOptions, now: float) -> SequenceDriver:
+        options = RunOptions.of(item.options).over(run_options)
+        seed = secrets.randbits(32) if options.seed is None else options.seed
+        vocab = self._backend.vocab
+        own = () if options.ignore_eos else vocab.end_tokens
+        stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
+        sampling = options.sampling(self._backend.sampling_defaults, seed)
+        request = Request(str(item.id), item, options, sampling, stop_tokens)
+        return SequenceDriver.of(request, vocab.piece, now)
+
+    def _send(self, drivers: Sequence[SequenceDriver]) -> BatchResponse:
+        ids = [d.request.id for d in drivers]
+        pump = None if self._threaded else self._loop.pump
+        # through self: a response keeps its engine from being collected
+        mailbox = Mailbox(len(ids), lambda: self._loop.cancel(ids), pump)
+        self._loop.routes.update((id, (mailbox, i)) for i, id in enumerate(ids))
+        self._loop.submit(drivers)
+        return BatchResponse(ids, mailbox)
+
+    def _snapshot(self) -> EngineStats:
+        batcher, stats = self._batcher, self._stats
+        return replace(
+            stats,
+            n_waiting=batcher.n_waiting,
+            n_running=batcher.ledger.n_lent,
+            n_finished=dict(stats.n_finished),
+        )
+
+
+def _tokenize(vocab: Vocab, prompt: BatchPrompt) -> Sequence[int]:
+    if prompt.prompt is not None:
+        return vocab.tokenize(prompt.prompt)
+    if prompt.messages is not None:
+        return vocab.render(prompt.messages)
+    tokens = prompt.tokens or ()
+    if tokens and max(tokens) >= vocab.n_vocab:
+        raise RequestFailedError(f"token {max(tokens)} is not in the vocabulary of {vocab.n_vocab}")
+    return tokens
+
+
+def load(
+    model: str | os.PathLike[str] | Any,
+    *,
+    options: RunOptions | Mapping[str, Any] | None = None,
+    threaded: bool = True,
+    **settings: Any,
+) -> Engine:
+    """Load a GGUF model and return an engine that runs `parallel` requests at once.
+
+    Args:
+        model: path of a GGUF file (of a split model, the first part), or a `llama_cpp.Llama` to share the model of.
+        options: defaults for every request.
+        threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
+        settings: by name, those of `EngineOptions`:
+            `parallel` (16): slots, 1 … 256;
+            `n_ctx`: cells in total, or `ctx_per_seq`: one slot's window; default: a window of 2,048 or what the model
+            was trained for; llama.cpp rounds a slot's window up to a multiple of 256;
+            `kv` ("auto"): "partitioned" or "unified" memory; auto is partitioned;
+            `exact` (False): promise that tokens do not depend on company: proven by a probe, else refused;
+            `flash_attn` ("auto"), `n_batch` (2048, most tokens in a step), `n_ubatch` (512, most in a graph run),
+            `n_threads` (the cores this process may use), `n_gpu_layers` (llama.cpp's default: all),
+            `use_mmap` (True), `use_mlock` (False),
+            `chat_template`: "chatml" or a Jinja template, instead of the model's own.
+
+    Raises:
+        ConfigError: a wrong setting, or `exact=True` where it cannot hold; the message says why.
+        ModelLoadError: no such file, damaged, or not a model that generates text.
+        IncompatibleLlamaError: the installed llama-cpp-python does not fit.
+    """
+    from cbatch.backend.load import (
+        load_backend,  # llama_cpp is slow to import: not before it is needed
+    )
+
+    engine_options = EngineOptions.of(settings)
+    run_options = RunOptions.of(options)
+    backend, exactness = load_backend(model, engine_options)
+    return Engine(backend, options=run_options, threaded=threaded, exactness=exactness)

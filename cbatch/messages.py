@@ -1,0 +1,191 @@
+"""What a caller may hand over as prompts, checked whole before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from cbatch.errors import ConfigError, DuplicateIdError
+from cbatch.options import RunOptions
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = "str | Sequence[Message] | BatchPrompt"
+
+
+@dataclass(frozen=True)
+class BatchPrompt:
+    """One request: a chat, a raw prompt, or tokens; with an id and options of its own if it wants.
+
+    Args:
+        messages: a chat, each message with `role` and `content`; a last one from `assistant` is continued.
+        prompt: text to complete as it stands, without the chat template.
+        tokens: token ids to complete as they stand.
+        id: a name for the result, unique among the requests in flight; without one it gets a number.
+        options: `RunOptions` or a mapping of the same names, before those of the run and of the engine.
+
+    Raises:
+        ConfigError: not exactly one of the three kinds, an empty one, or a malformed value.
+    """
+
+    messages: Sequence[Message] | None = None
+    prompt: str | None = None
+    tokens: Sequence[int] | None = None
+    id: str | None = None
+    options: RunOptions | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check everything that can be checked without the model."""
+        given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise ConfigError(f"give one of messages, prompt and tokens, not {given or 'none'}")
+        if self.id is not None and (not isinstance(self.id, str) or not self.id):
+            raise ConfigError(f"an id must be a non-empty string, not {self.id!r}")
+        object.__setattr__(self, "options", RunOptions.of(self.options))
+        self._check_content()
+
+    def _check_content(self) -> None:
+        if self.messages is not None:
+            object.__setattr__(self, "messages", _messages(self.messages))
+        elif self.prompt is not None:
+            _check_text(self.prompt)
+        elif self.tokens is not None:
+            object.__setattr__(self, "tokens", _tokens(self.tokens))
+
+
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[BatchPrompt]:
+    """Return what `Engine.run` was given as a list: one string, chat or BatchPrompt is a batch of one.
+
+    Raises:
+        ConfigError: an empty batch, or an item that is none of these; the message names its place.
+    """
+    if isinstance(prompts, str | BatchPrompt) or _is_chat(prompts):
+        return [_as_prompt(prompts)]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
+    items = [_at(i, item) for i, item in enumerate(prompts)]
+    if not items:
+        raise ConfigError("the batch is empty: give at least one prompt")
+    return items
+
+
+def with_ids(
+    prompts: Sequence[BatchPrompt], taken: Mapping[str, object], i_run: int
+) -> list[BatchPrompt]:
+    """Return the prompts with an id each: their own, else "0", "1", … by place; made unique by the run's number.
+
+    Args:
+        prompts: one batch.
+        taken: the ids in flight in this engine.
+        i_run: this run's number, different for every run.
+
+    Raises:
+        DuplicateIdError: a given id stands twice in the batch or is in flight.
+    """
+    given = [p.id for p in prompts if p.id is not None]
+    seen: set[str] = set()
+    for id in given:
+        if id in seen or id in taken:
+            raise DuplicateIdError(id)
+        seen.add(id)
+    return [
+        p if p.id is not None else replace(p, id=_free_id(i, i_run, seen, taken))
+        for i, p in enumerate(prompts)
+    ]
+
+
+def _free_id(i: int, i_run: int, seen: set[str], taken: Mapping[str, object]) -> str:
+    candidate, n_tries = str(i), 0
+    while candidate in seen or candidate in taken:
+        candidate = f"{i}-{i_run}" if n_tries == 0 else f"{i}-{i_run}-{n_tries}"
+        n_tries += 1
+    seen.add(candidate)
+    return candidate
+
+
+def _is_chat(value: object) -> bool:
+    return (
+        isinstance(value, Sequence) and bool(value) and all(isinstance(m, Mapping) for m in value)
+    )
+
+
+def _at(i: int, item: Any) -> BatchPrompt:
+    try:
+        return _as_prompt(item)
+    except ConfigError as error:
+        raise ConfigError(f"prompts[{i}]: {error}") from None
+
+
+def _as_prompt(item: Any) -> BatchPrompt:
+    if isinstance(item, BatchPrompt):
+        return item
+    if isinstance(item, str):
+        return BatchPrompt(prompt=item)
+    if isinstance(item, Mapping):
+        raise ConfigError("a message stands alone here: a chat is a list of messages")
+    if isinstance(item, int) or (
+        isinstance(item, Sequence) and any(isinstance(t, int) for t in item)
+    ):
+        raise ConfigError(
+            "these are numbers: for a prompt of token ids give BatchPrompt(tokens=[…])"
+        )
+    if isinstance(item, Sequence):
+        return BatchPrompt(messages=item)
+    raise ConfigError(
+        f"a prompt is a string, a list of messages or a BatchPrompt, not {type(item).__name__}"
+    )
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise ConfigError(f"prompt must be a string, not {type(text).__name__}")
+    if not text:
+        raise ConfigError("the prompt is empty")
+
+
+def _tokens(tokens: object) -> tuple[int, ...]:
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise ConfigError(f"tokens must be a list of token ids, not {type(tokens).__name__}")
+    if not tokens:
+        raise ConfigError("the prompt is empty: tokens has no token")
+    for t in tokens:
+        if not isinstance(t, int) or isinstance(t, bool) or t < 0:
+            raise ConfigError(f"tokens must be token ids (0 and above), not {t!r}")
+    return tuple(tokens)
+
+
+def _messages(messages: object) -> tuple[Message, ...]:
+    if isinstance(messages, str):
+        raise ConfigError("messages must be a list of messages; for plain text give prompt=")
+    if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
+        raise ConfigError(f"messages must be a list of messages, not {type(messages).__name__}")
+    if not messages:
+        raise ConfigError("the prompt is empty: messages has no message")
+    return tuple(_message(i, m) for i, m in enumerate(messages))
+
+
+def _message(i: int, message: object) -> Message:
+    if not isinstance(message, Mapping):
+        raise ConfigError(
+            f"messages[{i}] must be a mapping with role and content, not {type(message).__name__}"
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ConfigError(f"messages[{i}] has no role: it needs a non-empty string")
+    if message.get("content") is None:
+        raise ConfigError(f"messages[{i}] has no content")
+    return {**message, "content": _content(i, message["content"])}
+
+
+def _content(i: int, content: object) -> str:
+    """Return the text of a message; OpenAI's list of text parts is joined."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and all(isinstance(p, Mapping) for p in content):
+        for part in content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ConfigError(
+                    f"messages[{i}] has a part of type {part.get('type')!r}: only text is supported"
+                )
+        return "".join(part["text"] for part in content)
+    raise ConfigError(f"messages[{i}] content must be a string, not {type(content).__name__}")

@@ -1,0 +1,144 @@
+"""What comes back: chunks while a batch runs, results when items end, and the handle that gives out both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from cbatch.errors import BatchError, CBatchError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+FinishReason = Literal["stop", "length", "window", "cancelled", "error"]
+"""`stop`: end of generation, a stop string or a stop token; `length`: the cap; `window`: the slot's context is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutputChunk:
+    """New text of one item. Its chunks joined are its result's text; the last one alone has a `finish_reason`."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    index: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request: prompt, sampled (the ending token counts), prompt tokens that were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Times of one request in seconds, rates in tokens per second; None where nothing was timed.
+
+    `ttft_s` counts from submission, queue time included. `generation_tps` is (n − 1) / (last − first token).
+    """
+
+    queue_s: float
+    ttft_s: float | None
+    total_s: float
+    prompt_tps: float | None
+    generation_tps: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """One item's outcome: text, or `error` (with `finish_reason` "error", or "cancelled" where it never ran)."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    error: CBatchError | None
+    usage: Usage
+    timings: Timings
+    seed: int
+    warnings: tuple[str, ...] = ()
+
+
+class Inbox(Protocol):
+    """Where a batch's chunks and results arrive; see `cbatch.runtime.mailbox`."""
+
+    def next_chunk(self) -> BatchOutputChunk | None:
+        """Wait for the next chunk; None when every item has ended and been given out."""
+
+    def next_result(self) -> BatchResult | None:
+        """Wait for the next result in order of completion; None after the last."""
+
+    def wait(self, timeout: float | None) -> list[BatchResult]:
+        """Wait for every item and return the results in input order; TimeoutError after `timeout` seconds."""
+
+    def cancel(self) -> int:
+        """Cancel the items that have not ended; return how many."""
+
+
+class BatchResponse:
+    """A batch in flight. `ids` are known at once, in input order.
+
+    Iterate for chunks as they come, or call `results()`. One reader at a time; a chunk is given out once.
+    """
+
+    def __init__(self, ids: Sequence[str], mailbox: Inbox) -> None:
+        self.ids = list(ids)
+        self._mailbox = mailbox
+
+    def __repr__(self) -> str:
+        return f"<BatchResponse of {len(self.ids)} items>"
+
+    def __iter__(self) -> Iterator[BatchOutputChunk]:
+        return iter(self._mailbox.next_chunk, None)
+
+    def as_completed(self) -> Iterator[BatchResult]:
+        """Yield every item's result as it ends, failed ones too; each once."""
+        return iter(self._mailbox.next_result, None)
+
+    def results(
+        self, *, timeout: float | None = None, return_errors: bool = False
+    ) -> list[BatchResult]:
+        """Wait for every item and return the results in input order.
+
+        Ctrl-C cancels this batch and leaves the engine usable.
+
+        Args:
+            timeout: most seconds to wait; the batch goes on after a TimeoutError.
+            return_errors: return failed items in place instead of raising.
+
+        Raises:
+            BatchError: an item failed; all results are attached.
+            TimeoutError: not every item ended in time.
+        """
+        try:
+            results = self._mailbox.wait(timeout)
+        except KeyboardInterrupt:
+            self._mailbox.cancel()
+            raise
+        if not return_errors and any(r.error is not None for r in results):
+            raise BatchError(results)
+        return results
+
+    def result(self, *, timeout: float | None = None) -> BatchResult:
+        """Wait for the only item of a batch of one; its own error is raised, not a BatchError.
+
+        Raises:
+            ConfigError: the batch has more than one item.
+            TimeoutError: it did not end in time.
+        """
+        if len(self.ids) != 1:
+            raise ConfigError(
+                f"result() is for a batch of one; this one has {len(self.ids)}: use results()"
+            )
+        [result] = self.results(timeout=timeout, return_errors=True)
+        if result.error is not None:
+            raise result.error
+        return result
+
+    def cancel(self) -> int:
+        """Cancel every item of this batch that has not ended; return how many."""
+        return self._mailbox.cancel()

@@ -1,0 +1,226 @@
+"""The one thread that touches the backend: commands in, steps, delivery out."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
+
+from cbatch.errors import EngineClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cbatch.backend import Backend
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.core.scheduler import ContinuousBatchScheduler
+    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.mailbox import Mailbox
+
+T = TypeVar("T")
+Route = tuple["Mailbox", int]
+
+
+class Loop:
+    """Drives a scheduler and its backend, in a thread of its own or by `step`.
+
+    Commands wait in a queue and are done between two runs; a run in flight is asked to end after its current step.
+    `routes` tells where a request's output goes; its keys are the ids in flight.
+    """
+
+    def __init__(
+        self, backend: Backend, scheduler: ContinuousBatchScheduler, clock: Callable[[], float]
+    ) -> None:
+        self.routes: dict[str, Route] = {}
+        self._backend, self._scheduler, self._clock = backend, scheduler, clock
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._closing = threading.Lock()
+
+    def start(self) -> None:
+        """Start the owner thread."""
+        self._thread = threading.Thread(target=self._run, name="cbatch", daemon=True)
+        self._thread.start()
+
+    def submit(self, drivers: Sequence[SequenceDriver]) -> None:
+        """Queue sequences whose routes are set. From any thread; does not wait."""
+        self._post(lambda: self._submit(drivers))
+
+    def call(self, command: Callable[[], T]) -> T:
+        """Do `command` between two runs and return what it returns. From any thread; waits.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+        """
+        if self._thread is None or self._thread is threading.current_thread():
+            self.check_open()
+            return command()
+        done: Future[T] = Future()
+        self._post(lambda: _settle(done, command))
+        return done.result()
+
+    def cancel(self, ids: Iterable[str]) -> int:
+        """End requests by id; return how many were in flight. From any thread; waits for the current step."""
+        return self.call(lambda: self._cancel(list(ids)))
+
+    def step(self) -> bool:
+        """Do the commands that wait and one run; False where there was nothing to compute. Owner thread."""
+        self._do_commands()
+        start = self._clock()
+        plan = self._scheduler.plan(start)
+        if plan is None:
+            return self._deliver(())
+        planned = self._clock()
+        result = self._backend.run(plan)
+        ran = self._clock()
+        changed = self._scheduler.apply(plan, result, ran)
+        self._deliver(changed)
+        stats = self._scheduler.stats
+        stats.decode_s += result.decode_s
+        stats.sample_s += result.sample_s
+        stats.plan_s += planned - start
+        stats.run_s += ran - planned
+        stats.apply_s += self._clock() - ran
+        return True
+
+    def pump(self) -> bool:
+        """Do one step in an engine without a thread, in the thread of whoever waits; see `step`.
+
+        Ctrl-C leaves the engine usable: what runs is computed anew. Any other exception ends it.
+        """
+        try:
+            return self.step()
+        except KeyboardInterrupt:
+            self._scheduler.recompute_all()
+            raise
+        except BaseException as error:
+            self._error, self._is_closed = error, True
+            self._end()
+            raise
+
+    def check_open(self) -> None:
+        """Refuse work that nobody would do.
+
+        Raises:
+            EngineClosedError: the engine is closed, has failed, or belongs to the parent process.
+        """
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "this engine belongs to the parent process: load one after the fork"
+            )
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed") from self._error
+
+    def close(self) -> None:
+        """End every request, the thread and the backend. Twice is harmless; from any thread."""
+        if os.getpid() != self._pid:
+            return
+        with self._closing:
+            if self._thread is not None and self._thread.is_alive():
+                self._commands.put(self._mark_closed)
+                self._backend.interrupt()
+                self._thread.join()
+            elif not self._is_closed:
+                self._is_closed = True
+                self._end()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self.check_open()
+        self._commands.put(command)
+        if self._thread is not None:
+            self._backend.interrupt()
+            if self._is_closed:  # it ended in between: nobody else will look into the queue
+                self._thread.join()
+                self._do_commands()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                if not self.step() and not self._is_closed:
+                    self._commands.get()()
+        except BaseException as error:
+            self._error = error
+            self._is_closed = True
+        self._end()
+
+    def _do_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                return
+            command()
+
+    def _submit(self, drivers: Sequence[SequenceDriver]) -> None:
+        batcher, stats = self._scheduler.batcher, self._scheduler.stats
+        stats.n_submitted += len(drivers)
+        for driver in drivers:
+            batcher.submit(driver)
+        if self._is_closed:
+            self._end_requests()
+
+    def _cancel(self, ids: Sequence[str]) -> int:
+        now = self._clock()
+        n_cancelled = sum(self._scheduler.batcher.cancel(id, now) for id in ids)
+        self._deliver(())
+        return n_cancelled
+
+    def _mark_closed(self) -> None:
+        self._is_closed = True
+
+    def _end(self) -> None:
+        """Leave nobody waiting, then free the backend. Owner thread, or after it."""
+        self._do_commands()
+        self._end_requests()
+        self._backend.close()
+
+    def _end_requests(self) -> None:
+        batcher, now = self._scheduler.batcher, self._clock()
+        for id, driver in list(batcher.in_flight.items()):
+            if self._error is None:
+                batcher.cancel(id, now)
+            else:
+                driver.finish("error", now, self._failure())
+                batcher.retire(driver)
+        self._deliver(())
+
+    def _failure(self) -> EngineClosedError:
+        error = EngineClosedError(f"the engine stopped: {self._error}")
+        error.__cause__ = self._error
+        return error
+
+    def _deliver(self, changed: Sequence[SequenceDriver]) -> bool:
+        """Hand out what is new, one delivery per batch; False where there was nothing."""
+        ended = self._scheduler.batcher.take_ended()
+        parcels: dict[Mailbox, tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]] = {}
+        for driver in changed:
+            if driver.finish_reason is None:
+                mailbox, _ = self.routes[driver.request.id]
+                if mailbox.is_streamed and (chunk := driver.take_chunk()):
+                    parcels.setdefault(mailbox, ([], []))[0].append(chunk)
+        for driver in ended:
+            mailbox, i = self.routes.pop(driver.request.id)
+            chunks, results = parcels.setdefault(mailbox, ([], []))
+            if chunk := driver.take_chunk():
+                chunks.append(chunk)
+            results.append((i, driver.result()))
+            self._count(driver)
+        for mailbox, (chunks, results) in parcels.items():
+            mailbox.deliver(chunks, results)
+        return bool(parcels)
+
+    def _count(self, driver: SequenceDriver) -> None:
+        counts, reason = self._scheduler.stats.n_finished, str(driver.finish_reason)
+        counts[reason] = counts.get(reason, 0) + 1
+
+
+def _settle(done: Future[T], command: Callable[[], T]) -> None:
+    try:
+        done.set_result(command())
+    except BaseException as error:
+        done.set_exception(error)

@@ -1,0 +1,102 @@
+"""Where one batch's chunks and results wait for their reader. The owner thread puts, any one thread takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from cbatch.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cbatch.response import BatchOutputChunk, BatchResult
+
+
+class Mailbox:
+    """Delivery of one batch of `n_items`. The owner never waits here; a reader may.
+
+    Until somebody asks for chunks (`is_streamed`), an item is delivered once, when it has ended.
+    """
+
+    def __init__(
+        self, n_items: int, cancel: Callable[[], int], pump: Callable[[], bool] | None
+    ) -> None:
+        """Make an empty one.
+
+        Args:
+            n_items: results to expect.
+            cancel: cancels the batch's items in flight, returns how many.
+            pump: does one step of an engine without a thread; False where there is none to do.
+        """
+        self.is_streamed = False
+        self._cancel, self._pump = cancel, pump
+        self._results: list[BatchResult | None] = [None] * n_items
+        self._n_open = n_items
+        self._chunks: deque[BatchOutputChunk] = deque()
+        self._completed: deque[BatchResult] = deque()
+        self._changed = threading.Condition()
+
+    def deliver(
+        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
+    ) -> None:
+        """Add what one step brought and wake the reader once. Owner thread.
+
+        Args:
+            chunks: in order; the last one of an item has a finish reason.
+            results: (place in the batch, result) of the items that ended.
+        """
+        with self._changed:
+            self._chunks.extend(chunks)
+            for i, result in results:
+                self._results[i] = result
+                self._completed.append(result)
+            self._n_open -= len(results)
+            self._changed.notify_all()
+
+    def next_chunk(self) -> BatchOutputChunk | None:
+        """Wait for the next chunk; None when every item has ended and been given out."""
+        self.is_streamed = True
+        self._wait(lambda: bool(self._chunks) or not self._n_open)
+        return self._chunks.popleft() if self._chunks else None
+
+    def next_result(self) -> BatchResult | None:
+        """Wait for the next result in order of completion; None after the last."""
+        self._wait(lambda: bool(self._completed) or not self._n_open)
+        return self._completed.popleft() if self._completed else None
+
+    def wait(self, timeout: float | None) -> list[BatchResult]:
+        """Wait for every item and return the results in input order.
+
+        Raises:
+            TimeoutError: `timeout` seconds passed first.
+        """
+        self._wait(lambda: not self._n_open, timeout)
+        return [r for r in self._results if r is not None]
+
+    def cancel(self) -> int:
+        """Cancel the items that have not ended; return how many."""
+        return self._cancel()
+
+    def _wait(self, is_ready: Callable[[], bool], timeout: float | None = None) -> None:
+        if self._pump is not None:
+            self._step_until(is_ready, self._pump, timeout)
+            return
+        with self._changed:
+            if not self._changed.wait_for(is_ready, timeout):
+                raise TimeoutError(self._late(timeout))
+
+    def _step_until(
+        self, is_ready: Callable[[], bool], pump: Callable[[], bool], timeout: float | None
+    ) -> None:
+        end = None if timeout is None else time.perf_counter() + timeout
+        while not is_ready():
+            if end is not None and time.perf_counter() > end:
+                raise TimeoutError(self._late(timeout))
+            if not pump() and not is_ready():
+                raise EngineError(f"{self._n_open} items are open but there is nothing to do")
+
+    def _late(self, timeout: float | None) -> str:
+        return f"{self._n_open} of {len(self._results)} items had not ended after {timeout} s"
