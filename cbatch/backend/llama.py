@@ -115,6 +115,7 @@ class LlamaBackend:
     def _run(self, plan: StepPlan) -> StepResult:
         if self._ctx is None:
             raise EngineClosedError("the backend is closed")
+        self._check(plan)
         for slot in plan.clears:
             llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
             self.n_cells[slot] = 0
@@ -122,7 +123,6 @@ class LlamaBackend:
             self._stepper.bind(binding)
         if not plan.chunks:
             return StepResult([], 0)
-        self._check_positions(plan)
         result = self._steps(plan) if not self.n_piece else self._pieces(plan)
         if result.n_steps:
             for chunk in plan.chunks:
@@ -191,12 +191,17 @@ class LlamaBackend:
         ctx, self._ctx = self._ctx, None
         llama_cpp.llama_free(ctx)
 
-    def _check_positions(self, plan: StepPlan) -> None:
+    def _check(self, plan: StepPlan) -> None:
+        """Refuse what llama.cpp would answer with an abort, before anything is done."""
+        named = (*plan.clears, *(b.slot for b in plan.binds))
+        if named and not 0 <= min(named) <= max(named) < self.n_slots:
+            raise PlanError(f"there are slots 0 … {self.n_slots - 1}: {plan!r}")
         for chunk in plan.chunks:
             end = chunk.start + len(chunk.tokens) + plan.n_steps - 1
             if (
                 not 0 <= chunk.slot < self.n_slots
-                or chunk.start != self.n_cells[chunk.slot]
+                or not chunk.tokens
+                or chunk.start != (self.n_cells[chunk.slot] if chunk.slot not in plan.clears else 0)
                 or end > self.n_window
             ):
                 raise PlanError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from cbatch.backend.aside import run_aside
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.model import LlamaModel, open_model
 from cbatch.backend.native import handshake, llama_log
@@ -20,10 +21,16 @@ if TYPE_CHECKING:
 def load_backend(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Callable[[], str]]:
     """Load `model` and make its context; return the backend and what asks the exactness probe.
 
+    Whatever this computes, it computes aside; see `cbatch.backend.aside`.
+
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: `exact` was asked for and the probe found a difference.
     """
+    return run_aside(partial(_load, model, options))
+
+
+def _load(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Callable[[], str]]:
     handshake()
     log = llama_log()
     log.install()
@@ -49,7 +56,7 @@ def load_backend(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Call
 def _make_backend(
     loaded: LlamaModel, options: EngineOptions
 ) -> tuple[LlamaBackend, Callable[[], str]]:
-    ask: Callable[[], str] = partial(probe, loaded, options)
+    ask: Callable[[], str] = partial(run_aside, partial(probe, loaded, options))
     if options.exact:
         found = probe(loaded, options)
         if found != BITWISE:

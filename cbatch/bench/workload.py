@@ -1,0 +1,76 @@
+"""Run a file of requests once, cold, and print rates: `python -m cbatch.bench.workload MODEL REQUESTS.jsonl`.
+
+A line is `{"id", "prompt", "max_tokens", "temperature", "seed"}` with `top_k` and `top_p` if wanted: what a driver of
+another server can send as it stands, so that both run the same requests. Generation ignores the model's end tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.engine import Engine, load
+from cbatch.messages import BatchPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.response import BatchResult
+
+
+def read(path: Path) -> list[BatchPrompt]:
+    """Return the requests of a file."""
+    return [_request(json.loads(line)) for line in path.read_text().splitlines() if line]
+
+
+def _request(line: dict[str, Any]) -> BatchPrompt:
+    options = {k: v for k, v in line.items() if k not in ("id", "prompt")}
+    return BatchPrompt(prompt=line["prompt"], id=line["id"], options={"min_p": 0.0, **options})
+
+
+def measure(engine: Engine, requests: Sequence[BatchPrompt]) -> dict[str, float]:
+    """Run the requests together; return token counts, seconds, tokens per second and times to the first token."""
+    engine.submit("a", options={"max_tokens": 4}).result()
+    start = time.perf_counter()
+    results = engine.run(requests, options={"ignore_eos": True}).results()
+    seconds = time.perf_counter() - start
+    n_output = sum(r.usage.completion_tokens for r in results)
+    n_prompt = sum(r.usage.prompt_tokens for r in results)
+    return {
+        "requests": len(results),
+        "prompt_tokens": n_prompt,
+        "gen_tokens": n_output,
+        "seconds": round(seconds, 3),
+        "gen_tps": round(n_output / seconds, 1),
+        "ttft_p50_ms": _percentile(results, 0.5),
+        "ttft_p99_ms": _percentile(results, 0.99),
+    }
+
+
+def _percentile(results: Sequence[BatchResult], share: float) -> float:
+    times = sorted(r.timings.ttft_s or 0.0 for r in results)
+    return round(1e3 * times[int(len(times) * share)], 1)
+
+
+def main() -> None:
+    """Print one JSON line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="a GGUF file")
+    parser.add_argument("requests", type=Path, help="a JSONL file")
+    parser.add_argument("--parallel", type=int, default=16)
+    parser.add_argument("--ctx-per-seq", type=int, default=2048)
+    parser.add_argument("--n-batch", type=int, default=2048)
+    parser.add_argument("--exact", action="store_true")
+    a = parser.parse_args()
+    settings = {"ctx_per_seq": a.ctx_per_seq, "n_batch": a.n_batch, "exact": a.exact}
+    with load(a.model, parallel=a.parallel, **settings) as engine:
+        found = measure(engine, read(a.requests))
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
