@@ -99,7 +99,6 @@ def _free_id(i: int, i_run: int, seen: set[str], taken: Mapping[str, object]) ->
     while candidate in seen or candidate in taken:
         candidate = f"{i}-{i_run}" if n_tries == 0 else f"{i}-{i_run}-{n_tries}"
         n_tries += 1
-    seen.add(candidate)
     return candidate
 
 
@@ -144,7 +143,7 @@ def _check_text(text: object) -> None:
 
 
 def _tokens(tokens: object) -> tuple[int, ...]:
-    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
         raise ConfigError(f"tokens must be a list of token ids, not {type(tokens).__name__}")
     if not tokens:
         raise ConfigError("the prompt is empty: tokens has no token")

@@ -179,6 +179,12 @@ class EngineOptions:
         _check_choice("flash_attn", self.flash_attn, ("auto", "on", "off"))
         for name in ("exact", "use_mmap", "use_mlock"):
             _check_bool(name, getattr(self, name))
+        if not isinstance(self.chat_template, str | None):
+            raise ConfigError(f"chat_template must be a string, not {self.chat_template!r}")
+        self._check_sizes()
+        self._check_exact()
+
+    def _check_sizes(self) -> None:
         if self.n_ctx is not None and self.ctx_per_seq is not None:
             raise ConfigError(
                 "give n_ctx (cells in total) or ctx_per_seq (one slot's window), not both"
@@ -188,6 +194,8 @@ class EngineOptions:
                 f"n_ctx={self.n_ctx} leaves {self.n_ctx // self.parallel} cells for each of "
                 f"{self.parallel} slots: raise it, or use fewer slots (parallel)"
             )
+
+    def _check_exact(self) -> None:
         if self.exact and self.kv == "unified":
             raise ConfigError(
                 "exact=True cannot hold with kv='unified': the place of a cell changes the rounding; "

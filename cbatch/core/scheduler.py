@@ -172,21 +172,19 @@ def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
     """Share `budget` tokens among newcomers that want `wanted`, the oldest first in the list.
 
     The oldest gets up to half, so that its first token does not wait for the others' prompts; the rest is shared
-    equally, so that short prompts pass long ones; what is left over goes to the oldest that can still use it.
+    equally, so that short prompts pass long ones; what is left over goes back to the oldest.
+    Odd tokens go to the older of two equals, so that equals stay in order. Below two tokens a head somebody may get 0.
     """
     shares = [0] * len(wanted)
     if not wanted:
         return shares
-    shares[0] = min(wanted[0], max(budget // 2, budget // len(wanted)))
+    shares[0] = min(wanted[0], (budget + 1) // 2)
     left = budget - shares[0]
     by_size = sorted(range(1, len(wanted)), key=lambda i: wanted[i])
     for n_before, i in enumerate(by_size):
-        shares[i] = min(wanted[i], left // (len(by_size) - n_before))
+        shares[i] = min(wanted[i], -(-left // (len(by_size) - n_before)))
         left -= shares[i]
-    for i, want in enumerate(wanted):
-        more = min(want - shares[i], left)
-        shares[i] += more
-        left -= more
+    shares[0] += min(wanted[0] - shares[0], left)
     return shares
 
 

@@ -1,0 +1,265 @@
+"""Who waits, who gets a slot, who leaves, and what a refused request leaves behind: nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.core.driver import SequenceDriver
+from cbatch.errors import (
+    ConfigError,
+    PromptTooLongError,
+    RequestCancelledError,
+    RequestFailedError,
+)
+from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.core.plan import StepPlan
+    from cbatch.messages import BatchPrompt
+
+
+def books(rig: Rig) -> object:
+    batcher = rig.batcher
+    cells = [[*row] for row in rig.backend.cells]
+    return batcher.n_waiting, [*batcher.in_flight], rig.running(), [*batcher.ledger.n_cells], cells
+
+
+def test_two_slots_serve_six_requests_with_admission_midway() -> None:
+    rig = make_scheduler(n_slots=2)
+    caps = (3, 9, 4, 6, 2, 5)
+    rig.submit(*(make_request(str(i), (i, i, i), max_tokens=cap) for i, cap in enumerate(caps)))
+    n_midway = 0
+
+    def count(rig: Rig, plan: StepPlan) -> None:
+        nonlocal n_midway
+        bound = {b.slot for b in plan.binds}
+        if {c.slot for c in plan.chunks} - bound:
+            n_midway += len(bound)
+
+    drive(rig, after=count)
+    assert [rig.results[str(i)].usage.completion_tokens for i in range(6)] == [*caps]
+    assert n_midway >= 4
+    assert rig.stats.n_active_max == 2
+
+
+def test_admission_takes_the_lowest_free_slot_in_order_of_submission() -> None:
+    rig = make_scheduler(n_slots=3)
+    rig.submit(*make_sequences(5))
+    admitted = rig.batcher.admit(0.0)
+    assert [d.request.id for d in admitted] == ["0", "1", "2"]
+    assert [d.slot for d in admitted] == [0, 1, 2]
+    assert rig.batcher.n_waiting == 2
+    rig.cancel("1")
+    assert [(d.request.id, d.slot) for d in rig.batcher.admit(0.0)] == [("3", 1)]
+
+
+@given(
+    n_slots=st.integers(1, 4),
+    n_batch=st.integers(4, 16),
+    n_prompt=st.integers(1, 20),
+    cap=st.integers(1, 9),
+)
+def test_equal_requests_finish_in_order_of_submission(
+    n_slots: int, n_batch: int, n_prompt: int, cap: int
+) -> None:
+    rig = make_scheduler(n_slots, n_batch=n_batch)
+    rig.submit(*make_sequences(10, n_prompt, max_tokens=cap))
+    drive(rig)
+    clocks = [rig.drivers[str(i)].clock for i in range(10)]
+    stations = [(c.admitted_s, c.first_token_s, c.finished_s) for c in clocks]
+    for times in zip(*stations, strict=True):
+        assert [*times] == sorted(t for t in times if t is not None)
+
+
+def test_long_prompt_is_not_passed_by_a_short_one_behind_it() -> None:
+    rig = make_scheduler(n_slots=1)
+    rig.submit(
+        make_request("long", range(40), max_tokens=1), make_request("short", (1,), max_tokens=1)
+    )
+    drive(rig)
+    assert [*rig.results] == ["long", "short"]
+
+
+def test_requests_that_come_as_the_last_one_ends_are_served() -> None:
+    rig = make_scheduler(n_slots=2)
+    for wave in range(3):
+        rig.submit(*(make_request(f"{wave}{i}", (wave, i), max_tokens=3) for i in range(3)))
+        drive(rig)
+    assert len(rig.results) == 9
+    assert all(r.finish_reason == "length" for r in rig.results.values())
+
+
+@pytest.mark.parametrize("n_prompt", [64, 65, 1000])
+def test_prompt_that_does_not_fit_is_refused_alone_and_leaves_nothing(n_prompt: int) -> None:
+    rig = make_scheduler(n_slots=2, n_window=64)
+    rig.submit(make_request("good", max_tokens=4))
+    rig.backend.interrupt()
+    step(rig)
+    before = books(rig)
+    rig.submit(make_request("bad", [0] * n_prompt))
+    assert rig.batcher.admit(rig.now) == []
+    [bad] = rig.batcher.take_ended()
+    assert isinstance(bad.error, PromptTooLongError)
+    assert (bad.error.n_prompt, bad.error.n_limit) == (n_prompt, 64)
+    assert books(rig) == before
+    del rig.drivers["bad"]
+    drive(rig)
+    assert rig.results["good"].finish_reason == "length"
+
+
+def test_refused_request_gives_its_slot_to_the_next_in_the_same_plan() -> None:
+    rig = make_scheduler(n_slots=1, n_window=8)
+    rig.submit(make_request("bad", range(9)), make_request("good", (1,), max_tokens=1))
+    step(rig)
+    assert [*rig.results] == ["bad", "good"]
+    assert rig.results["bad"].finish_reason == "error"
+    assert len(rig.backend.plans) == 1
+
+
+@pytest.mark.parametrize("cause", [ConfigError("no"), ValueError("template"), KeyError("role")])
+def test_prompt_that_cannot_be_prepared_fails_alone(cause: Exception) -> None:
+    rig = make_scheduler(n_slots=1)
+
+    def tokenize(prompt: BatchPrompt) -> Sequence[int]:
+        if prompt.prompt == "bad":
+            raise cause
+        return (1, 2)
+
+    rig.batcher._tokenize = tokenize
+    rig.submit(make_request("a", "bad"), make_request("b", "good", max_tokens=2))
+    drive(rig)
+    error = rig.results["a"].error
+    assert error is cause or (isinstance(error, RequestFailedError) and error.__cause__ is cause)
+    assert rig.results["b"].finish_reason == "length"
+
+
+def test_long_queue_is_tokenized_only_when_its_turn_comes() -> None:
+    rig = make_scheduler(n_slots=1)
+    seen: list[str | None] = []
+
+    def tokenize(prompt: BatchPrompt) -> Sequence[int]:
+        seen.append(prompt.prompt)
+        return (1,)
+
+    rig.batcher._tokenize = tokenize
+    rig.submit(*(make_request(id, id, max_tokens=1) for id in "abc"))
+    step(rig)
+    assert seen == ["a"]
+
+
+def test_cancel_in_slots_keeps_partial_text_and_in_the_queue_is_an_error() -> None:
+    rig = make_scheduler(n_slots=2)
+    rig.submit(*make_sequences(6))
+    rig.backend.interrupt()
+    step(rig)
+    assert [rig.cancel(str(i)) for i in range(6)] == [True] * 6
+    drive(rig)
+    results = [rig.results[str(i)] for i in range(6)]
+    assert [r.finish_reason for r in results] == ["cancelled"] * 6
+    assert [len(r.token_ids) for r in results] == [1, 1, 0, 0, 0, 0]
+    assert [type(r.error) for r in results[:2]] == [type(None)] * 2
+    assert [type(r.error) for r in results[2:]] == [RequestCancelledError] * 4
+    for id in "2345":
+        [only] = rig.chunks[id]
+        assert (only.text, only.token_ids) == ("", ())
+
+
+def test_cancel_in_the_queue_answers_at_once_and_never_runs() -> None:
+    rig = make_scheduler(n_slots=1)
+    rig.submit(*make_sequences(3, max_tokens=4))
+    rig.backend.interrupt()
+    step(rig)
+    rig.cancel("1")
+    assert [d.request.id for d in rig.batcher.take_ended()] == ["1"]
+    assert rig.batcher.n_waiting == 1
+    del rig.drivers["1"]
+    plans = drive(rig)
+    assert sum(len(p.binds) for p in plans) == 1
+    assert [*rig.results] == ["0", "2"]
+
+
+def test_cancel_of_what_is_not_in_flight_is_false_and_harmless() -> None:
+    rig = make_scheduler(n_slots=1)
+    assert rig.cancel("0") is False
+    rig.submit(*make_sequences(1, max_tokens=2))
+    drive(rig)
+    before = books(rig)
+    assert rig.cancel("0") is False
+    assert books(rig) == before
+    rig.submit(make_request("next", max_tokens=2))
+    drive(rig)
+    assert rig.results["next"].finish_reason == "length"
+
+
+def test_late_cancel_does_not_hit_the_next_one_in_the_slot() -> None:
+    rig = make_scheduler(n_slots=1)
+    rig.submit(*make_sequences(2, max_tokens=3))
+    while "0" not in rig.results:
+        step(rig)
+    rig.backend.interrupt()
+    step(rig)
+    assert rig.running() == ["1"]
+    assert rig.cancel("0") is False
+    drive(rig)
+    assert rig.results["1"].finish_reason == "length"
+
+
+def test_cancelled_slot_is_emptied_and_lent_in_one_plan() -> None:
+    rig = make_scheduler(n_slots=1)
+    rig.submit(*make_sequences(2, max_tokens=9))
+    rig.backend.interrupt()
+    step(rig)
+    rig.cancel("0")
+    plan = step(rig)
+    assert plan is not None
+    assert plan.clears == (0,)
+    assert [b.slot for b in plan.binds] == [0]
+    assert plan.chunks[0].start == 0
+
+
+def test_cancel_during_a_prefill_of_several_removes_only_that_row() -> None:
+    rig = make_scheduler(n_slots=3, n_batch=6)
+    rig.submit(*make_sequences(3, n_prompt=10, max_tokens=3))
+    step(rig)
+    rig.cancel("1")
+    plan = step(rig)
+    assert plan is not None
+    assert [c.slot for c in plan.chunks] == [0, 2]
+    assert plan.clears == (1,)
+    assert not rig.backend.cells[1]
+    drive(rig)
+    assert [rig.results[id].finish_reason for id in "012"] == ["length", "cancelled", "length"]
+
+
+def test_last_slot_is_emptied_by_a_plan_without_rows() -> None:
+    rig = make_scheduler(n_slots=2)
+    rig.submit(*make_sequences(1, max_tokens=2))
+    plans = drive(rig)
+    assert plans[-1].clears == (0,)
+    assert plans[-1].chunks == ()
+    assert rig.backend.cells == [[], []]
+
+
+def test_ended_sequences_are_given_out_once() -> None:
+    rig = make_scheduler(n_slots=1)
+    driver = SequenceDriver.of(make_request(), rig.backend.vocab.piece, 0.0)
+    rig.batcher.submit(driver)
+    rig.cancel("a")
+    assert rig.batcher.take_ended() == [driver]
+    assert rig.batcher.take_ended() == []
+
+
+def test_id_can_be_used_again_after_its_end() -> None:
+    rig = make_scheduler(n_slots=1)
+    rig.submit(make_request("a", max_tokens=2))
+    drive(rig)
+    first = rig.results.pop("a")
+    rig.submit(make_request("a", max_tokens=2))
+    drive(rig)
+    assert rig.results["a"].token_ids == first.token_ids

@@ -1,0 +1,319 @@
+"""One request's life: its counters, its text, and why it ends."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend.fake import END_TOKEN, FakeVocab
+from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
+from cbatch.core.plan import BROKEN_ROW, Chunk, Slot
+from cbatch.errors import (
+    PromptTooLongError,
+    RequestCancelledError,
+    RequestFailedError,
+    SequenceStateError,
+)
+from tests.helpers import make_request
+
+if TYPE_CHECKING:
+    from cbatch.response import BatchOutputChunk
+
+N_WINDOW = 16
+A, B, C, D = b"abcd"
+
+
+def make_driver(**options: Any) -> SequenceDriver:
+    return SequenceDriver.of(make_request(**options), FakeVocab(320).piece, 0.0)
+
+
+def make_running(n_prompt: int = 2, **options: Any) -> SequenceDriver:
+    driver = make_driver(**options)
+    driver.admit(Slot(0), list(range(n_prompt)), N_WINDOW, 1.0)
+    return driver
+
+
+def make_in(status: Status) -> SequenceDriver:
+    driver = make_driver() if status is Status.WAITING else make_running()
+    if status is Status.FINISHED:
+        driver.finish("stop", 2.0)
+    assert driver.status is status
+    return driver
+
+
+def send(driver: SequenceDriver, event: Event) -> None:
+    if event is Event.ADMIT:
+        driver.admit(Slot(1), [7, 8, 9], N_WINDOW, 9.0)
+    else:
+        driver.finish("length", 9.0, RequestFailedError("late"))
+
+
+def snapshot(driver: SequenceDriver) -> dict[str, object]:
+    names = [n for n in SequenceDriver.__slots__ if n not in ("clock", "text", "tokens")]
+    said: dict[str, object] = {n: getattr(driver, n) for n in names}
+    return {
+        **said,
+        "tokens": [*driver.tokens],
+        "clock": asdict(driver.clock),
+        "text": [*driver.text.parts],
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "event"), [p for p in product(Status, Event) if p not in TRANSITIONS]
+)
+def test_transition_without_an_entry_raises_and_changes_nothing(
+    status: Status, event: Event
+) -> None:
+    driver = make_in(status)
+    before = snapshot(driver)
+    with pytest.raises(SequenceStateError, match=event.value):
+        send(driver, event)
+    assert snapshot(driver) == before
+
+
+def test_transitions_name_every_status_and_event() -> None:
+    assert {s for s, _ in TRANSITIONS} | set(TRANSITIONS.values()) == set(Status)
+    assert {e for _, e in TRANSITIONS} == set(Event)
+    assert all(status is not Status.FINISHED for status, _ in TRANSITIONS)
+
+
+def test_prompt_and_cap_that_fill_the_window_are_admitted() -> None:
+    driver = make_running(n_prompt=10, max_tokens=6)
+    assert (driver.n_prompt, driver.n_cap, driver.n_pending) == (10, 6, 10)
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "cap"), [(10, 7), (16, 1), (16, None), (17, None), (1, 2**31 - 1)]
+)
+def test_prompt_and_cap_past_the_window_raise_and_change_nothing(
+    n_prompt: int, cap: int | None
+) -> None:
+    driver = make_driver(max_tokens=cap)
+    before = snapshot(driver)
+    with pytest.raises(PromptTooLongError) as caught:
+        driver.admit(Slot(0), list(range(n_prompt)), N_WINDOW, 1.0)
+    error = caught.value
+    assert (error.n_prompt, error.n_limit, error.n_output) == (n_prompt, N_WINDOW, cap or 1)
+    for way_out in ("16", "max_tokens", "ctx_per_seq", "parallel"):
+        assert way_out in str(error)
+    assert snapshot(driver) == before
+
+
+def test_prompt_without_a_token_raises_and_changes_nothing() -> None:
+    driver = make_driver()
+    before = snapshot(driver)
+    with pytest.raises(RequestFailedError, match="empty"):
+        driver.admit(Slot(0), [], N_WINDOW, 1.0)
+    assert snapshot(driver) == before
+
+
+def test_no_cap_means_the_rest_of_the_window() -> None:
+    assert make_running(n_prompt=10).n_cap == 6
+
+
+def test_chunk_with_the_last_pending_token_alone_has_an_output() -> None:
+    driver = make_running(n_prompt=3)
+    slot = Slot(0)
+    assert driver.chunk(slot, 2) == Chunk(slot, 0, [0, 1], has_output=False)
+    assert driver.chunk(slot, 3) == Chunk(slot, 0, [0, 1, 2], has_output=True)
+    driver.accept(2, [], 2.0)
+    assert driver.chunk(slot, 1) == Chunk(slot, 2, (2,), has_output=True)
+    assert driver.n_pending == 1
+
+
+def test_accept_of_several_steps_leaves_one_token_pending() -> None:
+    driver = make_running(n_prompt=3)
+    driver.accept(3, [A, B, C], 2.0)
+    assert (driver.n_tokens, driver.n_computed, driver.n_pending) == (6, 5, 1)
+    assert (driver.n_output, driver.n_left) == (3, 10)
+
+
+def test_rewind_makes_all_tokens_pending_and_keeps_them() -> None:
+    driver = make_running(n_prompt=3)
+    driver.accept(3, [A, B], 2.0)
+    driver.rewind()
+    assert (driver.n_computed, driver.n_pending, driver.n_output) == (0, 5, 2)
+    assert driver.chunk(Slot(0), 5).tokens == [0, 1, 2, A, B]
+
+
+def test_cap_ends_with_length() -> None:
+    driver = make_running(max_tokens=2)
+    driver.accept(2, [A], 2.0)
+    assert driver.finish_reason is None
+    driver.accept(1, [B], 3.0)
+    result = driver.result()
+    assert (result.finish_reason, result.text, result.token_ids) == ("length", "ab", (A, B))
+
+
+def test_full_window_ends_with_window() -> None:
+    driver = make_running(n_prompt=14)
+    driver.accept(14, [A, B], 2.0)
+    result = driver.result()
+    assert (result.finish_reason, result.text) == ("window", "ab")
+    assert driver.n_tokens == N_WINDOW
+
+
+@pytest.mark.parametrize(("ignore_eos", "n_left_out"), [(False, 1), (True, 0)])
+def test_end_token_ends_with_stop_unless_ignored(ignore_eos: bool, n_left_out: int) -> None:
+    driver = make_running(ignore_eos=ignore_eos, max_tokens=3)
+    driver.accept(2, [A, END_TOKEN], 2.0)
+    assert (driver.finish_reason == "stop") == (not ignore_eos)
+    if ignore_eos:
+        driver.accept(1, [B], 3.0)
+    result = driver.result()
+    assert result.usage.completion_tokens == len(result.token_ids) + n_left_out
+    assert result.text == ("ab" if ignore_eos else "a")
+
+
+def test_stop_token_on_the_last_allowed_token_is_a_stop() -> None:
+    driver = make_running(max_tokens=2, stop_token_ids=[B])
+    driver.accept(2, [A, B], 2.0)
+    result = driver.result()
+    assert (result.finish_reason, result.text, result.token_ids) == ("stop", "a", (A,))
+    assert result.usage.completion_tokens == 2
+
+
+def test_stop_string_on_the_last_allowed_token_is_a_stop() -> None:
+    driver = make_running(max_tokens=2, stop="b")
+    driver.accept(2, [A, B], 2.0)
+    assert driver.result().finish_reason == "stop"
+
+
+def test_include_stop_keeps_the_stop_token() -> None:
+    driver = make_running(stop_token_ids=[B], include_stop=True)
+    driver.accept(2, [A, B], 2.0)
+    assert (driver.result().text, driver.result().token_ids) == ("ab", (A, B))
+
+
+def test_tokens_sampled_past_a_stop_string_are_dropped() -> None:
+    driver = make_running(stop="bc")
+    driver.accept(2, [A, B, C, D, D], 2.0)
+    result = driver.result()
+    assert (result.finish_reason, result.text, result.token_ids) == ("stop", "a", (A, B, C))
+    assert result.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("sampled", [[A, B, D, END_TOKEN], [A, B, D, BROKEN_ROW]])
+def test_what_comes_after_a_stop_string_in_one_run_does_not_matter(sampled: list[int]) -> None:
+    driver = make_running(stop="b", ignore_eos=False)
+    driver.accept(2, sampled, 2.0)
+    result = driver.result()
+    assert (result.finish_reason, result.error, result.text) == ("stop", None, "a")
+    assert result.token_ids == (A, B)
+
+
+@pytest.mark.parametrize("stop", ["", [], ["", ""]])
+def test_empty_stop_is_ignored(stop: str | list[str]) -> None:
+    driver = make_running(stop=stop, max_tokens=2)
+    driver.accept(2, [A, B], 2.0)
+    assert (driver.result().text, driver.result().finish_reason) == ("ab", "length")
+
+
+def test_broken_row_ends_with_an_error_and_keeps_the_text_before() -> None:
+    driver = make_running()
+    driver.accept(2, [A, BROKEN_ROW], 2.0)
+    result = driver.result()
+    assert (result.finish_reason, result.text, result.token_ids) == ("error", "a", (A,))
+    assert isinstance(result.error, RequestFailedError)
+
+
+def test_broken_first_row_has_no_time_to_first_token() -> None:
+    driver = make_running()
+    driver.accept(2, [BROKEN_ROW], 2.0)
+    assert driver.result().timings.ttft_s is None
+    assert driver.result().usage.completion_tokens == 0
+
+
+HALF = "é".encode()[0]
+
+
+@pytest.mark.parametrize("ending", ["length", "window", "cancelled", "error", "stop"])
+def test_half_a_character_is_flushed_on_every_ending(ending: str) -> None:
+    driver = make_running(
+        n_prompt=13 if ending == "window" else 2,
+        max_tokens={"length": 3, "window": None}.get(ending, 4),
+        stop_token_ids=[D],
+    )
+    driver.accept(driver.n_prompt, [A, B, HALF], 2.0)
+    if ending == "cancelled":
+        driver.cancel(3.0)
+    if ending in ("stop", "error"):
+        driver.accept(1, [D if ending == "stop" else BROKEN_ROW], 3.0)
+    assert driver.finish_reason == ending
+    assert driver.result().text == "ab\ufffd"
+
+
+def test_half_a_character_before_a_stop_string_is_flushed() -> None:
+    driver = make_running(stop="b")
+    driver.accept(2, [A, HALF, B], 2.0)
+    assert (driver.finish_reason, driver.result().text) == ("stop", "a\ufffd")
+
+
+@pytest.mark.parametrize("ending", ["length", "cancelled", "error", "stop"])
+def test_tail_held_back_for_a_stop_string_is_flushed_on_every_ending(ending: str) -> None:
+    driver = make_running(stop="bcd", stop_token_ids=[D], max_tokens=3 if ending == "length" else 9)
+    driver.accept(2, [A, B, C], 2.0)
+    if ending == "cancelled":
+        chunk = driver.take_chunk()
+        assert chunk is not None
+        assert chunk.text == "a"
+        driver.cancel(3.0)
+    if ending in ("stop", "error"):
+        driver.accept(1, [D if ending == "stop" else BROKEN_ROW], 3.0)
+    assert (driver.finish_reason, driver.result().text) == (ending, "abc")
+
+
+def test_chunks_joined_are_the_result() -> None:
+    driver = make_running(stop="cd")
+    chunks: list[BatchOutputChunk | None] = []
+    for token in (A, HALF, B, C, B, C, D):
+        driver.accept(2 if not chunks else 1, [token], 2.0)
+        chunks.append(driver.take_chunk())
+    given = [c for c in chunks if c is not None]
+    assert [c.text for c in given] == ["a", "\ufffdb", "cb", ""]
+    assert [c.finish_reason for c in given] == [None, None, None, "stop"]
+    assert "".join(c.text for c in given) == driver.result().text
+    assert tuple(t for c in given for t in c.token_ids) == driver.result().token_ids
+
+
+def test_nothing_new_gives_no_chunk() -> None:
+    driver = make_running()
+    assert driver.take_chunk() is None
+    driver.accept(2, [A], 2.0)
+    assert driver.take_chunk() is not None
+    assert driver.take_chunk() is None
+
+
+def test_cancel_in_a_slot_keeps_the_text_without_an_error() -> None:
+    driver = make_running()
+    driver.accept(2, [A], 2.0)
+    driver.cancel(3.0)
+    result = driver.result()
+    assert (result.finish_reason, result.text, result.error) == ("cancelled", "a", None)
+
+
+def test_cancel_in_the_queue_is_an_error() -> None:
+    driver = make_driver()
+    driver.cancel(3.0)
+    result = driver.result()
+    assert (result.finish_reason, result.text, result.token_ids) == ("cancelled", "", ())
+    assert isinstance(result.error, RequestCancelledError)
+
+
+def test_result_before_the_end_raises() -> None:
+    with pytest.raises(SequenceStateError, match="not finished"):
+        make_running().result()
+
+
+def test_result_reports_the_seed_and_the_counts() -> None:
+    driver = SequenceDriver.of(make_request(seed=7, max_tokens=1), FakeVocab(320).piece, 0.0)
+    driver.admit(Slot(0), [1, 2, 3], N_WINDOW, 1.0)
+    driver.accept(3, [A], 2.0)
+    result = driver.result()
+    assert result.seed == 7
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (3, 1)
+    assert (result.timings.queue_s, result.timings.ttft_s) == (1.0, 2.0)

@@ -1,0 +1,365 @@
+"""Every stream is what it would be alone, whatever the company, the cuts, the cancels and the failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbatch.errors import (
+    DecodeError,
+    PromptTooLongError,
+    RequestCancelledError,
+    RequestFailedError,
+)
+from tests.helpers import (
+    Rig,
+    drive,
+    make_request,
+    make_scheduler,
+    make_sequences,
+    step,
+    tokenize,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.core.driver import Request
+    from cbatch.core.plan import Chunk
+    from cbatch.response import BatchResult, FinishReason
+
+CODES = (1, -1, 2, -2, -3)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request of a workload: what is asked, when it comes, and what befalls it."""
+
+    prompt: tuple[int, ...]
+    arrives: int
+    seed: int
+    cap: int | None
+    ignore_eos: bool
+    include_stop: bool
+    stop_token_at: int | None
+    stop_text_at: tuple[tuple[int, int], ...]
+    cancel_after: int | None
+    broken_at: int | None
+    guilty_at: int | None
+    guilty_code: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    n_slots: int
+    n_window: int
+    n_batch: int
+    n_vocab: int
+    seed: int
+    items: tuple[Item, ...]
+    faults: tuple[int, ...]
+    interrupts: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a request gives alone: its tokens and text as reported, and how many were sampled."""
+
+    reason: FinishReason
+    tokens: tuple[int, ...]
+    text: str
+    n_sampled: int
+
+
+def _rarely(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
+    return st.integers(0, 7).flatmap(lambda i: values if i == 7 else st.none())
+
+
+ITEMS = st.builds(
+    Item,
+    prompt=st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple),
+    arrives=st.integers(0, 12),
+    seed=st.integers(0, 3),
+    cap=st.one_of(st.none(), st.integers(1, 12), st.integers(1, 40)),
+    ignore_eos=st.booleans(),
+    include_stop=st.booleans(),
+    stop_token_at=_rarely(st.integers(0, 12)),
+    stop_text_at=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=2).map(tuple),
+    cancel_after=_rarely(st.integers(0, 6)),
+    broken_at=_rarely(st.integers(0, 8)),
+    guilty_at=_rarely(st.integers(-8, 8)),
+    guilty_code=st.sampled_from(CODES),
+)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    n_slots = draw(st.integers(1, 5))
+    return Workload(
+        n_slots=n_slots,
+        n_window=draw(st.integers(12, 64)),
+        n_batch=draw(st.integers(n_slots, n_slots + 2) | st.integers(n_slots, 24)),
+        n_vocab=draw(st.sampled_from([257, 300, 4096])),
+        seed=draw(st.integers(0, 5)),
+        items=tuple(draw(st.lists(ITEMS, min_size=1, max_size=12))),
+        faults=tuple(
+            draw(st.lists(st.one_of(st.just(0), st.just(0), st.sampled_from(CODES)), max_size=40))
+        ),
+        interrupts=tuple(draw(st.lists(st.booleans(), max_size=10))),
+    )
+
+
+class Trouble:
+    """Fails steps: on schedule, but never a sequence twice in a row; and always where a guilty item computes."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.rig: Rig
+        self.workload = workload
+        self.n_calls = 0
+        self.n_faults = 0
+        self.shaken: set[str] = set()
+
+    def code(self, chunks: Sequence[Chunk]) -> int:
+        i, self.n_calls = self.n_calls, self.n_calls + 1
+        if i < len(self.workload.interrupts) and self.workload.interrupts[i]:
+            self.rig.backend.interrupt()
+        code = self._guilty_code(chunks) or self._transient_code(i, chunks)
+        ids = {c.slot: self._id(c) for c in chunks}
+        if code:
+            self.n_faults += 1
+            self.shaken.update(ids.values())
+        else:
+            self.shaken -= {ids[c.slot] for c in chunks if c.has_output}
+        return code
+
+    def broken(self, chunk: Chunk) -> bool:
+        at = self._item(chunk).broken_at
+        return at is not None and self._i_output(chunk) >= at
+
+    def _guilty_code(self, chunks: Sequence[Chunk]) -> int:
+        for chunk in chunks:
+            item = self._item(chunk)
+            if item.guilty_at is not None and self._i_output(chunk) >= item.guilty_at:
+                return item.guilty_code
+        return 0
+
+    def _transient_code(self, i: int, chunks: Sequence[Chunk]) -> int:
+        if i >= len(self.workload.faults) or any(self._id(c) in self.shaken for c in chunks):
+            return 0
+        return self.workload.faults[i]
+
+    def _id(self, chunk: Chunk) -> str:
+        driver = self.rig.batcher.running[chunk.slot]
+        assert driver is not None
+        return driver.request.id
+
+    def _item(self, chunk: Chunk) -> Item:
+        return self.workload.items[int(self._id(chunk))]
+
+    def _i_output(self, chunk: Chunk) -> int:
+        return chunk.start + len(chunk.tokens) - len(self._item(chunk).prompt)
+
+
+def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
+    trouble = Trouble(workload)
+    rig = trouble.rig = make_scheduler(
+        workload.n_slots,
+        workload.n_window,
+        workload.n_batch,
+        n_vocab=workload.n_vocab,
+        seed=workload.seed,
+        code=trouble.code,
+        broken=trouble.broken,
+    )
+    return rig, trouble, [_request(rig, str(i), item) for i, item in enumerate(workload.items)]
+
+
+def _request(rig: Rig, id: str, item: Item) -> Request:
+    """Return an item's request; its stops are cut from the stream that it gives without them."""
+    plain = make_request(id, item.prompt, seed=item.seed, ignore_eos=True)
+    stream = rig.alone(plain, 16)
+    text = _text(rig, stream).replace("\ufffd", "")
+    stops = [s for i, n in item.stop_text_at if (s := text[i : i + n])]
+    at = item.stop_token_at
+    return make_request(
+        id,
+        item.prompt,
+        seed=item.seed,
+        max_tokens=item.cap,
+        ignore_eos=item.ignore_eos,
+        include_stop=item.include_stop,
+        stop=stops,
+        stop_token_ids=[] if at is None else [stream[at]],
+    )
+
+
+def _text(rig: Rig, tokens: Sequence[int]) -> str:
+    return b"".join(map(rig.backend.vocab.piece, tokens)).decode("utf-8", "replace")
+
+
+def alone(rig: Rig, request: Request) -> Outcome:
+    """Return what a request gives alone, by looking at all of its bytes again after every token."""
+    options = request.options
+    cap = options.max_tokens or rig.backend.n_window - len(tokenize(rig.backend, request.prompt))
+    stream = rig.alone(request, cap)
+    for n in range(1, len(stream) + 1):
+        is_end = stream[n - 1] in request.stop_tokens
+        given = stream[: n - (is_end and not options.include_stop)]
+        data = b"".join(map(rig.backend.vocab.piece, given))
+        ends = [
+            (i + len(s.encode()), -len(s.encode()))
+            for s in options.stop or ()
+            if (i := data.find(s.encode())) >= 0
+        ]
+        if ends:
+            end, minus_n = min(ends)
+            data = data[: end if options.include_stop else end + minus_n]
+        if ends or is_end:
+            return Outcome("stop", tuple(given), data.decode("utf-8", "replace"), n)
+    reason: FinishReason = "window" if options.max_tokens is None else "length"
+    return Outcome(reason, tuple(stream), _text(rig, stream), len(stream))
+
+
+def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) -> None:
+    n_prompt = len(item.prompt)
+    if result.finish_reason == "cancelled":
+        _check_cancelled(rig, request, result)
+        return
+    if n_prompt + (item.cap or 1) > rig.backend.n_window:
+        assert isinstance(result.error, PromptTooLongError)
+        assert (result.error.n_prompt, result.error.n_limit) == (n_prompt, rig.backend.n_window)
+        return
+    whole = alone(rig, request)
+    ends = [max(0, k) for k in (item.broken_at, item.guilty_at) if k is not None]
+    if ends and min(ends) < whole.n_sampled:
+        tokens = whole.tokens[: min(ends)]
+        assert isinstance(result.error, RequestFailedError)
+        is_guilty = item.guilty_at is not None and max(0, item.guilty_at) == min(ends)
+        if is_guilty:
+            assert isinstance(result.error.__cause__, DecodeError)
+            assert result.error.__cause__.code == item.guilty_code
+        whole = Outcome("error", tokens, _text(rig, tokens), len(tokens))
+    assert result.finish_reason == whole.reason
+    assert result.token_ids == whole.tokens
+    assert result.text == whole.text
+    assert result.usage.prompt_tokens == n_prompt
+    assert result.usage.completion_tokens == whole.n_sampled
+
+
+def _check_cancelled(rig: Rig, request: Request, result: BatchResult) -> None:
+    has_run = rig.drivers[request.id].slot is not None
+    assert isinstance(result.error, RequestCancelledError) != has_run
+    if not has_run:
+        assert (result.token_ids, result.text) == ((), "")
+        return
+    whole = alone(rig, request)
+    assert len(result.token_ids) <= whole.n_sampled
+    assert result.token_ids == whole.tokens[: len(result.token_ids)]
+    assert result.text == _text(rig, result.token_ids)
+
+
+def play(workload: Workload) -> tuple[Rig, list[Request]]:
+    """Run a workload to its end: arrivals and cancels by the number of plans."""
+    rig, _, requests = build(workload)
+    n_plans = max(i.arrives + (i.cancel_after or 0) for i in workload.items) + 1
+    for i_plan in range(n_plans):
+        for request, item in zip(requests, workload.items, strict=True):
+            if item.arrives == i_plan:
+                rig.submit(request)
+            if item.cancel_after is not None and item.arrives + item.cancel_after == i_plan:
+                in_flight = request.id in rig.batcher.in_flight
+                assert rig.cancel(request.id) is in_flight
+                assert rig.cancel(request.id) is False
+        step(rig)
+    drive(rig)
+    return rig, requests
+
+
+@given(workloads())
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_random_workload_gives_every_request_its_solo_stream(workload: Workload) -> None:
+    rig, requests = play(workload)
+    for request, item in zip(requests, workload.items, strict=True):
+        check_result(rig, request, item, rig.results[request.id])
+
+
+@given(workloads())
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_same_workload_twice_gives_the_same_plans_and_results(workload: Workload) -> None:
+    first, second = play(workload)[0], play(workload)[0]
+    assert first.backend.plans == second.backend.plans
+    assert repr(first.results) == repr(second.results)  # errors are equal in words alone
+    assert first.chunks == second.chunks
+
+
+def test_half_full_engine_gives_the_same_streams_as_a_full_one() -> None:
+    requests = make_sequences(8, max_tokens=12)
+    full, half = make_scheduler(n_slots=8), make_scheduler(n_slots=8)
+    full.submit(*requests)
+    half.submit(*requests[:4])
+    drive(full)
+    drive(half)
+    assert full.stats.n_active_max == 8
+    assert half.stats.n_active_max == 4
+    for id in half.results:
+        assert half.results[id].token_ids == full.results[id].token_ids
+
+
+def test_recycled_slot_gives_the_same_stream_as_a_fresh_one() -> None:
+    rig = make_scheduler(n_slots=1)
+    first, other, again = (
+        make_request(id, p, max_tokens=8)
+        for id, p in [("first", (1, 2, 3)), ("other", range(9, 30)), ("again", (1, 2, 3))]
+    )
+    rig.submit(first, other, again)
+    drive(rig)
+    assert {rig.drivers[id].slot for id in rig.drivers} == {0}
+    assert rig.results["again"].token_ids == rig.results["first"].token_ids
+    assert rig.results["other"].token_ids != rig.results["first"].token_ids
+    assert rig.backend.cells == [[]]
+
+
+def test_rows_with_different_prompts_give_different_streams() -> None:
+    rig = make_scheduler(n_slots=8)
+    rig.submit(*make_sequences(8, max_tokens=6))
+    drive(rig)
+    assert len({r.token_ids for r in rig.results.values()}) == 8
+
+
+def test_rows_with_one_prompt_and_different_seeds_give_different_streams() -> None:
+    rig = make_scheduler(n_slots=4)
+    rig.submit(*(make_request(str(i), seed=i, max_tokens=6) for i in range(4)))
+    drive(rig)
+    assert len({r.token_ids for r in rig.results.values()}) == 4
+
+
+def test_cancel_of_one_leaves_the_tokens_of_the_others() -> None:
+    requests = make_sequences(3, max_tokens=9)
+    rig, whole = make_scheduler(n_slots=3), make_scheduler(n_slots=3)
+    whole.submit(*requests)
+    drive(whole)
+    rig.submit(*requests)
+    rig.backend.interrupt()
+    step(rig)
+    rig.cancel("1")
+    drive(rig)
+    assert [len(rig.results[id].token_ids) for id in "012"] == [9, 1, 9]
+    for id in "02":
+        assert rig.results[id].token_ids == whole.results[id].token_ids
+    assert rig.results["1"].token_ids == whole.results["1"].token_ids[:1]
+
+
+def test_cuts_between_steps_change_no_token() -> None:
+    requests = make_sequences(3, max_tokens=20)
+    smooth, cut = make_scheduler(n_slots=3), make_scheduler(n_slots=3)
+    smooth.submit(*requests)
+    cut.submit(*requests)
+    n_smooth = len(drive(smooth))
+    n_cut = len(drive(cut, before=lambda rig: rig.backend.interrupt()))
+    assert n_smooth < n_cut
+    assert {i: r.token_ids for i, r in cut.results.items()} == {
+        i: r.token_ids for i, r in smooth.results.items()
+    }

@@ -1,0 +1,122 @@
+"""The fake backend is as strict as the real one: what breaks a rule is refused, and what leaks is seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab, StepCost
+from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepPlan
+from cbatch.errors import ConfigError, PlanError
+from cbatch.options import GREEDY
+
+
+def bind(slot: int = 0, n_prompt: int = 2) -> Binding:
+    return Binding(Slot(slot), n_prompt, GREEDY, ())
+
+
+def row(slot: int = 0, start: int = 0, n: int = 2, *, has_output: bool = True) -> Chunk:
+    return Chunk(Slot(slot), start, tuple(range(1, n + 1)), has_output)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        StepPlan((row(2), row(1)), binds=(bind(1), bind(2))),
+        StepPlan((row(1), row(1)), binds=(bind(1),)),
+        StepPlan((row(4),), binds=(bind(4),)),
+        StepPlan((row(n=0),), binds=(bind(),)),
+        StepPlan((row(n=9),), binds=(bind(),)),
+        StepPlan((row(start=1),), binds=(bind(),)),
+        StepPlan((row(),)),
+        StepPlan((row(),), n_steps=0, binds=(bind(),)),
+        StepPlan((row(has_output=False),), n_steps=2, binds=(bind(),)),
+        StepPlan((row(),), n_steps=16, binds=(bind(),)),
+    ],
+)
+def test_plan_that_breaks_a_rule_raises_and_does_nothing(plan: StepPlan) -> None:
+    backend = FakeBackend(n_slots=4, n_window=16, n_batch=8)
+    backend.run(StepPlan((row(3),), binds=(bind(3),)))
+    with pytest.raises(PlanError):
+        backend.run(StepPlan(plan.chunks, plan.n_steps, (Slot(3),), plan.binds))
+    assert backend.cells == [[], [], [], [1, 2]]
+    assert len(backend.plans) == 1
+
+
+def test_plan_up_to_every_limit_is_run() -> None:
+    backend = FakeBackend(n_slots=4, n_window=16, n_batch=8)
+    result = backend.run(StepPlan((row(3, n=8),), n_steps=9, binds=(bind(3, 8),)))
+    assert (result.n_steps, len(result.tokens[0])) == (9, 9)
+    assert len(backend.cells[3]) == 16
+
+
+def test_stream_is_the_expected_one_and_does_not_depend_on_the_slot() -> None:
+    backend = FakeBackend(n_slots=2)
+    plan = StepPlan((row(0), row(1)), n_steps=5, binds=(bind(0), bind(1)))
+    first, second = backend.run(plan).tokens
+    assert first == second == backend.expected([1, 2], bind(), 5)
+
+
+def test_leaked_cell_gives_another_token() -> None:
+    clean, leaky = FakeBackend(), FakeBackend()
+    leaky.cells[0] = [7]
+    good = clean.run(StepPlan((row(),), binds=(bind(),))).tokens
+    assert leaky.run(StepPlan((row(start=1),), binds=(bind(),))).tokens != good
+
+
+def test_run_ends_after_the_step_in_which_a_row_stops() -> None:
+    backend = FakeBackend()
+    stop = backend.expected([1, 2], bind(), 3)[2]
+    binding = Binding(Slot(0), 2, GREEDY, (stop,))
+    result = backend.run(StepPlan((row(),), n_steps=9, binds=(binding,)))
+    assert (result.n_steps, result.tokens[0][-1]) == (3, stop)
+    assert backend.expected([1, 2], binding, 9) == result.tokens[0]
+
+
+def test_run_ends_after_a_broken_row() -> None:
+    backend = FakeBackend(broken=lambda chunk: chunk.start >= 3)
+    result = backend.run(StepPlan((row(),), n_steps=9, binds=(bind(),)))
+    assert (result.n_steps, result.tokens[0][-1]) == (3, BROKEN_ROW)
+
+
+def test_interrupt_without_a_run_ends_the_next_one_after_a_step_and_no_other() -> None:
+    backend = FakeBackend()
+    backend.interrupt()
+    assert backend.run(StepPlan((row(),), n_steps=4, binds=(bind(),))).n_steps == 1
+    more = Chunk(Slot(0), 2, (5,), has_output=True)
+    assert backend.run(StepPlan((more,), n_steps=4)).n_steps == 4
+
+
+@pytest.mark.parametrize(("code", "n_cells"), [(1, 0), (-1, 0), (2, 2), (-2, 2), (-3, 2)])
+def test_failed_step_leaves_what_llama_cpp_would_leave(code: int, n_cells: int) -> None:
+    backend = FakeBackend(code=lambda _: code)
+    result = backend.run(StepPlan((row(n=4),), binds=(bind(),)))
+    assert (result.code, result.n_steps, result.tokens) == (code, 0, [[]])
+    assert len(backend.cells[0]) == n_cells
+
+
+def test_virtual_clock_counts_steps_and_tokens() -> None:
+    backend = FakeBackend(cost=StepCost(base_s=1.0, token_s=0.25))
+    backend.run(StepPlan((row(n=4),), n_steps=3, binds=(bind(),)))
+    assert backend.now_s == 3 * 1.0 + (4 + 1 + 1) * 0.25
+
+
+def test_closed_backend_refuses_runs() -> None:
+    backend = FakeBackend()
+    backend.close()
+    backend.close()
+    with pytest.raises(PlanError, match="closed"):
+        backend.run(StepPlan((row(),), binds=(bind(),)))
+
+
+def test_vocabulary_without_an_end_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="256"):
+        FakeBackend(n_vocab=END_TOKEN)
+
+
+def test_vocabulary_goes_there_and_back() -> None:
+    vocab = FakeVocab(4096)
+    tokens = vocab.tokenize("é€")
+    assert b"".join(map(vocab.piece, tokens)).decode() == "é€"
+    assert vocab.piece(END_TOKEN) == b""
+    assert all(len(vocab.piece(t).decode()) == 1 for t in range(257, 4096))
+    assert vocab.render([{"role": "user", "content": "hi"}]) == vocab.tokenize("user:hi")

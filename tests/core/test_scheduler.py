@@ -1,0 +1,347 @@
+"""What goes into each step, and what a failed step does to whom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.core.plan import StepResult
+from cbatch.core.scheduler import N_STEPS_MAX, split_budget
+from cbatch.errors import DecodeError, PlanError, PromptTooLongError, RequestFailedError
+from tests.helpers import drive, make_request, make_scheduler, make_sequences, step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cbatch.core.plan import Chunk, StepPlan
+
+CODES = (1, -1, 2, -2, -3)
+
+
+def sizes(plan: StepPlan) -> dict[int, int]:
+    """Tokens by slot."""
+    return {c.slot: len(c.tokens) for c in plan.chunks}
+
+
+def must(plan: StepPlan | None) -> StepPlan:
+    assert plan is not None
+    return plan
+
+
+def test_idle_scheduler_has_no_plan() -> None:
+    rig = make_scheduler()
+    assert rig.scheduler.is_idle
+    assert step(rig) is None
+    rig.submit(make_request(max_tokens=1))
+    assert not rig.scheduler.is_idle
+    drive(rig)
+    assert rig.scheduler.is_idle
+
+
+def test_cap_of_one_takes_one_token_and_no_decode_step() -> None:
+    rig = make_scheduler(n_slots=1)
+    rig.submit(*make_sequences(2, max_tokens=1))
+    first, second = must(step(rig)), must(step(rig))
+    assert [sizes(first), sizes(second)] == [{0: 4}, {0: 4}]
+    assert [len(p.binds) for p in (first, second)] == [1, 1]
+    assert [rig.results[id].usage.completion_tokens for id in "01"] == [1, 1]
+    assert rig.stats.n_steps == 2
+
+
+def test_stop_on_the_first_token_frees_the_slot_at_once() -> None:
+    rig = make_scheduler(n_slots=1)
+    [token] = rig.alone(make_request(), 1)
+    rig.submit(make_request("a", stop_token_ids=[token]), make_request("b", max_tokens=1))
+    step(rig)
+    assert (rig.results["a"].finish_reason, rig.results["a"].token_ids) == ("stop", ())
+    assert len(must(step(rig)).binds) == 1
+    assert "b" in rig.results
+
+
+def test_long_prompt_loads_in_the_room_that_decode_rows_leave() -> None:
+    rig = make_scheduler(n_slots=2, n_batch=8)
+    rig.submit(make_request("a", (1, 2), max_tokens=20))
+    rig.backend.interrupt()
+    step(rig)
+    rig.submit(make_request("b", range(30), max_tokens=1))
+    plans = [must(step(rig)) for _ in range(5)]
+    assert [sizes(p) for p in plans] == [{0: 1, 1: 7}] * 4 + [{0: 1, 1: 2}]
+    assert [p.n_steps for p in plans] == [1] * 5
+    assert len(rig.drivers["a"].tokens) == 2 + 1 + 5
+    assert "b" in rig.results
+
+
+def test_rows_that_decode_come_before_an_older_prompt_that_loads() -> None:
+    rig = make_scheduler(n_slots=4, n_batch=4)
+    rig.submit(make_request("long", range(9)), *make_sequences(3, n_prompt=1, max_tokens=9))
+    assert [sizes(must(step(rig))) for _ in range(3)] == [{0: 1, 1: 1, 2: 1, 3: 1}] * 3
+
+
+def test_prompt_of_512_beside_a_generating_row_is_ready_after_five_steps() -> None:
+    rig = make_scheduler(n_slots=2, n_window=1024, n_batch=128)
+    rig.submit(make_request("a", (1,), max_tokens=100))
+    rig.backend.interrupt()
+    step(rig)
+    rig.submit(make_request("b", [i % 256 for i in range(512)], max_tokens=1))
+    shares = []
+    while "b" not in rig.results:
+        shares.append(sizes(must(step(rig)))[1])
+    assert shares == [127, 127, 127, 127, 4]
+
+
+def test_first_token_comes_before_the_last_prompt_is_loaded() -> None:
+    rig = make_scheduler(n_slots=4, n_batch=8)
+    rig.submit(*make_sequences(4, n_prompt=8, max_tokens=4))
+    assert sizes(must(step(rig))) == {0: 4, 1: 2, 2: 1, 3: 1}
+    step(rig)
+    drivers = [rig.drivers[id] for id in "0123"]
+    assert [d.n_output for d in drivers] == [1, 0, 0, 0]
+    assert all(d.n_computed < d.n_prompt for d in drivers[1:])
+
+
+def test_slots_freed_together_are_refilled_in_one_plan() -> None:
+    rig = make_scheduler(n_slots=4)
+    rig.submit(*make_sequences(8, max_tokens=3))
+    plans = drive(rig)
+    assert [len(p.binds) for p in plans if p.binds] == [4, 4]
+
+
+def test_short_prompt_passes_a_long_one_that_came_first() -> None:
+    rig = make_scheduler(n_slots=2, n_batch=8)
+    rig.submit(make_request("long", range(40)), make_request("short", (1, 2, 3), max_tokens=1))
+    assert sizes(must(step(rig))) == {0: 5, 1: 3}
+    assert [*rig.results] == ["short"]
+
+
+@pytest.mark.parametrize(("n_prompt", "is_refused"), [(56, False), (57, True)])
+def test_prompt_and_cap_fill_the_window_and_no_more(n_prompt: int, is_refused: bool) -> None:
+    rig = make_scheduler(n_window=64)
+    rig.submit(make_request(prompt=[1] * n_prompt, max_tokens=8))
+    drive(rig)
+    result = rig.results["a"]
+    assert isinstance(result.error, PromptTooLongError) == is_refused
+    assert result.usage.completion_tokens == (0 if is_refused else 8)
+
+
+def test_no_cap_fills_exactly_the_window() -> None:
+    rig = make_scheduler(n_window=64)
+    rig.submit(make_request(prompt=[1] * 10))
+    drive(rig)
+    result = rig.results["a"]
+    assert (result.finish_reason, result.usage.completion_tokens) == ("window", 54)
+    assert result.token_ids == tuple(rig.alone(make_request(prompt=[1] * 10), 54))
+
+
+def test_plan_repeats_until_the_first_row_reaches_its_cap() -> None:
+    rig = make_scheduler(n_slots=2)
+    rig.submit(make_request("a", max_tokens=9), make_request("b", max_tokens=4))
+    plans = drive(rig)
+    assert [(sizes(p), p.n_steps) for p in plans] == [
+        ({0: 4, 1: 4}, 4),
+        ({0: 1}, 5),
+        ({}, 1),
+    ]
+
+
+def test_plan_repeats_no_more_than_its_buffers_hold() -> None:
+    rig = make_scheduler(n_slots=1, n_window=512)
+    rig.submit(make_request(max_tokens=N_STEPS_MAX + 36))
+    assert [p.n_steps for p in drive(rig)] == [N_STEPS_MAX, 36, 1]
+
+
+def test_interrupted_run_ends_after_its_step_and_loses_nothing() -> None:
+    rig = make_scheduler(n_slots=1)
+    rig.submit(make_request(max_tokens=6))
+    rig.backend.interrupt()
+    step(rig)
+    assert rig.drivers["a"].n_output == 1
+    drive(rig)
+    assert rig.results["a"].token_ids == tuple(rig.alone(make_request(), 6))
+
+
+def test_arrival_joins_between_steps_without_stopping_the_running_row() -> None:
+    rig = make_scheduler(n_slots=2)
+    rig.submit(make_request("a", max_tokens=8))
+    rig.backend.interrupt()
+    step(rig)
+    rig.submit(make_request("b", (7, 8, 9), max_tokens=2))
+    assert sizes(must(step(rig))) == {0: 1, 1: 3}
+
+
+def test_apply_for_an_empty_slot_raises() -> None:
+    rig = make_scheduler()
+    rig.submit(make_request())
+    plan = must(rig.scheduler.plan(0.0))
+    rig.cancel("a")
+    with pytest.raises(PlanError, match="slot 0"):
+        rig.scheduler.apply(plan, StepResult([[1]], 1), 0.0)
+
+
+@given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 100))
+def test_split_budget_gives_what_there_is_and_wastes_nothing(
+    wanted: list[int], budget: int
+) -> None:
+    shares = split_budget(wanted, budget)
+    assert len(shares) == len(wanted)
+    assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))
+    assert sum(shares) == min(budget, sum(wanted))
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 100))
+def test_split_budget_gives_the_oldest_half_or_all_it_wants(wanted: list[int], budget: int) -> None:
+    assert split_budget(wanted, budget)[0] >= min(wanted[0], (budget + 1) // 2)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 100))
+def test_split_budget_of_twice_the_width_leaves_nobody_out(wanted: list[int], more: int) -> None:
+    assert all(split_budget(wanted, 2 * len(wanted) + more))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "budget", "shares"),
+    [
+        ([], 8, []),
+        ([9], 8, [8]),
+        ([9, 9], 8, [4, 4]),
+        ([4, 4], 7, [4, 3]),
+        ([9, 9, 9], 8, [4, 2, 2]),
+        ([9, 9, 9, 9], 8, [4, 2, 1, 1]),
+        ([9, 1, 9], 8, [4, 1, 3]),
+        ([1, 9, 1], 8, [1, 6, 1]),
+        ([9, 1, 1], 8, [6, 1, 1]),
+        ([9, 9, 9, 9], 4, [2, 1, 1, 0]),
+        ([9, 9], 0, [0, 0]),
+    ],
+)
+def test_split_budget_by_eye(wanted: list[int], budget: int, shares: list[int]) -> None:
+    assert split_budget(wanted, budget) == shares
+
+
+def once(code: int, at: int) -> Callable[[Sequence[Chunk]], int]:
+    """Fail step number `at` with `code`."""
+    n_calls = -1
+
+    def fail(chunks: Sequence[Chunk]) -> int:
+        nonlocal n_calls
+        n_calls += 1
+        return code if n_calls == at else 0
+
+    return fail
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_passing_failure_leaves_no_trace_in_any_stream(code: int, n: int, at: int) -> None:
+    rig = make_scheduler(n_slots=3, n_batch=8, code=once(code, at))
+    requests = make_sequences(n, n_prompt=6, max_tokens=7)
+    rig.submit(*requests)
+    drive(rig)
+    for request in requests:
+        assert rig.results[request.id].token_ids == tuple(rig.alone(request, 7))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_guilty_item_fails_alone_with_its_code(code: int) -> None:
+    rig = make_scheduler(
+        n_slots=3, code=lambda chunks: code if any(c.slot == 1 for c in chunks) else 0
+    )
+    requests = make_sequences(3, max_tokens=5)
+    rig.submit(*requests)
+    drive(rig)
+    error = rig.results["1"].error
+    assert isinstance(error, RequestFailedError)
+    assert isinstance(error.__cause__, DecodeError)
+    assert error.__cause__.code == code
+    for i in (0, 2):
+        assert rig.results[str(i)].token_ids == tuple(rig.alone(requests[i], 5))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_guilty_item_deep_in_its_prompt_is_found_and_nobody_starts_over_for_ever(code: int) -> None:
+    def fail(chunks: Sequence[Chunk]) -> int:
+        return code if any(99 in c.tokens for c in chunks) else 0
+
+    rig = make_scheduler(n_slots=2, n_batch=8, code=fail)
+    guilty = make_request("guilty", [1] * 30 + [99], max_tokens=4)
+    good = make_request("good", [2] * 30, max_tokens=4)
+    rig.submit(guilty, good)
+    drive(rig, n_max=40)
+    assert rig.results["guilty"].finish_reason == "error"
+    assert rig.results["good"].token_ids == tuple(rig.alone(good, 4))
+
+
+def test_failed_step_is_tried_with_one_row_at_a_time_then_all_again() -> None:
+    rig = make_scheduler(n_slots=3, code=once(1, at=0))
+    rig.submit(*make_sequences(3, max_tokens=3))
+    plans = drive(rig)
+    assert [[*sizes(p)] for p in plans[:5]] == [[0, 1, 2], [0], [1], [2], [0, 1, 2]]
+    assert all(p.n_steps == 1 for p in plans[1:4])
+
+
+@pytest.mark.parametrize(("code", "n_computed"), [(1, 4), (-1, 4), (2, 0), (-2, 0), (-3, 0)])
+def test_failure_keeps_or_drops_the_cells_as_llama_cpp_does(code: int, n_computed: int) -> None:
+    rig = make_scheduler(n_slots=2, code=once(code, at=1))
+    rig.submit(*make_sequences(2, max_tokens=5))
+    rig.backend.interrupt()
+    step(rig)
+    step(rig)
+    assert [rig.drivers[id].n_computed for id in "01"] == [n_computed] * 2
+    assert [rig.drivers[id].n_output for id in "01"] == [1, 1]
+    assert must(rig.scheduler.plan(rig.now)).clears == (() if n_computed else (0, 1))
+
+
+def test_newcomer_during_the_search_for_the_guilty_waits_and_is_served() -> None:
+    rig = make_scheduler(n_slots=3, code=once(-3, at=0))
+    rig.submit(*make_sequences(2, max_tokens=3))
+    step(rig)
+    late = make_request("late", (5, 6), max_tokens=3)
+    rig.submit(late)
+    assert [*sizes(must(step(rig)))] == [0]
+    drive(rig)
+    assert rig.results["late"].token_ids == tuple(rig.alone(late, 3))
+
+
+def test_suspect_cancelled_before_its_turn_does_not_hold_up_the_others() -> None:
+    rig = make_scheduler(n_slots=2, code=once(-2, at=0))
+    rig.submit(*make_sequences(2, max_tokens=3))
+    step(rig)
+    rig.cancel("0")
+    drive(rig)
+    assert rig.results["1"].finish_reason == "length"
+
+
+def test_broken_row_fails_alone() -> None:
+    rig = make_scheduler(n_slots=3, broken=lambda chunk: chunk.slot == 1 and chunk.start >= 5)
+    requests = make_sequences(3, max_tokens=6)
+    rig.submit(*requests)
+    drive(rig)
+    assert [rig.results[id].finish_reason for id in "012"] == ["length", "error", "length"]
+    assert rig.results["1"].token_ids == tuple(rig.alone(requests[1], 2))
+    for i in (0, 2):
+        assert rig.results[str(i)].token_ids == tuple(rig.alone(requests[i], 6))
+
+
+def test_slot_of_a_failed_request_serves_the_next_one() -> None:
+    rig = make_scheduler(n_slots=1, broken=lambda chunk: 9 in chunk.tokens)
+    good = make_request("good", (1, 2), max_tokens=3)
+    rig.submit(make_request("bad", (9,)), good)
+    drive(rig)
+    assert rig.results["bad"].finish_reason == "error"
+    assert rig.results["good"].token_ids == tuple(rig.alone(good, 3))
+
+
+def test_stop_string_in_the_middle_of_a_run_drops_what_came_after() -> None:
+    rig = make_scheduler(n_slots=1, n_vocab=4096)
+    text = "".join(
+        rig.backend.vocab.piece(t).decode("utf-8", "replace") for t in rig.alone(make_request(), 9)
+    )
+    rig.submit(make_request(max_tokens=9, stop=text[3:5]))
+    [plan] = [p for p in drive(rig) if p.chunks]
+    assert plan.n_steps == 9
+    result = rig.results["a"]
+    assert (result.finish_reason, result.text) == ("stop", text[:3])
+    assert result.usage.completion_tokens == 5

@@ -1,0 +1,163 @@
+"""Text out of tokens: characters are whole, and stop strings are found across every edge."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.core.text import StopMatcher, TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ALPHABET = "abé€😀"
+TEXTS = st.text(ALPHABET, max_size=30)
+STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size=3)
+BYTES = st.lists(st.sampled_from([b"a", b"b", b"\xc3", b"\xa9", b"\xff"]), max_size=30).map(
+    b"".join
+)
+
+
+def cut(data: bytes, cuts: Sequence[int]) -> list[bytes]:
+    """Return `data` cut at the given places; empty pieces are kept, as control tokens give them."""
+    edges = [0, *sorted(min(c, len(data)) for c in cuts), len(data)]
+    return [data[i:j] for i, j in pairwise(edges)]
+
+
+def stream(
+    pieces: Sequence[bytes], stops: Sequence[str] = (), *, include_stop: bool = False
+) -> TextStream:
+    """Return the ended stream of these pieces, fed one at a time."""
+    text = TextStream(pieces.__getitem__, stops, include_stop=include_stop)
+    for i in range(len(pieces)):
+        text.feed([i])
+    text.flush()
+    return text
+
+
+def stopped(data: bytes, stops: Sequence[str], *, include_stop: bool = False) -> str:
+    """Return what a reader sees of `data`, found by looking at every prefix."""
+    for n in range(len(data) + 1):
+        ended = [s.encode() for s in stops if data[:n].endswith(s.encode())]
+        if ended:
+            n_cut = 0 if include_stop else max(map(len, ended))
+            return data[: n - n_cut].decode("utf-8", "replace")
+    return data.decode("utf-8", "replace")
+
+
+@given(TEXTS, st.lists(st.integers(0, 120)))
+def test_character_cut_over_tokens_is_never_broken(text: str, cuts: list[int]) -> None:
+    given_out = stream(cut(text.encode(), cuts))
+    assert "".join(given_out.parts) == text
+    assert all(given_out.parts)
+
+
+@given(BYTES, st.lists(st.integers(0, 30)))
+def test_broken_bytes_come_out_the_same_however_they_are_cut(data: bytes, cuts: list[int]) -> None:
+    assert "".join(stream(cut(data, cuts)).parts) == data.decode("utf-8", "replace")
+
+
+@given(TEXTS, st.lists(st.integers(0, 120)), STOPS, st.booleans())
+def test_stopped_text_is_the_same_however_the_bytes_are_cut(
+    text: str, cuts: list[int], stops: list[str], include_stop: bool
+) -> None:
+    pieces = cut(text.encode(), cuts)
+    given_out = stream(pieces, stops, include_stop=include_stop)
+    assert "".join(given_out.parts) == stopped(text.encode(), stops, include_stop=include_stop)
+    assert given_out.is_stopped == any(s in text for s in stops)
+
+
+@given(BYTES, st.lists(st.integers(0, 30)), st.lists(st.text("abé", min_size=1), min_size=1))
+def test_stop_between_broken_bytes_is_found_however_they_are_cut(
+    data: bytes, cuts: list[int], stops: list[str]
+) -> None:
+    assert "".join(stream(cut(data, cuts), stops).parts) == stopped(data, stops)
+
+
+@given(TEXTS, STOPS)
+def test_feeding_many_tokens_at_once_counts_up_to_the_stop(text: str, stops: list[str]) -> None:
+    pieces = [bytes([b]) for b in text.encode()]
+    slow = stream(pieces, stops)
+    fast = TextStream(pieces.__getitem__, stops)
+    fast.feed(range(len(pieces)))
+    fast.flush()
+    assert (fast.n_fed, fast.is_stopped) == (slow.n_fed, slow.is_stopped)
+    assert "".join(fast.parts) == "".join(slow.parts)
+
+
+def test_unfinished_character_waits_and_is_flushed() -> None:
+    euro = "€".encode()
+    text = TextStream([euro[:1], euro[1:2], euro[2:], euro[:2]].__getitem__)
+    text.feed([0, 1])
+    assert text.parts == []
+    text.feed([2])
+    assert text.parts == ["€"]
+    text.feed([3])
+    assert text.parts == ["€"]
+    text.flush()
+    assert text.parts == ["€", "\ufffd"]
+
+
+def test_unfinished_character_before_a_stop_string_is_flushed() -> None:
+    assert stream([b"a", b"\xe2\x82", b"END"], ["END"]).parts == ["a", "\ufffd"]
+
+
+def test_stop_across_token_edges_is_never_given_out() -> None:
+    text = stream([b"one S", b"TO", b"P two"], ["STOP"])
+    assert "".join(text.parts) == "one "
+    assert (text.is_stopped, text.n_fed) == (True, 3)
+
+
+def test_stop_that_begins_in_vain_is_given_out_after_all() -> None:
+    text = stream([b"S", b"T", b"S", b"TO", b"x"], ["STOP"])
+    assert "".join(text.parts) == "STSTOx"
+    assert not text.is_stopped
+
+
+def test_tail_that_might_become_a_stop_waits_and_is_flushed() -> None:
+    text = TextStream([b"ab", b"ST"].__getitem__, ["STOP"])
+    text.feed([0, 1])
+    assert text.parts == ["ab"]
+    text.flush()
+    assert text.parts == ["ab", "ST"]
+
+
+@pytest.mark.parametrize(
+    ("stops", "seen"),
+    [
+        (["c", "abcd"], "ab"),  # "c" is complete first
+        (["bc", "abc"], ""),  # complete together: the longer one
+        (["d", "b"], "a"),
+        (["zz"], "abcd"),
+    ],
+)
+def test_earliest_complete_stop_wins(stops: list[str], seen: str) -> None:
+    for pieces in ([b"abcd"], [b"a", b"b", b"c", b"d"], [b"ab", b"cd"]):
+        assert "".join(stream(pieces, stops).parts) == seen
+        assert "".join(stream(pieces, stops[::-1]).parts) == seen
+
+
+@pytest.mark.parametrize(("include_stop", "seen"), [(False, "a"), (True, "aSTOP")])
+def test_include_stop_keeps_the_stop_and_nothing_after_it(include_stop: bool, seen: str) -> None:
+    text = stream([b"aST", b"OPb"], ["STOP"], include_stop=include_stop)
+    assert "".join(text.parts) == seen
+
+
+def test_nothing_is_fed_after_a_stop() -> None:
+    text = TextStream([b"a.", b"b"].__getitem__, ["."])
+    text.feed([0, 1])
+    text.feed([1])
+    assert ("".join(text.parts), text.n_fed) == ("a", 1)
+
+
+def test_matcher_holds_back_no_more_than_it_must() -> None:
+    matcher = StopMatcher(["STOP", "T!"])
+    assert matcher.feed(b"aST") == (b"a", None)
+    assert matcher.feed(b"x") == (b"STx", None)
+    assert matcher.feed(b"ST") == (b"", None)
+    assert matcher.feed(b"!") == (b"S", b"T!")
+    assert matcher.flush() == b""

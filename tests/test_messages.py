@@ -1,0 +1,190 @@
+"""Prompts in every shape: what they become, what is refused with which hint, and how they are named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.errors import ConfigError, DuplicateIdError
+from cbatch.messages import BatchPrompt, as_prompts, with_ids
+from cbatch.options import RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+USER = {"role": "user", "content": "hi"}
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize("prompts", ["say red", ["say red"], ("say red",), iter(["say red"])])
+def test_string_is_a_raw_prompt(prompts: str | Iterable[str]) -> None:
+    assert as_prompts(prompts) == [BatchPrompt(prompt="say red")]
+
+
+@pytest.mark.parametrize("prompts", [[SYSTEM, USER], [[SYSTEM, USER]], (SYSTEM, USER)])
+def test_flat_message_list_is_a_batch_of_one(prompts: Any) -> None:
+    [prompt] = as_prompts(prompts)
+    assert prompt.messages == (SYSTEM, USER)
+
+
+def test_batch_prompt_is_taken_as_it_is() -> None:
+    prompt = BatchPrompt(tokens=[1, 2])
+    assert as_prompts(prompt) == [prompt]
+    assert as_prompts([prompt])[0] is prompt
+
+
+def test_mixed_shapes_keep_their_order() -> None:
+    mixed: list[Any] = ["text", [USER], BatchPrompt(tokens=[1])]
+    prompts = as_prompts(mixed)
+    assert [(p.prompt, p.messages, p.tokens) for p in prompts] == [
+        ("text", None, None),
+        (None, (USER,), None),
+        (None, None, (1,)),
+    ]
+
+
+def test_generator_of_prompts_is_read() -> None:
+    def lines() -> Iterator[str]:
+        yield from ("a", "b")
+
+    assert [p.prompt for p in as_prompts(lines())] == ["a", "b"]
+
+
+@pytest.mark.parametrize("prompts", [[1, 2, 3], [[1, 2, 3]], [["a", 2]], [True]])
+def test_numbers_are_refused_with_the_hint_to_tokens(prompts: Any) -> None:
+    with pytest.raises(ConfigError, match=r"prompts\[0\].*BatchPrompt\(tokens="):
+        as_prompts(prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [
+        ([], "batch is empty"),
+        (iter([]), "batch is empty"),
+        ("", "prompt is empty"),
+        ([[]], r"prompts\[0\]: the prompt is empty"),
+        (["ok", ""], r"prompts\[1\]: the prompt is empty"),
+        (["ok", None], r"prompts\[1\].*NoneType"),
+        (["ok", 1.5], r"prompts\[1\].*float"),
+        (["ok", {1, 2}], r"prompts\[1\].*set"),
+        (USER, "dict"),
+        (None, "NoneType"),
+        (7, "int"),
+        ([USER, "text"], r"prompts\[0\].*stands alone"),
+        (["text", USER], r"prompts\[1\].*stands alone"),
+        ([[USER], [USER, "text"]], r"prompts\[1\]: messages\[1\].*str"),
+        ([[USER], [["nested"]]], r"prompts\[1\]: messages\[0\].*list"),
+        ([{"content": "hi"}], r"messages\[0\] has no role"),
+        ([{"role": "", "content": "hi"}], r"messages\[0\] has no role"),
+        ([{"role": 3, "content": "hi"}], r"messages\[0\] has no role"),
+        ([USER, {"role": "user"}], r"messages\[1\] has no content"),
+        ([{"role": "user", "content": None}], r"messages\[0\] has no content"),
+        ([{"role": "user", "content": 3}], r"messages\[0\] content.*int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url.*only text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]"),
+    ],
+)
+def test_nonsense_is_refused_and_its_place_is_named(prompts: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        as_prompts(prompts)
+
+
+def test_text_parts_are_joined_and_other_keys_kept() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    [prompt] = as_prompts([{"role": "user", "content": parts, "name": "ann"}])
+    assert prompt.messages == ({"role": "user", "content": "ab", "name": "ann"},)
+
+
+def test_message_changed_later_does_not_change_the_prompt() -> None:
+    message = {"role": "user", "content": "before"}
+    chat = [message]
+    prompt = BatchPrompt(chat)
+    message["content"] = "after"
+    chat.append(USER)
+    assert prompt.messages == ({"role": "user", "content": "before"},)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "none"),
+        ({"prompt": "a", "tokens": [1]}, r"\['prompt', 'tokens'\]"),
+        ({"messages": [USER], "prompt": "a"}, "messages"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": 3}, "int"),
+        ({"messages": []}, "empty"),
+        ({"messages": "hi"}, "prompt="),
+        ({"messages": USER}, "dict"),
+        ({"tokens": []}, "empty"),
+        ({"tokens": "12"}, "str"),
+        ({"tokens": [1, -1]}, "-1"),
+        ({"tokens": [1, True]}, "True"),
+        ({"tokens": [1, 2.0]}, "2.0"),
+        ({"prompt": "a", "id": ""}, "id"),
+        ({"prompt": "a", "id": 3}, "id"),
+        ({"prompt": "a", "options": 3}, "int"),
+        ({"prompt": "a", "options": {"max_tokens": 0}}, "max_tokens"),
+        ({"prompt": "a", "options": {"max_token": 1}}, "max_token"),
+    ],
+)
+def test_malformed_batch_prompt_is_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        BatchPrompt(**fields)
+
+
+def test_options_as_a_mapping_are_built() -> None:
+    assert BatchPrompt(prompt="a", options={"seed": 3}).options == RunOptions(seed=3)
+
+
+def ids(prompts: list[BatchPrompt], taken: Iterable[str] = (), i_run: int = 0) -> list[str | None]:
+    return [p.id for p in with_ids(prompts, dict.fromkeys(taken), i_run)]
+
+
+def named(*names: str | None) -> list[BatchPrompt]:
+    return [BatchPrompt(prompt="a", id=name) for name in names]
+
+
+def test_ids_count_up_by_place() -> None:
+    assert ids(named(None, None, None)) == ["0", "1", "2"]
+    assert ids(named(None, "b", None)) == ["0", "b", "2"]
+
+
+def test_number_that_is_in_flight_is_made_unique_by_the_run() -> None:
+    assert ids(named(None, None), taken=["0"], i_run=3) == ["0-3", "1"]
+    assert ids(named(None), taken=["0", "0-3"], i_run=3) == ["0-3-1"]
+
+
+def test_number_that_was_given_by_hand_is_not_given_again() -> None:
+    assert ids(named(None, "0"), i_run=5) == ["0-5", "0"]
+
+
+@pytest.mark.parametrize(("names", "taken"), [(["a", "a"], []), (["a"], ["a"]), (["0"], ["0"])])
+def test_given_id_that_is_not_unique_is_refused(names: list[str], taken: list[str]) -> None:
+    with pytest.raises(DuplicateIdError, match=names[0]) as caught:
+        ids(named(*names), taken)
+    assert caught.value.id == names[0]
+
+
+NAMES = st.sampled_from(["0", "1", "2", "0-7", "0-7-1", "1-7", "x"])
+
+
+@given(st.lists(st.one_of(st.none(), NAMES), max_size=6), st.sets(NAMES))
+def test_ids_are_unique_or_a_duplicate_was_given(names: list[str | None], taken: set[str]) -> None:
+    said = [n for n in names if n is not None]
+    if len(said) != len(set(said)) or taken & set(said):
+        with pytest.raises(DuplicateIdError):
+            ids(named(*names), taken, i_run=7)
+        return
+    out = ids(named(*names), taken, i_run=7)
+    assert len(out) == len(set(out)) == len(names)
+    assert not taken & {i for i in out if i is not None}
+    assert [o for o, n in zip(out, names, strict=True) if n is not None] == said
+
+
+def test_naming_keeps_everything_else() -> None:
+    prompt = BatchPrompt([USER], options={"seed": 3})
+    [same] = with_ids([prompt], {}, 0)
+    assert (same.messages, same.options) == (prompt.messages, prompt.options)

@@ -1,0 +1,219 @@
+"""Options: what is refused, under which name, and who wins when several speak."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from cbatch.errors import CBatchError, ConfigError, RequestError, UnsupportedOptionError
+from cbatch.options import GREEDY, MAX_SEED, EngineOptions, RunOptions, Sampling
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2**31),
+        ("max_tokens", 1.0),
+        ("max_tokens", True),
+        ("max_tokens", "8"),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 10**400),
+        ("temperature", True),
+        ("temperature", "warm"),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 1.01),
+        ("top_p", -0.01),
+        ("min_p", 1.01),
+        ("min_p", math.nan),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+        ("seed", 0.0),
+        ("stop", 3),
+        ("stop", ["a", 3]),
+        ("stop", {"a"}),
+        ("stop", "half \ud83d"),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", "3"),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [1.0]),
+        ("include_stop", 1),
+        ("ignore_eos", "yes"),
+    ],
+)
+def test_wrong_value_is_refused_by_the_option_s_name(name: str, value: object) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=name) as caught:
+        RunOptions(**options)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 1),
+        ("max_tokens", 2**31 - 1),
+        ("temperature", 0),
+        ("temperature", 2.5),
+        ("top_k", 0),
+        ("top_p", 0),
+        ("top_p", 1),
+        ("min_p", 1.0),
+        ("seed", 0),
+        ("seed", MAX_SEED),
+    ],
+)
+def test_value_on_the_edge_is_taken_as_it_is(name: str, value: float) -> None:
+    options: dict[str, Any] = {name: value}
+    assert getattr(RunOptions(**options), name) == value
+
+
+def test_unknown_option_is_refused_with_the_known_ones_named() -> None:
+    with pytest.raises(UnsupportedOptionError, match="max_tokens, min_p") as caught:
+        RunOptions.of({"max_token": 3})
+    assert caught.value.option == "max_token"
+    for kind in (RequestError, ConfigError, CBatchError, ValueError):
+        assert isinstance(caught.value, kind)
+
+
+def test_max_completion_tokens_is_max_tokens() -> None:
+    options = RunOptions(max_completion_tokens=7)
+    assert (options.max_tokens, options.max_completion_tokens) == (7, None)
+    assert options == RunOptions(max_tokens=7)
+
+
+def test_both_names_of_the_cap_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_completion_tokens"):
+        RunOptions(max_tokens=3, max_completion_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("a", ("a",)), (["a", "", "b"], ("a", "b")), ("", ()), ([], ()), (None, None)],
+)
+def test_stop_is_settled_without_empty_strings(
+    given: str | list[str] | None, kept: tuple[str, ...] | None
+) -> None:
+    assert RunOptions(stop=given).stop == kept
+
+
+def test_list_changed_later_does_not_change_the_options() -> None:
+    stops, ids = ["a"], [1]
+    options = RunOptions(stop=stops, stop_token_ids=ids)
+    stops.append("b")
+    ids.append(2)
+    assert (options.stop, options.stop_token_ids) == (("a",), (1,))
+    assert hash(options) == hash(RunOptions(stop="a", stop_token_ids=(1,)))
+
+
+def test_options_are_frozen() -> None:
+    options = RunOptions()
+    with pytest.raises(FrozenInstanceError):
+        options.seed = 1  # type: ignore[misc]
+
+
+def test_options_survive_pickle_and_copy() -> None:
+    options = RunOptions(max_tokens=3, stop="a", seed=5)
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert copy.deepcopy(options) == options
+
+
+@pytest.mark.parametrize("value", ["max_tokens=3", 3, [("max_tokens", 3)]])
+def test_what_is_no_options_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=type(value).__name__):
+        RunOptions.of(value)
+
+
+def test_options_of_options_mappings_and_nothing() -> None:
+    options = RunOptions(seed=1)
+    assert RunOptions.of(options) is options
+    assert RunOptions.of({"seed": 1}) == options
+    assert RunOptions.of(None) == RunOptions()
+
+
+def test_nearest_that_says_something_wins() -> None:
+    engine = RunOptions(max_tokens=1, temperature=0.1, seed=1, stop="engine")
+    run = RunOptions(temperature=0.2, seed=2)
+    item = RunOptions(seed=3)
+    merged = item.over(run.over(engine))
+    assert merged == RunOptions(max_tokens=1, temperature=0.2, seed=3, stop="engine")
+    assert item.over(run).over(engine) == merged
+
+
+def test_zero_false_and_empty_are_something_said() -> None:
+    far = RunOptions(temperature=0.9, ignore_eos=True, stop="x", top_k=9, seed=9)
+    near = RunOptions(temperature=0, ignore_eos=False, stop=[], top_k=0, seed=0)
+    assert near.over(far) == near
+
+
+def test_either_name_of_the_cap_overrides_the_other() -> None:
+    near, far = RunOptions(max_completion_tokens=3), RunOptions(max_tokens=9)
+    assert near.over(far).max_tokens == 3
+    assert far.over(near).max_tokens == 9
+
+
+def test_nothing_said_leaves_the_other_as_it_is() -> None:
+    far = RunOptions(seed=4)
+    assert RunOptions().over(far) is far
+
+
+def test_sampling_takes_options_then_the_model_then_llama_cpp() -> None:
+    sampling = RunOptions(top_k=7).sampling({"top_k": 20, "temperature": 0.6}, seed=11)
+    assert sampling == Sampling(temperature=0.6, top_k=7, top_p=0.95, min_p=0.05, seed=11)
+    assert RunOptions().sampling({}, 0) == Sampling(0.8, 40, 0.95, 0.05, 0)
+    assert RunOptions(temperature=0).sampling({"temperature": 0.6}, 0) == GREEDY
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("parallel", 0),
+        ("parallel", 257),
+        ("parallel", None),
+        ("n_ctx", 0),
+        ("ctx_per_seq", -5),
+        ("n_batch", 15),
+        ("n_batch", None),
+        ("n_ubatch", 0),
+        ("n_threads", 0),
+        ("n_gpu_layers", -2),
+        ("kv", "paged"),
+        ("flash_attn", True),
+        ("exact", 1),
+        ("use_mmap", None),
+    ],
+)
+def test_wrong_engine_value_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        EngineOptions.of({name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"n_ctx": 4096, "ctx_per_seq": 256}, "not both"),
+        ({"n_ctx": 31, "parallel": 16}, "fewer slots"),
+        ({"exact": True, "kv": "unified"}, "partitioned"),
+        ({"exact": True, "flash_attn": "on"}, "flash_attn"),
+        ({"n_batch": 7, "parallel": 8}, "n_batch must be 8"),
+    ],
+)
+def test_engine_values_at_odds_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        EngineOptions.of(settings)
+
+
+def test_unknown_engine_option_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedOptionError) as caught:
+        EngineOptions.of({"n_parallel": 4})
+    assert caught.value.option == "n_parallel"
