@@ -116,6 +116,8 @@ class LlamaBackend:
         if self._ctx is None:
             raise EngineClosedError("the backend is closed")
         self._check(plan)
+        if not all(0 <= slot < self.n_slots for slot in plan.clears):
+            raise PlanError(f"slots are 0 … {self.n_slots - 1}: {plan!r}")
         for slot in plan.clears:
             llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
             self.n_cells[slot] = 0

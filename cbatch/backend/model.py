@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import threading
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,8 @@ class LlamaModel:
         """
         self._pointer: Any = pointer
         self._owner = owner
+        self.busy = threading.Lock()
+        """Held by who must not lose the model while it works on it; `close` waits for it."""
         self.name = name
         self.metadata: Mapping[str, str] = _read_metadata(pointer)
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
@@ -88,11 +91,12 @@ class LlamaModel:
 
     def close(self) -> None:
         """Free the model, unless it is borrowed. Twice is harmless; no context may be using it."""
-        pointer, self._pointer = self._pointer, None
-        self.vocab.close()
-        if pointer is not None and self._owner is None:
-            llama_cpp.llama_model_free(pointer)
-        self._owner = None
+        with self.busy:
+            pointer, self._pointer = self._pointer, None
+            self.vocab.close()
+            if pointer is not None and self._owner is None:
+                llama_cpp.llama_model_free(pointer)
+            self._owner = None
 
 
 def open_model(

@@ -59,21 +59,24 @@ def probe(model: LlamaModel, options: EngineOptions) -> str:
     n_window = min(wanted, model.n_ctx_train or wanted, _N_LONG + 16)
     small = replace(options, parallel=n_slots, n_ctx=None, ctx_per_seq=n_window)
     try:
-        backend = LlamaBackend(model, small, owns_model=False)
+        with model.busy:
+            finding = _first_finding(model, small, n_window)
     except CBatchError as error:
         return f"not guaranteed: the probe could not run: {error}"
-    try:
-        finding = next(_Probe(backend, n_window).findings(), None)
-    except EngineError as error:
-        return f"not guaranteed: the probe could not run: {error}"
-    finally:
-        backend.close()
     if finding is None:
         return BITWISE if options.exact else _NOT_ASKED
     cause = _cause(finding, model, options)
     return (
         f"not guaranteed: logits change {finding.way} (by up to {finding.difference:.2g}): {cause}"
     )
+
+
+def _first_finding(model: LlamaModel, options: EngineOptions, n_window: int) -> Finding | None:
+    backend = LlamaBackend(model, options, owns_model=False)
+    try:
+        return next(_Probe(backend, n_window).findings(), None)
+    finally:
+        backend.close()
 
 
 def _cause(finding: Finding, model: LlamaModel, options: EngineOptions) -> str:
