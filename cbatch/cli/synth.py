@@ -1,0 +1,37 @@
+"""`cbatch synth`: a random model to try things with."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cbatch.cli.main import say
+from cbatch.errors import ConfigError
+
+
+def synth(
+    output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="Where the model goes.")],
+    *,
+    shape: Annotated[
+        str, typer.Option(help="test (0.2 MB), exact (14 MB), tiny (22 MB) or small (330 MB).")
+    ] = "test",
+    type: Annotated[
+        str | None,
+        typer.Option(help="Weights: f32, f16, q8_0 or q4_0 (the shape's: q8_0)."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights.", min=0)] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a model with random weights, which answers with nonsense at the speed of a real one."""
+    from cbatch.bench.synth import SHAPES, write_model  # numpy is slow to import
+
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; there is: {', '.join(SHAPES)}")
+    if output.is_dir():
+        raise ConfigError(f"{output}: is a directory: give a file for the model")
+    if output.exists() and not force:
+        raise ConfigError(f"{output}: exists already; use --force to replace it")
+    sizes = SHAPES[shape] if type is None else replace(SHAPES[shape], type=type)
+    path = write_model(output, sizes, seed=seed, force=force)
+    say(f"{path}: {path.stat().st_size:,} bytes, {shape} {sizes.type}, seed {seed}")

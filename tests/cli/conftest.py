@@ -1,0 +1,69 @@
+"""The commands, in this process or in one of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+import cbatch
+from cbatch.cli import app
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Lines = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def invoke(*args: object) -> Done:
+    """Run a command in this process; an exception that is not an exit is a failure."""
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def start(*args: object) -> subprocess.Popen[bytes]:
+    """Start a command in a process of its own, on the cbatch that this one has imported."""
+    package = Path(str(cbatch.__file__)).parent
+    return subprocess.Popen(
+        [sys.executable, "-m", "cbatch.cli", *map(str, args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=package.parent,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+    )
+
+
+def parse(lines: str | bytes) -> Lines:
+    """Return JSON lines as objects; a line cut in the middle fails."""
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+@pytest.fixture
+def write_input(tmp_path: Path) -> Callable[..., Path]:
+    """Return a writer of a batch file: objects become JSON, strings are lines as they are."""
+
+    def write(*requests: object) -> Path:
+        path = tmp_path / "in.jsonl"
+        lines = [r if isinstance(r, str) else json.dumps(r) for r in requests]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write

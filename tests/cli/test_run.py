@@ -1,0 +1,320 @@
+"""`cbatch run`: answers in a file, clear words for bad input, and an end that leaves whole lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch
+from cbatch.errors import EngineClosedError, PromptTooLongError
+from tests.cli.conftest import Done, invoke, parse, start
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    WriteInput = Callable[..., Path]
+
+CHAT = [{"role": "user", "content": "Say red."}]
+SHORT = {"max_tokens": 3, "ignore_eos": True}
+SMALL = ("--parallel", 2, "--threads", 1)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def run(source: object, out: object, model: Path, *args: object) -> Done:
+    return invoke("run", source, "-o", out, "-m", model, *SMALL, "--quiet", *args)
+
+
+def test_run_answers_every_kind_of_prompt(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    source = write_input(
+        {"id": "chat", "messages": CHAT, "options": SHORT},
+        "",
+        {"prompt": "Once upon", "options": {**SHORT, "seed": 7}},
+        {"id": "ids", "tokens": [5, 6, 7], "options": SHORT},
+    )
+    assert run(source, out, test_model).exit_code == 0
+    lines = {line["id"]: line for line in parse(out.read_bytes())}
+    assert sorted(lines) == ["1", "chat", "ids"]
+    assert list(lines["1"]) == [
+        *("id", "text", "finish_reason", "error", "usage", "timings", "seed"),
+    ]
+    assert lines["1"]["seed"] == 7
+    for line in lines.values():
+        assert (line["finish_reason"], line["error"]) == ("length", None)
+        assert line["usage"]["completion_tokens"] == 3
+    assert lines["ids"]["usage"]["prompt_tokens"] == 3
+
+
+def test_run_writes_what_the_library_answers(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    source = write_input({"prompt": "Once upon", "options": {"seed": 1, "max_tokens": 8}})
+    assert run(source, out, test_model).exit_code == 0
+    with cbatch.load(test_model, parallel=2, n_threads=1) as engine:
+        result = engine.submit("Once upon", options={"seed": 1, "max_tokens": 8}).result()
+    assert parse(out.read_bytes())[0]["text"] == result.text
+
+
+def test_run_wide_options_hold_where_a_line_says_nothing(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    source = write_input({"prompt": "a"}, {"prompt": "a", "options": {"max_tokens": 2}})
+    options = ("--max-tokens", 4, "--seed", 9, "--ignore-eos", "--temperature", 0, "--stop", "\x00")
+    assert run(source, out, test_model, *options).exit_code == 0
+    lines = parse(out.read_bytes())
+    assert {line["id"]: line["usage"]["completion_tokens"] for line in lines} == {"0": 4, "1": 2}
+    assert {line["seed"] for line in lines} == {9}
+
+
+def test_failed_item_has_its_error_and_the_others_are_fine(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    source = write_input(
+        {"id": "fine", "prompt": "a", "options": SHORT},
+        {"id": "long", "tokens": [5] * 300, "options": SHORT},
+        {"id": "also fine", "prompt": "b", "options": SHORT},
+    )
+    result = run(source, out, test_model, "--ctx-per-seq", 256)
+    assert result.exit_code == 1
+    assert "1 of 3 items failed" in result.stderr
+    lines = {line["id"]: line for line in parse(out.read_bytes())}
+    assert lines["long"]["error"]["type"] == PromptTooLongError.__name__
+    assert "300 tokens" in lines["long"]["error"]["message"]
+    assert lines["long"]["finish_reason"] == "error"
+    assert [lines[id]["finish_reason"] for id in ("fine", "also fine")] == ["length", "length"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("{", "not JSON"),
+        ('{"prompt": ' + "[" * 100_000, "not JSON"),
+        ("[1]", "not a JSON object: [1]"),
+        ('"text"', 'not a JSON object: "text"'),
+        ({"prompt": "a", "promt": "b"}, "unknown key 'promt'"),
+        ({"prompt": "a", "options": {"temprature": 1}}, "unknown option 'temprature'"),
+        ({"prompt": "a", "options": {"temperature": -1}}, "temperature must be 0 … 10000, not -1"),
+        ({"prompt": "a", "options": {"max_tokens": "9"}}, "max_tokens must be a whole number"),
+        ({"prompt": "a", "options": [1]}, "options must be RunOptions or a mapping, not list"),
+        ({"id": "first", "prompt": "a"}, "the id 'first' is also that of line 1"),
+        ({"id": 3, "prompt": "a"}, "an id must be a non-empty string, not 3"),
+        ({"id": "", "prompt": "a"}, "an id must be a non-empty string, not ''"),
+        ({"id": "b"}, "give one of messages, prompt and tokens"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"messages": []}, "the prompt is empty"),
+        ({"messages": [{"content": "a"}]}, "messages[0] has no role"),
+        ({"messages": [{"role": "user"}]}, "messages[0] has no content"),
+        ({"tokens": [1, -1]}, "token ids (0 and above), not -1"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_line_is_named_and_nothing_is_written(
+    write_input: WriteInput, out: Path, test_model: Path, bad: object, words: str
+) -> None:
+    source = write_input({"id": "first", "prompt": "a"}, "", bad)
+    result = run(source, out, test_model)
+    assert result.exit_code == 2
+    assert f"{source}, line 3: " in result.stderr
+    assert words in result.stderr
+    assert not out.exists()
+
+
+def test_line_that_is_not_utf8_is_named(tmp_path: Path, out: Path, test_model: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    result = run(source, out, test_model)
+    assert result.exit_code == 2
+    assert "line 2: not UTF-8: invalid start byte at byte 12" in result.stderr
+    assert not out.exists()
+
+
+def test_input_without_a_request_is_refused(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    result = run(write_input("", "  "), out, test_model)
+    assert (result.exit_code, out.exists()) == (2, False)
+    assert "no request in it" in result.stderr
+
+
+def test_input_that_cannot_be_read_is_named(tmp_path: Path, out: Path, test_model: Path) -> None:
+    for source, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+        result = run(source, out, test_model)
+        assert (result.exit_code, out.exists()) == (2, False)
+        assert f"{source}: cannot be read: {words}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--parallel", 0), "parallel must be 1 … 256, not 0"),
+        (("--n-ctx", 512, "--ctx-per-seq", 256), "not both"),
+        (("--top-p", 2), "top_p must be 0 … 1, not 2"),
+        (("--chat-template", "mine"), "chat_template='mine'"),
+        (("--model", "none.gguf"), "none.gguf: cannot be read"),
+    ],
+    ids=str,
+)
+def test_bad_setting_is_named_and_nothing_is_written(
+    write_input: WriteInput, out: Path, test_model: Path, args: tuple[object, ...], words: str
+) -> None:
+    result = run(write_input({"prompt": "a"}), out, test_model, *args)
+    assert (result.exit_code, out.exists()) == (2, False)
+    assert words in result.stderr
+
+
+def test_existing_output_is_kept_without_force(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    source = write_input({"prompt": "a", "options": SHORT})
+    out.write_text("precious")
+    result = run(source, out, test_model)
+    assert (result.exit_code, out.read_text()) == (2, "precious")
+    assert f"{out}: exists already" in result.stderr
+    assert "--force" in result.stderr
+    assert run(source, out, test_model, "--force").exit_code == 0
+    assert len(parse(out.read_bytes())) == 1
+
+
+def test_forced_output_is_kept_where_the_run_cannot_start(
+    write_input: WriteInput, out: Path, tmp_path: Path
+) -> None:
+    out.write_text("precious")
+    result = run(write_input({"prompt": "a"}), out, tmp_path / "none.gguf", "--force")
+    assert (result.exit_code, out.read_text()) == (2, "precious")
+
+
+def test_output_that_cannot_be_written_is_named(
+    write_input: WriteInput, tmp_path: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_input({"prompt": "a"})
+    for target, words in (
+        (tmp_path, "is a directory"),
+        (tmp_path / "none" / "out", "does not exist"),
+        (source, "is the input"),
+    ):
+        result = run(source, target, test_model, "--force")
+        assert result.exit_code == 2
+        assert f"{target}: " in result.stderr
+        assert words in result.stderr
+    # root may write everywhere
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+    result = run(source, tmp_path / "out", test_model)
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'out'}: no permission" in result.stderr
+
+
+def test_output_that_comes_up_while_the_model_loads_is_left_alone(
+    write_input: WriteInput, out: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = cbatch.load
+
+    def slow_load(model: Path, **settings: Any) -> cbatch.Engine:
+        out.write_text("precious")
+        return load(model, **settings)
+
+    monkeypatch.setattr("cbatch.load", slow_load)
+    result = run(write_input({"prompt": "a"}), out, test_model)
+    assert (result.exit_code, out.read_text()) == (2, "precious")
+    assert f"{out}: cannot be written: File exists" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full, a disk that is always full")
+def test_full_disk_ends_the_run_with_a_clear_line(
+    write_input: WriteInput, test_model: Path
+) -> None:
+    result = run(write_input({"prompt": "a", "options": SHORT}), "/dev/full", test_model)
+    assert result.exit_code == 2
+    assert result.stderr == "cbatch: /dev/full: No space left on device\n"
+
+
+def test_dash_is_stdin_and_stdout(test_model: Path) -> None:
+    with start("run", "-", "-o", "-", "-m", test_model, *SMALL) as process:
+        answers, said = process.communicate(
+            b'{"id": "\xc3\xa9", "prompt": "a", "options": {"max_tokens": 9}}\n'
+        )
+    assert process.returncode == 0, said
+    assert [line["id"] for line in parse(answers)] == ["é"]
+    assert b"slots   1 of 2 at most, 1.0 on average" in said
+
+
+def test_half_a_surrogate_pair_in_an_id_stays_json(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    source = write_input({"id": "\ud800", "prompt": "a", "options": SHORT})
+    assert run(source, out, test_model).exit_code == 0
+    assert parse(out.read_bytes())[0]["id"] == "\ud800"
+
+
+def test_ctrl_c_exits_130_and_leaves_whole_lines(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    endless = [{"prompt": "b", "options": {"ignore_eos": True}}] * 5000
+    source = write_input(*[{"prompt": "a", "options": SHORT}] * 4, *endless)
+    with start("run", source, "-o", out, "-m", test_model, *SMALL) as process:
+        while process.poll() is None and not (out.exists() and out.stat().st_size):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+    assert process.returncode == 130, said
+    assert said.endswith(b"cbatch: interrupted\n")
+    assert b"Traceback" not in said
+    answers = out.read_bytes()
+    assert answers.endswith(b"\n")
+    assert {line["id"] for line in parse(answers)} >= {"0", "1"}
+
+
+def test_reader_who_leaves_ends_the_run_without_a_traceback(
+    write_input: WriteInput, test_model: Path
+) -> None:
+    requests = [{"prompt": "a", "options": {"max_tokens": 50, "ignore_eos": True}}] * 3000
+    command = ("run", write_input(*requests), "-o", "-", "-m", test_model, *SMALL, "--quiet")
+    with start(*command) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_engine_that_dies_fails_the_items_left(
+    write_input: WriteInput, out: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*args: object) -> None:
+        raise MemoryError("no room for logits")
+
+    source = write_input(*[{"prompt": "a", "options": SHORT}] * 3)
+    monkeypatch.setattr("cbatch.backend.llama.LlamaBackend._run", explode)
+    result = invoke("run", source, "-o", out, "-m", test_model, *SMALL)
+    assert result.exit_code == 1
+    assert "items   3 of 3, 3 failed" in result.stderr
+    assert {line["error"]["type"] for line in parse(out.read_bytes())} == {
+        EngineClosedError.__name__
+    }
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_bug_shows_a_traceback_only_on_request(
+    write_input: WriteInput, out: Path, monkeypatch: pytest.MonkeyPatch, *, debug: bool
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("cbatch.load", broken)
+    source = write_input({"prompt": "a"})
+    flags = ["--debug"] if debug else []
+    result = invoke(*flags, "run", source, "-o", out, "-m", "any", "--quiet")
+    assert result.exit_code == 2
+    assert ("Traceback" in result.stderr) is debug
+    assert "KeyError: 'lost'" in result.stderr

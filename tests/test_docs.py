@@ -1,0 +1,166 @@
+"""What README and docs say is so: snippets and commands run, tables and trees list everything there is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+from typer.testing import CliRunner
+
+import cbatch
+from cbatch import errors
+from cbatch.cli import app
+from cbatch.core.driver import TRANSITIONS, Event, Status
+from cbatch.options import EngineOptions, RunOptions, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted(ROOT.glob("docs/*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the code blocks of a language in a page."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the arguments of every `cbatch` command in a page's shell blocks."""
+    for line in "\n".join(blocks(page, "bash")).replace("&&", "\n").splitlines():
+        words = shlex.split(line)
+        if words and Path(words[0]).name == "cbatch":
+            yield words[1:]
+
+
+def table(name: str, heading: str) -> dict[str, list[str]]:
+    """Return the rows of the table below a heading: what stands in backticks first, and the other cells."""
+    section = text_of(name).split(heading)[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", section, re.MULTILINE)
+    return {first: [cell.strip() for cell in rest.split("|")] for first, rest in rows}
+
+
+def transitions() -> str:
+    """Return diagram and table of the transition table, as docs/lifecycle.md has them."""
+    moves = [(a.value, e.value, b.value) for (a, e), b in TRANSITIONS.items()]
+    ends = {s.value for s in Status} - {a for a, _, _ in moves}
+    arrows = [f"    {a} --> {b}: {event}" for a, event, b in moves]
+    diagram = ["    [*] --> waiting", *arrows, *(f"    {end} --> [*]" for end in sorted(ends))]
+    rows = [
+        f"| {s.value} | "
+        + " | ".join(b.value if (b := TRANSITIONS.get((s, e))) else "–" for e in Event)
+        + " |"
+        for s in Status
+    ]
+    head = f"| | {' | '.join(e.value for e in Event)} |"
+    rule = "|---|" + "---|" * len(Event)
+    return "\n".join(["```mermaid", "stateDiagram-v2", *diagram, "```", "", head, rule, *rows])
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty folder with the docs and a model, and work there, on one core."""
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "model.gguf").symlink_to(test_model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cbatch.backend.llama.available_cores", lambda: 1)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_run_one_after_another(page: Path, workplace: Path) -> None:
+    namespace: dict[str, object] = {}
+    for snippet in blocks(page, "python"):
+        exec(compile(snippet, page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_run_one_after_another(page: Path, workplace: Path) -> None:
+    asked = list(commands(page))
+    if asked and asked[0][0] == "synth":
+        (workplace / "model.gguf").unlink()
+    for args in asked:
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == 0, (args, result.output)
+
+
+def test_first_command_answers_every_example(workplace: Path) -> None:
+    [_, run] = commands(ROOT / "README.md")
+    assert CliRunner().invoke(app, run).exit_code == 0
+    answers = (workplace / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(answers) == len(text_of("docs/examples/chats.jsonl").splitlines()) == 64
+
+
+def test_first_example_is_short() -> None:
+    assert len(blocks(ROOT / "README.md", "python")[0].splitlines()) <= 12
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    assert [page.name for page in DOCS if f"docs/{page.name})" not in text_of("README.md")] == []
+
+
+def test_every_run_option_is_documented_with_its_default() -> None:
+    documented = table("docs/options.md", "## Of a request")
+    assert list(documented) == [f.name for f in fields(RunOptions)]
+    for f in fields(Sampling):
+        if f.name in documented and f.name != "seed":
+            assert documented[f.name][0] == repr(f.default).removesuffix(".0")
+
+
+def test_every_engine_option_is_documented_with_its_default() -> None:
+    documented = table("docs/options.md", "## Of the engine")
+    assert {name: cells[0] for name, cells in documented.items()} == {
+        f.name: f"`{f.default!r}`" for f in fields(EngineOptions)
+    }
+
+
+def test_every_error_is_documented_under_its_parent() -> None:
+    tree = blocks(ROOT / "docs/errors.md", "")[0]
+    depths = {m[2]: len(m[1]) // 4 for m in re.finditer(r"^([│├└─ ]*)(\w+)", tree, re.MULTILINE)}
+    classes = [
+        c
+        for _, c in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(c, cbatch.CBatchError)
+    ]
+    assert depths == {c.__name__: len(own_line(c)) - 1 for c in classes}
+
+
+def own_line(error: type[BaseException]) -> list[type[BaseException]]:
+    """Return an error and its parents up to CBatchError, by first base."""
+    if error is cbatch.CBatchError:
+        return [error]
+    [parent, *_] = error.__bases__
+    return [error, *own_line(parent)]
+
+
+def test_lifecycle_page_has_the_transition_table() -> None:
+    page = text_of("docs/lifecycle.md")
+    written = page.split("<!-- transitions -->\n")[1].split("\n<!-- /transitions -->")[0]
+    assert written == transitions(), f"put this into docs/lifecycle.md:\n{transitions()}"
+
+
+def test_every_finish_reason_is_documented() -> None:
+    documented = table("docs/lifecycle.md", "## Finish reasons")
+    assert tuple(documented) == get_args(cbatch.FinishReason)
+
+
+def test_floor_of_llama_cpp_python_is_that_of_the_package() -> None:
+    [floor] = re.findall(r"llama-cpp-python>=([\d.]+)", text_of("pyproject.toml"))
+    assert f"≥ {floor}," in text_of("docs/compatibility.md")
+    assert f"llama-cpp-python=={floor}" in text_of("docs/compatibility.md")
