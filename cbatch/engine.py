@@ -176,6 +176,11 @@ class Engine:
         options = RunOptions.of(item.options).over(run_options)
         seed = secrets.randbits(32) if options.seed is None else options.seed
         vocab = self._backend.vocab
+        highest = max(options.stop_token_ids or (0,))
+        if highest >= vocab.n_vocab:
+            raise ConfigError(
+                f"stop_token_ids has {highest}, which is not in the vocabulary of {vocab.n_vocab}"
+            )
         own = () if options.ignore_eos else vocab.end_tokens
         stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
         sampling = options.sampling(self._backend.sampling_defaults, seed)

@@ -13,7 +13,13 @@ import numpy as np
 
 from cbatch.backend.native import NativeStepper, handshake, llama_log
 from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
-from cbatch.errors import EngineClosedError, IncompatibleLlamaError, ModelLoadError, PlanError
+from cbatch.errors import (
+    ConfigError,
+    EngineClosedError,
+    IncompatibleLlamaError,
+    ModelLoadError,
+    PlanError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,6 +35,12 @@ DEFAULT_WINDOW = 2048
 
 _N_PAD = 256
 """llama.cpp rounds a context's cells up to a multiple of this. Source: src/llama-context.cpp."""
+
+_N_CTX_MAX = 2**31 - 1
+"""Positions are int32. Source: include/llama.h, llama_pos."""
+
+_N_THREADS_MAX = 512
+"""More end the process where they cannot be started. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
 
 _CELLS_UNKNOWN = -3
 """Stands for a failure after which a slot's cells are not known. Source: include/llama.h, llama_decode."""
@@ -62,9 +74,12 @@ class LlamaBackend:
 
         Raises:
             ModelLoadError: llama.cpp cannot make the context, for want of memory as a rule.
+            ConfigError: more cells than llama.cpp can count, or more threads.
             IncompatibleLlamaError: llama.cpp's memory does not behave as this version of cbatch expects.
         """
         handshake()
+        if (options.n_threads or 0) > _N_THREADS_MAX:
+            raise ConfigError(f"n_threads must be 1 … {_N_THREADS_MAX}, not {options.n_threads}")
         self._model, self._owns_model = model, owns_model
         self._busy = threading.Lock()
         self._stepper: Any = None
@@ -116,8 +131,6 @@ class LlamaBackend:
         if self._ctx is None:
             raise EngineClosedError("the backend is closed")
         self._check(plan)
-        if not all(0 <= slot < self.n_slots for slot in plan.clears):
-            raise PlanError(f"slots are 0 … {self.n_slots - 1}: {plan!r}")
         for slot in plan.clears:
             llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
             self.n_cells[slot] = 0
@@ -197,11 +210,12 @@ class LlamaBackend:
         """Refuse what llama.cpp would answer with an abort, before anything is done."""
         named = (*plan.clears, *(b.slot for b in plan.binds))
         if named and not 0 <= min(named) <= max(named) < self.n_slots:
-            raise PlanError(f"there are slots 0 … {self.n_slots - 1}: {plan!r}")
+            raise PlanError(f"slots are 0 … {self.n_slots - 1}: {plan!r}")
+        previous = -1
         for chunk in plan.chunks:
             end = chunk.start + len(chunk.tokens) + plan.n_steps - 1
             if (
-                not 0 <= chunk.slot < self.n_slots
+                not previous < chunk.slot < self.n_slots
                 or not chunk.tokens
                 or chunk.start != (self.n_cells[chunk.slot] if chunk.slot not in plan.clears else 0)
                 or end > self.n_window
@@ -209,6 +223,7 @@ class LlamaBackend:
                 raise PlanError(
                     f"slot {chunk.slot} has {self.n_cells} cells of {self.n_window}: {plan!r}"
                 )
+            previous = chunk.slot
 
     def _check_memory(self) -> None:
         """Decode one token and take it back: positions must be what llama.cpp's header promises."""
@@ -280,4 +295,10 @@ def _n_ctx(model: LlamaModel, options: EngineOptions) -> int:
     """Return the cells in total: every slot's window rounded up as llama.cpp does it."""
     asked = options.n_ctx // options.parallel if options.n_ctx else options.ctx_per_seq
     window = asked or min(model.n_ctx_train or DEFAULT_WINDOW, DEFAULT_WINDOW)
-    return options.parallel * -(-window // _N_PAD) * _N_PAD
+    n_ctx = options.parallel * -(-window // _N_PAD) * _N_PAD
+    if n_ctx > _N_CTX_MAX:
+        raise ConfigError(
+            f"{options.parallel} slots of {window} cells need {n_ctx}, llama.cpp counts up to {_N_CTX_MAX}: "
+            "use fewer slots (parallel) or a smaller window (ctx_per_seq)"
+        )
+    return n_ctx

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import llama_cpp
 
 from cbatch.backend.aside import run_aside
 from cbatch.backend.llama import LlamaBackend
@@ -31,6 +34,8 @@ def load_backend(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Call
 
 
 def _load(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Callable[[], str]]:
+    if not isinstance(model, str | os.PathLike | llama_cpp.Llama):
+        raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
     handshake()
     log = llama_log()
     log.install()

@@ -60,7 +60,7 @@ def probe(model: LlamaModel, options: EngineOptions) -> str:
     small = replace(options, parallel=n_slots, n_ctx=None, ctx_per_seq=n_window)
     try:
         with model.busy:
-            finding = _first_finding(model, small, n_window)
+            finding = _first_finding(model, small)
     except CBatchError as error:
         return f"not guaranteed: the probe could not run: {error}"
     if finding is None:
@@ -71,9 +71,10 @@ def probe(model: LlamaModel, options: EngineOptions) -> str:
     )
 
 
-def _first_finding(model: LlamaModel, options: EngineOptions, n_window: int) -> Finding | None:
+def _first_finding(model: LlamaModel, options: EngineOptions) -> Finding | None:
     backend = LlamaBackend(model, options, owns_model=False)
     try:
+        n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up
         return next(_Probe(backend, n_window).findings(), None)
     finally:
         backend.close()

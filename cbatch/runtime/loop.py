@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
+from cbatch.core.plan import Slot, StepPlan
 from cbatch.errors import EngineClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
@@ -41,6 +43,9 @@ class Loop:
         self._is_closed = False
         self._error: BaseException | None = None
         self._closing = threading.Lock()
+        # of an engine without a thread; two locks, so that a loop over `pump` lets others in
+        self._door, self._room = threading.Lock(), threading.RLock()
+        self._is_interrupted = False
 
     def start(self) -> None:
         """Start the owner thread."""
@@ -57,9 +62,14 @@ class Loop:
         Raises:
             EngineClosedError: the loop has ended.
         """
-        if self._thread is None or self._thread is threading.current_thread():
+        if self._thread is threading.current_thread():
             self.check_open()
             return command()
+        if self._thread is None:
+            self.check_open()
+            self._backend.interrupt()
+            with self._turn():
+                return command()
         done: Future[T] = Future()
         self._post(lambda: _settle(done, command))
         return done.result()
@@ -91,17 +101,24 @@ class Loop:
     def pump(self) -> bool:
         """Do one step in an engine without a thread, in the thread of whoever waits; see `step`.
 
-        Ctrl-C leaves the engine usable: what runs is computed anew. Any other exception ends it.
+        Ctrl-C during the run leaves the engine usable: what runs is computed anew.
+
+        Raises:
+            EngineClosedError: the engine is closed, or this step failed and ended it.
         """
-        try:
-            return self.step()
-        except KeyboardInterrupt:
-            self._scheduler.recompute_all()
-            raise
-        except BaseException as error:
-            self._error, self._is_closed = error, True
-            self._end()
-            raise
+        self.check_open()
+        with self._turn():
+            self.check_open()
+            try:
+                self._restore()
+                return self.step()
+            except Exception as error:
+                self._error, self._is_closed = error, True
+                self._end()
+                raise self._failure() from error
+            except BaseException:  # Ctrl-C, or what a signal handler raised
+                self._is_interrupted = True
+                raise
 
     def check_open(self) -> None:
         """Refuse work that nobody would do.
@@ -120,14 +137,19 @@ class Loop:
         """End every request, the thread and the backend. Twice is harmless; from any thread."""
         if os.getpid() != self._pid:
             return
+        if self._thread is threading.current_thread():  # the engine's last reference died here
+            self._is_closed = True
+            return
         with self._closing:
             if self._thread is not None and self._thread.is_alive():
                 self._commands.put(self._mark_closed)
                 self._backend.interrupt()
                 self._thread.join()
             elif not self._is_closed:
-                self._is_closed = True
-                self._end()
+                self._backend.interrupt()
+                with self._turn():
+                    self._is_closed = True
+                    self._end()
 
     def _post(self, command: Callable[[], None]) -> None:
         self.check_open()
@@ -136,7 +158,29 @@ class Loop:
             self._backend.interrupt()
             if self._is_closed:  # it ended in between: nobody else will look into the queue
                 self._thread.join()
-                self._do_commands()
+                with self._closing:
+                    self._do_commands()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have an engine without a thread to oneself; first come, first served."""
+        with self._door:
+            self._room.acquire()
+        try:
+            yield
+        finally:
+            self._room.release()
+
+    def _restore(self) -> None:
+        """After an interrupted run: empty every slot and bind anew what runs, for that may not have been done."""
+        if not self._is_interrupted:
+            return
+        self._scheduler.recompute_all()
+        running = enumerate(self._scheduler.batcher.running)
+        binds = tuple(d.binding(Slot(i)) for i, d in running if d is not None)
+        clears = tuple(Slot(i) for i in range(self._backend.n_slots))
+        self._backend.run(StepPlan((), clears=clears, binds=binds))
+        self._is_interrupted = False
 
     def _run(self) -> None:
         try:

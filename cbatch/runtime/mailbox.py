@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from cbatch.errors import EngineError
+from cbatch.errors import EngineClosedError, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ class Mailbox:
         self._chunks: deque[BatchOutputChunk] = deque()
         self._completed: deque[BatchResult] = deque()
         self._changed = threading.Condition()
+        self._pid = os.getpid()
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
@@ -81,6 +83,8 @@ class Mailbox:
         return self._cancel()
 
     def _wait(self, is_ready: Callable[[], bool], timeout: float | None = None) -> None:
+        if os.getpid() != self._pid and not is_ready():
+            raise EngineClosedError("this batch runs in the parent process: only there will it end")
         if self._pump is not None:
             self._step_until(is_ready, self._pump, timeout)
             return
@@ -95,7 +99,13 @@ class Mailbox:
         while not is_ready():
             if end is not None and time.perf_counter() > end:
                 raise TimeoutError(self._late(timeout))
-            if not pump() and not is_ready():
+            try:
+                has_worked = pump()
+            except EngineClosedError:  # every item has ended then, and its result says why
+                if is_ready():
+                    return
+                raise
+            if not has_worked and not is_ready():
                 raise EngineError(f"{self._n_open} items are open but there is nothing to do")
 
     def _late(self, timeout: float | None) -> str:

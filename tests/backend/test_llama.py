@@ -1,0 +1,509 @@
+"""Step plans on a real llama.cpp: equal by both steppers, refused where llama.cpp would end the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import pytest
+
+from cbatch.backend import llama, native
+from cbatch.backend.llama import LlamaBackend, available_cores, output_row
+from cbatch.backend.model import open_model
+from cbatch.backend.native import NativeStepper, llama_log
+from cbatch.backend.sampling import PythonStepper
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.engine import Engine, load
+from cbatch.errors import (
+    ConfigError,
+    EngineClosedError,
+    IncompatibleLlamaError,
+    ModelLoadError,
+    PlanError,
+)
+from cbatch.messages import BatchPrompt
+from cbatch.options import GREEDY, EngineOptions, Sampling
+from tests.runtime.backends import PATIENCE_S, in_thread, streams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.conftest import SynthFactory
+
+ROOT = Path(__file__).parents[2]
+N_SLOTS, N_BATCH = 3, 64
+SHORT = {"max_tokens": 3, "ignore_eos": True}
+MakeBackend = Callable[..., LlamaBackend]
+
+
+@pytest.fixture
+def make(test_model: Path) -> Iterator[MakeBackend]:
+    """Return a factory of backends on the test model: 3 slots of 256 cells, steps of 64 tokens."""
+    log, made = llama_log(), list[LlamaBackend]()
+    log.install()
+
+    def make_backend(*, stepper: Any = None, path: Path = test_model, **given: Any) -> LlamaBackend:
+        sizes = {"parallel": N_SLOTS, "ctx_per_seq": 256, "n_batch": N_BATCH, "n_threads": 1}
+        options = EngineOptions(**{**sizes, **given})
+        model = open_model(path)
+        try:
+            made.append(LlamaBackend(model, options, stepper=stepper))
+        except BaseException:
+            model.close()
+            raise
+        return made[-1]
+
+    yield make_backend
+    for backend in made:
+        backend.close()
+    log.remove()
+
+
+def chunk(slot: int, start: int, n_tokens: int = 1, *, has_output: bool = True) -> Chunk:
+    return Chunk(Slot(slot), start, [(7 * i + slot) % 900 for i in range(n_tokens)], has_output)
+
+
+def bind_all(backend: LlamaBackend, sampling: Sampling = GREEDY) -> None:
+    slots = range(backend.n_slots)
+    backend.run(StepPlan((), binds=tuple(Binding(Slot(i), 4, sampling, ()) for i in slots)))
+
+
+def last_positions(backend: LlamaBackend) -> list[int]:
+    """Each slot's last position as llama.cpp has it; −1 where it is empty."""
+    memory = llama_cpp.llama_get_memory(backend._ctx)
+    return [
+        int(llama_cpp.llama_memory_seq_pos_max(memory, slot)) for slot in range(backend.n_slots)
+    ]
+
+
+# ---- the same by both steppers ----
+
+MIXED_OPTIONS: Sequence[dict[str, Any]] = (
+    {"temperature": 0},
+    {"temperature": 0.8},
+    {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 2.0, "min_p": 0.2, "ignore_eos": False},
+    {"temperature": 0, "stop": "e"},
+    {"temperature": 1.0, "stop_token_ids": list(range(300, 400))},
+)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_native_and_python_stepper_give_the_same_streams(make: MakeBackend, is_exact: bool) -> None:
+    items = [
+        BatchPrompt(
+            tokens=[300 + 5 * i + j for j in range(1 + 17 * i)],
+            options={"max_tokens": 5 + i, "ignore_eos": True, "seed": 2**40 + i, **options},
+        )
+        for i, options in enumerate(MIXED_OPTIONS)
+    ]
+    found = []
+    for stepper in (NativeStepper, PythonStepper):
+        # by hand and with a step a run: else the time that a step takes decides what joins it
+        backend = make(stepper=one_step_a_run(stepper), exact=is_exact)
+        with Engine(backend, threaded=False) as engine:
+            found.append(streams(engine.run(items)))
+    assert found[0] == found[1]
+    assert {reason for reason, _ in found[0]} == {"length", "stop"}
+    assert len({tokens for _, tokens in found[0]}) == len(items)
+
+
+def one_step_a_run(stepper: type[NativeStepper | PythonStepper]) -> Callable[..., Any]:
+    def make_stepper(ctx: Any, **sizes: Any) -> NativeStepper | PythonStepper:
+        made = stepper(ctx, **sizes)
+        run = made.run
+        made.run = lambda chunks, n_steps=1: run(chunks, 1)  # type: ignore[method-assign]
+        return made
+
+    return make_stepper
+
+
+def test_several_steps_in_one_run_are_those_of_several_runs(make: MakeBackend) -> None:
+    backend = make()
+    bind_all(backend, Sampling(seed=3))
+    prompts = tuple(chunk(i, 0, 4) for i in range(N_SLOTS))
+    at_once = [list[int]() for _ in prompts]
+    result = backend.run(StepPlan(prompts, n_steps=8))
+    while True:
+        for row, new in zip(at_once, result.tokens, strict=True):
+            row += new
+        n_done = len(at_once[0])
+        if n_done == 8:
+            break
+        rest = tuple(Chunk(Slot(i), 3 + n_done, r[-1:], True) for i, r in enumerate(at_once))
+        result = backend.run(StepPlan(rest, n_steps=8 - n_done))
+    one_by_one = [r[:1] for r in at_once]
+    backend.run(StepPlan(prompts, clears=(Slot(0), Slot(1), Slot(2))))
+    for start in range(4, 11):
+        rows = tuple(Chunk(Slot(i), start, r[-1:], True) for i, r in enumerate(one_by_one))
+        for row, new in zip(one_by_one, backend.run(StepPlan(rows)).tokens, strict=True):
+            row += new
+    assert at_once == one_by_one
+    assert last_positions(backend) == [10] * N_SLOTS
+
+
+def test_logits_are_those_of_the_slots_last_token(make: MakeBackend) -> None:
+    backend = make()
+    bind_all(backend)
+    result = backend.run(StepPlan((chunk(0, 0), chunk(1, 0, 5), chunk(2, 0, 3))))
+    for slot, [token] in enumerate(result.tokens):
+        assert int(backend.logits(Slot(slot)).argmax()) == token
+
+
+def test_output_row_counts_first_tokens_then_remainders() -> None:
+    chunks = [chunk(0, 0, 1), chunk(1, 0, 3), chunk(2, 0, 1), chunk(3, 0, 4)]
+    assert [output_row(chunks, i) for i in range(4)] == [0, 5, 2, 8]
+
+
+# ---- cells ----
+
+
+def test_cleared_slots_are_empty_and_the_others_are_kept(make: MakeBackend) -> None:
+    backend = make()
+    bind_all(backend)
+    assert last_positions(backend) == [-1, -1, -1]
+    backend.run(StepPlan(tuple(chunk(i, 0, 5 + i) for i in range(N_SLOTS))))
+    assert last_positions(backend) == [4, 5, 6]
+    backend.run(StepPlan((), clears=(Slot(0), Slot(2))))
+    assert last_positions(backend) == [-1, 5, -1]
+    assert backend.n_cells == [0, 6, 0]
+    backend.run(StepPlan((chunk(0, 0, 2), chunk(1, 6)), clears=(Slot(0),)))
+    assert last_positions(backend) == [1, 6, -1]
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_slots_are_empty_when_everything_has_ended(make: MakeBackend, is_exact: bool) -> None:
+    backend = make(stepper=one_step_a_run(NativeStepper), exact=is_exact)
+    engine = Engine(backend, threaded=False)
+    response = engine.run([f"Count to {i}" for i in range(7)], options={"max_tokens": 6})
+    engine.step()
+    engine.cancel("1")
+    assert {reason for reason, _ in streams(response)} >= {"cancelled"}
+    while engine.step():
+        pass
+    assert last_positions(backend) == [-1] * N_SLOTS
+    assert backend.n_cells == [0] * N_SLOTS
+    engine.close()
+
+
+def test_failed_group_of_an_exact_plan_takes_the_others_back(make: MakeBackend) -> None:
+    codes = iter([0, 0, 0, -3])
+    backend = make(stepper=lambda ctx, **sizes: FailingStepper(ctx, codes, **sizes), exact=True)
+    bind_all(backend)
+    backend.run(StepPlan((chunk(0, 0),)))
+    result = backend.run(StepPlan((chunk(0, 1), chunk(1, 0, 5), chunk(2, 0, 5))))
+    assert (result.code, result.n_steps, result.tokens) == (-3, 0, [])
+    assert last_positions(backend)[:2] == [0, -1]
+    assert backend.n_cells == [1, 0, 0]
+
+
+class FailingStepper(PythonStepper):
+    """Asks `codes` for the code of each run; all but 0 stand for a run that did nothing."""
+
+    def __init__(self, ctx: Any, codes: Iterator[int], **sizes: Any) -> None:
+        super().__init__(ctx, **sizes)
+        self._codes = codes
+
+    def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> Any:
+        code = next(self._codes, 0)
+        return StepResult([], 0, code) if code else super().run(chunks, n_steps)
+
+
+def test_memory_that_counts_otherwise_is_refused(make: MakeBackend) -> None:
+    with pytest.raises(IncompatibleLlamaError, match="code -3"):
+        make(stepper=lambda ctx, **sizes: FailingStepper(ctx, iter([-3]), **sizes))
+
+
+# ---- plans that would end the process ----
+
+
+def plan(*chunks: Chunk, **given: Any) -> StepPlan:
+    return StepPlan(chunks, **given)
+
+
+def bound(slot: int, **sampling: Any) -> Binding:
+    return Binding(Slot(slot), 4, Sampling(**sampling), ())
+
+
+WRONG_PLANS = {
+    "too many tokens": plan(chunk(0, 0, N_BATCH + 1)),
+    "too many tokens together": plan(chunk(0, 0, 40), chunk(1, 0, 40)),
+    "position past the cells": plan(chunk(0, 3)),
+    "position before the cells": plan(chunk(2, 0)),
+    "negative position": plan(chunk(0, -1)),
+    "past the window by its steps": plan(chunk(0, 0), n_steps=257),
+    "slot too high": plan(chunk(N_SLOTS, 0)),
+    "slot far too high": plan(chunk(300, 0)),
+    "slot negative": plan(chunk(-1, 0)),
+    "slots not ascending": plan(chunk(1, 0), chunk(0, 0)),
+    "slot twice": plan(chunk(1, 0, 2), chunk(1, 0, 3)),
+    "no tokens": plan(chunk(0, 0, 0)),
+    "no steps": plan(chunk(0, 0), n_steps=0),
+    "steps without output": plan(chunk(0, 0, 2, has_output=False), n_steps=2),
+    "token out of vocabulary": plan(Chunk(Slot(0), 0, [1024], True)),
+    "token negative": plan(Chunk(Slot(0), 0, [-1], True)),
+    "token past 32 bits": plan(Chunk(Slot(0), 0, [2**31], True)),
+    "clear of a slot too high": plan(clears=(Slot(N_SLOTS),)),
+    "clear of a slot past llama.cpp's most": plan(clears=(Slot(300),)),
+    "clear of all by −1": plan(clears=(Slot(-1),)),
+    "binding of a slot too high": plan(binds=(bound(N_SLOTS),)),
+    "binding of a slot negative": plan(binds=(bound(-1),)),
+    "temperature NaN": plan(binds=(bound(0, temperature=float("nan")),)),
+    "top_p above 1": plan(binds=(bound(0, top_p=1.5),)),
+    "stop token past 32 bits": plan(binds=(Binding(Slot(0), 4, GREEDY, (2**31,)),)),
+}
+
+
+def is_refused(backend: LlamaBackend, wrong: StepPlan) -> bool:
+    try:
+        backend.run(wrong)
+    except PlanError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_wrong_plan_is_refused_and_harms_nothing(make: MakeBackend, is_exact: bool) -> None:
+    backend = make(exact=is_exact)
+    bind_all(backend)
+    good = plan(chunk(2, 0, 4))
+    expected = backend.run(good).tokens
+    for name, wrong in WRONG_PLANS.items():
+        if is_exact and name in ("too many tokens together", "steps without output"):
+            continue  # it computes prompts one by one, a step a run
+        assert is_refused(backend, wrong), name
+        assert last_positions(backend) == [-1, -1, 3], name
+    again = plan(chunk(2, 0, 4), clears=(Slot(2),))
+    assert backend.run(again).tokens == expected
+
+
+def test_plan_past_the_window_is_refused(make: MakeBackend) -> None:
+    backend = make(n_batch=512)
+    bind_all(backend)
+    with pytest.raises(PlanError, match="256"):
+        backend.run(plan(chunk(0, 0, 257)))
+    backend.run(plan(chunk(0, 0, 255)))
+    with pytest.raises(PlanError):
+        backend.run(plan(chunk(0, 255), n_steps=2))
+    assert backend.run(plan(chunk(0, 255))).code == 0
+    with pytest.raises(PlanError):
+        backend.run(plan(chunk(0, 256)))
+
+
+def test_output_in_a_slot_never_bound_is_refused(make: MakeBackend) -> None:
+    backend = make()
+    with pytest.raises(PlanError, match="never bound"):
+        backend.run(plan(chunk(1, 0)))
+
+
+def test_second_thread_in_one_context_is_refused(make: MakeBackend) -> None:
+    held, go = threading.Event(), threading.Event()
+
+    class HeldStepper(PythonStepper):
+        def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> Any:
+            if chunks[0].has_output:
+                held.set()
+                assert go.wait(PATIENCE_S)
+            return super().run(chunks, n_steps)
+
+    backend = make(stepper=HeldStepper)
+    bind_all(backend)
+    wait = in_thread(lambda: backend.run(plan(chunk(0, 0))))
+    assert held.wait(PATIENCE_S)
+    with pytest.raises(PlanError, match="two threads"):
+        backend.run(plan(chunk(1, 0)))
+    go.set()
+    assert wait().code == 0
+    assert backend.run(plan(chunk(1, 0))).code == 0
+
+
+def test_closed_backend_is_refused_and_closes_twice(make: MakeBackend) -> None:
+    backend = make()
+    backend.close()
+    backend.close()
+    backend.interrupt()
+    for wrong in (plan(chunk(0, 0)), plan(clears=(Slot(0),)), plan()):
+        with pytest.raises(EngineClosedError):
+            backend.run(wrong)
+
+
+# ---- sizes ----
+
+
+@pytest.mark.parametrize(
+    ("given", "n_window"),
+    [
+        ({"ctx_per_seq": 1}, 256),
+        ({"ctx_per_seq": 256}, 256),
+        ({"ctx_per_seq": 257}, 512),
+        ({"ctx_per_seq": None, "n_ctx": 8}, 256),
+        ({"ctx_per_seq": None, "n_ctx": 3 * 256 + 2}, 256),
+        ({"ctx_per_seq": None, "n_ctx": 3 * 256 + 3}, 512),
+        ({"ctx_per_seq": None}, llama.DEFAULT_WINDOW),
+        ({"ctx_per_seq": 300, "kv": "unified"}, 512),
+    ],
+)
+def test_window_is_rounded_up_as_llama_cpp_does(
+    make: MakeBackend, given: dict[str, Any], n_window: int
+) -> None:
+    backend = make(**given)
+    assert backend.n_window == n_window
+    assert int(llama_cpp.llama_n_ctx(backend._ctx)) == N_SLOTS * n_window
+    assert int(llama_cpp.llama_n_seq_max(backend._ctx)) == N_SLOTS
+    if not backend.is_unified:
+        assert int(llama_cpp.llama_n_ctx_seq(backend._ctx)) == n_window
+
+
+def test_default_window_ends_where_training_did(make: MakeBackend, synth: SynthFactory) -> None:
+    backend = make(path=synth("test", n_ctx_train=500), ctx_per_seq=None)
+    assert backend.n_window == 512
+
+
+def test_sizes_are_read_back(make: MakeBackend) -> None:
+    assert make(n_batch=2**20).n_batch == N_SLOTS * 256
+    backend = make(n_batch=100, n_ubatch=512)
+    assert (backend.n_batch, int(llama_cpp.llama_n_ubatch(backend._ctx))) == (100, 100)
+    assert (backend.n_slots, backend.n_threads) == (N_SLOTS, 1)
+    assert int(llama_cpp.llama_n_threads(backend._ctx)) == 1
+
+
+@pytest.mark.parametrize("parallel", [1, 256])
+def test_fewest_and_most_slots_run(make: MakeBackend, parallel: int) -> None:
+    backend = make(parallel=parallel, n_batch=256)
+    bind_all(backend)
+    result = backend.run(StepPlan(tuple(chunk(i, 0) for i in range(parallel))))
+    assert (result.code, len(result.tokens)) == (0, parallel)
+
+
+@pytest.mark.parametrize("given", [{"n_batch": 1, "parallel": 1}, {"n_batch": 3}, {"n_ubatch": 1}])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_smallest_steps_run(make: MakeBackend, given: dict[str, Any], is_exact: bool) -> None:
+    with Engine(make(exact=is_exact, **given)) as engine:
+        found = streams(engine.run(["abc", "defgh", "i", "jk"], options=SHORT))
+    assert [reason for reason, _ in found] == ["length"] * 4
+
+
+def test_context_larger_than_llama_cpp_can_count_is_refused(make: MakeBackend) -> None:
+    with pytest.raises(ConfigError, match="parallel"):
+        make(parallel=256, n_batch=256, ctx_per_seq=2**24)
+
+
+def test_context_without_memory_says_what_to_do(
+    make: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_init_from_model", lambda model, params: None)
+    with pytest.raises(ModelLoadError, match=r"768 cells for 3 sequences.*ctx_per_seq"):
+        make()
+
+
+def test_cores_are_those_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5, 7}, raising=False)
+    for text, n_cores in (
+        ("max 100000\n", 4),
+        ("250000 100000\n", 2),
+        ("50000 100000\n", 1),
+        ("900000 100000\n", 4),
+        ("nonsense", 4),
+    ):
+        quota = tmp_path / "cpu.max"
+        quota.write_text(text)
+        monkeypatch.setattr(llama, "Path", lambda _, quota=quota: quota)
+        assert available_cores() == n_cores
+    monkeypatch.setattr(llama, "Path", lambda _: tmp_path / "none")
+    assert available_cores() == 4
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert available_cores() == 1
+
+
+# ---- what is left behind ----
+
+
+def test_memory_is_freed(test_model: Path) -> None:
+    script = """
+        import resource, sys
+        import cbatch
+        peaks = []
+        for _ in range(12):
+            with cbatch.load(sys.argv[1], parallel=64, n_threads=1) as engine:
+                engine.submit("Hi", options={"max_tokens": 2}).result()
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        print(peaks[-1] - peaks[3])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(test_model)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=ROOT,
+        check=True,
+    )
+    n_cells_kib = (
+        64 * 2048 * 2 * 2 * 32 * 2 // 1024
+    )  # slots × window × layers × (k, v) × width × f16
+    assert int(done.stdout) < n_cells_kib // 2
+
+
+def record_log_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list that gets every callback llama.cpp's log is set to."""
+    calls: list[object] = []
+    log_set = llama_cpp.llama_log_set
+
+    def record(callback: object, data: object) -> None:
+        calls.append(callback)
+
+    record.restype, record.argtypes = log_set.restype, log_set.argtypes  # type: ignore[attr-defined]
+    monkeypatch.setattr(llama_cpp, "llama_log_set", record)
+    return calls
+
+
+def test_log_is_handed_back_after_the_last_engine(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = record_log_calls(monkeypatch)
+    native_callback = llama_cpp._logger.llama_log_callback
+    one = load(test_model, parallel=1, n_threads=1)
+    two = load(test_model, parallel=1, n_threads=1)
+    one.close()
+    one.close()
+    assert native_callback not in calls
+    two.close()
+    assert calls[-1] is native_callback
+    assert calls.count(native_callback) == 1
+
+
+def test_failed_load_hands_the_log_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = record_log_calls(monkeypatch)
+    with pytest.raises(ModelLoadError):
+        load(tmp_path / "none.gguf")
+    assert calls[-1] is llama_cpp._logger.llama_log_callback
+
+
+def test_log_reaches_the_logger_of_cbatch(
+    test_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="cbatch.llama"):
+        load(test_model, parallel=1, n_threads=1).close()
+    assert any("llama_context" in r.message for r in caplog.records)
+    assert native.llama_log().drain() == []
+
+
+def test_llama_object_is_shared_and_outlives_the_engine(test_model: Path) -> None:
+    borrowed = llama_cpp.Llama(str(test_model), n_ctx=64, verbose=False)
+    with load(borrowed, parallel=2, n_threads=1) as engine:
+        [(reason, _)] = streams(engine.submit("Hi", options=SHORT))
+        assert reason == "length"
+    assert borrowed.tokenize(b"Hi")
+    borrowed.close()

@@ -1,0 +1,192 @@
+"""The exactness probe: what it finds where something is wrong, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cbatch.backend import probe as probe_module
+from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.native import llama_log
+from cbatch.backend.probe import BITWISE, probe
+from cbatch.backend.sampling import PythonStepper
+from cbatch.core.plan import StepResult
+from cbatch.engine import Engine, load
+from cbatch.options import EngineOptions
+from tests.runtime.backends import streams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from cbatch.core.plan import Chunk, Slot
+
+Touch = Callable[[Sequence["Chunk"], "Slot"], bool]
+
+
+@pytest.fixture(scope="module")
+def model(test_model: Path) -> Iterator[LlamaModel]:
+    llama_log().install()
+    opened = open_model(test_model, use_extra_bufts=False)
+    yield opened
+    opened.close()
+    llama_log().remove()
+
+
+def options(*, exact: bool = True, parallel: int = 17, **given: Any) -> EngineOptions:
+    return EngineOptions(
+        **{"ctx_per_seq": 1024, "n_threads": 1, "exact": exact, "parallel": parallel, **given}
+    )
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 17, 256])
+def test_exact_settings_are_bitwise_whatever_the_slots(model: LlamaModel, parallel: int) -> None:
+    assert probe(model, options(parallel=parallel)) == BITWISE
+
+
+@pytest.mark.parametrize("given", [{"ctx_per_seq": 1}, {"n_batch": 17}, {"n_ubatch": 16}])
+def test_small_windows_and_steps_are_probed_too(model: LlamaModel, given: dict[str, Any]) -> None:
+    assert probe(model, options(**given)) == BITWISE
+
+
+def test_nothing_is_promised_where_exactness_was_not_asked_for(model: LlamaModel) -> None:
+    found = probe(model, options(exact=False, flash_attn="off"))
+    assert found.startswith("not guaranteed: ")
+
+
+# ---- what is wrong is found ----
+
+
+def is_row_of(n_rows: int) -> Touch:
+    return lambda chunks, slot: len(chunks) == n_rows and all(len(c.tokens) == 1 for c in chunks)
+
+
+def has_prompt_of(n_tokens: int) -> Touch:
+    return lambda chunks, slot: any(len(c.tokens) == n_tokens for c in chunks)
+
+
+def is_merged(chunks: Sequence[Chunk], slot: Slot) -> bool:
+    return sum(len(c.tokens) > 1 for c in chunks) > 1
+
+
+def is_long_company(chunks: Sequence[Chunk], slot: Slot) -> bool:
+    return slot > 0 and any(c.slot == slot and c.start >= 512 for c in chunks)
+
+
+def replace_backend(monkeypatch: pytest.MonkeyPatch, touch: Touch) -> list[LlamaBackend]:
+    """Let the probe see logits that differ in their last bit where `touch` says so."""
+    made: list[LlamaBackend] = []
+
+    class Touched(LlamaBackend):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            made.append(self)
+
+        def logits(self, slot: Slot) -> NDArray[np.float32]:
+            found = super().logits(slot)
+            if touch(self._last_chunks, slot):
+                found[7] = np.nextafter(found[7], np.float32(np.inf))
+            return found
+
+    monkeypatch.setattr(probe_module, "LlamaBackend", Touched)
+    return made
+
+
+@pytest.mark.parametrize("width", [2, 7, 8, 9, 16])
+def test_last_bit_that_depends_on_the_width_is_found(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    made = replace_backend(monkeypatch, is_row_of(width))
+    found = probe(model, options())
+    assert f"with the width of a step ({width} rows against 1)" in found
+    assert "q8_0" in found
+    assert [backend._ctx for backend in made] == [None]
+
+
+@pytest.mark.parametrize(
+    ("touch", "words"),
+    [
+        (lambda chunks, slot: slot == 8, "with the width of a step"),
+        (is_merged, "when prompts are merged into one step"),
+        (has_prompt_of(70 % 33), "in chunks of 33"),
+        (has_prompt_of(72), "computed again as a prompt"),
+        (is_long_company, "when long prompts share a step"),
+    ],
+)
+def test_last_bit_that_depends_on_company_or_chunks_is_found(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, touch: Touch, words: str
+) -> None:
+    # a model whose logits do not depend on anything: what differs is what is touched
+    silence(monkeypatch)
+    replace_backend(monkeypatch, touch)
+    assert words in probe(model, options(exact=False, flash_attn="off"))
+
+
+def silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        LlamaBackend, "logits", lambda self, slot: np.ones(self.vocab.n_vocab, np.float32)
+    )
+
+
+def test_probe_that_finds_nothing_promises_nothing_without_exact(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)
+    found = probe(model, options(exact=False))
+    assert found.startswith("not guaranteed: the probe found no difference")
+    assert "exact=True" in found
+
+
+# ---- what stops it ----
+
+
+def test_probe_that_cannot_run_says_why(test_model: Path) -> None:
+    closed = open_model(test_model)
+    closed.close()
+    found = probe(closed, options())
+    assert found.startswith("not guaranteed: the probe could not run: ")
+    assert test_model.name in found
+
+
+def test_failing_decode_is_no_answer(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(PythonStepper):
+        n_runs = 0
+
+        def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+            self.n_runs += 1
+            return StepResult([], 0, -3) if self.n_runs > 4 else super().run(chunks, n_steps)
+
+    class Backend(LlamaBackend):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **{**given, "stepper": Failing})
+
+    monkeypatch.setattr(probe_module, "LlamaBackend", Backend)
+    found = probe(model, options())
+    assert found == "not guaranteed: the probe could not run: llama_decode returned -3"
+
+
+# ---- the engine's answer ----
+
+
+def test_probe_leaves_the_engine_s_requests_alone(test_model: Path) -> None:
+    given = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    with load(test_model, parallel=4, exact=True, n_threads=1) as engine:
+        expected = streams(engine.run(["a", "b", "c"], options=given))
+        response = engine.run(["a", "b", "c"], options=given)
+        assert engine.exactness == BITWISE
+        assert streams(response) == expected
+
+
+def test_exactness_is_asked_once() -> None:
+    from cbatch.backend.fake import FakeBackend
+
+    answers = iter(["bitwise"])
+    with Engine(FakeBackend(), exactness=lambda: next(answers)) as engine:
+        assert [engine.exactness, engine.exactness] == ["bitwise"] * 2
+    with Engine(FakeBackend()) as engine:
+        assert engine.exactness == "not guaranteed: this backend has no probe"

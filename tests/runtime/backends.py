@@ -1,0 +1,115 @@
+"""Fake backends that stop where a test wants them to, and the engines around them."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.fake import FakeBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.engine import Engine
+    from cbatch.response import BatchResponse, BatchResult
+
+PATIENCE_S = 60.0
+"""After this a test that hangs fails; no test waits for it to pass."""
+
+
+class GatedBackend(FakeBackend):
+    """Does one step a run, and stops before run number `hold_at` until it is let go."""
+
+    def __init__(self, *sizes: int, hold_at: int | None = None, **given: Any) -> None:
+        super().__init__(*sizes, **given)
+        self.hold_at = hold_at
+        self.n_runs = 0
+        self.n_interrupts = 0
+        self._held, self._go = threading.Event(), threading.Event()
+        self._is_armed = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.chunks:
+            if self.n_runs == self.hold_at:
+                self._held.set()
+                assert self._go.wait(PATIENCE_S)
+            self.n_runs += 1
+        super().interrupt()
+        return super().run(plan)
+
+    def interrupt(self) -> None:
+        self.n_interrupts += 1
+        super().interrupt()
+        if self._is_armed:
+            self._go.set()
+
+    def wait_until_held(self) -> None:
+        assert self._held.wait(PATIENCE_S)
+
+    def release(self) -> None:
+        self._go.set()
+
+    def release_when_asked(self) -> None:
+        """Go on when somebody interrupts: a command waits then."""
+        self._is_armed = True
+
+
+class FailingBackend(FakeBackend):
+    """Raises `error` in run number `fail_at`, before or after its work, and works otherwise."""
+
+    def __init__(
+        self, *sizes: int, error: BaseException, fail_at: int = 0, is_late: bool = False
+    ) -> None:
+        super().__init__(*sizes)
+        self.error, self.fail_at, self.is_late = error, fail_at, is_late
+        self.n_runs = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.n_runs += 1
+        if self.n_runs != self.fail_at + 1:
+            self.interrupt()
+            return super().run(plan)
+        if self.is_late:
+            super().run(plan)
+        raise self.error
+
+
+def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
+    """Start `work` in a thread; return what waits for its value, or raises what it raised."""
+    found: list[object] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "the thread hangs"
+        if errors:
+            raise errors[0]
+        return found[0]
+
+    return wait
+
+
+def owner_of(engine: Engine) -> threading.Thread:
+    thread = engine._loop._thread
+    assert thread is not None
+    return thread
+
+
+def all_results(response: BatchResponse) -> list[BatchResult]:
+    """The results, failed ones in place; fails rather than hangs."""
+    return response.results(timeout=PATIENCE_S, return_errors=True)
+
+
+def streams(response: BatchResponse) -> list[tuple[str, tuple[int, ...]]]:
+    """What each item gave: why it ended and its tokens."""
+    return [(r.finish_reason, r.token_ids) for r in all_results(response)]

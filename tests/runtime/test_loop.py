@@ -1,0 +1,292 @@
+"""The owner thread: commands between runs, no spinning, nobody forgotten at the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.core.driver import SequenceDriver
+from cbatch.errors import EngineClosedError, RequestCancelledError
+from cbatch.runtime.loop import Loop
+from cbatch.runtime.mailbox import Mailbox
+from tests.helpers import Rig, make_request, make_scheduler
+from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, in_thread
+
+if TYPE_CHECKING:
+    from cbatch.backend.fake import FakeBackend
+    from cbatch.core.plan import StepPlan
+
+
+@dataclass(eq=False)
+class LoopRig:
+    """A loop on a fake backend, counting its plans."""
+
+    loop: Loop
+    backend: FakeBackend
+    rig: Rig
+    n_plans: int = 0
+    boxes: list[Mailbox] = field(default_factory=list)
+
+    def submit(self, *ids: str, **options: Any) -> Mailbox:
+        """Queue one batch whose items are these ids."""
+        box = Mailbox(len(ids), lambda: self.loop.cancel(ids), None)
+        self.loop.routes.update((id, (box, i)) for i, id in enumerate(ids))
+        piece = self.backend.vocab.piece
+        self.loop.submit([SequenceDriver.of(make_request(id, **options), piece, 0.0) for id in ids])
+        return box
+
+
+def make_loop(backend: FakeBackend, *, is_threaded: bool = True) -> LoopRig:
+    rig = make_scheduler(backend.n_slots, backend.n_window, backend.n_batch)
+    made = LoopRig(Loop(backend, rig.scheduler, time.perf_counter), backend, rig)
+    plan = rig.scheduler.plan
+
+    def counted(now: float) -> StepPlan | None:
+        made.n_plans += 1
+        return plan(now)
+
+    rig.scheduler.plan = counted  # type: ignore[method-assign]
+    if is_threaded:
+        made.loop.start()
+    return made
+
+
+def owner(made: LoopRig) -> threading.Thread:
+    assert made.loop._thread is not None
+    return made.loop._thread
+
+
+@pytest.fixture
+def gated() -> Iterator[Callable[..., tuple[LoopRig, GatedBackend]]]:
+    made: list[tuple[LoopRig, GatedBackend]] = []
+
+    def make(hold_at: int | None = 0) -> tuple[LoopRig, GatedBackend]:
+        backend = GatedBackend(2, 64, 16, hold_at=hold_at)
+        made.append((make_loop(backend), backend))
+        return made[-1]
+
+    yield make
+    for rig, backend in made:
+        backend.release()
+        rig.loop.close()
+
+
+Make = Callable[..., tuple[LoopRig, GatedBackend]]
+
+
+def test_idle_loop_plans_once_for_each_command(gated: Make) -> None:
+    made, _ = gated(hold_at=None)
+    made.submit("a", max_tokens=3).wait(PATIENCE_S)
+    made.loop.call(int)
+    n_before, n_commands = made.n_plans, 200
+    for _ in range(n_commands):
+        made.loop.call(int)
+    assert made.n_plans - n_before <= n_commands + 1
+
+
+def test_idle_loop_wakes_for_a_request(gated: Make) -> None:
+    made, _ = gated(hold_at=None)
+    for id in "abc":
+        [result] = made.submit(id, max_tokens=2).wait(PATIENCE_S)
+        assert result.finish_reason == "length"
+
+
+def test_command_waits_for_the_run_and_comes_before_the_next(gated: Make) -> None:
+    made, backend = gated(hold_at=2)
+    box = made.submit("a", max_tokens=6)
+    backend.wait_until_held()
+    backend.release_when_asked()
+    assert made.loop.call(lambda: backend.n_runs) == 3
+    assert len(box.wait(PATIENCE_S)) == 1
+    assert backend.n_runs > 3
+
+
+def test_command_is_done_by_the_owner(gated: Make) -> None:
+    made, _ = gated(hold_at=None)
+    assert made.loop.call(threading.current_thread) is owner(made)
+
+
+def test_error_of_a_command_is_its_callers(gated: Make) -> None:
+    made, _ = gated(hold_at=None)
+    with pytest.raises(ZeroDivisionError):
+        made.loop.call(lambda: 1 // 0)
+    assert made.loop.call(int) == 0
+
+
+def test_submission_does_not_wait_for_the_run_and_asks_it_to_end(gated: Make) -> None:
+    made, backend = gated()
+    first = made.submit("a", max_tokens=9)
+    backend.wait_until_held()
+    n_interrupts = backend.n_interrupts
+    second = made.submit("b", max_tokens=2)
+    assert backend.n_interrupts == n_interrupts + 1
+    assert not backend.plans
+    backend.release()
+    assert [len(box.wait(PATIENCE_S)) for box in (first, second)] == [1, 1]
+    assert any(len(plan.chunks) == 2 for plan in backend.plans)
+
+
+def test_cancelled_waiting_request_answers_while_the_others_run(gated: Make) -> None:
+    made, backend = gated(hold_at=2)
+    box = made.submit("a", "b", "c")
+    backend.wait_until_held()
+    backend.release_when_asked()
+    assert made.loop.cancel(["c"]) == 1
+    first = box.next_result()
+    assert first is not None
+    assert first.id == "c"  # the others, long as they are, come later
+    assert isinstance(first.error, RequestCancelledError)
+
+
+def test_cancel_counts_what_was_in_flight(gated: Make) -> None:
+    made, backend = gated(hold_at=2)
+    made.submit("a", "b", "c")
+    backend.wait_until_held()
+    backend.release_when_asked()
+    assert made.loop.cancel(["a", "c", "x"]) == 2
+
+
+def test_routes_are_the_ids_in_flight(gated: Make) -> None:
+    made, backend = gated()
+    box = made.submit("a", "b", "c", max_tokens=2)
+    assert list(made.loop.routes) == ["a", "b", "c"]
+    backend.release()
+    box.wait(PATIENCE_S)
+    made.loop.call(int)
+    assert not made.loop.routes
+
+
+def test_unread_batch_is_delivered_once_an_item(
+    gated: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivered: list[Mailbox] = []
+    deliver = Mailbox.deliver
+
+    def count(box: Mailbox, *given: Any) -> None:
+        delivered.append(box)
+        deliver(box, *given)
+
+    monkeypatch.setattr(Mailbox, "deliver", count)
+    made, _ = gated(hold_at=None)
+    made.submit("a", max_tokens=30).wait(PATIENCE_S)
+    assert len(delivered) == 1
+
+
+# ---- the end ----
+
+
+def test_close_ends_the_thread_and_frees_the_backend_once(
+    gated: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, backend = gated(hold_at=2)
+    closed: list[threading.Thread] = []
+    monkeypatch.setattr(backend, "close", lambda: closed.append(threading.current_thread()))
+    box = made.submit("a", "b", "c")
+    backend.wait_until_held()
+    backend.release_when_asked()
+    made.loop.close()
+    made.loop.close()
+    assert closed == [owner(made)]
+    assert [r.finish_reason for r in box.wait(0)] == ["cancelled"] * 3
+
+
+def test_close_by_the_owner_ends_it_without_waiting_for_itself(gated: Make) -> None:
+    made, _ = gated(hold_at=None)
+    made.loop.call(made.loop.close)
+    owner(made).join(PATIENCE_S)
+    assert not owner(made).is_alive()
+
+
+def test_call_that_comes_as_the_loop_ends_is_done(
+    gated: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = gated(hold_at=None)
+    made.loop.close()
+    with pytest.raises(EngineClosedError):
+        made.loop.call(int)
+    monkeypatch.setattr(made.loop, "check_open", lambda: None)  # as if it had passed just before
+    assert in_thread(lambda: made.loop.call(int))() == 0
+
+
+def test_submissions_that_come_as_the_loop_ends_are_answered(
+    gated: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = gated(hold_at=None)
+    made.loop.close()
+    monkeypatch.setattr(made.loop, "check_open", lambda: None)
+    waits = [in_thread(partial(made.submit, f"a{i}", f"b{i}")) for i in range(8)]
+    for wait in waits:
+        results = wait().wait(PATIENCE_S)
+        assert [type(r.error) for r in results] == [RequestCancelledError] * 2
+    assert not made.loop.routes
+
+
+def test_failure_ends_every_request_and_those_that_come_later() -> None:
+    backend = FailingBackend(2, 64, 16, error=MemoryError("no more"), fail_at=1)
+    made = make_loop(backend)
+    box = made.submit("a", "b", "c")
+    for result in box.wait(PATIENCE_S):
+        assert isinstance(result.error, EngineClosedError)
+        assert result.error.__cause__ is backend.error
+    owner(made).join(PATIENCE_S)
+    with pytest.raises(EngineClosedError) as caught:
+        made.submit("d")
+    assert caught.value.__cause__ is backend.error
+    made.loop.close()
+
+
+def test_failing_owner_does_what_waits_for_it() -> None:
+    backend = GatedBackend(2, 64, 16, hold_at=1, broken=lambda _: 1 // 0)
+    backend.hold_at = 0
+    made = make_loop(backend)
+    made.submit("a")
+    backend.wait_until_held()
+    backend.release_when_asked()
+    assert made.loop.call(lambda: "done") == "done"
+    owner(made).join(PATIENCE_S)
+    made.loop.close()
+
+
+# ---- by hand ----
+
+
+def test_pump_says_whether_there_was_something_to_do() -> None:
+    made = make_loop(GatedBackend(2, 64, 16), is_threaded=False)
+    assert not made.loop.pump()
+    box = made.submit("a", max_tokens=2)
+    assert [made.loop.pump() for _ in range(2)] == [True, True]
+    assert [r.finish_reason for r in box.wait(0)] == ["length"]
+    while made.loop.pump():
+        pass
+    made.loop.close()
+    with pytest.raises(EngineClosedError):
+        made.loop.pump()
+
+
+def test_interrupted_run_is_done_anew_with_its_clears_and_binds() -> None:
+    backend = FailingBackend(2, 64, 16, error=KeyboardInterrupt())
+    made = make_loop(backend, is_threaded=False)
+    made.submit("a", max_tokens=3)
+    with pytest.raises(KeyboardInterrupt):
+        made.loop.pump()
+    made.loop.pump()
+    restored, again = backend.plans
+    assert (restored.clears, [b.slot for b in restored.binds]) == ((0, 1), [0])
+    assert [(c.slot, c.start) for c in again.chunks] == [(0, 0)]
+    made.loop.close()
+
+
+def test_any_other_exception_of_a_step_ends_the_engine() -> None:
+    backend = FailingBackend(2, 64, 16, error=ValueError("it broke"))
+    made = make_loop(backend, is_threaded=False)
+    box = made.submit("a")
+    with pytest.raises(EngineClosedError, match="it broke"):
+        made.loop.pump()
+    assert isinstance(box.wait(0)[0].error, EngineClosedError)
+    made.loop.close()

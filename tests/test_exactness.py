@@ -1,0 +1,184 @@
+"""`exact=True` on the real llama.cpp: a request's tokens and logits are the same bits alone and in company."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import pytest
+
+import cbatch
+from cbatch.backend.llama import LlamaBackend, output_row
+from cbatch.backend.model import open_model
+from cbatch.backend.native import NativeStepper
+from cbatch.engine import Engine
+from cbatch.errors import ConfigError
+from cbatch.messages import BatchPrompt
+from cbatch.options import EngineOptions
+from tests.runtime.backends import all_results
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cbatch.core.plan import Binding, Chunk, Slot, StepResult
+    from cbatch.response import BatchResult
+    from tests.conftest import SynthFactory
+
+N_PROMPTS, N_SLOTS, N_WINDOW = 48, 16, 1024
+LENGTHS = (3, 600)
+N_GREEDY, N_SAMPLED = 8, 8
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": N_GREEDY, "ignore_eos": True}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "max_tokens": N_SAMPLED, "ignore_eos": True}
+
+Rows = dict[tuple[int, int], bytes]
+"""Logits by (seed of the request, position of the token they stand after)."""
+
+
+class RecordingStepper(NativeStepper):
+    """Keeps the logits of every output, one step a run."""
+
+    def __init__(self, ctx: Any, **sizes: Any) -> None:
+        super().__init__(ctx, **sizes)
+        self.rows: Rows = {}
+        self.n_rows_max = 0
+        self._ctx, self._n_bytes = ctx, 4 * sizes["n_vocab"]
+        self._seeds: dict[Slot, int] = {}
+
+    def bind(self, binding: Binding) -> None:
+        super().bind(binding)
+        self._seeds[binding.slot] = binding.sampling.seed
+
+    def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+        result = super().run(chunks, 1)
+        self.n_rows_max = max(self.n_rows_max, len(chunks))
+        for i, chunk in enumerate(chunks):
+            if chunk.has_output and chunk.slot in self._seeds:
+                key = (self._seeds[chunk.slot], chunk.start + len(chunk.tokens) - 1)
+                assert key not in self.rows, "a token was computed twice"
+                self.rows[key] = self._row(output_row(chunks, i))
+        return result
+
+    def _row(self, i_row: int) -> bytes:
+        row = llama_cpp.llama_get_logits_ith(ctypes.cast(self._ctx, ctypes.c_void_p), i_row)
+        return ctypes.string_at(row, self._n_bytes)
+
+
+@dataclass
+class Exact:
+    """An engine that keeps its logits, and the prompts."""
+
+    engine: Engine
+    stepper: RecordingStepper
+    prompts: list[list[int]]
+
+    def take_rows(self) -> Rows:
+        rows, self.stepper.rows = self.stepper.rows, {}
+        return rows
+
+    def items(self, options: dict[str, Any], n: int = N_PROMPTS) -> list[BatchPrompt]:
+        """The shortest `n` prompts, shuffled; the seed tells them apart."""
+        items = [
+            BatchPrompt(tokens=tokens, id=f"p{i}", options={**options, "seed": i})
+            for i, tokens in enumerate(self.prompts[:n])
+        ]
+        random.Random(2).shuffle(items)
+        return items
+
+
+@pytest.fixture(scope="module", params=["q8_0", "q4_0"])
+def exact(request: pytest.FixtureRequest, synth: SynthFactory) -> Iterator[Exact]:
+    model = open_model(synth("exact", type=request.param), use_extra_bufts=False)
+    steppers: list[RecordingStepper] = []
+
+    def make_stepper(ctx: Any, **sizes: Any) -> RecordingStepper:
+        steppers.append(RecordingStepper(ctx, **sizes))
+        return steppers[-1]
+
+    options = EngineOptions(parallel=N_SLOTS, ctx_per_seq=N_WINDOW, exact=True)
+    backend = LlamaBackend(model, options, stepper=make_stepper)
+    dice, (low, high) = random.Random(1), LENGTHS
+    shares = [
+        (i / (N_PROMPTS - 1)) ** 3 for i in range(N_PROMPTS)
+    ]  # more short ones: they are cheap
+    lengths = [low + round(share * (high - low)) for share in shares]
+    prompts = [[dice.randrange(261, backend.vocab.n_vocab) for _ in range(n)] for n in lengths]
+    with Engine(backend) as engine:
+        yield Exact(engine, steppers[0], prompts)
+
+
+def test_logits_and_tokens_are_the_same_bits_alone_and_in_company(exact: Exact) -> None:
+    items = exact.items(GREEDY)
+    together = all_results(exact.engine.run(items))
+    rows_together = exact.take_rows()
+    assert exact.stepper.n_rows_max == N_SLOTS
+    alone = [all_results(exact.engine.run(item))[0] for item in items]
+    rows_alone = exact.take_rows()
+    assert tokens_of(together) == tokens_of(alone)
+    assert [key for key, row in rows_alone.items() if rows_together[key] != row] == []
+    assert len(rows_together) == len(rows_alone) == N_PROMPTS * N_GREEDY
+    check_that_equality_says_something(together)
+
+
+def check_that_equality_says_something(results: Sequence[BatchResult]) -> None:
+    """The answers differ from each other, and none is one token again and again."""
+    assert [len(r.token_ids) for r in results] == [N_GREEDY] * N_PROMPTS
+    assert len({r.token_ids for r in results}) == N_PROMPTS
+    assert all(len(set(r.token_ids)) > 1 for r in results)
+
+
+def test_seeded_sampling_gives_the_same_tokens_alone_and_in_company(exact: Exact) -> None:
+    items = exact.items(SAMPLED, n=16)
+    together = tokens_of(all_results(exact.engine.run(items)))
+    exact.take_rows()
+    alone = tokens_of([all_results(exact.engine.run(item))[0] for item in items])
+    exact.take_rows()
+    assert together == alone
+    greedy = tokens_of(all_results(exact.engine.run(exact.items(GREEDY, n=16))))
+    exact.take_rows()
+    assert sum(a != b for a, b in zip(together, greedy, strict=True)) > 12
+
+
+def tokens_of(results: Sequence[BatchResult]) -> list[tuple[int, ...]]:
+    assert [r.error for r in results] == [None] * len(results)
+    return [r.token_ids for r in results]
+
+
+# ---- what the probe says ----
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_0"])
+def test_exact_engine_says_bitwise(synth: SynthFactory, type: str) -> None:
+    path = synth("exact", type=type)
+    with cbatch.load(path, exact=True, parallel=N_SLOTS, ctx_per_seq=N_WINDOW) as engine:
+        assert engine.exactness == "bitwise"
+        assert len(engine.submit("Hello", options={"max_tokens": 3}).result().token_ids) == 3
+
+
+def test_exact_is_refused_for_f16_by_name(synth: SynthFactory) -> None:
+    with pytest.raises(ConfigError, match=r"exact=True .* f16 weights use another kernel"):
+        cbatch.load(synth("exact", type="f16"), exact=True, parallel=N_SLOTS, ctx_per_seq=N_WINDOW)
+
+
+def test_exact_is_refused_for_unified_memory_without_loading() -> None:
+    with pytest.raises(ConfigError, match="unified"):
+        cbatch.load("there is no such file", exact=True, kv="unified")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kv": "unified"}, "in unified KV the place of a cell changes the rounding"),
+        ({"kv": "unified", "flash_attn": "off"}, "in unified KV the place of a cell"),
+        ({}, "flash attention chooses its kernel by the shape of a step"),
+    ],
+    ids=["unified", "unified without flash attention", "default"],
+)
+def test_reason_is_told_where_exactness_does_not_hold(
+    synth: SynthFactory, settings: dict[str, Any], reason: str
+) -> None:
+    with cbatch.load(synth("exact"), ctx_per_seq=N_WINDOW, **settings) as engine:
+        assert engine.exactness.startswith("not guaranteed: logits change ")
+        assert reason in engine.exactness
