@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.messages import Prompt
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 CAPS = (3, 9, 5, 2, 7, 4)
 MakeEngine = Callable[..., Engine]
 

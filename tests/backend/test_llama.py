@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
+import cbatch
 from cbatch.backend import llama, native
 from cbatch.backend.llama import LlamaBackend, available_cores, output_row
 from cbatch.backend.model import open_model
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import SynthFactory
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 N_SLOTS, N_BATCH = 3, 64
 SHORT = {"max_tokens": 3, "ignore_eos": True}
 MakeBackend = Callable[..., LlamaBackend]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import llama_cpp
 import pytest
 
+import cbatch
 from cbatch.backend.gguf_check import check_file
 from cbatch.backend.model import open_model
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
@@ -18,7 +19,7 @@ from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 if TYPE_CHECKING:
     from tests.conftest import SynthFactory
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 
 
 def test_model_tells_what_it_is(test_model: Path) -> None:
