@@ -6,17 +6,22 @@ import secrets
 import threading
 import time
 import weakref
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import anyio
+import anyio.to_thread
+from anyio.lowlevel import current_token
 
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import Request, SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
-from cbatch.errors import ConfigError, RequestFailedError
+from cbatch.errors import ConfigError, EngineClosedError, RequestFailedError
 from cbatch.messages import BatchPrompt, Prompt, as_prompts, with_ids
 from cbatch.options import EngineOptions, RunOptions
 from cbatch.response import BatchResponse
@@ -25,59 +30,70 @@ from cbatch.runtime.mailbox import Mailbox
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
     from cbatch.backend import Backend, Vocab
 
 
+Exactness = Callable[[], str]
+"""Finds out what `Engine.exactness` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What an engine has once its model is loaded."""
+
+    backend: Backend
+    batcher: MultiRequestBatcher
+    loop: Loop
+    stats: EngineStats
+    exactness: Exactness | None
+
+
 class Engine:
     """Continuous batching over one backend; `cbatch.load` makes one from a model file.
 
-    Every method may be called from any thread. Use it as a context manager, or call `close`.
+    Every method may be called from any thread. Use it as a context manager, sync or async, or call `close`.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Backend | None = None,
         *,
         options: RunOptions | Mapping[str, Any] | None = None,
         threaded: bool = True,
-        exactness: Callable[[], str] | None = None,
+        opener: Callable[[], tuple[Backend, Exactness]] | None = None,
     ) -> None:
-        """Take over `backend`, which `close` frees.
+        """Take over `backend`, or what `opener` returns when it is first needed; `close` frees it.
 
         Args:
             backend: what computes; nobody else may use it from now on.
             options: defaults for every request of this engine.
             threaded: compute in a thread of its own; without, work is done by `step` and by waiting readers.
-            exactness: finds out what `Engine.exactness` says.
+            opener: loads a backend; returns it and what finds out its exactness.
 
         Raises:
             ConfigError: an option is wrong.
         """
-        self._backend = backend
         self._options = RunOptions.of(options)
-        self._exactness, self._exactness_found = exactness, ""
-        self._stats = EngineStats()
-        ledger = KvLedger(backend.n_slots, backend.n_window)
-        batcher = MultiRequestBatcher(ledger, partial(_tokenize, backend.vocab))
-        scheduler = ContinuousBatchScheduler(
-            batcher, backend.n_batch, self._stats, n_piece=backend.n_piece
-        )
-        self._batcher = batcher
-        self._loop = Loop(backend, scheduler, time.perf_counter)
         self._threaded = threaded
+        self._opener = opener
+        self._made: _Parts | None = None
+        self._opening = threading.RLock()
+        self._exactness_found = ""
         self._submitting = threading.Lock()
         self._n_runs = count()
-        self._finalizer = weakref.finalize(self, self._loop.close)
-        if threaded:
-            self._loop.start()
+        if backend is not None:
+            self._start(backend, None)
 
     def __repr__(self) -> str:
+        if self._made is None:
+            return "<Engine, not loaded>"
         return f"<Engine of {self.parallel} slots × {self.n_window} tokens>"
 
     def __enter__(self) -> Engine:
+        self.open()
         return self
 
     def __exit__(
@@ -87,6 +103,67 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    async def __aenter__(self) -> Engine:
+        await anyio.to_thread.run_sync(self.open)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.close)
+
+    def open(self) -> None:
+        """Load the model now; without this call, the first use does. Once it is loaded, no effect.
+
+        Raises:
+            ModelLoadError, ConfigError, IncompatibleLlamaError: see `load`.
+            EngineClosedError: it was closed before it was loaded.
+        """
+        with self._opening:
+            if self._made is not None:
+                return
+            if self._opener is None:
+                raise EngineClosedError("the engine was closed before it was loaded")
+            self._start(*self._opener())
+
+    def close(self) -> None:
+        """End every request and free the model. Running ones end `cancelled`, queued ones with an error."""
+        with self._opening:
+            self._opener = None
+        if self._made is not None:
+            self._finalizer()
+
+    def _start(self, backend: Backend, exactness: Exactness | None) -> None:
+        stats = EngineStats()
+        ledger = KvLedger(backend.n_slots, backend.n_window)
+        batcher = MultiRequestBatcher(ledger, partial(_tokenize, backend.vocab))
+        scheduler = ContinuousBatchScheduler(
+            batcher, backend.n_batch, stats, n_piece=backend.n_piece
+        )
+        loop = Loop(backend, scheduler, time.perf_counter)
+        self._finalizer = weakref.finalize(self, loop.close)
+        self._made = _Parts(backend, batcher, loop, stats, exactness)
+        if self._threaded:
+            loop.start()
+
+    @property
+    def _parts(self) -> _Parts:
+        if self._made is None:
+            self.open()
+        return cast("_Parts", self._made)
+
+    @property
+    def _loop(self) -> Loop:
+        return self._parts.loop
+
+    @property
+    def _backend(self) -> Backend:
+        return self._parts.backend
 
     @property
     def parallel(self) -> int:
@@ -105,8 +182,8 @@ class Engine:
         Found by a probe on the loaded model: asking the first time takes a few seconds.
         """
         if not self._exactness_found:
-            reason = "not guaranteed: this backend has no probe"
-            self._exactness_found = self._exactness() if self._exactness else reason
+            ask, reason = self._parts.exactness, "not guaranteed: this backend has no probe"
+            self._exactness_found = ask() if ask else reason
         return self._exactness_found
 
     def run(
@@ -168,10 +245,6 @@ class Engine:
         self._loop.check_open()
         return self._loop.pump()
 
-    def close(self) -> None:
-        """End every request and free the model. Running ones end `cancelled`, queued ones with an error."""
-        self._finalizer()
-
     def _driver(self, item: BatchPrompt, run_options: RunOptions, now: float) -> SequenceDriver:
         options = RunOptions.of(item.options).over(run_options)
         seed = secrets.randbits(32) if options.seed is None else options.seed
@@ -191,13 +264,18 @@ class Engine:
         ids = [d.request.id for d in drivers]
         pump = None if self._threaded else self._loop.pump
         # through self: a response keeps its engine from being collected
-        mailbox = Mailbox(len(ids), lambda: self._loop.cancel(ids), pump)
+        mailbox = Mailbox(
+            len(ids),
+            lambda: self._loop.cancel(ids),
+            pump,
+            lambda: self._loop.cancel_soon(ids),
+        )
         self._loop.routes.update((id, (mailbox, i)) for i, id in enumerate(ids))
         self._loop.submit(drivers)
         return BatchResponse(ids, mailbox)
 
     def _snapshot(self) -> EngineStats:
-        batcher, stats = self._batcher, self._stats
+        batcher, stats = self._parts.batcher, self._parts.stats
         return replace(
             stats,
             n_waiting=batcher.n_waiting,
@@ -226,6 +304,8 @@ def load(
 ) -> Engine:
     """Load a GGUF model and return an engine that runs `parallel` requests at once.
 
+    Loads here and now, but not in an event loop: there `async with` loads in a worker thread.
+
     Args:
         model: path of a GGUF file (of a split model, the first part), or a `llama_cpp.Llama` to share the model of.
         options: defaults for every request.
@@ -246,11 +326,22 @@ def load(
         ModelLoadError: no such file, damaged, or not a model that generates text.
         IncompatibleLlamaError: the installed llama-cpp-python does not fit.
     """
-    from cbatch.backend.load import (
-        load_backend,  # llama_cpp is slow to import: not before it is needed
-    )
+    opener = partial(_open_backend, model, EngineOptions.of(settings))
+    engine = Engine(options=options, threaded=threaded, opener=opener)
+    if not _is_in_event_loop():
+        engine.open()
+    return engine
 
-    engine_options = EngineOptions.of(settings)
-    run_options = RunOptions.of(options)
-    backend, exactness = load_backend(model, engine_options)
-    return Engine(backend, options=run_options, threaded=threaded, exactness=exactness)
+
+def _open_backend(model: Any, options: EngineOptions) -> tuple[Backend, Exactness]:
+    from cbatch.backend.load import load_backend  # llama_cpp is slow to import
+
+    return load_backend(model, options)
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        current_token()
+    except RuntimeError:
+        return False
+    return True

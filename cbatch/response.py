@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from cbatch.errors import BatchError, CBatchError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Sequence
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "window", "cancelled", "error"]
 """`stop`: end of generation, a stop string or a stop token; `length`: the cap; `window`: the slot's context is full."""
@@ -69,20 +71,91 @@ class Inbox(Protocol):
     def next_chunk(self) -> BatchOutputChunk | None:
         """Wait for the next chunk; None when every item has ended and been given out."""
 
+    async def next_chunk_async(self) -> BatchOutputChunk | None:
+        """Do as `next_chunk` does, in an event loop."""
+
     def next_result(self) -> BatchResult | None:
         """Wait for the next result in order of completion; None after the last."""
+
+    async def next_result_async(self) -> BatchResult | None:
+        """Do as `next_result` does, in an event loop."""
 
     def wait(self, timeout: float | None) -> list[BatchResult]:
         """Wait for every item and return the results in input order; TimeoutError after `timeout` seconds."""
 
+    async def wait_async(self) -> list[BatchResult]:
+        """Do as `wait` does, in an event loop."""
+
     def cancel(self) -> int:
         """Cancel the items that have not ended; return how many."""
+
+    def leave(self) -> None:
+        """Cancel what has not ended, without waiting for it."""
+
+
+class Reader(Generic[T]):
+    """Iterates over a batch, with `for` or `async for`; gives out each thing once.
+
+    Who leaves before the end cancels what has not ended: by `break`, an exception in the loop's body, a cancelled
+    task, `close`, or by dropping the reader.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[], T | None],
+        take_async: Callable[[], Awaitable[T | None]],
+        leave: Callable[[], None],
+    ) -> None:
+        self._take, self._take_async, self._leave = take, take_async, leave
+        self._has_ended = False
+
+    def __iter__(self) -> Reader[T]:
+        return self
+
+    def __aiter__(self) -> Reader[T]:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            taken = None if self._has_ended else self._take()
+        except BaseException:
+            self.close()
+            raise
+        if taken is None:
+            self._has_ended = True
+            raise StopIteration
+        return taken
+
+    async def __anext__(self) -> T:
+        try:
+            taken = None if self._has_ended else await self._take_async()
+        except BaseException:
+            self.close()
+            raise
+        if taken is None:
+            self._has_ended = True
+            raise StopAsyncIteration
+        return taken
+
+    def close(self) -> None:
+        """Leave. Twice is harmless, and so is leaving after the end."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._leave()
+
+    async def aclose(self) -> None:
+        """Leave, for `contextlib.aclosing`."""
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class BatchResponse:
     """A batch in flight. `ids` are known at once, in input order.
 
-    Iterate for chunks as they come, or call `results()`. One reader at a time; a chunk is given out once.
+    Iterate for chunks as they come (`for`, `async for`), call `results()`, or `await` it. One reader at a time; a
+    chunk is given out once. Who leaves an iteration early cancels the batch; see `Reader`.
     """
 
     def __init__(self, ids: Sequence[str], mailbox: Inbox) -> None:
@@ -92,12 +165,20 @@ class BatchResponse:
     def __repr__(self) -> str:
         return f"<BatchResponse of {len(self.ids)} items>"
 
-    def __iter__(self) -> Iterator[BatchOutputChunk]:
-        return iter(self._mailbox.next_chunk, None)
+    def __iter__(self) -> Reader[BatchOutputChunk]:
+        return self._chunks()
 
-    def as_completed(self) -> Iterator[BatchResult]:
-        """Yield every item's result as it ends, failed ones too; each once."""
-        return iter(self._mailbox.next_result, None)
+    def __aiter__(self) -> Reader[BatchOutputChunk]:
+        return self._chunks()
+
+    def __await__(self) -> Generator[Any, None, list[BatchResult]]:
+        """Wait for every item, as `results()` does. A task cancelled here cancels the batch."""
+        return self._gather().__await__()
+
+    def as_completed(self) -> Reader[BatchResult]:
+        """Return an iterator, for `for` or `async for`, over every item's result as it ends, failed ones too."""
+        box = self._mailbox
+        return Reader(box.next_result, box.next_result_async, box.leave)
 
     def results(
         self, *, timeout: float | None = None, return_errors: bool = False
@@ -119,9 +200,7 @@ class BatchResponse:
         except KeyboardInterrupt:
             self._mailbox.cancel()
             raise
-        if not return_errors and any(r.error is not None for r in results):
-            raise BatchError(results)
-        return results
+        return results if return_errors else _checked(results)
 
     def result(self, *, timeout: float | None = None) -> BatchResult:
         """Wait for the only item of a batch of one; its own error is raised, not a BatchError.
@@ -142,3 +221,21 @@ class BatchResponse:
     def cancel(self) -> int:
         """Cancel every item of this batch that has not ended; return how many."""
         return self._mailbox.cancel()
+
+    def _chunks(self) -> Reader[BatchOutputChunk]:
+        box = self._mailbox
+        return Reader(box.next_chunk, box.next_chunk_async, box.leave)
+
+    async def _gather(self) -> list[BatchResult]:
+        try:
+            results = await self._mailbox.wait_async()
+        except BaseException:
+            self._mailbox.leave()
+            raise
+        return _checked(results)
+
+
+def _checked(results: list[BatchResult]) -> list[BatchResult]:
+    if any(r.error is not None for r in results):
+        raise BatchError(results)
+    return results

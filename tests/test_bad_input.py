@@ -225,7 +225,7 @@ class Watched:
             stats.n_steps,
             stats.n_finished,
             dict(self.engine._loop.routes),
-            dict(self.engine._batcher.in_flight),
+            dict(self.engine._parts.batcher.in_flight),
         )
 
     def check_works(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
@@ -77,6 +77,11 @@ class Loop:
     def cancel(self, ids: Iterable[str]) -> int:
         """End requests by id; return how many were in flight. From any thread; waits for the current step."""
         return self.call(lambda: self._cancel(list(ids)))
+
+    def cancel_soon(self, ids: Sequence[str]) -> None:
+        """End requests before the next plan; does not wait, and a closed engine has ended them already."""
+        with suppress(EngineClosedError):
+            self._post(lambda: self._discard(ids))
 
     def step(self) -> bool:
         """Do the commands that wait and one run; False where there was nothing to compute. Owner thread."""
@@ -213,6 +218,9 @@ class Loop:
         n_cancelled = sum(self._scheduler.batcher.cancel(id, now) for id in ids)
         self._deliver(())
         return n_cancelled
+
+    def _discard(self, ids: Sequence[str]) -> None:
+        self._cancel(ids)
 
     def _mark_closed(self) -> None:
         self._is_closed = True

@@ -1,0 +1,316 @@
+"""The engine in event loops, asyncio and trio: iterating, awaiting, and every way of leaving."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+import cbatch
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
+from cbatch.errors import BatchError, EngineClosedError, ModelLoadError
+from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, all_results, streams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from cbatch.response import BatchResponse
+
+pytestmark = pytest.mark.anyio
+ENDLESS = {"ignore_eos": True}
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+async def patience() -> AsyncIterator[None]:
+    """Fail rather than hang."""
+    with anyio.fail_after(PATIENCE_S):
+        yield
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(FakeBackend(4, 128, 64)) as made:
+        yield made
+
+
+def small(n_slots: int = 2, n_window: int = 64) -> GatedBackend:
+    return GatedBackend(n_slots, n_window, 64)
+
+
+async def until_idle(engine: Engine) -> None:
+    """Wait until nothing runs or waits; the books must balance then."""
+    while engine._loop.routes:
+        await checkpoint()
+    stats = await anyio.to_thread.run_sync(engine.stats)
+    assert (stats.n_running, stats.n_waiting) == (0, 0)
+    engine._parts.batcher.ledger.check()
+
+
+async def collect(response: BatchResponse) -> dict[str, str]:
+    texts = dict.fromkeys(response.ids, "")
+    async for chunk in response:
+        texts[chunk.id] += chunk.text
+    return texts
+
+
+# ---- reading ----
+
+
+async def test_chunks_joined_are_the_awaited_texts(engine: Engine) -> None:
+    response = engine.run(["one", "two", "three", "four", "five"])
+    texts = await collect(response)
+    assert texts == {r.id: r.text for r in await response}
+
+
+async def test_each_item_has_one_last_chunk(engine: Engine) -> None:
+    response = engine.run(["a", "b", "c"], options={"max_tokens": 9})
+    ends = [c.id async for c in response if c.finish_reason]
+    assert sorted(ends) == response.ids
+
+
+async def test_tokens_are_those_of_the_sync_reader(engine: Engine) -> None:
+    prompts = [cbatch.BatchPrompt(prompt=p, options={"seed": 7}) for p in ("a", "bc", "def")]
+    by_thread = await anyio.to_thread.run_sync(partial(_done, engine, prompts))
+    response = engine.run(prompts)
+    await response
+    assert streams(response) == streams(by_thread)
+
+
+def _done(engine: Engine, prompts: list[cbatch.BatchPrompt]) -> BatchResponse:
+    response = engine.run(prompts)
+    response.results()
+    return response
+
+
+async def test_as_completed_gives_every_result_once(engine: Engine) -> None:
+    response = engine.run(["a", "b", "c"], options={"max_tokens": 5})
+    assert sorted([r.id async for r in response.as_completed()]) == response.ids
+
+
+async def test_awaiting_a_failed_item_raises_with_all_results(engine: Engine) -> None:
+    with pytest.raises(BatchError) as caught:
+        await engine.run(["x" * 500, "fine"])
+    assert [r.error is None for r in caught.value.results] == [False, True]
+
+
+async def test_readers_of_one_loop_share_the_slots(engine: Engine) -> None:
+    found: list[dict[str, str]] = []
+
+    async def read(i: int) -> None:
+        found.append(await collect(engine.run([f"{i} {j}" for j in range(3)])))
+
+    async with anyio.create_task_group() as tasks:
+        for i in range(8):
+            tasks.start_soon(read, i)
+    assert sum(map(len, found)) == 24
+
+
+async def test_a_slow_reader_gets_every_token_and_stops_nobody() -> None:
+    with Engine(FakeBackend(2, 128, 64), options={**ENDLESS, "max_tokens": 40}) as engine:
+        slow, quick = engine.submit("slow"), engine.submit("quick")
+        reader = aiter(slow)
+        first = await anext(reader)
+        assert len((await quick)[0].token_ids) == 40
+        await until_idle(engine)
+        rest = [c.token_ids async for c in reader]
+        assert len(first.token_ids) + sum(map(len, rest)) == 40
+
+
+async def test_one_wakeup_serves_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cbatch.runtime.bell import Bell
+
+    backend = GatedBackend(8, 64, 64, hold_at=1)
+    with Engine(backend, options={**ENDLESS, "max_tokens": 1}) as engine:
+        bell = Bell.here()
+        calls: list[object] = []
+        call_soon = bell._call_soon
+        monkeypatch.setattr(bell, "_call_soon", calls.append)
+        backend.hold_at = 0
+        responses = [engine.submit(str(i)) for i in range(8)]
+        await anyio.to_thread.run_sync(backend.wait_until_held)
+        async with anyio.create_task_group() as tasks:
+            for response in responses:
+                tasks.start_soon(collect, response)
+            await anyio.wait_all_tasks_blocked()
+            backend.release()
+            await anyio.to_thread.run_sync(partial(wait_for_end, engine))
+            assert len(calls) == 1
+            monkeypatch.setattr(bell, "_call_soon", call_soon)
+            bell._set_all()
+
+
+def wait_for_end(engine: Engine) -> None:
+    while engine._loop.routes:
+        engine.stats()
+
+
+async def test_engine_without_a_thread_works_in_a_loop() -> None:
+    with Engine(FakeBackend(2, 64, 32), threaded=False, options={"max_tokens": 6}) as engine:
+        response = engine.run(["a", "b", "c"])
+        texts = await collect(response)
+        assert texts == {r.id: r.text for r in await response}
+
+
+# ---- leaving ----
+
+
+async def test_break_frees_the_slots_and_keeps_the_partial_text() -> None:
+    with Engine(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
+        response = engine.run(["a", "b", "c"])
+        async for _ in response:
+            break
+        await until_idle(engine)
+        reasons = [r.finish_reason for r in response.results(return_errors=True)]
+        assert reasons == ["cancelled"] * 3
+
+
+async def test_an_exception_in_the_body_frees_the_slots() -> None:
+    with Engine(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
+        with pytest.raises(ZeroDivisionError):
+            await _fail_while_reading(engine.run(["a", "b", "c"]))
+        await until_idle(engine)
+
+
+async def _fail_while_reading(response: BatchResponse) -> None:
+    async for _ in response:
+        raise ZeroDivisionError
+
+
+async def test_closing_the_reader_frees_the_slots() -> None:
+    with Engine(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
+        async with aclosing(aiter(engine.run(["a", "b", "c"]))) as reader:
+            await anext(reader)
+        await until_idle(engine)
+        with pytest.raises(StopAsyncIteration):
+            await anext(reader)
+
+
+@pytest.mark.parametrize("way", ["await", "iterate", "as_completed"])
+async def test_a_cancelled_task_frees_the_slots(way: str) -> None:
+    async def read(response: BatchResponse) -> None:
+        if way == "await":
+            await response
+        elif way == "iterate":
+            await collect(response)
+        else:
+            [r async for r in response.as_completed()]
+
+    with Engine(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
+        response = engine.run(["a", "b", "c"])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read, response)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+        await until_idle(engine)
+        assert {r.finish_reason for r in all_results(response)} == {"cancelled"}
+
+
+async def test_leaving_one_batch_leaves_others_their_tokens() -> None:
+    with Engine(FakeBackend(4, 256, 64), options={**ENDLESS, "seed": 3}) as engine:
+        alone = (await engine.submit("b", options={"max_tokens": 50}))[0].token_ids
+        leaving = engine.submit("a")
+        staying = engine.submit("b", options={"max_tokens": 50})
+        async for _ in leaving:
+            break
+        assert (await staying)[0].token_ids == alone
+
+
+async def test_two_hundred_that_vanish_leave_nothing() -> None:
+    with Engine(FakeBackend(4, 100_000, 64), options=ENDLESS) as engine:
+        await collect(engine.submit("warm", options={"max_tokens": 2}))
+        n_threads, n_files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+        async def vanish(i: int) -> None:
+            n_read = 0
+            async for _ in engine.run([f"{i}a", f"{i}b"]):
+                n_read += 1
+                if n_read == 3:
+                    return
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(200):
+                tasks.start_soon(vanish, i)
+        await until_idle(engine)
+        gc.collect()
+        assert threading.active_count() <= n_threads + 1  # anyio keeps a worker of its own
+        assert len(os.listdir("/proc/self/fd")) <= n_files
+
+
+async def test_close_ends_everyone_who_waits() -> None:
+    engine = Engine(FakeBackend(2, 100_000, 64), options=ENDLESS)
+    ends: list[Any] = []
+
+    async def read(response: BatchResponse) -> None:
+        ends.extend([c.finish_reason async for c in response if c.finish_reason])
+
+    async with anyio.create_task_group() as tasks:
+        for prompts in (["a", "b"], ["c", "d"]):
+            tasks.start_soon(read, engine.run(prompts))
+        await anyio.wait_all_tasks_blocked()
+        await anyio.to_thread.run_sync(engine.close)
+    assert ends == ["cancelled"] * 4
+
+
+async def test_a_failing_backend_ends_everyone_who_waits() -> None:
+    broken = RuntimeError("broken")
+    with Engine(FailingBackend(2, 64, 64, error=broken, fail_at=2), options=ENDLESS) as engine:
+        with pytest.raises(BatchError) as caught:
+            await engine.run(["a", "b", "c"])
+        assert all(isinstance(r.error, EngineClosedError) for r in caught.value.results)
+
+
+# ---- loading ----
+
+
+async def test_loads_and_closes_in_a_worker_thread(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cbatch.backend import load
+
+    threads: list[threading.Thread] = []
+    real = load.load_backend
+
+    def observed(*given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return real(*given)
+
+    monkeypatch.setattr(load, "load_backend", observed)
+    async with cbatch.load(test_model, parallel=2, ctx_per_seq=256, n_threads=1) as engine:
+        assert [t is threading.main_thread() for t in threads] == [False]
+        [result] = await engine.submit("Hi", options={"max_tokens": 4, **ENDLESS})
+        assert len(result.token_ids) == 4
+    with pytest.raises(EngineClosedError):
+        engine.run("Hi")
+
+
+async def test_a_missing_model_raises_where_the_engine_is_entered(tmp_path: Path) -> None:
+    later = cbatch.load(tmp_path / "none.gguf")
+    with pytest.raises(ModelLoadError):
+        async with later:
+            pass
+
+
+async def test_a_wrong_setting_raises_at_once() -> None:
+    with pytest.raises(cbatch.ConfigError):
+        cbatch.load("model.gguf", parallel=0)
+
+
+async def test_an_engine_closed_before_it_was_loaded_says_so(test_model: Path) -> None:
+    engine = cbatch.load(test_model)
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.run("Hi")
