@@ -171,18 +171,17 @@ class ContinuousBatchScheduler:
 def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
     """Share `budget` tokens among newcomers that want `wanted`, the oldest first in the list.
 
-    The oldest gets up to half, so that its first token does not wait for the others' prompts; the rest is shared
-    equally, so that short prompts pass long ones; what is left over goes back to the oldest.
-    Odd tokens go to the older of two equals, so that equals stay in order. Below two tokens a head somebody may get 0.
+    The oldest gets up to half, so nobody waits for ever behind shorter prompts; the rest goes to the shortest first,
+    whole as far as it lasts, so short prompts pass long ones and equals stay in order; what is left over goes back to
+    the oldest. Few long chunks are computed faster than many short ones of as many tokens; see docs/performance.md.
     """
     shares = [0] * len(wanted)
     if not wanted:
         return shares
     shares[0] = min(wanted[0], (budget + 1) // 2)
     left = budget - shares[0]
-    by_size = sorted(range(1, len(wanted)), key=lambda i: wanted[i])
-    for n_before, i in enumerate(by_size):
-        shares[i] = min(wanted[i], -(-left // (len(by_size) - n_before)))
+    for i in sorted(range(1, len(wanted)), key=lambda i: wanted[i]):
+        shares[i] = min(wanted[i], left)
         left -= shares[i]
     shares[0] += min(wanted[0] - shares[0], left)
     return shares
