@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
+from cbatch.core.driver import Status
 from cbatch.core.plan import Slot, StepPlan
 from cbatch.errors import EngineClosedError
 
@@ -234,7 +235,9 @@ class Loop:
     def _end_requests(self) -> None:
         batcher, now = self._scheduler.batcher, self._clock()
         for id, driver in list(batcher.in_flight.items()):
-            if self._error is None:
+            if driver.status is Status.FINISHED:  # an error struck between its end and its leaving
+                batcher.retire(driver)
+            elif self._error is None:
                 batcher.cancel(id, now)
             else:
                 driver.finish("error", now, self._failure())

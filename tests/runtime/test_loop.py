@@ -290,3 +290,20 @@ def test_any_other_exception_of_a_step_ends_the_engine() -> None:
         made.loop.pump()
     assert isinstance(box.wait(0)[0].error, EngineClosedError)
     made.loop.close()
+
+
+def test_failure_between_an_end_and_its_leaving_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make_loop(GatedBackend(2, 64, 16), is_threaded=False)
+
+    def fail_once(driver: SequenceDriver) -> None:
+        monkeypatch.undo()
+        raise ValueError(f"{driver.request.id} cannot leave")
+
+    monkeypatch.setattr(made.loop._scheduler.batcher, "retire", fail_once)
+    box = made.submit("a", "b", max_tokens=1)
+    with pytest.raises(EngineClosedError, match="a cannot leave"):
+        made.loop.pump()
+    assert [r.finish_reason for r in box.wait(0)] == ["length", "error"]
+    made.loop.close()
