@@ -272,7 +272,7 @@ def _n_piece(n_batch: int, options: EngineOptions) -> int:
 def _make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
     params = llama_cpp.llama_context_default_params()
     params.n_seq_max = options.parallel
-    params.n_ctx = _n_ctx(model, options)
+    params.n_ctx = context_cells(model, options)
     params.n_batch = options.n_batch
     params.n_outputs_max = options.parallel
     params.n_ubatch = min(options.n_ubatch, options.n_batch)
@@ -291,7 +291,7 @@ def _make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> 
     return ctx
 
 
-def _n_ctx(model: LlamaModel, options: EngineOptions) -> int:
+def context_cells(model: LlamaModel, options: EngineOptions) -> int:
     """Return the cells in total: every slot's window rounded up as llama.cpp does it."""
     asked = options.n_ctx // options.parallel if options.n_ctx else options.ctx_per_seq
     window = asked or min(model.n_ctx_train or DEFAULT_WINDOW, DEFAULT_WINDOW)

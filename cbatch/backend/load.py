@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
 from cbatch.backend.aside import run_aside
-from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.llama import LlamaBackend, context_cells
 from cbatch.backend.model import LlamaModel, open_model
 from cbatch.backend.native import handshake, llama_log
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cbatch.options import EngineOptions
 
@@ -33,9 +35,57 @@ def load_backend(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Call
     return run_aside(partial(_load, model, options))
 
 
+def describe_model(
+    model: str | os.PathLike[str], options: EngineOptions, *, asks_probe: bool
+) -> dict[str, Any]:
+    """Return what a model file is and what a slot would hold, as JSON values; no context of that size is made.
+
+    Args:
+        model: path of a GGUF file.
+        options: those that `load_backend` would get.
+        asks_probe: find out the exactness too, which computes for some seconds; None in its place without.
+
+    Raises:
+        ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
+        ConfigError: more cells than llama.cpp can count.
+    """
+    if not asks_probe:  # nothing is computed: leave the weights in the file
+        options = replace(options, exact=True, kv="auto", flash_attn="auto", n_gpu_layers=0)
+    return run_aside(partial(_describe, model, options, asks_probe))
+
+
+def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str, Any]:
+    with _opened(model, options) as loaded, closing(loaded):
+        n_cells = context_cells(loaded, options)
+        return {
+            "path": loaded.name,
+            "name": loaded.metadata.get("general.name", ""),
+            "architecture": loaded.architecture,
+            "file_type": loaded.file_type,
+            "n_bytes": os.path.getsize(model),
+            "n_params": int(llama_cpp.llama_model_n_params(loaded.pointer)),
+            "n_ctx_train": loaded.n_ctx_train,
+            "has_chat_template": "tokenizer.chat_template" in loaded.metadata,
+            "n_vocab": loaded.vocab.n_vocab,
+            "end_tokens": list(loaded.vocab.end_tokens),
+            "sampling_defaults": dict(loaded.sampling_defaults),
+            "parallel": options.parallel,
+            "n_window": n_cells // options.parallel,
+            "n_cells": n_cells,
+            "exactness": probe(loaded, options) if asks_probe else None,
+        }
+
+
 def _load(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Callable[[], str]]:
     if not isinstance(model, str | os.PathLike | llama_cpp.Llama):
         raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
+    with _opened(model, options) as loaded:
+        return _make_backend(loaded, options)
+
+
+@contextmanager
+def _opened(model: Any, options: EngineOptions) -> Iterator[LlamaModel]:
+    """Open a model and keep llama.cpp's log meanwhile; where the block fails, close it."""
     handshake()
     log = llama_log()
     log.install()
@@ -50,7 +100,7 @@ def _load(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Callable[[]
             recent_errors=log.drain,
         )
         try:
-            return _make_backend(loaded, options)
+            yield loaded
         except BaseException:
             loaded.close()
             raise

@@ -2,18 +2,35 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 import typer
 
 import cbatch
 from cbatch.cli.lines import check_target, is_pipe, open_target, read_prompts, write_result
 from cbatch.cli.main import ExitCode, say
+from cbatch.cli.options import (
+    ChatTemplate,
+    CtxPerSeq,
+    Exact,
+    GpuLayers,
+    IgnoreEos,
+    MaxTokens,
+    MinP,
+    ModelPath,
+    NCtx,
+    Parallel,
+    Seed,
+    Stop,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    option,
+    said,
+)
 from cbatch.cli.progress import Progress, View, choose_view
 from cbatch.options import EngineOptions, RunOptions
-
-_MODEL = "Model"
-_EVERY = "Every request, where its line says nothing"
 
 
 def run(
@@ -24,93 +41,43 @@ def run(
     *,
     output: Annotated[
         Path,
-        typer.Option(
+        option(
             "--output",
             "-o",
             metavar="OUT.jsonl",
             help="Where answers go, one a line as they complete; - is stdout.",
         ),
     ],
-    model: Annotated[
-        Path,
-        typer.Option("--model", "-m", help="A GGUF file.", rich_help_panel=_MODEL),
-    ],
-    parallel: Annotated[
-        int, typer.Option(help="Slots: requests that run at once.", rich_help_panel=_MODEL)
-    ] = EngineOptions.parallel,
-    ctx_per_seq: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens, prompt and answer, that one slot holds (2048, or what the model was trained for).",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    n_ctx: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of all slots together, instead of --ctx-per-seq.", rich_help_panel=_MODEL
-        ),
-    ] = None,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact",
-            help="Promise answers that do not depend on company, or refuse.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="Threads (the cores it may use).", rich_help_panel=_MODEL),
-    ] = None,
-    gpu_layers: Annotated[
-        int | None,
-        typer.Option(help="Layers on the GPU (llama.cpp's default: all).", rich_help_panel=_MODEL),
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help='"chatml" or Jinja, instead of the model\'s own.', rich_help_panel=_MODEL
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of an answer.", rich_help_panel=_EVERY)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.", rich_help_panel=_EVERY)
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="0 keeps all.", rich_help_panel=_EVERY)] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Keep the likeliest with this share.", rich_help_panel=_EVERY),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Drop what is below this share of the likeliest.", rich_help_panel=_EVERY
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="For answers that repeat.", rich_help_panel=_EVERY)
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="Text that ends an answer; may be given again.", rich_help_panel=_EVERY),
-    ] = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Go on past the model's end.", rich_help_panel=_EVERY),
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
+    model: ModelPath,
+    parallel: Parallel = EngineOptions.parallel,
+    ctx_per_seq: CtxPerSeq = None,
+    n_ctx: NCtx = None,
+    exact: Exact = False,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    chat_template: ChatTemplate = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    force: Annotated[bool, option("--force", help="Replace an existing output.")] = False,
+    quiet: Annotated[bool, option("--quiet", "-q", help="No progress, no summary.")] = False,
 ) -> None:
     """Answer every request of a batch file.
 
-    A line: {"id": "a", "messages": [{"role": "user", "content": "Hi"}], "options": {"max_tokens": 9}};
-    instead of messages, prompt (text) or tokens (ids); id and options may be left out.
+    A line: {"id": "a", "messages": [{"role": "user", "content": "Hi"}],
+    "options": {"max_tokens": 9}}; instead of messages, prompt (text) or tokens
+    (ids); id and options may be left out. A line's options come before those
+    given here.
+
+    Example: cbatch run chats.jsonl -m model.gguf -o answers.jsonl --max-tokens 64
     """
     options = RunOptions.of(
-        _said(
+        said(
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -121,7 +88,7 @@ def run(
             ignore_eos=ignore_eos or None,
         )
     )
-    settings = _said(
+    settings = said(
         parallel=parallel,
         ctx_per_seq=ctx_per_seq,
         n_ctx=n_ctx,
@@ -154,8 +121,3 @@ def answer(
             write_result(file, result)
             progress.count(has_failed=result.error is not None)
     return progress.n_failed
-
-
-def _said(**values: Any) -> dict[str, Any]:
-    """Return the values that were given."""
-    return {name: value for name, value in values.items() if value is not None}

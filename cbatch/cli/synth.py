@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cbatch.cli.main import say
+from cbatch.cli.options import option
 from cbatch.errors import ConfigError
 
 
@@ -14,16 +15,19 @@ def synth(
     output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="Where the model goes.")],
     *,
     shape: Annotated[
-        str, typer.Option(help="test (0.2 MB), exact (14 MB), tiny (22 MB) or small (330 MB).")
+        str, option(help="test (0.2 MB), exact (14 MB), tiny (22 MB) or small (330 MB).")
     ] = "test",
     type: Annotated[
         str | None,
-        typer.Option(help="Weights: f32, f16, q8_0 or q4_0 (the shape's: q8_0)."),
+        option(help="Weights: f32, f16, q8_0 or q4_0.", default="the shape's: q8_0"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights.", min=0)] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    seed: Annotated[int, option(help="Of the weights.", min=0)] = 0,
+    force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a model with random weights, which answers with nonsense at the speed of a real one."""
+    """Write a model with random weights, which answers with nonsense at the speed of a real one.
+
+    Example: cbatch synth model.gguf --shape tiny
+    """
     from cbatch.bench.synth import SHAPES, write_model  # numpy is slow to import
 
     if shape not in SHAPES:

@@ -38,12 +38,12 @@ def invoke(*args: object) -> Done:
     return Done(result.exit_code, result.stdout, result.stderr)
 
 
-def start(*args: object) -> subprocess.Popen[bytes]:
+def start(*args: object, stdin: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
     """Start a command in a process of its own, on the cbatch that this one has imported."""
     package = Path(str(cbatch.__file__)).parent
     return subprocess.Popen(
         [sys.executable, "-m", "cbatch.cli", *map(str, args)],
-        stdin=subprocess.PIPE,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=package.parent,

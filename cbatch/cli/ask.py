@@ -1,0 +1,227 @@
+"""`cbatch ask`: one answer as it comes, or a conversation."""
+
+import os
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import closing, suppress
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import cbatch
+from cbatch.cli.main import ExitCode, say
+from cbatch.cli.options import (
+    ChatTemplate,
+    CtxPerSeq,
+    GpuLayers,
+    IgnoreEos,
+    MaxTokens,
+    MinP,
+    ModelPath,
+    Seed,
+    Stop,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    option,
+    said,
+)
+from cbatch.options import EngineOptions, RunOptions
+
+
+def ask(
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The question; - is stdin.")
+    ] = None,
+    *,
+    model: ModelPath,
+    interactive: Annotated[
+        bool, option("--interactive", "-i", help="Go on asking; an empty line ends.")
+    ] = False,
+    system: Annotated[
+        str | None, option(help="What the model is told before.", default="nothing")
+    ] = None,
+    ctx_per_seq: CtxPerSeq = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    chat_template: ChatTemplate = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+) -> None:
+    """Answer one question as a chat; the answer goes to stdout as it comes.
+
+    Without a question it is read from stdin. Ctrl-C ends the command; with -i
+    it ends the answer only, and what there is of it stays in the conversation.
+
+    Example: cbatch ask "Why is the sky blue?" -m model.gguf --max-tokens 64
+    """
+    options = RunOptions.of(
+        said(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop or None,
+            ignore_eos=ignore_eos or None,
+        )
+    )
+    settings = said(
+        parallel=1,
+        ctx_per_seq=ctx_per_seq,
+        n_threads=threads,
+        n_gpu_layers=gpu_layers,
+        chat_template=chat_template,
+    )
+    EngineOptions.of(settings)
+    question = "" if interactive and prompt is None else _first_question(prompt)
+    with _open(model, options, settings) as engine:
+        conversation = Conversation(engine, system)
+        try:
+            talk = _converse if interactive else _show
+            n_failed = talk(conversation, question)
+        except KeyboardInterrupt:
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+    if n_failed:
+        raise typer.Exit(ExitCode.SOME_FAILED)
+
+
+class Conversation:
+    """What was said so far, and the engine that goes on with it."""
+
+    def __init__(self, engine: cbatch.Engine, system: str | None = None) -> None:
+        self._engine = engine
+        self.messages: list[Mapping[str, str]] = []
+        if system is not None:
+            self._add("system", system)
+
+    def answer(self, question: str) -> Generator[str, None, None]:
+        """Yield the answer as it comes. What came is kept, also when the reader leaves; a question without is not.
+
+        Raises:
+            RequestError: it cannot be answered.
+        """
+        parts: list[str] = []
+        self._add("user", question)
+        try:
+            response = self._engine.submit(self.messages)
+            with closing(iter(response)) as chunks:
+                for text in (chunk.text for chunk in chunks if chunk.text):
+                    parts.append(text)
+                    yield text
+            response.result()
+        finally:
+            self._keep("".join(parts))
+
+    def _keep(self, text: str) -> None:
+        if text:
+            self._add("assistant", text)
+        else:
+            self.messages.pop()
+
+    def _add(self, role: str, content: str) -> None:
+        self.messages.append({"role": role, "content": content})
+
+
+def _open(model: object, options: RunOptions, settings: Mapping[str, Any]) -> cbatch.Engine:
+    with Console(stderr=True).status(f"loading {model}"):  # seen on a terminal only
+        return cbatch.load(model, options=options, **settings)
+
+
+def _converse(conversation: Conversation, question: str) -> int:
+    """Answer questions until there are no more; return how many failed."""
+    n_failed = 0
+    question = question or _next_question()
+    while question:
+        with suppress(KeyboardInterrupt):
+            n_failed += _show(conversation, question)
+        question = _next_question()
+    return n_failed
+
+
+def _show(conversation: Conversation, question: str) -> int:
+    """Write an answer to stdout as it comes, or an error to stderr; return how many failed."""
+    try:
+        _stream(conversation, question)
+    except cbatch.RequestError as error:
+        say(f"cbatch: {_advice(error)}")
+        return 1
+    return 0
+
+
+def _stream(conversation: Conversation, question: str) -> None:
+    end = ""
+    try:
+        with closing(conversation.answer(question)) as parts:
+            for text in parts:
+                end = "" if text.endswith("\n") else "\n"
+                _write(text)
+    finally:
+        _write(end)
+
+
+def _write(text: str) -> None:
+    """Write to stdout at once; a reader who has left ends the command."""
+    try:
+        sys.stdout.buffer.write(text.encode(errors="replace"))
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        # What is left in the buffer goes nowhere. Source: Python's docs, note on SIGPIPE in `signal`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(ExitCode.DONE) from None
+
+
+def _advice(error: cbatch.RequestError) -> str:
+    has_no_template = str(error).startswith("this model has no chat template")
+    if has_no_template:
+        return "this model has no chat template: give one, such as --chat-template chatml"
+    return str(error)
+
+
+def _first_question(prompt: str | None) -> str:
+    if prompt is None or prompt == "-":
+        if sys.stdin.isatty():
+            say("cbatch: type the question; Ctrl-D on a line of its own ends it")
+        prompt = _decode(sys.stdin.buffer.read())
+    if not prompt.strip():
+        raise cbatch.ConfigError("the question is empty: give a PROMPT, or text on stdin")
+    return prompt
+
+
+def _next_question() -> str:
+    """Return the next line that was asked; empty at the end, and for an empty line."""
+    if not sys.stdin.isatty():
+        return _decode(sys.stdin.buffer.readline()).strip()
+    try:
+        return _prompted().strip()
+    except EOFError:
+        say("")  # the terminal is in the middle of a line
+        return ""
+    except KeyboardInterrupt:
+        say("")
+        raise
+
+
+def _prompted() -> str:
+    if not sys.stdout.isatty():  # where `input` would put the prompt between the answers
+        typer.echo("> ", err=True, nl=False)
+        return input()
+    with suppress(ImportError):
+        import readline  # noqa: F401  # `input` edits lines with it
+    return input("> ")
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise cbatch.ConfigError(f"<stdin>: not UTF-8: {error.reason}") from error

@@ -1,0 +1,79 @@
+"""`cbatch info`: what a model file is, and what a slot would hold."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cbatch.cli.options import CtxPerSeq, Parallel, Threads, option, said
+from cbatch.options import EngineOptions
+
+_MIB = 2**20
+
+
+def info(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.")],
+    *,
+    parallel: Parallel = EngineOptions.parallel,
+    ctx_per_seq: CtxPerSeq = None,
+    exactness: Annotated[
+        bool,
+        option(
+            "--exactness", help="Compute whether answers depend on company; takes some seconds."
+        ),
+    ] = False,
+    exact: Annotated[
+        bool, option("--exact", help="The same, for a model loaded with exact=True.")
+    ] = False,
+    threads: Threads = None,
+    json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
+) -> None:
+    """Tell what a model file is, and what each slot would hold.
+
+    Example: cbatch info model.gguf --parallel 8
+    """
+    settings = said(parallel=parallel, ctx_per_seq=ctx_per_seq, exact=exact, n_threads=threads)
+    options = EngineOptions.of(settings)
+    from cbatch.backend.load import describe_model  # llama_cpp is slow to import
+
+    found = describe_model(model, options, asks_probe=exactness or exact)
+    _print(_as_json(found) if json else as_text(found))
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """Return aligned lines of what `describe_model` found."""
+    return "\n".join(f"{name:<13}  {' '.join(value.split())}" for name, value in _rows(found))
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    n_window, n_cells = found["n_window"], found["n_cells"]
+    yield "name", found["name"] or "not said"
+    yield "architecture", found["architecture"]
+    yield "file type", found["file_type"]
+    yield "file size", f"{found['n_bytes']:,} bytes ({found['n_bytes'] / _MIB:,.1f} MiB)"
+    yield "parameters", f"{found['n_params']:,}"
+    yield "trained for", f"{found['n_ctx_train']:,} tokens"
+    yield "chat template", "yes" if found["has_chat_template"] else "none: give --chat-template"
+    yield "vocabulary", f"{found['n_vocab']:,} tokens"
+    yield "end tokens", _listed(map(str, found["end_tokens"]))
+    yield "sampling", _listed(f"{k} {v:g}" for k, v in found["sampling_defaults"].items())
+    yield "slots", f"{found['parallel']}"
+    yield "window", f"{n_window:,} cells per slot, {n_cells:,} in all"
+    if found["exactness"] is not None:
+        yield "exactness", found["exactness"]
+
+
+def _listed(words: Iterator[str]) -> str:
+    return ", ".join(words) or "not said"
+
+
+def _as_json(found: Mapping[str, Any]) -> str:
+    return json.dumps(found, ensure_ascii=False)
+
+
+def _print(text: str) -> None:
+    sys.stdout.buffer.write(text.encode(errors="replace") + b"\n")
+    sys.stdout.buffer.flush()

@@ -1,0 +1,95 @@
+"""The options that several commands have, declared once, and how their values reach the library."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_MODEL = "Model"
+_ANSWERS = "Answers"
+
+
+def option(
+    *names: str, help: str, panel: str | None = None, default: str | None = None, **more: Any
+) -> Any:
+    """Declare an option; how it is called in the environment stands in the root's help, not beside each.
+
+    Args:
+        names: "--name" and "-n"; none for the parameter's own.
+        help: what the help says of it.
+        panel: the box of the help that it is in.
+        default: what the help says it is by default, where None stands for something.
+        more: for `typer.Option`.
+    """
+    shown: Any = True if default is None else default
+    return typer.Option(
+        *names, help=help, rich_help_panel=panel, show_default=shown, show_envvar=False, **more
+    )
+
+
+ModelPath = Annotated[Path, option("--model", "-m", help="A GGUF file.", panel=_MODEL)]
+Parallel = Annotated[int, option(help="Slots: requests that run at once.", panel=_MODEL)]
+CtxPerSeq = Annotated[
+    int | None,
+    option(
+        help="Tokens, prompt and answer, that one slot holds.",
+        default="2048, or what the model was trained for",
+        panel=_MODEL,
+    ),
+]
+NCtx = Annotated[
+    int | None, option(help="Tokens of all slots together, instead of --ctx-per-seq.", panel=_MODEL)
+]
+Exact = Annotated[
+    bool,
+    option(
+        "--exact", help="Promise answers that do not depend on company, or refuse.", panel=_MODEL
+    ),
+]
+Threads = Annotated[
+    int | None, option(help="Threads to compute in.", default="the cores it may use", panel=_MODEL)
+]
+GpuLayers = Annotated[
+    int | None, option(help="Layers on the GPU.", default="llama.cpp's: all", panel=_MODEL)
+]
+ChatTemplate = Annotated[
+    str | None, option(help='"chatml" or Jinja.', default="the model's own", panel=_MODEL)
+]
+MaxTokens = Annotated[
+    int | None,
+    option(help="Most tokens of an answer.", default="what the slot holds", panel=_ANSWERS),
+]
+Temperature = Annotated[
+    float | None, option(help="0 is greedy.", default="the model's, else 0.8", panel=_ANSWERS)
+]
+TopK = Annotated[
+    int | None, option(help="0 keeps all.", default="the model's, else 40", panel=_ANSWERS)
+]
+TopP = Annotated[
+    float | None,
+    option(
+        help="Keep the likeliest with this share.", default="the model's, else 0.95", panel=_ANSWERS
+    ),
+]
+MinP = Annotated[
+    float | None,
+    option(
+        help="Drop what is below this share of the likeliest.",
+        default="the model's, else 0.05",
+        panel=_ANSWERS,
+    ),
+]
+Seed = Annotated[
+    int | None, option(help="For answers that repeat.", default="drawn", panel=_ANSWERS)
+]
+Stop = Annotated[
+    list[str] | None, option(help="Text that ends an answer; may be given again.", panel=_ANSWERS)
+]
+IgnoreEos = Annotated[
+    bool, option("--ignore-eos", help="Go on past the model's end.", panel=_ANSWERS)
+]
+
+
+def said(**values: Any) -> dict[str, Any]:
+    """Return the values that were given."""
+    return {name: value for name, value in values.items() if value is not None}

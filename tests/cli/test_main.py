@@ -1,0 +1,147 @@
+"""What every command shares: the environment, the log, completion, help."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from cbatch.cli import app
+from tests.cli.conftest import invoke, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+COMMANDS: dict[str, Any] = dict(vars(typer.main.get_command(app))["commands"])
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("CBATCH_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("cbatch")
+    before = (logger.level, list(logger.handlers))
+    yield logger
+    assert (logger.level, logger.handlers) == before
+
+
+def options_of(command: str) -> Iterator[Any]:
+    """The options of a command, but `--help`."""
+    for parameter in COMMANDS[command].params:
+        if parameter.param_type_name == "option" and parameter.name != "help":
+            yield parameter
+
+
+def test_options_come_from_the_environment(
+    write_input: Callable[..., Path],
+    tmp_path: Path,
+    test_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("old")
+    for name, value in {
+        "OUTPUT": str(out),
+        "MODEL": str(test_model),
+        "PARALLEL": "1",
+        "THREADS": "1",
+        "MAX_TOKENS": "3",
+        "SEED": "5",
+        "IGNORE_EOS": "1",
+        "FORCE": "true",
+        "QUIET": "yes",
+    }.items():
+        monkeypatch.setenv(f"CBATCH_RUN_{name}", value)
+    result = invoke("run", write_input({"prompt": "a"}))
+    assert (result.exit_code, result.stderr) == (0, "")
+    [line] = parse(out.read_bytes())
+    assert (line["seed"], line["usage"]["completion_tokens"]) == (5, 3)
+
+
+def test_command_line_comes_before_the_environment(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CBATCH_INFO_PARALLEL", "3")
+    monkeypatch.setenv("CBATCH_INFO_JSON", "1")
+    assert json.loads(invoke("info", test_model).stdout)["parallel"] == 3
+    assert json.loads(invoke("info", test_model, "--parallel", 2).stdout)["parallel"] == 2
+
+
+def test_bad_value_in_the_environment_is_named(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CBATCH_INFO_PARALLEL", "many")
+    result = invoke("info", test_model)
+    assert result.exit_code == 2
+    assert "CBATCH_INFO_PARALLEL" in result.stderr
+
+
+def test_version_in_the_environment_is_not_asking_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CBATCH_VERSION", "1")
+    assert "Commands" in invoke("--help").stdout
+    assert invoke("info", "none.gguf").exit_code == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_help_and_is_read_from_the_environment(command: str) -> None:
+    for parameter in options_of(command):
+        assert parameter.help, parameter.name
+        assert parameter.allow_from_autoenv, parameter.name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_one_example_and_every_default(command: str) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, "--help"])
+    assert result.output.count(f"Example: cbatch {command} ") == 1
+    for parameter in options_of(command):
+        if isinstance(parameter.show_default, str):
+            assert f"[default: ({parameter.show_default})]" in result.output
+        elif parameter.default not in (None, False):
+            assert f"[default: {parameter.default}]" in result.output
+
+
+def test_log_level_shows_the_log_on_stderr(
+    logger: logging.Logger, test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = invoke("info", test_model)
+    assert quiet.stderr == ""
+    loud = invoke("--log-level", "INFO", "info", test_model)
+    assert (loud.exit_code, loud.stdout) == (0, quiet.stdout)
+    assert all(line.startswith("INFO cbatch.llama: ") for line in loud.stderr.splitlines())
+    assert "general.architecture" in loud.stderr
+    monkeypatch.setenv("CBATCH_LOG_LEVEL", "error")
+    assert invoke("info", test_model).stderr == ""
+
+
+def test_log_line_that_cannot_be_written_ends_nothing(
+    logger: logging.Logger, test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(line: str) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr("cbatch.cli.main.say", break_off)
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    assert invoke("--log-level", "info", "info", test_model).exit_code == 0
+
+
+def test_unknown_log_level_is_named() -> None:
+    result = invoke("--log-level", "loud", "info", "none.gguf")
+    assert result.exit_code == 2
+    assert "loud" in result.stderr
+
+
+def test_shell_completes_commands() -> None:
+    asked = {"_CBATCH_COMPLETE": "complete_bash", "COMP_WORDS": "cbatch i", "COMP_CWORD": "1"}
+    result = CliRunner(env=asked).invoke(app, [], prog_name="cbatch")
+    assert result.stdout.split() == ["info"]
+    assert "--install-completion" in invoke("--help").stdout
