@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 
-from cbatch.backend.native import NativeStepper, handshake, llama_log
+from cbatch.backend.log import llama_log
+from cbatch.backend.native import NativeStepper, handshake
 from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
 from cbatch.errors import (
     ConfigError,

@@ -12,8 +12,9 @@ import llama_cpp
 
 from cbatch.backend.aside import run_aside
 from cbatch.backend.llama import LlamaBackend, context_cells
+from cbatch.backend.log import llama_log
 from cbatch.backend.model import LlamaModel, open_model
-from cbatch.backend.native import handshake, llama_log
+from cbatch.backend.native import handshake
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.errors import ConfigError
 

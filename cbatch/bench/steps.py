@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from cbatch.backend.aside import run_aside
 from cbatch.backend.bare import BareLoop
 from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model
-from cbatch.backend.native import llama_log
 from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
 from cbatch.options import EngineOptions

@@ -16,10 +16,11 @@ import llama_cpp
 import pytest
 
 import cbatch
-from cbatch.backend import llama, native
+from cbatch.backend import llama
 from cbatch.backend.llama import LlamaBackend, available_cores, output_row
+from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model
-from cbatch.backend.native import NativeStepper, llama_log
+from cbatch.backend.native import NativeStepper
 from cbatch.backend.sampling import PythonStepper
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
 from cbatch.engine import Engine, load
@@ -498,7 +499,7 @@ def test_log_reaches_the_logger_of_cbatch(
     with caplog.at_level(logging.INFO, logger="cbatch.llama"):
         load(test_model, parallel=1, n_threads=1).close()
     assert any("llama_context" in r.message for r in caplog.records)
-    assert native.llama_log().drain() == []
+    assert llama_log().drain() == []
 
 
 def test_llama_object_is_shared_and_outlives_the_engine(test_model: Path) -> None:

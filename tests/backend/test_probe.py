@@ -10,8 +10,8 @@ import pytest
 
 from cbatch.backend import probe as probe_module
 from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.log import llama_log
 from cbatch.backend.model import LlamaModel, open_model
-from cbatch.backend.native import llama_log
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.backend.sampling import PythonStepper
 from cbatch.core.plan import StepResult

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend import native
-from cbatch.backend.native import LlamaApi, LlamaLog, NativeStepper
+from cbatch.backend.log import LlamaLog, llama_log
+from cbatch.backend.native import LlamaApi, NativeStepper
 from cbatch.backend.sampling import PythonStepper
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepResult
 from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
@@ -611,7 +612,7 @@ def test_log_takes_lines_from_many_threads_whole(caplog: pytest.LogCaptureFixtur
 
 
 def test_log_installed_catches_what_llama_cpp_says() -> None:
-    log = native.llama_log()
+    log = llama_log()
     log.install()
     log.install()
     log.remove()
