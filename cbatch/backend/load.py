@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +49,11 @@ def describe_model(
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: more cells than llama.cpp can count.
     """
-    if not asks_probe:  # nothing is computed: leave the weights in the file
-        options = replace(options, exact=True, kv="auto", flash_attn="auto", n_gpu_layers=0)
     return run_aside(partial(_describe, model, options, asks_probe))
 
 
 def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str, Any]:
-    with _opened(model, options) as loaded, closing(loaded):
+    with _opened(model, options, will_compute=asks_probe) as loaded, closing(loaded):
         n_cells = context_cells(loaded, options)
         return {
             "path": loaded.name,
@@ -80,23 +77,26 @@ def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str,
 def _load(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Callable[[], str]]:
     if not isinstance(model, str | os.PathLike | llama_cpp.Llama):
         raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
-    with _opened(model, options) as loaded:
+    with _opened(model, options, will_compute=True) as loaded:
         return _make_backend(loaded, options)
 
 
 @contextmanager
-def _opened(model: Any, options: EngineOptions) -> Iterator[LlamaModel]:
-    """Open a model and keep llama.cpp's log meanwhile; where the block fails, close it."""
+def _opened(model: Any, options: EngineOptions, *, will_compute: bool) -> Iterator[LlamaModel]:
+    """Open a model and keep llama.cpp's log meanwhile; where the block fails, close it.
+
+    Where nothing will be computed, the weights stay in the file: not repacked, none on a GPU.
+    """
     handshake()
     log = llama_log()
     log.install()
     try:
         loaded = open_model(
             model,
-            n_gpu_layers=options.n_gpu_layers,
+            n_gpu_layers=options.n_gpu_layers if will_compute else 0,
             use_mmap=options.use_mmap,
             use_mlock=options.use_mlock,
-            use_extra_bufts=False if options.exact else None,
+            use_extra_bufts=False if options.exact or not will_compute else None,
             chat_template=options.chat_template,
             recent_errors=log.drain,
         )

@@ -25,10 +25,11 @@ from cbatch.cli.options import (
     Threads,
     TopK,
     TopP,
+    answer_options,
     option,
     said,
 )
-from cbatch.options import EngineOptions, RunOptions
+from cbatch.options import EngineOptions
 
 
 def ask(
@@ -63,17 +64,15 @@ def ask(
 
     Example: cbatch ask "Why is the sky blue?" -m model.gguf --max-tokens 64
     """
-    options = RunOptions.of(
-        said(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop=stop or None,
-            ignore_eos=ignore_eos or None,
-        )
+    options = answer_options(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
     )
     settings = said(
         parallel=1,
@@ -132,7 +131,7 @@ class Conversation:
         self.messages.append({"role": role, "content": content})
 
 
-def _open(model: object, options: RunOptions, settings: Mapping[str, Any]) -> cbatch.Engine:
+def _open(model: object, options: cbatch.RunOptions, settings: Mapping[str, Any]) -> cbatch.Engine:
     with Console(stderr=True).status(f"loading {model}"):  # seen on a terminal only
         return cbatch.load(model, options=options, **settings)
 

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cbatch.options import RunOptions
+
 _MODEL = "Model"
 _ANSWERS = "Answers"
 
@@ -93,3 +95,8 @@ IgnoreEos = Annotated[
 def said(**values: Any) -> dict[str, Any]:
     """Return the values that were given."""
     return {name: value for name, value in values.items() if value is not None}
+
+
+def answer_options(*, stop: list[str] | None, ignore_eos: bool, **values: Any) -> RunOptions:
+    """Return the options of the answers panel; an empty list and an absent flag say nothing."""
+    return RunOptions.of(said(stop=stop or None, ignore_eos=ignore_eos or None, **values))

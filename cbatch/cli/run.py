@@ -26,11 +26,12 @@ from cbatch.cli.options import (
     Threads,
     TopK,
     TopP,
+    answer_options,
     option,
     said,
 )
 from cbatch.cli.progress import Progress, View, choose_view
-from cbatch.options import EngineOptions, RunOptions
+from cbatch.options import EngineOptions
 
 
 def run(
@@ -76,17 +77,15 @@ def run(
 
     Example: cbatch run chats.jsonl -m model.gguf -o answers.jsonl --max-tokens 64
     """
-    options = RunOptions.of(
-        said(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop=stop or None,
-            ignore_eos=ignore_eos or None,
-        )
+    options = answer_options(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
     )
     settings = said(
         parallel=parallel,

@@ -93,16 +93,18 @@ class MultiRequestBatcher:
             tokens = self._tokenize(driver.request.prompt)
             driver.admit(self.ledger.next_slot, tokens, self.ledger.n_window, now)
         except CBatchError as error:
-            driver.finish("error", now, error)
-            self.retire(driver)
+            self._refuse(driver, error, now)
             return False
         except (
             Exception
         ) as error:  # a template may raise anything: it is this request's own failure
             failure = RequestFailedError(f"the prompt could not be prepared: {error}")
             failure.__cause__ = error
-            driver.finish("error", now, failure)
-            self.retire(driver)
+            self._refuse(driver, failure, now)
             return False
         self.running[self.ledger.lend()] = driver
         return True
+
+    def _refuse(self, driver: SequenceDriver, error: CBatchError, now: float) -> None:
+        driver.finish("error", now, error)
+        self.retire(driver)

@@ -38,7 +38,7 @@ class Loop:
     ) -> None:
         self.routes: dict[str, Route] = {}
         self._backend, self._scheduler, self._clock = backend, scheduler, clock
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._is_closed = False
@@ -82,7 +82,7 @@ class Loop:
     def cancel_soon(self, ids: Sequence[str]) -> None:
         """End requests before the next plan; does not wait, and a closed engine has ended them already."""
         with suppress(EngineClosedError):
-            self._post(lambda: self._discard(ids))
+            self._post(lambda: self._cancel(ids))
 
     def step(self) -> bool:
         """Do the commands that wait and one run; False where there was nothing to compute. Owner thread."""
@@ -157,7 +157,7 @@ class Loop:
                     self._is_closed = True
                     self._end()
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], object]) -> None:
         self.check_open()
         self._commands.put(command)
         if self._thread is not None:
@@ -219,9 +219,6 @@ class Loop:
         n_cancelled = sum(self._scheduler.batcher.cancel(id, now) for id in ids)
         self._deliver(())
         return n_cancelled
-
-    def _discard(self, ids: Sequence[str]) -> None:
-        self._cancel(ids)
 
     def _mark_closed(self) -> None:
         self._is_closed = True
