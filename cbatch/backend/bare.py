@@ -28,6 +28,8 @@ class BareLoop:
         n_rows = self._backend.n_slots
         self._batch = llama_cpp.llama_batch_init(n_rows, 0, 1)
         self._batch.n_tokens = n_rows
+        # What llama_batch_init allocated: `run` puts its own there. A cast, for the bare field would change with it.
+        self._own_pos = ctypes.cast(self._batch.pos, ctypes.POINTER(ctypes.c_int32))
         for i in range(n_rows):
             self._batch.token[i] = 1 + i
             self._batch.n_seq_id[i] = 1
@@ -53,5 +55,7 @@ class BareLoop:
         return time.perf_counter() - start
 
     def close(self) -> None:
-        """Free the context."""
+        """Free the batch and the context."""
+        self._batch.pos = self._own_pos
+        llama_cpp.llama_batch_free(self._batch)
         self._backend.close()
