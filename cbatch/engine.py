@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,19 +22,29 @@ from cbatch.core.driver import Request, SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
-from cbatch.errors import ConfigError, EngineClosedError, RequestFailedError
-from cbatch.messages import BatchPrompt, Prompt, as_prompts, with_ids
+from cbatch.errors import CBatchError, ConfigError, EngineClosedError, RequestFailedError
+from cbatch.messages import (
+    BatchPrompt,
+    Prompt,
+    as_prompt,
+    as_prompts,
+    free_id,
+    is_source,
+    with_ids,
+)
 from cbatch.options import EngineOptions, RunOptions
 from cbatch.response import BatchResponse
+from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.loop import Loop
-from cbatch.runtime.mailbox import Mailbox
+from cbatch.runtime.mailbox import Mailbox, refused
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from cbatch.backend import Backend, Vocab
+    from cbatch.runtime.progress import Progress, View
 
 
 Exactness = Callable[[], str]
@@ -49,6 +60,17 @@ class _Parts:
     loop: Loop
     stats: EngineStats
     exactness: Exactness | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One call of `Engine.run`; `ids` in order of places, `given` to look them up."""
+
+    number: int
+    options: RunOptions
+    mailbox: Mailbox
+    ids: list[str]
+    given: dict[str, Any]
 
 
 class Engine:
@@ -84,6 +106,8 @@ class Engine:
         self._exactness_found = ""
         self._submitting = threading.Lock()
         self._n_runs = count()
+        # weak, for a feed lives as long as its thread or its batch; a dict, for its order
+        self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
         if backend is not None:
             self._start(backend, None)
 
@@ -136,6 +160,7 @@ class Engine:
         with self._opening:
             self._opener = None
         if self._made is not None:
+            self._end_feeds()
             self._finalizer()
 
     def _start(self, backend: Backend, exactness: Exactness | None) -> None:
@@ -191,12 +216,18 @@ class Engine:
         prompts: Prompt | Iterable[Prompt],
         *,
         options: RunOptions | Mapping[str, Any] | None = None,
+        progress: bool | View = False,
     ) -> BatchResponse:
         """Queue a batch and return its response at once.
 
         Args:
             prompts: a list of prompts, each a message list, a string or a `BatchPrompt`; or a single one of these.
+                A generator, or another iterable without a length, is read one by one in a thread of its own, a few
+                prompts a slot ahead of the work and of the reader; a prompt in it that is refused fails alone, and
+                an error that it raises reaches the reader behind what was read before.
             options: for every item of this batch; an item's own options come first.
+            progress: show on stderr how far the batch is: a live line on a terminal, else a line now and then; a
+                `View` shows it as it likes.
 
         Raises:
             ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued.
@@ -205,12 +236,12 @@ class Engine:
         """
         self._loop.check_open()
         run_options = RunOptions.of(options).over(self._options)
-        items = as_prompts(prompts)
-        now = time.perf_counter()
-        with self._submitting:
-            items = with_ids(items, self._loop.routes, next(self._n_runs))
-            drivers = [self._driver(item, run_options, now) for item in items]
-            return self._send(drivers)
+        before = self.stats() if progress else None
+        if is_source(prompts):
+            run = self._feed(iter(cast("Iterable[Prompt]", prompts)), run_options)
+        else:
+            run = self._queue(as_prompts(prompts), run_options)
+        return BatchResponse(run.ids, run.mailbox, self._show(run, progress, before))
 
     def submit(
         self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
@@ -227,7 +258,12 @@ class Engine:
         return bool(self._loop.cancel([id]))
 
     def cancel_all(self) -> int:
-        """Cancel every request that is in flight now, queued or running; return how many."""
+        """Cancel every request that is in flight now, queued or running, and read no further prompts of their runs.
+
+        Returns:
+            How many were in flight.
+        """
+        self._end_feeds()
         return self._loop.cancel(list(self._loop.routes))
 
     def stats(self) -> EngineStats:
@@ -243,7 +279,7 @@ class Engine:
         if self._threaded:
             raise ConfigError("step() is for an engine loaded with threaded=False")
         self._loop.check_open()
-        return self._loop.pump()
+        return self._pump()
 
     def _driver(self, item: BatchPrompt, run_options: RunOptions, now: float) -> SequenceDriver:
         options = RunOptions.of(item.options).over(run_options)
@@ -260,19 +296,96 @@ class Engine:
         request = Request(str(item.id), item, options, sampling, stop_tokens)
         return SequenceDriver.of(request, vocab.piece, now)
 
-    def _send(self, drivers: Sequence[SequenceDriver]) -> BatchResponse:
-        ids = [d.request.id for d in drivers]
-        pump = None if self._threaded else self._loop.pump
+    def _queue(self, prompts: Sequence[BatchPrompt], options: RunOptions) -> _Run:
+        now = time.perf_counter()
+        with self._submitting:
+            number = next(self._n_runs)
+            prompts = with_ids(prompts, self._loop.routes, number)
+            drivers = [self._driver(prompt, options, now) for prompt in prompts]
+            ids: dict[str, Any] = {d.request.id: None for d in drivers}
+            run = _Run(number, options, self._mailbox(len(ids)), list(ids), ids)
+            self._send(run.mailbox, drivers)
+        return run
+
+    def _feed(self, source: Iterator[Prompt], options: RunOptions) -> _Run:
+        mailbox = self._mailbox(0, n_ahead=N_AHEAD_PER_SLOT * self.parallel)
+        run = _Run(next(self._n_runs), options, mailbox, [], {})
+        feed = mailbox.feed = Feed(source, mailbox, partial(self._put, run))
+        self._feeds[run.number] = feed
+        if self._threaded:
+            feed.start()
+        return run
+
+    def _put(self, run: _Run, item: Any) -> None:
+        """Queue one prompt that was read; one that is refused ends at once, with its error."""
+        place = run.mailbox.expect()
+        if place is None:  # everybody left while it was read
+            return
+        with self._submitting:
+            taken = ChainMap(run.given, self._loop.routes)
+            run.ids.append(free_id(place, run.number, taken))
+            try:
+                prompt = as_prompt(item)
+                prompt = prompt if prompt.id else replace(prompt, id=run.ids[place])
+                [prompt] = with_ids([prompt], taken, run.number)
+                run.ids[place] = str(prompt.id)
+                driver = self._driver(prompt, run.options, time.perf_counter())
+                self._send(run.mailbox, [driver], place)
+            except CBatchError as error:
+                run.mailbox.deliver(*refused(run.ids[place], place, error))
+                if isinstance(error, EngineClosedError):
+                    run.mailbox.end_feed()
+            run.given[run.ids[place]] = None
+        if (
+            not run.mailbox.is_fed
+        ):  # everybody left: it may have come too late to be cancelled with the others
+            self._cancel_batch_soon(run.mailbox)
+
+    def _mailbox(self, n_items: int, *, n_ahead: int | None = None) -> Mailbox:
         # through self: a response keeps its engine from being collected
-        mailbox = Mailbox(
-            len(ids),
-            lambda: self._loop.cancel(ids),
-            pump,
-            lambda: self._loop.cancel_soon(ids),
+        return Mailbox(
+            n_items,
+            self._cancel_batch,
+            None if self._threaded else self._pump,
+            self._cancel_batch_soon,
+            n_ahead=n_ahead,
         )
-        self._loop.routes.update((id, (mailbox, i)) for i, id in enumerate(ids))
+
+    def _cancel_batch(self, mailbox: Mailbox) -> int:
+        return self._loop.cancel_batch(mailbox)
+
+    def _cancel_batch_soon(self, mailbox: Mailbox) -> None:
+        self._loop.cancel_batch_soon(mailbox)
+
+    def _send(
+        self, mailbox: Mailbox, drivers: Sequence[SequenceDriver], first_place: int = 0
+    ) -> None:
+        places = enumerate(drivers, first_place)
+        self._loop.routes.update((d.request.id, (mailbox, i)) for i, d in places)
         self._loop.submit(drivers)
-        return BatchResponse(ids, mailbox)
+
+    def _pump(self) -> bool:
+        for feed in list(self._feeds.values()):
+            feed.fill()
+        return self._loop.pump()
+
+    def _end_feeds(self) -> None:
+        for feed in list(self._feeds.values()):
+            feed.end()
+
+    def _show(
+        self, run: _Run, progress: bool | View, before: EngineStats | None
+    ) -> Progress | None:
+        if not progress or before is None:
+            return None
+        from cbatch.runtime.progress import (
+            Progress,
+            choose_view,
+            closing_line,
+        )  # rich is slow to import
+
+        view = choose_view(closing_line) if progress is True else progress
+        return Progress(view, run.mailbox.counts, self.stats, before, self.parallel)
 
     def _snapshot(self) -> EngineStats:
         batcher, stats = self._parts.batcher, self._parts.stats

@@ -67,15 +67,22 @@ class RequestFailedError(RequestError):
 
 
 class BatchError(CBatchError):
-    """Some items of a batch failed; `results` holds all of them, in input order."""
+    """Some items of a batch failed, or no more could be read; `results` holds all there are, in input order."""
 
-    def __init__(self, results: Sequence[BatchResult]) -> None:
-        """Keep all results; the message names the first failures."""
+    def __init__(
+        self, results: Sequence[BatchResult], source_error: BaseException | None = None
+    ) -> None:
+        """Keep all results; the message names the first failures, and what a generator of prompts raised."""
         self.results = list(results)
         failed = [r for r in self.results if r.error is not None]
-        shown = "; ".join(f"{r.id}: {r.error}" for r in failed[:3])
-        more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
-        super().__init__(f"{len(failed)} of {len(self.results)} items failed: {shown}{more}")
+        said = []
+        if source_error is not None:
+            said.append(f"reading the prompts ended after {len(self.results)}: {source_error!r}")
+        if failed or not said:
+            shown = "; ".join(f"{r.id}: {r.error}" for r in failed[:3])
+            more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+            said.append(f"{len(failed)} of {len(self.results)} items failed: {shown}{more}")
+        super().__init__("; ".join(said))
 
 
 class EngineError(CBatchError):

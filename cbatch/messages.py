@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Container, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -60,13 +60,45 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[BatchPrompt]:
         ConfigError: an empty batch, or an item that is none of these; the message names its place.
     """
     if isinstance(prompts, str | BatchPrompt) or _is_chat(prompts):
-        return [_as_prompt(prompts)]
+        return [as_prompt(prompts)]
+    if isinstance(prompts, AsyncIterable):
+        raise ConfigError("prompts is an async iterable: give a list, or a generator for `for`")
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise ConfigError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
     items = [_at(i, item) for i, item in enumerate(prompts)]
     if not items:
         raise ConfigError("the batch is empty: give at least one prompt")
     return items
+
+
+def is_source(prompts: object) -> bool:
+    """Whether these are prompts to be read one by one: an iterable that does not know its length."""
+    return isinstance(prompts, Iterable) and not isinstance(prompts, Sized | BatchPrompt)
+
+
+def as_prompt(item: Any) -> BatchPrompt:
+    """Return one item of a batch as what it stands for.
+
+    Raises:
+        ConfigError: it is no prompt.
+    """
+    if isinstance(item, BatchPrompt):
+        return item
+    if isinstance(item, str):
+        return BatchPrompt(prompt=item)
+    if isinstance(item, Mapping):
+        raise ConfigError("a message stands alone here: a chat is a list of messages")
+    if isinstance(item, int) or (
+        isinstance(item, Sequence) and any(isinstance(t, int) for t in item)
+    ):
+        raise ConfigError(
+            "these are numbers: for a prompt of token ids give BatchPrompt(tokens=[…])"
+        )
+    if isinstance(item, Sequence):
+        return BatchPrompt(messages=item)
+    raise ConfigError(
+        f"a prompt is a string, a list of messages or a BatchPrompt, not {type(item).__name__}"
+    )
 
 
 def with_ids(
@@ -89,14 +121,15 @@ def with_ids(
             raise DuplicateIdError(id)
         seen.add(id)
     return [
-        p if p.id is not None else replace(p, id=_free_id(i, i_run, seen, taken))
+        p if p.id is not None else replace(p, id=free_id(i, i_run, seen, taken))
         for i, p in enumerate(prompts)
     ]
 
 
-def _free_id(i: int, i_run: int, seen: set[str], taken: Mapping[str, object]) -> str:
+def free_id(i: int, i_run: int, *taken: Container[str]) -> str:
+    """Return a name for the item at place `i` that is in none of `taken`; see `with_ids`."""
     candidate, n_tries = str(i), 0
-    while candidate in seen or candidate in taken:
+    while any(candidate in ids for ids in taken):
         candidate = f"{i}-{i_run}" if n_tries == 0 else f"{i}-{i_run}-{n_tries}"
         n_tries += 1
     return candidate
@@ -110,29 +143,9 @@ def _is_chat(value: object) -> bool:
 
 def _at(i: int, item: Any) -> BatchPrompt:
     try:
-        return _as_prompt(item)
+        return as_prompt(item)
     except ConfigError as error:
         raise ConfigError(f"prompts[{i}]: {error}") from None
-
-
-def _as_prompt(item: Any) -> BatchPrompt:
-    if isinstance(item, BatchPrompt):
-        return item
-    if isinstance(item, str):
-        return BatchPrompt(prompt=item)
-    if isinstance(item, Mapping):
-        raise ConfigError("a message stands alone here: a chat is a list of messages")
-    if isinstance(item, int) or (
-        isinstance(item, Sequence) and any(isinstance(t, int) for t in item)
-    ):
-        raise ConfigError(
-            "these are numbers: for a prompt of token ids give BatchPrompt(tokens=[…])"
-        )
-    if isinstance(item, Sequence):
-        return BatchPrompt(messages=item)
-    raise ConfigError(
-        f"a prompt is a string, a list of messages or a BatchPrompt, not {type(item).__name__}"
-    )
 
 
 def _check_text(text: object) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 from cbatch.errors import BatchError, CBatchError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Sequence
+    from collections.abc import Awaitable, Callable, Generator
 
 T = TypeVar("T")
 
@@ -68,6 +68,9 @@ class BatchResult:
 class Inbox(Protocol):
     """Where a batch's chunks and results arrive; see `cbatch.runtime.mailbox`."""
 
+    source_error: BaseException | None
+    """What reading the prompts raised, where they are read one by one."""
+
     def next_chunk(self) -> BatchOutputChunk | None:
         """Wait for the next chunk; None when every item has ended and been given out."""
 
@@ -92,6 +95,16 @@ class Inbox(Protocol):
     def leave(self) -> None:
         """Cancel what has not ended, without waiting for it."""
 
+    def end_feed(self) -> None:
+        """Read no more prompts; what was read goes on."""
+
+
+class Display(Protocol):
+    """Shows how far a batch is, until it is closed; see `cbatch.runtime.progress`."""
+
+    def close(self) -> None:
+        """Show the end, where it has not been shown."""
+
 
 class Reader(Generic[T]):
     """Iterates over a batch, with `for` or `async for`; gives out each thing once.
@@ -105,8 +118,11 @@ class Reader(Generic[T]):
         take: Callable[[], T | None],
         take_async: Callable[[], Awaitable[T | None]],
         leave: Callable[[], None],
+        end: Callable[[], None],
     ) -> None:
-        self._take, self._take_async, self._leave = take, take_async, leave
+        """Make one; `leave` is called once where it leaves early, and then, or after the last, `end`."""
+        self._take, self._take_async = take, take_async
+        self._leave, self._end = leave, end
         self._has_ended = False
 
     def __iter__(self) -> Reader[T]:
@@ -122,7 +138,7 @@ class Reader(Generic[T]):
             self.close()
             raise
         if taken is None:
-            self._has_ended = True
+            self._finish()
             raise StopIteration
         return taken
 
@@ -133,34 +149,51 @@ class Reader(Generic[T]):
             self.close()
             raise
         if taken is None:
-            self._has_ended = True
+            self._finish()
             raise StopAsyncIteration
         return taken
 
     def close(self) -> None:
         """Leave. Twice is harmless, and so is leaving after the end."""
         if not self._has_ended:
-            self._has_ended = True
             self._leave()
+            self._finish()
 
     async def aclose(self) -> None:
         """Leave, for `contextlib.aclosing`."""
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._has_ended:
+            self._leave()  # but not `end`, which may wait, and this may run in any thread
+
+    def _finish(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._end()
 
 
 class BatchResponse:
-    """A batch in flight. `ids` are known at once, in input order.
+    """A batch in flight. `ids` are known at once, in input order; of a generator's prompts, as they are read.
 
     Iterate for chunks as they come (`for`, `async for`), call `results()`, or `await` it. One reader at a time; a
-    chunk is given out once. Who leaves an iteration early cancels the batch; see `Reader`.
+    chunk is given out once. Who leaves an iteration early cancels the batch; see `Reader`. Of a generator's prompts
+    no more are read once this object and its readers are dropped.
     """
 
-    def __init__(self, ids: Sequence[str], mailbox: Inbox) -> None:
-        self.ids = list(ids)
-        self._mailbox = mailbox
+    def __init__(self, ids: list[str], mailbox: Inbox, display: Display | None = None) -> None:
+        """Make one.
+
+        Args:
+            ids: of the items, in input order; borrowed.
+            mailbox: where the output arrives.
+            display: is closed when a reader is done.
+        """
+        self.ids = ids
+        self._mailbox, self._display = mailbox, display
+
+    def __del__(self) -> None:
+        self._mailbox.end_feed()
 
     def __repr__(self) -> str:
         return f"<BatchResponse of {len(self.ids)} items>"
@@ -176,9 +209,12 @@ class BatchResponse:
         return self._gather().__await__()
 
     def as_completed(self) -> Reader[BatchResult]:
-        """Return an iterator, for `for` or `async for`, over every item's result as it ends, failed ones too."""
+        """Return an iterator, for `for` or `async for`, over every item's result as it ends, failed ones too.
+
+        Of a generator's prompts a result that was given out is forgotten, so that memory does not grow.
+        """
         box = self._mailbox
-        return Reader(box.next_result, box.next_result_async, box.leave)
+        return Reader(box.next_result, box.next_result_async, box.leave, self._close_display)
 
     def results(
         self, *, timeout: float | None = None, return_errors: bool = False
@@ -192,15 +228,16 @@ class BatchResponse:
             return_errors: return failed items in place instead of raising.
 
         Raises:
-            BatchError: an item failed; all results are attached.
+            BatchError: an item failed, or reading the prompts did; all results are attached.
             TimeoutError: not every item ended in time.
         """
         try:
             results = self._mailbox.wait(timeout)
         except KeyboardInterrupt:
             self._mailbox.cancel()
+            self._close_display()
             raise
-        return results if return_errors else _checked(results)
+        return self._checked(results, return_errors=return_errors)
 
     def result(self, *, timeout: float | None = None) -> BatchResult:
         """Wait for the only item of a batch of one; its own error is raised, not a BatchError.
@@ -224,18 +261,26 @@ class BatchResponse:
 
     def _chunks(self) -> Reader[BatchOutputChunk]:
         box = self._mailbox
-        return Reader(box.next_chunk, box.next_chunk_async, box.leave)
+        return Reader(box.next_chunk, box.next_chunk_async, box.leave, self._close_display)
 
     async def _gather(self) -> list[BatchResult]:
         try:
             results = await self._mailbox.wait_async()
         except BaseException:
             self._mailbox.leave()
+            self._close_display()
             raise
-        return _checked(results)
+        return self._checked(results)
 
+    def _checked(
+        self, results: list[BatchResult], *, return_errors: bool = False
+    ) -> list[BatchResult]:
+        self._close_display()
+        error = self._mailbox.source_error
+        if error is not None or (not return_errors and any(r.error for r in results)):
+            raise BatchError(results, error) from error
+        return results
 
-def _checked(results: list[BatchResult]) -> list[BatchResult]:
-    if any(r.error is not None for r in results):
-        raise BatchError(results)
-    return results
+    def _close_display(self) -> None:
+        if self._display is not None:
+            self._display.close()

@@ -160,7 +160,6 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
 WRONG_CALLS: tuple[tuple[Any, Any, str], ...] = (
     ([], None, "the batch is empty"),
     ((), None, "the batch is empty"),
-    (iter(()), None, "the batch is empty"),
     ("", None, "the prompt is empty"),
     ([""], None, r"prompts\[0\]: the prompt is empty"),
     ([GOOD, []], None, r"prompts\[1\]: the prompt is empty: messages has no message"),
@@ -306,17 +305,6 @@ def test_id_twice_in_a_batch_or_in_flight_is_refused(watched: Watched) -> None:
         watched.engine.run(again)
     assert [(r.id, r.finish_reason) for r in all_results(response)] == [("long", "window")]
     assert {r.error for r in all_results(watched.engine.run(again))} == {None}
-
-
-def test_prompts_that_fail_to_come_leave_nothing_behind(watched: Watched) -> None:
-    def broken() -> Iterator[str]:
-        yield "one"
-        raise OSError("the file ends here")
-
-    before = watched.state()
-    with pytest.raises(OSError, match="ends here"):
-        watched.engine.run(broken())
-    assert watched.state() == before
 
 
 # ---- run: an item's own error ----

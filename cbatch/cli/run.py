@@ -1,6 +1,7 @@
 """`cbatch run`: a batch file in, a file of answers out."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -30,8 +31,8 @@ from cbatch.cli.options import (
     option,
     said,
 )
-from cbatch.cli.progress import Progress, View, choose_view
 from cbatch.options import EngineOptions
+from cbatch.runtime.progress import View, choose_view, summary_lines
 
 
 def run(
@@ -99,7 +100,7 @@ def run(
     EngineOptions.of(settings)
     check_target(output, source, force=force)
     prompts = read_prompts(source)
-    view = choose_view(is_quiet=quiet, has_free_terminal=not is_pipe(output))
+    view = choose_view(summary_lines, is_quiet=quiet, has_free_terminal=not is_pipe(output))
     view.say(f"loading {model} for {len(prompts)} items")
     with (
         cbatch.load(model, options=options, **settings) as engine,
@@ -115,8 +116,9 @@ def answer(
     engine: cbatch.Engine, prompts: Sequence[cbatch.BatchPrompt], file: BinaryIO, view: View
 ) -> int:
     """Run a batch and write each result as it completes; return how many failed."""
-    with Progress(engine, len(prompts), view) as progress:
-        for result in engine.run(prompts).as_completed():
+    n_failed = 0
+    with closing(engine.run(prompts, progress=view).as_completed()) as results:
+        for result in results:
             write_result(file, result)
-            progress.count(has_failed=result.error is not None)
-    return progress.n_failed
+            n_failed += result.error is not None
+    return n_failed

@@ -54,8 +54,11 @@ class Loop:
         self._thread.start()
 
     def submit(self, drivers: Sequence[SequenceDriver]) -> None:
-        """Queue sequences whose routes are set. From any thread; does not wait."""
-        self._post(lambda: self._submit(drivers))
+        """Queue sequences whose routes are set. From any thread; does not wait.
+
+        Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free.
+        """
+        self._post(lambda: self._submit(drivers), is_urgent=not self._scheduler.batcher.n_waiting)
 
     def call(self, command: Callable[[], T]) -> T:
         """Do `command` between two runs and return what it returns. From any thread; waits.
@@ -79,10 +82,14 @@ class Loop:
         """End requests by id; return how many were in flight. From any thread; waits for the current step."""
         return self.call(lambda: self._cancel(list(ids)))
 
-    def cancel_soon(self, ids: Sequence[str]) -> None:
-        """End requests before the next plan; does not wait, and a closed engine has ended them already."""
+    def cancel_batch(self, mailbox: Mailbox) -> int:
+        """End what a batch has in flight; else as `cancel`."""
+        return self.call(lambda: self._cancel(self._ids_of(mailbox)))
+
+    def cancel_batch_soon(self, mailbox: Mailbox) -> None:
+        """End what a batch has in flight before the next plan; does not wait; a closed engine has ended it already."""
         with suppress(EngineClosedError):
-            self._post(lambda: self._cancel(ids))
+            self._post(lambda: self._cancel(self._ids_of(mailbox)))
 
     def step(self) -> bool:
         """Do the commands that wait and one run; False where there was nothing to compute. Owner thread."""
@@ -157,11 +164,12 @@ class Loop:
                     self._is_closed = True
                     self._end()
 
-    def _post(self, command: Callable[[], object]) -> None:
+    def _post(self, command: Callable[[], object], *, is_urgent: bool = True) -> None:
         self.check_open()
         self._commands.put(command)
         if self._thread is not None:
-            self._backend.interrupt()
+            if is_urgent:
+                self._backend.interrupt()
             if self._is_closed:  # it ended in between: nobody else will look into the queue
                 self._thread.join()
                 with self._closing:
@@ -213,6 +221,9 @@ class Loop:
             batcher.submit(driver)
         if self._is_closed:
             self._end_requests()
+
+    def _ids_of(self, mailbox: Mailbox) -> list[str]:
+        return [id for id, (box, _) in list(self.routes.items()) if box is mailbox]
 
     def _cancel(self, ids: Sequence[str]) -> int:
         now = self._clock()

@@ -6,48 +6,77 @@ import os
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
 from anyio.lowlevel import checkpoint
 
 from cbatch.errors import EngineClosedError, EngineError
+from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
 from cbatch.runtime.bell import Bell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.errors import CBatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Items of a batch: all of them (None while they are still read), ended, failed."""
+
+    n_total: int | None
+    n_done: int
+    n_failed: int
+
+
+def refused(
+    id: str, place: int, error: CBatchError
+) -> tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]:
+    """Return what is delivered of an item that was never queued."""
+    timings = Timings(0.0, None, 0.0, None, None)
+    result = BatchResult(id, "", (), "error", error, Usage(0, 0), timings, seed=0)
+    return [BatchOutputChunk(id, "", (), finish_reason="error")], [(place, result)]
 
 
 class Mailbox:
-    """Delivery of one batch of `n_items`. The owner never waits here; a reader may.
+    """Delivery of one batch. The owner never waits here; a reader may.
 
-    Until somebody asks for chunks (`is_streamed`), an item is delivered once, when it has ended.
+    Until somebody asks for chunks (`is_streamed`), an item is delivered once, when it has ended. The batch is of
+    `n_items`, or `is_fed` with one item after the other; see `cbatch.runtime.feed`.
     """
 
     def __init__(
         self,
         n_items: int,
-        cancel: Callable[[], int],
+        cancel: Callable[[Mailbox], int],
         pump: Callable[[], bool] | None,
-        cancel_soon: Callable[[], object] | None = None,
+        cancel_soon: Callable[[Mailbox], object] | None = None,
+        *,
+        n_ahead: int | None = None,
     ) -> None:
         """Make an empty one.
 
         Args:
             n_items: results to expect.
-            cancel: cancels the batch's items in flight, returns how many.
+            cancel: cancels what this mailbox's batch has in flight, returns how many.
             pump: does one step of an engine without a thread; False where there is none to do.
             cancel_soon: the same as `cancel` but does not wait for it to be done.
+            n_ahead: makes the batch a fed one, with at most so many items that were not given out yet.
         """
         self.is_streamed = False
+        self.is_fed = n_ahead is not None
+        self.source_error: BaseException | None = None
+        self.feed: object | None = None  # which lives as long as somebody may read
         self._cancel, self._pump = cancel, pump
         self._cancel_soon = cancel_soon or cancel
         self._results: list[BatchResult | None] = [None] * n_items
         self._n_open = n_items
+        self._n_failed = 0
+        self._n_ahead, self._n_given, self._is_gathered = n_ahead, 0, False
         self._chunks: deque[BatchOutputChunk] = deque()
-        self._completed: deque[BatchResult] = deque()
+        self._completed: deque[int] = deque()  # places
         self._changed = threading.Condition()
         self._sleepers: list[tuple[Bell, anyio.Event]] = []
         self._pid = os.getpid()
@@ -65,34 +94,69 @@ class Mailbox:
             self._chunks.extend(chunks)
             for i, result in results:
                 self._results[i] = result
-                self._completed.append(result)
+                self._completed.append(i)
+                self._n_failed += result.error is not None
             self._n_open -= len(results)
-            self._changed.notify_all()
-            sleepers, self._sleepers = self._sleepers, []
-        for bell, event in sleepers:
-            bell.ring(event)
+            sleepers = self._wake()
+        _ring(sleepers)
+
+    def expect(self) -> int | None:
+        """Count one more item and return its place; None where the feed has ended."""
+        with self._changed:
+            if not self.is_fed:
+                return None
+            self._results.append(None)
+            self._n_open += 1
+            return len(self._results) - 1
+
+    def end_feed(self, error: BaseException | None = None) -> None:
+        """Expect no more items; `error` is what reading them raised. Twice is harmless. From any thread."""
+        with self._changed:
+            if not self.is_fed:
+                return
+            self.is_fed, self.source_error, self.feed = False, error, None
+            sleepers = self._wake()
+        _ring(sleepers)
+
+    def has_room(self) -> bool:
+        """Whether one more item may be fed: slots and reader have work for long enough otherwise."""
+        n_held = self._n_open if self._is_gathered else len(self._results) - self._n_given
+        return self.is_fed and n_held < (self._n_ahead or 0)
+
+    def wait_for_room(self) -> bool:
+        """Wait until one more item may be fed; False when the feed has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_room() or not self.is_fed)
+            return self.is_fed
+
+    def counts(self) -> Counts:
+        """Return how many items there are, have ended and have failed."""
+        with self._changed:
+            n_items = len(self._results)
+            n_total = None if self.is_fed else n_items
+            return Counts(n_total, n_items - self._n_open, self._n_failed)
 
     def next_chunk(self) -> BatchOutputChunk | None:
         """Wait for the next chunk; None when every item has ended and been given out."""
         self.is_streamed = True
         self._wait(self._has_chunk)
-        return self._chunks.popleft() if self._chunks else None
+        return self._take_chunk()
 
     async def next_chunk_async(self) -> BatchOutputChunk | None:
         """Do as `next_chunk` does, in an event loop."""
         self.is_streamed = True
         await self._wait_async(self._has_chunk)
-        return self._chunks.popleft() if self._chunks else None
+        return self._take_chunk()
 
     def next_result(self) -> BatchResult | None:
         """Wait for the next result in order of completion; None after the last."""
         self._wait(self._has_result)
-        return self._completed.popleft() if self._completed else None
+        return self._take_result()
 
     async def next_result_async(self) -> BatchResult | None:
         """Do as `next_result` does, in an event loop."""
         await self._wait_async(self._has_result)
-        return self._completed.popleft() if self._completed else None
+        return self._take_result()
 
     def wait(self, timeout: float | None) -> list[BatchResult]:
         """Wait for every item and return the results in input order.
@@ -100,31 +164,77 @@ class Mailbox:
         Raises:
             TimeoutError: `timeout` seconds passed first.
         """
+        self._gather()
         self._wait(self._has_all, timeout)
         return [r for r in self._results if r is not None]
 
     async def wait_async(self) -> list[BatchResult]:
         """Do as `wait` does, in an event loop."""
+        self._gather()
         await self._wait_async(self._has_all)
         return [r for r in self._results if r is not None]
 
     def cancel(self) -> int:
-        """Cancel the items that have not ended; return how many."""
-        return self._cancel()
+        """Cancel the items that have not ended, read no more of them; return how many."""
+        self.end_feed()
+        return self._cancel(self)
 
     def leave(self) -> None:
         """Cancel what has not ended without waiting for it: the slots are free before the next plan."""
-        if self._n_open and os.getpid() == self._pid:
-            self._cancel_soon()
+        if os.getpid() == self._pid and not self._has_all():
+            self.end_feed()
+            self._cancel_soon(self)
+
+    def _take_chunk(self) -> BatchOutputChunk | None:
+        if not self._chunks:
+            self._check_source()
+            return None
+        chunk = self._chunks.popleft()
+        if chunk.finish_reason is not None:
+            self._give_out()
+        return chunk
+
+    def _take_result(self) -> BatchResult | None:
+        if not self._completed:
+            self._check_source()
+            return None
+        i = self._completed.popleft()
+        result = self._results[i]
+        if self._n_ahead is not None:  # a batch without end must not fill the memory
+            self._results[i] = None
+            self._chunks.clear()
+            self._give_out()
+        return result
+
+    def _check_source(self) -> None:
+        if self.source_error is not None:
+            raise self.source_error
+
+    def _give_out(self) -> None:
+        self._n_given += 1
+        if self.is_fed:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _gather(self) -> None:
+        """From now on somebody waits for all: what has ended holds up the feed no longer."""
+        with self._changed:
+            self._is_gathered = True
+            self._changed.notify_all()
+
+    def _wake(self) -> list[tuple[Bell, anyio.Event]]:
+        self._changed.notify_all()
+        sleepers, self._sleepers = self._sleepers, []
+        return sleepers
 
     def _has_chunk(self) -> bool:
-        return bool(self._chunks) or not self._n_open
+        return bool(self._chunks) or self._has_all()
 
     def _has_result(self) -> bool:
-        return bool(self._completed) or not self._n_open
+        return bool(self._completed) or self._has_all()
 
     def _has_all(self) -> bool:
-        return not self._n_open
+        return not self._n_open and not self.is_fed
 
     async def _wait_async(self, is_ready: Callable[[], bool]) -> None:
         self._check_process(is_ready)
@@ -179,3 +289,8 @@ class Mailbox:
 
     def _late(self, timeout: float | None) -> str:
         return f"{self._n_open} of {len(self._results)} items had not ended after {timeout} s"
+
+
+def _ring(sleepers: Sequence[tuple[Bell, anyio.Event]]) -> None:
+    for bell, event in sleepers:
+        bell.ring(event)

@@ -35,7 +35,7 @@ class LoopRig:
 
     def submit(self, *ids: str, **options: Any) -> Mailbox:
         """Queue one batch whose items are these ids."""
-        box = Mailbox(len(ids), lambda: self.loop.cancel(ids), None)
+        box = Mailbox(len(ids), self.loop.cancel_batch, None)
         self.loop.routes.update((id, (box, i)) for i, id in enumerate(ids))
         piece = self.backend.vocab.piece
         self.loop.submit([SequenceDriver.of(make_request(id, **options), piece, 0.0) for id in ids])

@@ -1,0 +1,292 @@
+"""How far a batch is: a live line on a terminal, plain lines elsewhere, a summary at the end.
+
+One thread asks the engine for its books. Every question interrupts a run, so it asks seldom and sleeps in between.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from cbatch.errors import CBatchError
+
+if TYPE_CHECKING:
+    from cbatch.core.stats import EngineStats
+    from cbatch.runtime.mailbox import Counts
+
+LIVE_INTERVAL_S = 0.5
+PLAIN_INTERVAL_S = 5.0
+_BAR_WIDTH = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A batch at one moment; work is the engine's since the batch began, rates are means over that time."""
+
+    counts: Counts
+    n_slots: int
+    n_running: int
+    n_active_max: int
+    n_prompt_tokens: int
+    n_output_tokens: int
+    n_steps: int
+    n_active_steps: int
+    elapsed_s: float
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens a second."""
+        return self.n_prompt_tokens / max(self.elapsed_s, 1e-9)
+
+    @property
+    def output_tps(self) -> float:
+        """Output tokens a second."""
+        return self.n_output_tokens / max(self.elapsed_s, 1e-9)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the rest takes at this pace; None before the first result, and while prompts are still read."""
+        n_total, n_done = self.counts.n_total, self.counts.n_done
+        if not n_done or n_total is None:
+            return None
+        return self.elapsed_s * (n_total - n_done) / n_done
+
+    @property
+    def mean_slots(self) -> float:
+        """Slots in use, on average over the steps."""
+        return self.n_active_steps / max(self.n_steps, 1)
+
+
+Summary = Callable[[Snapshot], str]
+"""What is said at the end."""
+
+
+class View(Protocol):
+    """Shows a batch somewhere."""
+
+    interval_s: float
+
+    def say(self, line: str) -> None:
+        """Tell something that stays."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show how far it is."""
+
+    def finish(self, snapshot: Snapshot) -> None:
+        """Show what was done."""
+
+
+class PlainView:
+    """A line now and then, for logs and pipes."""
+
+    interval_s = PLAIN_INTERVAL_S
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
+
+    def say(self, line: str) -> None:
+        """Print the line."""
+        _say(line)
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Print a line."""
+        _say(progress_line(snapshot))
+
+    def finish(self, snapshot: Snapshot) -> None:
+        """Print the summary."""
+        _say(self._summary(snapshot))
+
+
+class LiveView:
+    """One line on a terminal, drawn again and again, gone at the end."""
+
+    interval_s = LIVE_INTERVAL_S
+
+    def __init__(self, summary: Summary, console: Console) -> None:
+        self._summary, self._console = summary, console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def say(self, line: str) -> None:
+        """Print the line."""
+        _say(line)
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw the line."""
+        text = Text(progress_line(snapshot))
+        room = self._console.width - len("^C ")  # which the terminal echoes behind the line
+        bar = _bar(snapshot.counts)
+        if bar and room > len(bar) + len(text):
+            text = Text.assemble(bar, " ", text)
+        text.truncate(room, overflow="ellipsis")
+        self._live.start()
+        self._live.update(text, refresh=True)
+
+    def finish(self, snapshot: Snapshot) -> None:
+        """Replace the line by the summary."""
+        self._live.stop()
+        _say(self._summary(snapshot))
+
+
+class SilentView:
+    """Shows nothing."""
+
+    interval_s = threading.TIMEOUT_MAX
+
+    def say(self, line: str) -> None:
+        """Say nothing."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show nothing."""
+
+    def finish(self, snapshot: Snapshot) -> None:
+        """Show nothing."""
+
+
+def choose_view(
+    summary: Summary, *, is_quiet: bool = False, has_free_terminal: bool = True
+) -> View:
+    """Return the view for this place: none, a live line on a terminal of its own, or plain lines."""
+    console = Console(stderr=True)
+    if is_quiet:
+        return SilentView()
+    is_live = has_free_terminal and console.is_terminal
+    return LiveView(summary, console) if is_live else PlainView(summary)
+
+
+class Progress:
+    """Keeps a view up to date, in a thread of its own, from now until `close` or the end of the batch."""
+
+    def __init__(
+        self,
+        view: View,
+        counts: Callable[[], Counts],
+        stats: Callable[[], EngineStats],
+        before: EngineStats,
+        n_slots: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Begin.
+
+        Args:
+            view: what shows it.
+            counts: tells how far the batch is.
+            stats: tells what the engine has done; may raise where that has stopped.
+            before: what it had done before the batch.
+            n_slots: the engine's.
+            clock: in seconds.
+        """
+        self._view, self._counts, self._ask, self._n_slots = view, counts, stats, n_slots
+        self._clock, self._start_s = clock, clock()
+        self._first = self._last = before
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cbatch-progress", daemon=True)
+        atexit.register(self.close)  # a live line hides the cursor
+        self._thread.start()
+
+    def close(self) -> None:
+        """Show the end, once, and return when it is shown."""
+        atexit.unregister(self.close)
+        self._is_over.set()
+        self._thread.join()
+
+    def snapshot(self) -> Snapshot:
+        """Return how far the batch is."""
+        first, last = self._first, self._latest()
+        return Snapshot(
+            counts=self._counts(),
+            n_slots=self._n_slots,
+            n_running=last.n_running,
+            n_active_max=last.n_active_max,
+            n_prompt_tokens=last.n_prompt_tokens - first.n_prompt_tokens,
+            n_output_tokens=last.n_output_tokens - first.n_output_tokens,
+            n_steps=last.n_steps - first.n_steps,
+            n_active_steps=last.n_active_steps - first.n_active_steps,
+            elapsed_s=self._clock() - self._start_s,
+        )
+
+    def _latest(self) -> EngineStats:
+        """Ask the engine for its books; what it said last where it has stopped."""
+        with suppress(CBatchError):
+            self._last = self._ask()
+        return self._last
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self._view.interval_s):
+            snapshot = self.snapshot()
+            if snapshot.counts.n_done == snapshot.counts.n_total:
+                break  # nobody reads to the end
+            self._view.show(snapshot)
+        self._view.finish(self.snapshot())
+
+
+def progress_line(s: Snapshot) -> str:
+    """Return how far a batch is, in one line with the most important things first."""
+    return (
+        f"{_items(s.counts)} · out {s.output_tps:,.0f}/s · in {s.prompt_tps:,.0f}/s · "
+        f"slots {s.n_running}/{s.n_slots} · {_left(s.left_s)} left"
+    )
+
+
+def closing_line(s: Snapshot) -> str:
+    """Return what a batch did, in one line."""
+    return (
+        f"{_items(s.counts)} · out {s.n_output_tokens:,} tokens, {s.output_tps:,.0f}/s · "
+        f"in {s.n_prompt_tokens:,} tokens, {s.prompt_tps:,.0f}/s · {s.elapsed_s:.2f} s"
+    )
+
+
+def summary_lines(s: Snapshot) -> str:
+    """Return what a batch did, in lines: items, tokens, slots, time."""
+    counts = s.counts
+    lines = [
+        f"items   {counts.n_done} of {_total(counts)}, {counts.n_failed} failed",
+        f"in      {s.n_prompt_tokens:,} tokens, {s.prompt_tps:,.0f} tokens/s",
+        f"out     {s.n_output_tokens:,} tokens, {s.output_tps:,.0f} tokens/s",
+        f"slots   {s.n_active_max} of {s.n_slots} at most, {s.mean_slots:.1f} on average",
+        f"time    {s.elapsed_s:.2f} s",
+    ]
+    return "\n".join(lines)
+
+
+def _say(line: str) -> None:
+    """Print for the person at the terminal, who may have left."""
+    with suppress(
+        OSError, AttributeError
+    ):  # a program without a terminal may have no stderr at all
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+def _items(counts: Counts) -> str:
+    failed = f", {counts.n_failed} failed" if counts.n_failed else ""
+    return f"{counts.n_done}/{_total(counts)}{failed}"
+
+
+def _total(counts: Counts) -> str:
+    return "?" if counts.n_total is None else str(counts.n_total)
+
+
+def _bar(counts: Counts) -> str:
+    if not counts.n_total:
+        return ""
+    n_full = _BAR_WIDTH * counts.n_done // counts.n_total
+    return "━" * n_full + "╌" * (_BAR_WIDTH - n_full)
+
+
+def _left(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

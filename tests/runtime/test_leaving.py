@@ -1,0 +1,191 @@
+"""Every way of leaving a batch without an event loop: the slots are free before the next plan, and nobody hangs."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import closing, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
+from cbatch.errors import RequestCancelledError
+from tests.runtime.backends import GatedBackend, all_results, in_thread, owner_of, streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cbatch.response import BatchResponse
+
+ENDLESS = {"ignore_eos": True}
+LONG = 100_000  # a window that no test waits to see filled
+
+
+def break_off(response: BatchResponse) -> None:
+    for _ in response:
+        break
+
+
+def break_off_results(response: BatchResponse) -> None:
+    for _ in response.as_completed():
+        break
+
+
+def raise_in_the_body(response: BatchResponse) -> None:
+    with suppress(ZeroDivisionError):
+        for _ in response:
+            raise ZeroDivisionError
+
+
+def close_the_reader(response: BatchResponse) -> None:
+    with closing(iter(response)) as reader:
+        next(reader)
+
+
+def drop_the_reader(response: BatchResponse) -> None:
+    reader = iter(response)
+    next(reader)
+    del reader
+    gc.collect()
+
+
+def cancel_the_batch(response: BatchResponse) -> None:
+    next(iter(response))
+    response.cancel()
+
+
+def cancel_from_another_thread(response: BatchResponse) -> None:
+    next(iter(response))
+    in_thread(response.cancel)()
+
+
+WAYS: list[Callable[[BatchResponse], None]] = [
+    break_off,
+    raise_in_the_body,
+    close_the_reader,
+    drop_the_reader,
+    cancel_the_batch,
+    cancel_from_another_thread,
+]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(FakeBackend(2, LONG, 64), options=ENDLESS) as made:
+        yield made
+
+
+@pytest.mark.parametrize("leave", WAYS)
+def test_who_leaves_frees_the_slots_for_the_next(
+    engine: Engine, leave: Callable[[BatchResponse], None]
+) -> None:
+    response = engine.run(["a", "b", "c"])
+    leave(response)
+    [(reason, tokens)] = streams(engine.run(["next"], options={"max_tokens": 3}))
+    assert (reason, len(tokens)) == ("length", 3)  # no slot was free while the others ran
+    ours, other, queued = all_results(response)
+    assert {ours.finish_reason, other.finish_reason, queued.finish_reason} == {"cancelled"}
+    assert isinstance(queued.error, RequestCancelledError)
+    assert not engine._loop.routes
+
+
+@pytest.mark.parametrize("leave", WAYS)
+def test_who_leaves_an_engine_by_hand_frees_the_slots_for_the_next(
+    leave: Callable[[BatchResponse], None],
+) -> None:
+    engine = Engine(GatedBackend(2, LONG, 64), options=ENDLESS, threaded=False)
+    response = engine.run(["a", "b", "c"])
+    leave(response)
+    [(reason, _)] = streams(engine.run(["next"], options={"max_tokens": 3}))
+    assert reason == "length"
+    assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 3
+    engine.close()
+
+
+def test_results_left_in_their_order_of_completion_free_the_slots(engine: Engine) -> None:
+    short = engine.run(["a"], options={"max_tokens": 1})
+    all_results(short)
+    break_off_results(short)
+    response = engine.run(["b", "c"], options={"max_tokens": LONG // 2})
+    reader = response.as_completed()
+    reader.close()
+    [(reason, _)] = streams(engine.run(["next"], options={"max_tokens": 3}))
+    assert reason == "length"
+    assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 2
+
+
+@pytest.mark.parametrize("leave", [lambda r: iter(r).close(), lambda r: iter(r) and gc.collect()])
+def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], None]) -> None:
+    backend = GatedBackend(2, 64, 16, hold_at=3)
+    with Engine(backend, options=ENDLESS) as engine:
+        response = engine.run(["left", "left too", "left in the queue"])
+        backend.wait_until_held()
+        n_plans = len(backend.plans)  # the one that is held comes next, and no other may hold them
+        leave(response)
+        backend.release()
+        assert len(all_results(response)) == 3
+        engine.stats()
+        assert [len(p.chunks) for p in backend.plans[n_plans + 1 :]] in ([], [0])
+        assert sum(len(p.binds) for p in backend.plans) == 2
+
+
+def test_leaving_twice_or_after_the_end_is_harmless(engine: Engine) -> None:
+    response = engine.run(["a"], options={"max_tokens": 3})
+    reader = iter(response)
+    assert sum(len(c.token_ids) for c in reader) == 3
+    reader.close()
+    again = engine.run(["b"])
+    left = iter(again)
+    next(left)
+    left.close()
+    left.close()
+    assert list(left) == []
+    assert [r.finish_reason for r in (*all_results(response), *all_results(again))] == [
+        "length",
+        "cancelled",
+    ]
+
+
+def test_leaving_after_close_is_harmless() -> None:
+    engine = Engine(FakeBackend(2, LONG, 64), options=ENDLESS)
+    reader = iter(engine.run(["a", "b"]))
+    next(reader)
+    engine.close()
+    reader.close()
+    assert not owner_of(engine).is_alive()
+
+
+def test_many_that_vanish_in_threads_of_their_own_leave_nothing(engine: Engine) -> None:
+    responses = [engine.run([f"{i}a", f"{i}b"]) for i in range(40)]
+    waits = [in_thread(partial(WAYS[i % len(WAYS)], r)) for i, r in enumerate(responses)]
+    for wait in waits:
+        wait()
+    for response in responses:
+        assert {r.finish_reason for r in all_results(response)} == {"cancelled"}
+    stats = engine.stats()
+    assert (stats.n_running, stats.n_waiting, engine._loop.routes) == (0, 0, {})
+    engine._parts.batcher.ledger.check()
+
+
+def test_everyone_who_waits_for_one_batch_is_told_once() -> None:
+    backend = GatedBackend(2, 64, 16, hold_at=3)
+    engine = Engine(backend, options=ENDLESS)
+    response = engine.run(["a", "b", "c"])
+    waits: list[Callable[[], Any]] = [in_thread(lambda: all_results(response)) for _ in range(3)]
+    chunks = in_thread(lambda: [c.id for c in response if c.finish_reason])
+    completed = in_thread(lambda: [r.id for r in response.as_completed()])
+    backend.wait_until_held()
+    backend.release_when_asked()
+    assert engine.cancel_all() == 3
+    assert [len(wait()) for wait in waits] == [3, 3, 3]
+    assert sorted(chunks()) == sorted(completed()) == response.ids
+    engine.close()
+
+
+def test_cancel_by_the_owner_does_not_wait_for_itself(engine: Engine) -> None:
+    response = engine.run(["a", "b", "c"])
+    assert engine._loop.call(lambda: engine.cancel("0")) is True
+    assert engine._loop.call(engine.cancel_all) == 2
+    assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 3

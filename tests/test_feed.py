@@ -1,0 +1,422 @@
+"""Prompts from a generator: read as slots and reader take them, and nothing left behind whichever way it ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
+from cbatch.errors import (
+    BatchError,
+    ConfigError,
+    DuplicateIdError,
+    EngineClosedError,
+    RequestFailedError,
+)
+from cbatch.messages import BatchPrompt
+from cbatch.response import BatchResult
+from cbatch.runtime.feed import N_AHEAD_PER_SLOT
+from cbatch.runtime.progress import SilentView, Snapshot
+from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, all_results, in_thread
+
+if TYPE_CHECKING:
+    from cbatch.response import BatchResponse
+
+N_SLOTS = 2
+N_AHEAD = N_AHEAD_PER_SLOT * N_SLOTS
+SHORT = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "seed": 1}
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(params=[True, False], ids=["threaded", "by hand"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=request.param) as made:
+        yield made
+    assert_no_feed()
+
+
+@pytest.fixture
+def threaded() -> Iterator[Engine]:
+    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as made:
+        yield made
+    assert_no_feed()
+
+
+class Source:
+    """Endless or finite prompts; knows how many were taken and when it was closed."""
+
+    def __init__(self, n: int | None = None) -> None:
+        self.n_read = 0
+        self.has_ended = threading.Event()
+        self._n = n
+
+    def prompts(self) -> Iterator[str]:
+        try:
+            for i in count() if self._n is None else range(self._n):
+                self.n_read += 1
+                yield f"prompt {i}"
+        finally:
+            self.has_ended.set()
+
+
+def assert_no_feed() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "cbatch-feed":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "a feed is left"
+
+
+def texts(response: BatchResponse) -> list[str]:
+    return [r.text for r in all_results(response)]
+
+
+# ---- what comes out ----
+
+
+def test_generator_gives_what_a_list_gives(engine: Engine) -> None:
+    listed = [f"prompt {i}" for i in range(3 * N_AHEAD)]
+    fed = engine.run(prompt for prompt in listed)
+    assert texts(fed) == texts(engine.run(listed))
+    assert fed.ids == [str(i) for i in range(3 * N_AHEAD)]
+
+
+def test_chunks_and_results_of_a_generator_come_while_it_is_read(engine: Engine) -> None:
+    response = engine.run(Source(3 * N_AHEAD).prompts())
+    joined: dict[str, str] = {}
+    for chunk in response:
+        joined[chunk.id] = joined.get(chunk.id, "") + chunk.text
+    assert list(joined.values()) == [r.text for r in response.results()]
+    completed = engine.run(Source(3 * N_AHEAD).prompts()).as_completed()
+    assert sorted(r.text for r in completed) == sorted(joined.values())
+
+
+def test_generator_of_nothing_is_an_empty_batch(engine: Engine) -> None:
+    assert engine.run(iter(())).results() == []
+    assert list(engine.run(iter(()))) == []
+    assert list(engine.run(iter(())).as_completed()) == []
+
+
+def test_iterable_without_a_length_is_read_as_a_generator(engine: Engine) -> None:
+    class Lines:
+        def __iter__(self) -> Iterator[str]:
+            return iter(["a", "b"])
+
+    assert texts(engine.run(Lines())) == texts(engine.run(["a", "b"]))
+
+
+def test_async_generator_is_refused_with_a_hint(engine: Engine) -> None:
+    async def lines() -> AsyncIterator[str]:
+        yield "a"
+
+    with pytest.raises(ConfigError, match="async iterable"):
+        engine.run(lines())  # type: ignore[arg-type]
+
+
+def test_generator_may_read_another_batch_of_its_engine(engine: Engine) -> None:
+    first = engine.run([f"prompt {i}" for i in range(20)])
+    second = engine.run(result.text + "?" for result in first.as_completed())
+    assert len(second.results(timeout=PATIENCE_S)) == 20
+
+
+def test_two_generators_at_once_share_the_slots(engine: Engine) -> None:
+    runs = [engine.run(Source(20).prompts()) for _ in range(2)]
+    assert texts(runs[1]) == texts(runs[0])
+
+
+# ---- back-pressure ----
+
+
+def test_generator_is_read_no_further_than_reader_and_slots_need(engine: Engine) -> None:
+    source = Source()
+    completed = engine.run(source.prompts()).as_completed()
+    for n_given in range(1, 5 * N_AHEAD):
+        assert next(completed).finish_reason == "length"
+        assert source.n_read <= n_given + N_AHEAD
+    completed.close()
+    del completed
+    assert source.has_ended.wait(PATIENCE_S)
+
+
+def test_generator_that_nobody_reads_from_stops_at_its_bound(threaded: Engine) -> None:
+    source = Source()
+    response = threaded.run(source.prompts())
+    while threaded.stats().n_finished.get("length", 0) < N_AHEAD:
+        pass
+    threaded.run(["another"]).results()
+    assert source.n_read == N_AHEAD
+    response.cancel()
+
+
+def test_waiting_for_all_reads_on_past_the_bound_of_unread_results(engine: Engine) -> None:
+    source = Source(10 * N_AHEAD)
+    assert len(engine.run(source.prompts()).results(timeout=PATIENCE_S)) == 10 * N_AHEAD
+
+
+def test_results_given_out_are_forgotten(engine: Engine) -> None:
+    n_most = 0
+    for result in islice(engine.run(Source(200).prompts()).as_completed(), 200):
+        del result
+        n_most = max(n_most, sum(isinstance(o, BatchResult) for o in gc.get_objects()))
+    assert n_most <= 2 * N_AHEAD
+
+
+def test_step_by_hand_reads_the_generator() -> None:
+    source = Source(5)
+    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=False) as engine:
+        response = engine.run(source.prompts())
+        assert source.n_read == 0
+        while engine.step():
+            pass
+        assert [len(r.token_ids) for r in response.results(timeout=0)] == [3] * 5
+
+
+# ---- bad prompts, bad generators ----
+
+
+def test_prompt_that_is_refused_fails_alone_at_its_place(engine: Engine) -> None:
+    mixed: list[Any] = [
+        "good",
+        [1, 2],
+        BatchPrompt(prompt="own", id="a"),
+        BatchPrompt(prompt="again", id="a"),
+        BatchPrompt(prompt="far", options={"stop_token_ids": [10**6]}),
+        17,
+        "good",
+    ]
+    response = engine.run(iter(mixed))
+    results = all_results(response)
+    kinds = [type(r.error) for r in results]
+    assert kinds == [
+        type(None), ConfigError, type(None), DuplicateIdError, ConfigError, ConfigError, type(None),
+    ]  # fmt: skip
+    assert response.ids == [r.id for r in results] == ["0", "1", "a", "3", "4", "5", "6"]
+    assert results[0].text == results[6].text
+    assert engine.stats().n_running == 0
+
+
+def broken() -> Iterator[str]:
+    yield "one"
+    yield "two"
+    raise OSError("the file ends here")
+
+
+def test_error_of_the_generator_reaches_the_reader_behind_what_was_read(engine: Engine) -> None:
+    completed = engine.run(broken()).as_completed()
+    assert {next(completed).id, next(completed).id} == {"0", "1"}
+    with pytest.raises(OSError, match="ends here"):
+        next(completed)
+    chunks = engine.run(broken())
+    with pytest.raises(OSError, match="ends here"):
+        list(chunks)
+
+
+def test_error_of_the_generator_is_raised_with_all_results(engine: Engine) -> None:
+    for wait in (lambda r: r.results(), all_results):
+        with pytest.raises(BatchError, match=r"ended after 2: OSError.*ends here") as caught:
+            wait(engine.run(broken()))
+        assert [r.finish_reason for r in caught.value.results] == ["length"] * 2
+        assert isinstance(caught.value.__cause__, OSError)
+    assert texts(engine.run(["still good"])) != [""]
+
+
+def test_ctrl_c_inside_the_generator_by_hand_is_ctrl_c() -> None:
+    def interrupted() -> Iterator[str]:
+        yield "one"
+        raise KeyboardInterrupt
+
+    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=False) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(interrupted()).results()
+        assert texts(engine.run(["still good"])) != [""]
+
+
+def test_engine_that_dies_while_it_is_fed_tells_the_reader() -> None:
+    backend = FailingBackend(N_SLOTS, 64, 16, error=MemoryError("gone"), fail_at=5)
+    with Engine(backend, options=SHORT) as engine:
+        results = [r for r in engine.run(Source().prompts()).as_completed() if r.error]
+    assert results
+    assert {type(r.error) for r in results} == {EngineClosedError}
+    assert_no_feed()
+
+
+# ---- leaving ----
+
+
+def leave_by_break(engine: Engine, response: BatchResponse) -> None:
+    for _ in response:
+        break
+
+
+def leave_by_cancel(engine: Engine, response: BatchResponse) -> None:
+    next(iter(response))
+    response.cancel()
+
+
+def leave_by_cancel_all(engine: Engine, response: BatchResponse) -> None:
+    engine.cancel_all()
+
+
+def leave_by_close(engine: Engine, response: BatchResponse) -> None:
+    engine.close()
+
+
+def leave_by_dropping(engine: Engine, response: BatchResponse) -> None:
+    pass
+
+
+LEAVES = (leave_by_break, leave_by_cancel, leave_by_cancel_all, leave_by_close, leave_by_dropping)
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_leaving_ends_the_reading(
+    threaded: Engine, leave: Callable[[Engine, BatchResponse], None]
+) -> None:
+    source = Source()
+    leave(threaded, threaded.run(source.prompts(), options={"max_tokens": None}))
+    gc.collect()
+    assert source.has_ended.wait(PATIENCE_S)
+    assert_no_feed()
+    if leave is not leave_by_close:
+        while threaded._loop.routes:
+            pass
+        assert threaded.stats().n_running == 0
+
+
+def test_prompt_that_comes_after_everybody_left_is_not_run() -> None:
+    arrived, go = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[str]:
+        yield "one"
+        arrived.set()
+        assert go.wait(PATIENCE_S)
+        yield "two"
+
+    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as engine:
+        response = engine.run(slow())
+        assert arrived.wait(PATIENCE_S)
+        response.cancel()
+        go.set()
+        assert_no_feed()
+        assert len(all_results(response)) == 1
+        assert engine.stats().n_submitted == 1
+
+
+def test_generator_that_hangs_stops_nobody() -> None:
+    go = threading.Event()
+
+    def hanging() -> Iterator[str]:
+        yield "one"
+        assert go.wait(PATIENCE_S)
+
+    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as engine:
+        response = engine.run(hanging())
+        reader = response.as_completed()
+        assert next(reader).id == "0"
+        assert len(engine.run(["a", "b", "c"]).results(timeout=PATIENCE_S)) == 3
+        with pytest.raises(TimeoutError):
+            response.results(timeout=0.01)
+    go.set()
+    assert_no_feed()
+
+
+def test_close_while_a_reader_waits_for_a_generator_that_hangs_tells_it_once() -> None:
+    go, arrived = threading.Event(), threading.Event()
+
+    def hanging() -> Iterator[str]:
+        yield "one"
+        arrived.set()
+        assert go.wait(PATIENCE_S)
+
+    engine = Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT)
+    wait = in_thread(lambda: all_results(engine.run(hanging())))
+    assert arrived.wait(PATIENCE_S)
+    engine.close()
+    assert [r.id for r in wait()] == ["0"]
+    go.set()
+    assert_no_feed()
+
+
+def test_feed_does_not_interrupt_a_run_behind_others_that_wait() -> None:
+    backend = GatedBackend(1, 64, 16, hold_at=0)
+    with Engine(backend, options=SHORT) as engine:
+        first = engine.run(["a", "b"])
+        backend.wait_until_held()
+        n_before = backend.n_interrupts
+        second = engine.run(["c", "d"])
+        assert backend.n_interrupts == n_before
+        backend.release()
+        assert len(first.results() + second.results()) == 4
+
+
+# ---- progress ----
+
+
+class Shown(SilentView):
+    """Keeps what it was told at the end."""
+
+    def __init__(self) -> None:
+        self.last: list[Snapshot] = []
+
+    def finish(self, snapshot: Snapshot) -> None:
+        self.last.append(snapshot)
+
+
+def test_progress_says_at_the_end_what_was_done(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.run(["a", "b"], progress=True).results()
+    assert capsys.readouterr().err.startswith("2/2 · out 6 tokens, ")
+    mixed: list[Any] = ["a", 17]
+    engine.run(iter(mixed), progress=True).results(return_errors=True)
+    assert capsys.readouterr().err.startswith("2/2, 1 failed · out 3 tokens, ")
+    list(engine.run(["a"], progress=True))
+    assert capsys.readouterr().err.startswith("1/1 · out 3 tokens, ")
+
+
+def test_progress_ends_where_the_reader_leaves(engine: Engine) -> None:
+    view = Shown()
+    reader = engine.run(Source().prompts(), progress=view).as_completed()
+    next(reader)
+    reader.close()
+    [last] = view.last
+    assert last.counts.n_done >= 1
+
+
+def test_progress_of_a_generator_learns_its_total(engine: Engine) -> None:
+    view = Shown()
+    engine.run(Source(12).prompts(), progress=view).results()
+    assert [(s.counts.n_total, s.counts.n_done) for s in view.last] == [(12, 12)]
+
+
+# ---- in event loops ----
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_generator_is_read_for_an_event_loop(threaded: Engine) -> None:
+    source = Source(3 * N_AHEAD)
+    results = await threaded.run(source.prompts(), progress=Shown())
+    assert [r.id for r in results] == [str(i) for i in range(3 * N_AHEAD)]
+    n_chunks = 0
+    async for _ in threaded.run(source.prompts()):
+        n_chunks += 1
+    assert n_chunks >= 3 * N_AHEAD
+    with pytest.raises(OSError, match="ends here"):
+        async for _ in threaded.run(broken()):
+            pass
+    with pytest.raises(BatchError, match="ends here"):
+        await threaded.run(broken())
+    async for _ in threaded.run(Source().prompts()):
+        break
+
+
+def test_request_error_of_a_fed_item_is_its_own(engine: Engine) -> None:
+    items: list[Any] = ["a", BatchPrompt(tokens=[10**6])]
+    [good, bad] = all_results(engine.run(iter(items)))
+    assert (good.error, type(bad.error)) == (None, RequestFailedError)
