@@ -1,8 +1,7 @@
 """`cbatch ask`: one answer as it comes, or a conversation."""
 
-import os
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
 from typing import Annotated, Any
 
@@ -10,7 +9,8 @@ import typer
 from rich.console import Console
 
 import cbatch
-from cbatch.cli.main import ExitCode, say
+from cbatch.cli.lines import stdin
+from cbatch.cli.main import ExitCode, say, write
 from cbatch.cli.options import (
     ChatTemplate,
     CtxPerSeq,
@@ -33,6 +33,7 @@ from cbatch.options import EngineOptions
 
 
 def ask(
+    ctx: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The question; - is stdin.")
     ] = None,
@@ -86,8 +87,10 @@ def ask(
     with _open(model, options, settings) as engine:
         conversation = Conversation(engine, system)
         try:
-            talk = _converse if interactive else _show
-            n_failed = talk(conversation, question)
+            if interactive:
+                n_failed = _converse(conversation, question, forget_interrupt=ctx.obj.forget)
+            else:
+                n_failed = _show(conversation, question)
         except KeyboardInterrupt:
             raise typer.Exit(ExitCode.INTERRUPTED) from None
     if n_failed:
@@ -99,6 +102,8 @@ class Conversation:
 
     def __init__(self, engine: cbatch.Engine, system: str | None = None) -> None:
         self._engine = engine
+        self.has_filled_slot = False
+        """Whether the last answer ended because the slot holds no more."""
         self.messages: list[Mapping[str, str]] = []
         if system is not None:
             self._add("system", system)
@@ -117,7 +122,7 @@ class Conversation:
                 for text in (chunk.text for chunk in chunks if chunk.text):
                     parts.append(text)
                     yield text
-            response.result()
+            self.has_filled_slot = response.result().finish_reason == "window"
         finally:
             self._keep("".join(parts))
 
@@ -136,13 +141,16 @@ def _open(model: object, options: cbatch.RunOptions, settings: Mapping[str, Any]
         return cbatch.load(model, options=options, **settings)
 
 
-def _converse(conversation: Conversation, question: str) -> int:
+def _converse(
+    conversation: Conversation, question: str, *, forget_interrupt: Callable[[], object]
+) -> int:
     """Answer questions until there are no more; return how many failed."""
     n_failed = 0
     question = question or _next_question()
     while question:
         with suppress(KeyboardInterrupt):
             n_failed += _show(conversation, question)
+        forget_interrupt()
         question = _next_question()
     return n_failed
 
@@ -154,6 +162,8 @@ def _show(conversation: Conversation, question: str) -> int:
     except cbatch.RequestError as error:
         say(f"cbatch: {_advice(error)}")
         return 1
+    if conversation.has_filled_slot:
+        say("cbatch: the answer ends here, for the slot is full: a higher --ctx-per-seq holds more")
     return 0
 
 
@@ -163,23 +173,17 @@ def _stream(conversation: Conversation, question: str) -> None:
         with closing(conversation.answer(question)) as parts:
             for text in parts:
                 end = "" if text.endswith("\n") else "\n"
-                _write(text)
+                write(text)
     finally:
-        _write(end)
-
-
-def _write(text: str) -> None:
-    """Write to stdout at once; a reader who has left ends the command."""
-    try:
-        sys.stdout.buffer.write(text.encode(errors="replace"))
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        # What is left in the buffer goes nowhere. Source: Python's docs, note on SIGPIPE in `signal`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(ExitCode.DONE) from None
+        write(end)
 
 
 def _advice(error: cbatch.RequestError) -> str:
+    if isinstance(error, cbatch.PromptTooLongError):
+        return (
+            f"all that was said has {error.n_prompt} tokens and the answer may have {error.n_output}, but the slot "
+            f"holds {error.n_limit}: start anew, with a higher --ctx-per-seq or a lower --max-tokens"
+        )
     has_no_template = str(error).startswith("this model has no chat template")
     if has_no_template:
         return "this model has no chat template: give one, such as --chat-template chatml"
@@ -188,9 +192,9 @@ def _advice(error: cbatch.RequestError) -> str:
 
 def _first_question(prompt: str | None) -> str:
     if prompt is None or prompt == "-":
-        if sys.stdin.isatty():
+        if stdin().isatty():
             say("cbatch: type the question; Ctrl-D on a line of its own ends it")
-        prompt = _decode(sys.stdin.buffer.read())
+        prompt = _decode(stdin().read())
     if not prompt.strip():
         raise cbatch.ConfigError("the question is empty: give a PROMPT, or text on stdin")
     return prompt
@@ -198,8 +202,8 @@ def _first_question(prompt: str | None) -> str:
 
 def _next_question() -> str:
     """Return the next line that was asked; empty at the end, and for an empty line."""
-    if not sys.stdin.isatty():
-        return _decode(sys.stdin.buffer.readline()).strip()
+    if not stdin().isatty():
+        return _decode(stdin().readline()).strip()
     try:
         return _prompted().strip()
     except EOFError:

@@ -1,13 +1,16 @@
 """`cbatch info`: what a model file is, and what a slot would hold."""
 
 import json
-import sys
+import shutil
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cbatch.cli.lines import stdout
+from cbatch.cli.main import write
 from cbatch.cli.options import CtxPerSeq, Parallel, Threads, option, said
 from cbatch.options import EngineOptions
 
@@ -40,12 +43,27 @@ def info(
     from cbatch.backend.load import describe_model  # llama_cpp is slow to import
 
     found = describe_model(model, options, asks_probe=exactness or exact)
-    _print(_as_json(found) if json else as_text(found))
+    width = shutil.get_terminal_size().columns if stdout().isatty() else None
+    write((_as_json(found) if json else as_text(found, width)) + "\n")
 
 
-def as_text(found: Mapping[str, Any]) -> str:
-    """Return aligned lines of what `describe_model` found."""
-    return "\n".join(f"{name:<13}  {' '.join(value.split())}" for name, value in _rows(found))
+def as_text(found: Mapping[str, Any], width: int | None = None) -> str:
+    """Return aligned lines of what `describe_model` found; of a terminal's width, values go on below themselves."""
+    lines = [(f"{name:<13}  ", " ".join(value.split())) for name, value in _rows(found)]
+    if width is None:
+        return "\n".join(name + value for name, value in lines)
+    return "\n".join(_wrapped(name, value, width) for name, value in lines)
+
+
+def _wrapped(name: str, value: str, width: int) -> str:
+    room = max(width, len(name) + 8)
+    return textwrap.fill(
+        value,
+        room,
+        initial_indent=name,
+        subsequent_indent=" " * len(name),
+        break_on_hyphens=False,
+    )
 
 
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -72,8 +90,3 @@ def _listed(words: Iterator[str]) -> str:
 
 def _as_json(found: Mapping[str, Any]) -> str:
     return json.dumps(found, ensure_ascii=False)
-
-
-def _print(text: str) -> None:
-    sys.stdout.buffer.write(text.encode(errors="replace") + b"\n")
-    sys.stdout.buffer.flush()

@@ -26,6 +26,28 @@ def is_pipe(path: Path) -> bool:
     return str(path) == "-"
 
 
+def stdin() -> BinaryIO:
+    """Return stdin.
+
+    Raises:
+        ConfigError: the command was started with it closed.
+    """
+    if sys.stdin is None:
+        raise ConfigError("stdin is closed: there is nothing to read")
+    return sys.stdin.buffer
+
+
+def stdout() -> BinaryIO:
+    """Return stdout.
+
+    Raises:
+        ConfigError: the command was started with it closed.
+    """
+    if sys.stdout is None:
+        raise ConfigError("stdout is closed: there is nowhere to write to")
+    return sys.stdout.buffer
+
+
 # ---- in ----
 
 
@@ -36,7 +58,7 @@ def read_prompts(path: Path) -> list[BatchPrompt]:
         ConfigError: the file cannot be read, or a line is wrong; the message names file and line.
     """
     if is_pipe(path):
-        return parse_lines("<stdin>", sys.stdin.buffer)
+        return parse_lines("<stdin>", stdin())
     try:
         with path.open("rb") as file:
             return parse_lines(str(path), file)
@@ -96,24 +118,33 @@ def _shown(line: bytes) -> str:
 # ---- out ----
 
 
-def check_target(path: Path, source: Path, *, force: bool) -> None:
+def check_target(path: Path, *inputs: Path, force: bool) -> None:
     """Check that results can be written, long before the first one is there.
 
     Raises:
-        ConfigError: a directory, a missing folder, no permission, the input itself, or a file without `force`.
+        ConfigError: a missing folder, one of the inputs, no permission, or see `check_new`.
     """
     if is_pipe(path):
         return
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a directory: give a file for the results")
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: the folder {path.parent} does not exist")
-    if path.is_file() and not is_pipe(source) and path.samefile(source):
+    if path.is_file() and any(i.exists() and path.samefile(i) for i in inputs):
         raise ConfigError(f"{path}: is the input: give another file for the results")
-    if path.is_file() and not force:
-        raise ConfigError(f"{path}: exists already; use --force to replace it")
+    check_new(path, force=force)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path}: no permission to write there")
+
+
+def check_new(path: Path, *, force: bool) -> None:
+    """Check that no work of another run would be lost.
+
+    Raises:
+        ConfigError: a directory, or an existing file without `force`.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a directory: give a file")
+    if path.is_file() and not force:
+        raise ConfigError(f"{path}: exists already: give another file, or --force to replace it")
 
 
 @contextmanager
@@ -124,7 +155,7 @@ def open_target(path: Path, *, force: bool) -> Iterator[BinaryIO]:
         ConfigError: it cannot be opened, or a file came there since `check_target` and there is no `force`.
     """
     if is_pipe(path):
-        yield sys.stdout.buffer
+        yield stdout()
         return
     try:
         is_device = path.exists() and not path.is_file()

@@ -1,16 +1,28 @@
 """The root of the commands: what every one of them shares, and how each of them may end."""
 
 import logging
+import os
+import re
+import shutil
+import signal
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum, IntEnum
+from functools import partial
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import cbatch
+from cbatch.cli.lines import stdout
 from cbatch.cli.options import option
+
+_BOXES_WIDTH = 64
+"""Columns below which the boxes of the help would cut the names of options."""
 
 
 class ExitCode(IntEnum):
@@ -43,20 +55,103 @@ class LogLines(logging.Handler):
             self.handleError(record)
 
 
+class Interrupts:
+    """Makes the first Ctrl-C a KeyboardInterrupt and keeps those after it from what it set going: closing a model.
+
+    Who has waited `PATIENCE_S` for that ends the process with one more.
+    """
+
+    PATIENCE_S = 3.0
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first_s: float | None = None
+        self._is_installed = False
+
+    def __enter__(self) -> None:
+        """Handle Ctrl-C until the end of the block, and for good where it was pressed."""
+        is_ours = threading.current_thread() is threading.main_thread()
+        if is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self.press)
+            self._is_installed = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_installed and self._first_s is None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def press(self, number: int = signal.SIGINT, frame: object = None) -> None:
+        """Do what Ctrl-C does now."""
+        if self._first_s is None:
+            self._first_s = self._clock()
+            raise KeyboardInterrupt
+        if self._clock() - self._first_s > self.PATIENCE_S:
+            os._exit(ExitCode.INTERRUPTED)
+
+    def forget(self) -> None:
+        """Take the next Ctrl-C as the first one again."""
+        self._first_s = None
+
+
+class Command(TyperCommand):
+    """Says of a wrong value which variable of the environment it came from."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, in boxes where there is room for them."""
+        if not _write_narrow_help(self, ctx, formatter):
+            super().format_help(ctx, formatter)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except cbatch.CBatchError as error:
+            for variable in _variables_in(str(error), ctx):
+                error.args = (f"{error} (from {variable})",)
+            raise
+
+
 class Group(TyperGroup):
     """Turns what a command raises into one line on stderr and an exit code."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, in boxes where there is room for them."""
+        if not _write_narrow_help(self, ctx, formatter):
+            super().format_help(ctx, formatter)
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the root's options; a variable must not install completion."""
+        params: list[Any] = list(super().get_params(ctx))
+        for parameter in params:
+            if "completion" in (parameter.name or ""):
+                parameter.allow_from_autoenv = False
+        return params
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        """Read the options before the command; what is raised here gets out as from `invoke`."""
+        try:
+            return super().make_context(*args, **more)
+        except Exception as error:
+            self._end(error, is_debugged=False)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; only typer's own exceptions and a closed pipe get out."""
+        ctx.obj = Interrupts()
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            _end(ctx, error, "interrupted", ExitCode.INTERRUPTED)
-        except Exception as error:
-            if _is_typers_own(error):
-                _name_variable(error)
-                raise
-            _end(ctx, error, _words(error), ExitCode.STOPPED)
+            with ctx.obj:
+                return super().invoke(ctx)
+        except (Exception, KeyboardInterrupt) as error:
+            self._end(error, is_debugged=ctx.params["debug"])
+
+    @staticmethod
+    def _end(error: BaseException, *, is_debugged: bool) -> NoReturn:
+        if _is_typers_own(error):
+            _name_variable(error)
+            raise error
+        if is_debugged:
+            traceback.print_exception(error)
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        say(f"cbatch: {'interrupted' if is_interrupt else _words(error)}")
+        raise typer.Exit(ExitCode.INTERRUPTED if is_interrupt else ExitCode.STOPPED) from None
 
 
 def make_app(*commands: Callable[..., None]) -> typer.Typer:
@@ -65,6 +160,7 @@ def make_app(*commands: Callable[..., None]) -> typer.Typer:
         cls=Group,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
         context_settings={
             "help_option_names": ["-h", "--help"],
             "auto_envvar_prefix": "CBATCH",
@@ -72,13 +168,30 @@ def make_app(*commands: Callable[..., None]) -> typer.Typer:
     )
     app.callback()(_root)
     for command in commands:
-        app.command()(command)
+        app.command(cls=Command)(command)
     return app
 
 
 def say(line: str) -> None:
-    """Print a line for the person at the terminal; stdout is for answers."""
-    typer.echo(line, err=True)
+    """Print a line for the person at the terminal, who may have left; stdout is for answers."""
+    with suppress(OSError):
+        typer.echo(line, err=True)
+
+
+def write(text: str) -> None:
+    """Write to stdout at once; a reader who has left ends the command.
+
+    Raises:
+        ConfigError: stdout is closed.
+    """
+    file = stdout()
+    try:
+        file.write(text.encode(errors="replace"))
+        file.flush()
+    except BrokenPipeError:
+        # What is left in the buffer goes nowhere. Source: Python's docs, note on SIGPIPE in `signal`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        raise typer.Exit(ExitCode.DONE) from None
 
 
 def _show_version(is_asked: bool) -> None:
@@ -112,7 +225,13 @@ def _root(
     ] = False,
     log_level: Annotated[
         LogLevel | None,
-        option("--log-level", case_sensitive=False, default="no log", help="Log to stderr."),
+        option(
+            "--log-level",
+            metavar="LEVEL",
+            case_sensitive=False,
+            default="no log",
+            help="Log to stderr from here on: debug, info, warning or error.",
+        ),
     ] = None,
     debug: Annotated[bool, option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -129,7 +248,18 @@ def _root(
         _show_log(ctx, log_level)
 
 
-def _is_typers_own(error: Exception) -> bool:
+def _write_narrow_help(command: Any, ctx: Any, formatter: Any) -> bool:
+    """Write the help as plain lines on a narrow terminal; False on a wide one."""
+    n_columns = shutil.get_terminal_size().columns
+    if n_columns >= _BOXES_WIDTH:
+        return False
+    formatter.width = n_columns - 2
+    for write_part in (command.format_usage, command.format_help_text, command.format_options):
+        write_part(ctx, formatter)
+    return True
+
+
+def _is_typers_own(error: BaseException) -> bool:
     """Whether typer shows it and ends by itself: usage errors, exits, and a reader of stdout who has left."""
     return isinstance(error, typer.Abort | BrokenPipeError) or hasattr(error, "exit_code")
 
@@ -137,23 +267,30 @@ def _is_typers_own(error: Exception) -> bool:
 def _name_variable(error: Any) -> None:
     """Add to typer's words on a wrong value which variable of the environment it came from."""
     ctx, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
-    if ctx is None or parameter is None:
-        return
+    if ctx is not None and parameter is not None and _is_from_environment(ctx, parameter):
+        error.message += f" (from {_variable(ctx, parameter)})"
+
+
+def _variables_in(words: str, ctx: Any) -> Iterator[str]:
+    """Yield the variables of the environment that these words of the library are about."""
+    for parameter in filter(partial(_is_from_environment, ctx), ctx.command.params):
+        value = re.escape(str(ctx.params[parameter.name]))
+        if re.match(rf"(n_)?{parameter.name}\b|{value}: ", words):
+            yield _variable(ctx, parameter)
+
+
+def _is_from_environment(ctx: Any, parameter: Any) -> bool:
     source = ctx.get_parameter_source(parameter.name)
-    if source is not None and source.name == "ENVIRONMENT":
-        error.message += f" (from {ctx.auto_envvar_prefix}_{parameter.name.upper()})"
+    return source is not None and source.name == "ENVIRONMENT"
 
 
-def _words(error: Exception) -> str:
+def _variable(ctx: Any, parameter: Any) -> str:
+    return f"{ctx.auto_envvar_prefix}_{parameter.name.upper()}"
+
+
+def _words(error: BaseException) -> str:
     if isinstance(error, cbatch.CBatchError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error} (not expected: --debug shows where)"
-
-
-def _end(ctx: Any, error: BaseException, words: str, code: ExitCode) -> NoReturn:
-    if ctx.params.get("debug"):
-        traceback.print_exception(error)
-    say(f"cbatch: {words}")
-    raise typer.Exit(code) from None

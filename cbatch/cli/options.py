@@ -88,7 +88,7 @@ Stop = Annotated[
     list[str] | None, option(help="Text that ends an answer; may be given again.", panel=_ANSWERS)
 ]
 IgnoreEos = Annotated[
-    bool, option("--ignore-eos", help="Go on past the model's end.", panel=_ANSWERS)
+    bool, option("--ignore-eos", help="Go on where the model would end.", panel=_ANSWERS)
 ]
 
 

@@ -98,10 +98,10 @@ def run(
         chat_template=chat_template,
     )
     EngineOptions.of(settings)
-    check_target(output, source, force=force)
+    check_target(output, source, model, force=force)
     prompts = read_prompts(source)
     view = choose_view(summary_lines, is_quiet=quiet, has_free_terminal=not is_pipe(output))
-    view.say(f"loading {model} for {len(prompts)} items")
+    view.say(f"loading {model} for {len(prompts)} item{'s' * (len(prompts) != 1)}")
     with (
         cbatch.load(model, options=options, **settings) as engine,
         open_target(output, force=force) as file,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cbatch.cli.lines import check_new, is_pipe
 from cbatch.cli.main import say
 from cbatch.cli.options import option
 from cbatch.errors import ConfigError
@@ -32,10 +33,9 @@ def synth(
 
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; there is: {', '.join(SHAPES)}")
-    if output.is_dir():
-        raise ConfigError(f"{output}: is a directory: give a file for the model")
-    if output.exists() and not force:
-        raise ConfigError(f"{output}: exists already; use --force to replace it")
+    if is_pipe(output):
+        raise ConfigError("-: a model does not go to stdout: give a file for it")
+    check_new(output, force=force)
     sizes = SHAPES[shape] if type is None else replace(SHAPES[shape], type=type)
     path = write_model(output, sizes, seed=seed, force=force)
     say(f"{path}: {path.stat().st_size:,} bytes, {shape} {sizes.type}, seed {seed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -54,6 +55,18 @@ def start(*args: object, stdin: int = subprocess.PIPE) -> subprocess.Popen[bytes
 def parse(lines: str | bytes) -> Lines:
     """Return JSON lines as objects; a line cut in the middle fails."""
     return [json.loads(line) for line in lines.splitlines()]
+
+
+def forbid_opening(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody open this file, not even root, whom no permission stops."""
+    really_open = Path.open
+
+    def refuse(file: Path, *args: Any, **more: Any) -> Any:
+        if file == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return really_open(file, *args, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import cbatch
 from cbatch.cli import app
-from cbatch.cli.ask import Conversation, _show, _write
+from cbatch.cli.ask import Conversation, _show
+from cbatch.cli.main import write
 from tests.cli.conftest import Done, invoke, start
 
 if TYPE_CHECKING:
@@ -118,9 +119,18 @@ def test_question_that_failed_is_forgotten(engine: cbatch.Engine) -> None:
 def test_conversation_goes_on_after_a_question_too_long(test_model: Path, asked: list[Any]) -> None:
     result = ask(test_model, "-i", "a" * 20_000, stdin="Short\n")
     assert result.exit_code == 1
-    assert result.stderr.startswith("cbatch: the prompt has ")
+    assert result.stderr.startswith("cbatch: all that was said has ")
+    assert "--ctx-per-seq" in result.stderr
+    assert result.stderr.count("\n") == 1
     assert asked[1] == [user("Short")]
     assert result.stdout
+
+
+def test_answer_that_fills_the_slot_says_so(test_model: Path) -> None:
+    args = ("Hi", "-m", test_model, "--ignore-eos", "--threads", 1, "--ctx-per-seq", 256)
+    full, capped = invoke("ask", *args), invoke("ask", *args, "--max-tokens", 9)
+    assert (full.exit_code, capped.exit_code, capped.stderr) == (0, 0, "")
+    assert full.stderr.startswith("cbatch: the answer ends here, for the slot is full")
 
 
 def test_ctrl_c_in_a_conversation_ends_the_answer_alone(
@@ -133,7 +143,7 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_alone(
         if len(written) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("cbatch.cli.ask._write", write)
+    monkeypatch.setattr("cbatch.cli.ask.write", write)
     assert ask(test_model, "-i", "One", stdin="Two\n").exit_code == 0
     assert asked[1] == [user("One"), assistant(written[0]), user("Two")]
     assert written[1] == "\n"
@@ -196,7 +206,7 @@ def test_every_part_of_an_answer_is_written_at_once(
 ) -> None:
     raw, conversation = Raw(), Conversation(engine)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(raw)))
-    _write("é")
+    write("é")
     assert raw.written == ["é".encode()]
     assert _show(conversation, "Hi") == 0
     assert len(raw.written) > 2

@@ -9,7 +9,8 @@ import pytest
 
 import cbatch
 from cbatch.backend.llama import LlamaBackend
-from tests.cli.conftest import invoke
+from cbatch.cli.info import as_text
+from tests.cli.conftest import forbid_opening, invoke
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,6 +79,26 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     ]
     assert all(line[13:15] == "  " and line[15] != " " for line in lines)
     assert "window         256 cells per slot, 512 in all" in lines
+
+
+def test_info_on_a_narrow_terminal_keeps_values_in_their_column(test_model: Path) -> None:
+    found = info(test_model, "--parallel", 256)
+    wide, narrow = as_text(found).splitlines(), as_text(found, 40).splitlines()
+    assert max(map(len, narrow)) <= 40 < max(map(len, wide))
+    more = [line for line in narrow if line.startswith(" ")]
+    assert len(narrow) - len(more) == len(wide)
+    assert all(line[:15] == " " * 15 and line[15] != " " for line in more)
+    assert as_text(found, 200).splitlines() == wide
+
+
+def test_model_without_permission_is_named(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_opening(test_model, monkeypatch)
+    for command in (("info", test_model), ("ask", "Hi", "-m", test_model)):
+        result = invoke(*command)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"cbatch: {test_model}: cannot be read: Permission denied\n"
 
 
 def test_info_asks_the_probe_as_the_model_would_be_loaded(

@@ -86,6 +86,69 @@ def test_bad_value_in_the_environment_is_named(
     assert "CBATCH_INFO_PARALLEL" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "args"),
+    [
+        ("CBATCH_LOG_LEVEL", "loud", ("info", "MODEL")),
+        ("CBATCH_DEBUG", "perhaps", ("info", "MODEL")),
+        ("CBATCH_INFO_EXACT", "maybe", ("info", "MODEL")),
+        ("CBATCH_INFO_PARALLEL", "0", ("info", "MODEL")),
+        ("CBATCH_INFO_THREADS", "0", ("info", "MODEL")),
+        ("CBATCH_ASK_TOP_P", "2", ("ask", "Hi", "-m", "MODEL")),
+        ("CBATCH_ASK_CHAT_TEMPLATE", "mine", ("ask", "Hi", "-m", "MODEL")),
+        ("CBATCH_ASK_MODEL", "none.gguf", ("ask", "Hi")),
+        ("CBATCH_RUN_OUTPUT", ".", ("run", "in.jsonl", "-m", "MODEL")),
+        ("CBATCH_RUN_N_CTX", "0", ("run", "in.jsonl", "-o", "-", "-m", "MODEL")),
+    ],
+)
+def test_every_bad_value_in_the_environment_is_named(
+    test_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    args: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("CBATCH_ASK_TEMPERATURE", "0.5")  # which is fine
+    result = invoke(*[test_model if part == "MODEL" else part for part in args])
+    assert result.exit_code == 2
+    assert f"(from {variable})" in " ".join(result.stderr.replace("│", "").split())
+    assert result.stderr.count("CBATCH_") == 1
+
+
+def test_bad_value_on_the_command_line_is_not_blamed_on_the_environment(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CBATCH_INFO_PARALLEL", "0")
+    result = invoke("info", test_model, "--parallel", 257)
+    assert result.stderr == "cbatch: parallel must be 1 … 256, not 257\n"
+
+
+def test_completion_is_not_installed_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CBATCH_SHOW_COMPLETION", "bash")
+    result = invoke("info", "none.gguf")
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--bogus",), "No such option: --bogus"),
+        (("info", "x.gguf", "--bogus"), "No such option: --bogus"),
+        (("run", "-", "--temprature", "1"), "--temperature"),
+        (("inf", "x.gguf"), "Did you mean 'info'"),
+        (("ask", "Hi", "there", "-m", "x.gguf"), "there"),
+        (("run", "in.jsonl"), "Missing option '--output'"),
+    ],
+    ids=str,
+)
+def test_wrong_command_line_is_named(args: tuple[str, ...], words: str) -> None:
+    result = invoke(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_version_in_the_environment_is_not_asking_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CBATCH_VERSION", "1")
     assert "Commands" in invoke("--help").stdout
@@ -108,6 +171,17 @@ def test_help_has_one_example_and_every_default(command: str) -> None:
             assert f"[default: ({parameter.show_default})]" in result.output
         elif parameter.default not in (None, False):
             assert f"[default: {parameter.default}]" in result.output
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_in_a_narrow_window_cuts_no_option(command: str | None) -> None:
+    args = [command] if command else []
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(app, [*args, "--help"])
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 44  # and the last column of a list
+    assert "…" not in result.output.replace("1 … 256", "")
+    for parameter in options_of(command) if command else ():
+        assert f"--{parameter.name.replace('_', '-')} " in result.output
 
 
 def test_log_level_shows_the_log_on_stderr(

@@ -6,17 +6,18 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import cbatch
-from cbatch.errors import EngineClosedError, PromptTooLongError
-from tests.cli.conftest import Done, invoke, parse, start
+from cbatch.cli.lines import check_target
+from cbatch.errors import ConfigError, EngineClosedError, PromptTooLongError
+from tests.cli.conftest import Done, forbid_opening, invoke, parse, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     WriteInput = Callable[..., Path]
 
@@ -180,8 +181,7 @@ def test_existing_output_is_kept_without_force(
     out.write_text("precious")
     result = run(source, out, test_model)
     assert (result.exit_code, out.read_text()) == (2, "precious")
-    assert f"{out}: exists already" in result.stderr
-    assert "--force" in result.stderr
+    assert f"{out}: exists already: give another file, or --force to replace it" in result.stderr
     assert run(source, out, test_model, "--force").exit_code == 0
     assert len(parse(out.read_bytes())) == 1
 
@@ -212,6 +212,45 @@ def test_output_that_cannot_be_written_is_named(
     result = run(source, tmp_path / "out", test_model)
     assert result.exit_code == 2
     assert f"{tmp_path / 'out'}: no permission" in result.stderr
+
+
+def test_input_without_permission_is_named(
+    write_input: WriteInput, out: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_input({"prompt": "a"})
+    forbid_opening(source, monkeypatch)
+    result = run(source, out, test_model)
+    assert (result.exit_code, out.exists()) == (2, False)
+    assert result.stderr == f"cbatch: {source}: cannot be read: Permission denied\n"
+
+
+def test_output_without_permission_is_named_and_kept(
+    write_input: WriteInput, out: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out.write_text("precious")
+    with monkeypatch.context() as patch:
+        forbid_opening(out, patch)
+        result = run(write_input({"prompt": "a", "options": SHORT}), out, test_model, "--force")
+    assert (result.exit_code, out.read_bytes()) == (2, b"precious")
+    assert result.stderr == f"cbatch: {out}: cannot be written: Permission denied\n"
+
+
+@pytest.mark.parametrize("link", ["hardlink_to", "symlink_to"])
+def test_input_by_another_name_is_never_the_output(
+    write_input: WriteInput, out: Path, test_model: Path, link: str
+) -> None:
+    source = write_input({"prompt": "a"})
+    before = source.read_bytes()
+    getattr(out, link)(source)
+    result = run(source, out, test_model, "--force")
+    assert (result.exit_code, source.read_bytes()) == (2, before)
+    assert f"{out}: is the input" in result.stderr
+
+
+def test_no_input_is_ever_the_output(test_model: Path, out: Path) -> None:
+    with pytest.raises(ConfigError, match="is the input"):
+        check_target(test_model, Path("-"), out, test_model, force=True)
+    check_target(out, Path("-"), out, test_model, force=False)
 
 
 def test_output_that_comes_up_while_the_model_loads_is_left_alone(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import cbatch
 from cbatch.bench.synth import SHAPES, write_model
 from tests.cli.conftest import invoke
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_synth_writes_what_the_library_writes(tmp_path: Path) -> None:
@@ -31,9 +35,18 @@ def test_synth_over_a_file_needs_force(tmp_path: Path) -> None:
     path.write_bytes(b"precious")
     result = invoke("synth", path)
     assert (result.exit_code, path.read_bytes()) == (2, b"precious")
-    assert f"{path}: exists already; use --force" in result.stderr
+    assert f"{path}: exists already: give another file, or --force" in result.stderr
     assert invoke("synth", path, "--force").exit_code == 0
     assert path.read_bytes()[:4] == b"GGUF"
+
+
+def test_synth_of_a_model_to_stdout_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke("synth", "-")
+    assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert "give a file for it" in result.stderr
 
 
 def test_synth_with_wrong_values_names_them_and_writes_nothing(tmp_path: Path) -> None:

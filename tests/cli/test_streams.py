@@ -1,0 +1,295 @@
+"""Streams that are closed, full or left by their reader, Ctrl-C pressed too often, a terminal that is closed."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch
+from cbatch.cli.lines import stdin, stdout, write_result
+from cbatch.cli.main import Interrupts, write
+from cbatch.errors import ConfigError
+from cbatch.response import BatchResult, Timings, Usage
+from tests.cli.conftest import Done, invoke, parse, start
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    WriteInput = Callable[..., Path]
+
+SMALL = ("--parallel", 2, "--threads", 1)
+SHORT = {"max_tokens": 3, "ignore_eos": True}
+ENDLESS = {"prompt": "b", "options": {"ignore_eos": True}}
+CLI = Path(str(cbatch.__file__)).parent.parent
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell and signals")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full, which is always full")
+
+
+def redirected(how: str, *args: object) -> Done:
+    """Run a command with redirections that the shell makes, such as `<&-`."""
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m cbatch.cli "$@" {how}', sys.executable, *map(str, args)],
+        capture_output=True,
+        cwd=CLI,
+        env={**os.environ, "PYTHONPATH": str(CLI)},
+        check=False,
+    )
+    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+# ---- closed and full ----
+
+
+@posix
+@pytest.mark.parametrize(
+    ("how", "args", "words"),
+    [
+        ("<&-", ("ask",), "stdin is closed"),
+        ("<&-", ("ask", "-i"), "stdin is closed"),
+        ("<&-", ("run", "-", "-o", "-"), "stdin is closed"),
+        (">&-", ("ask", "Hi"), "stdout is closed"),
+        ("<in.jsonl >&-", ("run", "-", "-o", "-", "--quiet"), "stdout is closed"),
+    ],
+    ids=str,
+)
+def test_closed_stream_is_named(
+    write_input: WriteInput,
+    test_model: Path,
+    how: str,
+    args: tuple[object, ...],
+    words: str,
+) -> None:
+    source = write_input({"prompt": "a", "options": SHORT})
+    done = redirected(how.replace("in.jsonl", str(source)), *args, "-m", test_model)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"cbatch: {words}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_closed_streams_are_errors_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stdout", None)
+    for stream in (stdin, stdout):
+        with pytest.raises(ConfigError, match="is closed"):
+            stream()
+    with pytest.raises(ConfigError, match="is closed"):
+        write("x")
+
+
+@linux
+@pytest.mark.parametrize("args", [("--version",), ("--help",), ("info", "--help"), ("info",)])
+def test_full_stdout_is_one_line_without_a_traceback(
+    test_model: Path, args: tuple[str, ...]
+) -> None:
+    model = (test_model,) if args == ("info",) else ()
+    done = redirected(">/dev/full", *args, *model)
+    assert (done.exit_code, done.stderr) == (2, "cbatch: No space left on device\n")
+
+
+@linux
+@pytest.mark.parametrize("how", ["2>/dev/full", "2>&-"])
+def test_what_cannot_be_said_stops_no_work(
+    write_input: WriteInput, tmp_path: Path, test_model: Path, how: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+    source = write_input({"prompt": "a", "options": SHORT})
+    assert redirected(how, "run", source, "-o", out, "-m", test_model, *SMALL).exit_code == 0
+    assert len(parse(out.read_bytes())) == 1
+    assert redirected(how, "info", "none.gguf").exit_code == 2
+
+
+@posix
+@pytest.mark.parametrize(
+    ("args", "code"), [(("info",), 0), (("--help",), 1), (("--version",), 1)], ids=str
+)
+def test_reader_who_leaves_ends_every_command_quietly(
+    test_model: Path, args: tuple[str, ...], code: int
+) -> None:
+    model = (test_model,) if args == ("info",) else ()
+    with start(*args, *model) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == code
+
+
+def test_bad_line_on_stdin_is_named(test_model: Path) -> None:
+    with start("run", "-", "-o", "-", "-m", test_model) as process:
+        answers, said = process.communicate(b'{"prompt": "a"}\n\n{"prompt"}\n')
+    assert (process.returncode, answers) == (2, b"")
+    assert said.startswith(b"cbatch: <stdin>, line 3: not JSON")
+
+
+# ---- whole lines ----
+
+
+class Raw(io.RawIOBase):
+    """A file that remembers what reached it, write by write."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.written.append(bytes(data))
+        return len(data)
+
+
+@pytest.mark.parametrize("n_chars", [0, 10, 100_000])
+def test_result_reaches_the_system_as_one_write_of_a_whole_line(n_chars: int) -> None:
+    raw = Raw()
+    file: Any = io.BufferedWriter(raw)
+    timings = Timings(0.0, None, 0.0, None, None)
+    for id in "ab":
+        text = "é" * n_chars
+        write_result(file, BatchResult(id, text, (), "stop", None, Usage(1, 1), timings, 0))
+    assert [line["id"] for line in parse(b"".join(raw.written))] == ["a", "b"]
+    assert [data.count(b"\n") for data in raw.written] == [1, 1]
+    assert all(data.endswith(b"\n") for data in raw.written)
+
+
+def wait_for_answers(process: subprocess.Popen[bytes], out: Path) -> None:
+    while process.poll() is None and not (out.exists() and out.stat().st_size):
+        time.sleep(0.01)
+
+
+@posix
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
+def test_closed_terminal_leaves_whole_lines(
+    write_input: WriteInput, tmp_path: Path, test_model: Path, name: str
+) -> None:
+    number, out = signal.Signals[name], tmp_path / "out.jsonl"
+    source = write_input(*[{"prompt": "a", "options": {"max_tokens": 2}}] * 5000)
+    with start("run", source, "-o", out, "-m", test_model, *SMALL) as process:
+        wait_for_answers(process, out)
+        process.send_signal(number)
+        process.communicate()
+    assert process.returncode == -number
+    answers = out.read_bytes()
+    assert answers.endswith(b"\n")
+    assert parse(answers)
+
+
+# ---- Ctrl-C ----
+
+
+@posix
+@pytest.mark.parametrize("gap_s", [0.0, 0.001, 0.01])
+def test_ctrl_c_pressed_again_and_again_ends_as_one(
+    write_input: WriteInput, tmp_path: Path, test_model: Path, gap_s: float
+) -> None:
+    out = tmp_path / "out.jsonl"
+    source = write_input({"prompt": "a", "options": SHORT}, *[ENDLESS] * 2000)
+    command = ("run", source, "-o", out, "-m", test_model, *SMALL, "--quiet")
+    with start(*command, "--ctx-per-seq", 30_000) as process:
+        wait_for_answers(process, out)
+        for _ in range(3):
+            process.send_signal(signal.SIGINT)
+            time.sleep(gap_s)
+        _, said = process.communicate()
+    assert process.returncode in (130, -signal.SIGINT)  # to a shell both are 130
+    assert said == b"cbatch: interrupted\n"
+    assert out.read_bytes().endswith(b"\n")
+
+
+def test_ctrl_c_in_any_command_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*args: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cbatch.backend.load.describe_model", press)
+    assert invoke("info", "any.gguf") == Done(130, "", "cbatch: interrupted\n")
+
+
+@posix
+def test_ctrl_c_at_the_prompt_of_a_conversation_exits_130(test_model: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    try:
+        with start("ask", "-i", "-m", test_model, "--threads", 1, stdin=theirs) as process:
+            assert process.stderr is not None
+            assert process.stderr.read(2) == b"> "
+            process.send_signal(signal.SIGINT)
+            assert process.communicate() == (b"", b"\n")
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert process.returncode == 130
+
+
+@posix
+def test_ctrl_c_ends_the_answer_and_at_the_next_prompt_the_conversation(test_model: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    endless = ("--ignore-eos", "--threads", 1, "--ctx-per-seq", 30_000)
+    try:
+        with start("ask", "-i", "Hi", "-m", test_model, *endless, stdin=theirs) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert os.read(process.stdout.fileno(), 1)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.read(2) == b"> "
+            process.send_signal(signal.SIGINT)
+            os.write(ours, b"\x04")  # ends it with 0 if that was not heard
+            process.communicate()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert process.returncode == 130
+
+
+def test_first_ctrl_c_is_an_interrupt_and_patience_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    interrupts = Interrupts(clock=lambda: now_s)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.press()
+        now_s += Interrupts.PATIENCE_S
+        interrupts.press()
+        assert ended == []
+        interrupts.forget()
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.press()
+    now_s += Interrupts.PATIENCE_S + 0.1
+    interrupts.press()
+    assert ended == [130]
+
+
+def test_handler_of_ctrl_c_is_put_back_unless_it_was_pressed() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert before is signal.default_int_handler
+    try:
+        with Interrupts():
+            assert signal.getsignal(signal.SIGINT) is not before
+        assert signal.getsignal(signal.SIGINT) is before
+        with pytest.raises(KeyboardInterrupt), Interrupts():
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_that_somebody_else_handles_is_left_alone() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
