@@ -409,7 +409,7 @@ def _tokenize(vocab: Vocab, prompt: BatchPrompt) -> Sequence[int]:
 
 
 def load(
-    model: str | os.PathLike[str] | Any,
+    model: str | os.PathLike[str] | Any = None,
     *,
     options: RunOptions | Mapping[str, Any] | None = None,
     threaded: bool = True,
@@ -420,7 +420,8 @@ def load(
     Loads here and now, but not in an event loop: there `async with` loads in a worker thread.
 
     Args:
-        model: path of a GGUF file (of a split model, the first part), or a `llama_cpp.Llama` to share the model of.
+        model: path of a GGUF file (of a split model, the first part), or a `llama_cpp.Llama` to share the model of;
+            without one, the small model that ships inside.
         options: defaults for every request.
         threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
         settings: by name, those of `EngineOptions`:

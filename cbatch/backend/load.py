@@ -15,6 +15,7 @@ from cbatch.backend.log import llama_log
 from cbatch.backend.model import LlamaModel, open_model
 from cbatch.backend.native import handshake
 from cbatch.backend.probe import BITWISE, probe
+from cbatch.backend.shipped import shipped_model
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ def load_backend(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Call
 
 
 def describe_model(
-    model: str | os.PathLike[str], options: EngineOptions, *, asks_probe: bool
+    model: str | os.PathLike[str] | None, options: EngineOptions, *, asks_probe: bool
 ) -> dict[str, Any]:
     """Return what a model file is and what a slot would hold, as JSON values; no context of that size is made.
 
     Args:
-        model: path of a GGUF file.
+        model: path of a GGUF file; None for the one that ships inside.
         options: those that `load_backend` would get.
         asks_probe: find out the exactness too, which computes for some seconds; None in its place without.
 
@@ -53,6 +54,7 @@ def describe_model(
 
 
 def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str, Any]:
+    model = shipped_model() if model is None else model
     with _opened(model, options, will_compute=asks_probe) as loaded, closing(loaded):
         n_cells = context_cells(loaded, options)
         return {
@@ -75,6 +77,7 @@ def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str,
 
 
 def _load(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Callable[[], str]]:
+    model = shipped_model() if model is None else model
     if not isinstance(model, str | os.PathLike | llama_cpp.Llama):
         raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
     with _opened(model, options, will_compute=True) as loaded:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,7 @@ from cbatch.cli.options import (
     TopK,
     TopP,
     answer_options,
+    name_of,
     option,
     said,
 )
@@ -38,7 +40,7 @@ def ask(
         str | None, typer.Argument(metavar="PROMPT", help="The question; - is stdin.")
     ] = None,
     *,
-    model: ModelPath,
+    model: ModelPath = None,
     interactive: Annotated[
         bool, option("--interactive", "-i", help="Go on asking; an empty line ends.")
     ] = False,
@@ -136,8 +138,10 @@ class Conversation:
         self.messages.append({"role": role, "content": content})
 
 
-def _open(model: object, options: cbatch.RunOptions, settings: Mapping[str, Any]) -> cbatch.Engine:
-    with Console(stderr=True).status(f"loading {model}"):  # seen on a terminal only
+def _open(
+    model: Path | None, options: cbatch.RunOptions, settings: Mapping[str, Any]
+) -> cbatch.Engine:
+    with Console(stderr=True).status(f"loading {name_of(model)}"):  # seen on a terminal only
         return cbatch.load(model, options=options, **settings)
 
 

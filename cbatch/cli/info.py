@@ -18,7 +18,12 @@ _MIB = 2**20
 
 
 def info(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file.")],
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL", help="A GGUF file; without one, the model that ships inside."
+        ),
+    ] = None,
     *,
     parallel: Parallel = EngineOptions.parallel,
     ctx_per_seq: CtxPerSeq = None,

@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cbatch.errors import CBatchError, ConfigError
@@ -14,11 +15,13 @@ from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
     from cbatch.response import BatchResult
 
 _KEYS = ("id", "messages", "prompt", "tokens", "options")
+
+
+STDOUT = Path("-")
 
 
 def is_pipe(path: Path) -> bool:

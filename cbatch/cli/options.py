@@ -29,7 +29,10 @@ def option(
     )
 
 
-ModelPath = Annotated[Path, option("--model", "-m", help="A GGUF file.", panel=_MODEL)]
+ModelPath = Annotated[
+    Path | None,
+    option("--model", "-m", help="A GGUF file.", default="the one that ships inside", panel=_MODEL),
+]
 Parallel = Annotated[int, option(help="Slots: requests that run at once.", panel=_MODEL)]
 CtxPerSeq = Annotated[
     int | None,
@@ -95,6 +98,11 @@ IgnoreEos = Annotated[
 def said(**values: Any) -> dict[str, Any]:
     """Return the values that were given."""
     return {name: value for name, value in values.items() if value is not None}
+
+
+def name_of(model: Path | None) -> str:
+    """Return what to call a model."""
+    return "the model that ships inside" if model is None else str(model)
 
 
 def answer_options(*, stop: list[str] | None, ignore_eos: bool, **values: Any) -> RunOptions:

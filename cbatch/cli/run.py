@@ -1,14 +1,16 @@
 """`cbatch run`: a batch file in, a file of answers out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import typer
 
 import cbatch
-from cbatch.cli.lines import check_target, is_pipe, open_target, read_prompts, write_result
+from cbatch.cli.demo import demo_prompts, write_shown
+from cbatch.cli.lines import STDOUT, check_target, is_pipe, open_target, read_prompts, write_result
 from cbatch.cli.main import ExitCode, say
 from cbatch.cli.options import (
     ChatTemplate,
@@ -28,6 +30,7 @@ from cbatch.cli.options import (
     TopK,
     TopP,
     answer_options,
+    name_of,
     option,
     said,
 )
@@ -37,20 +40,24 @@ from cbatch.runtime.progress import View, choose_view, summary_lines
 
 def run(
     source: Annotated[
-        Path,
+        Path | None,
         typer.Argument(metavar="IN.jsonl", help="Requests, one JSON object a line; - is stdin."),
-    ],
+    ] = None,
     *,
     output: Annotated[
-        Path,
+        Path | None,
         option(
             "--output",
             "-o",
             metavar="OUT.jsonl",
             help="Where answers go, one a line as they complete; - is stdout.",
+            default="of --demo: text on stdout",
         ),
-    ],
-    model: ModelPath,
+    ] = None,
+    demo: Annotated[
+        bool, option("--demo", help="Ask 64 chats that show what the model inside can do.")
+    ] = False,
+    model: ModelPath = None,
     parallel: Parallel = EngineOptions.parallel,
     ctx_per_seq: CtxPerSeq = None,
     n_ctx: NCtx = None,
@@ -76,6 +83,8 @@ def run(
     (ids); id and options may be left out. A line's options come before those
     given here.
 
+    Without a model at hand: cbatch run --demo
+
     Example: cbatch run chats.jsonl -m model.gguf -o answers.jsonl --max-tokens 64
     """
     options = answer_options(
@@ -98,27 +107,45 @@ def run(
         chat_template=chat_template,
     )
     EngineOptions.of(settings)
-    check_target(output, source, model, force=force)
-    prompts = read_prompts(source)
-    view = choose_view(summary_lines, is_quiet=quiet, has_free_terminal=not is_pipe(output))
-    view.say(f"loading {model} for {len(prompts)} item{'s' * (len(prompts) != 1)}")
+    prompts = _prompts(source, output, demo=demo)
+    shows = demo and output is None
+    target = STDOUT if output is None else output
+    check_target(target, *filter(None, (source, model)), force=force)
+    view = choose_view(summary_lines, is_quiet=quiet, has_free_terminal=not is_pipe(target))
+    view.say(f"loading {name_of(model)} for {len(prompts)} item{'s' * (len(prompts) != 1)}")
     with (
         cbatch.load(model, options=options, **settings) as engine,
-        open_target(output, force=force) as file,
+        open_target(target, force=force) as file,
     ):
-        n_failed = answer(engine, prompts, file, view)
+        write = write_shown(prompts) if shows else write_result
+        n_failed = answer(engine, prompts, partial(write, file), view)
     if n_failed:
         say(f'cbatch: {n_failed} of {len(prompts)} items failed: see "error" in their lines')
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
+def _prompts(source: Path | None, output: Path | None, *, demo: bool) -> list[cbatch.BatchPrompt]:
+    if demo and source is not None:
+        raise cbatch.ConfigError(f"--demo brings its own chats: leave out {source}")
+    if demo:
+        return demo_prompts()
+    if source is None:
+        raise cbatch.ConfigError("give a batch file, or --demo to see what the model inside can do")
+    if output is None:
+        raise cbatch.ConfigError("give --output (-o) a file for the answers, or - for stdout")
+    return read_prompts(source)
+
+
 def answer(
-    engine: cbatch.Engine, prompts: Sequence[cbatch.BatchPrompt], file: BinaryIO, view: View
+    engine: cbatch.Engine,
+    prompts: Sequence[cbatch.BatchPrompt],
+    write: Callable[[cbatch.BatchResult], None],
+    view: View,
 ) -> int:
     """Run a batch and write each result as it completes; return how many failed."""
     n_failed = 0
     with closing(engine.run(prompts, progress=view).as_completed()) as results:
         for result in results:
-            write_result(file, result)
+            write(result)
             n_failed += result.error is not None
     return n_failed

@@ -1,0 +1,170 @@
+"""The files: written ones load, and those that ship are what their card says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from cbatch.backend.load import describe_model
+from cbatch.backend.model import open_model
+from cbatch.engine import load
+from cbatch.models import CHAT_MODEL, DRAFT_MODEL
+from cbatch.models.recipe import __main__ as recipe
+from cbatch.models.recipe.export import (
+    CHAT,
+    DRAFT,
+    n_multiply_adds,
+    weight_sizes,
+    write_digests,
+    write_gguf,
+)
+from cbatch.models.recipe.pieces import learn_pieces
+from cbatch.options import EngineOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cbatch.bench.synth import Shape
+
+SMALLEST = replace(CHAT, n_layer=1, n_embd=32, n_head=1, n_kv_head=1, n_ff=32, n_vocab=400)
+SHIPPED = pytest.mark.skipif(not CHAT_MODEL.exists(), reason="the models are not in this checkout")
+
+
+def write_random(path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    weights = {
+        name: rng.standard_normal(size, dtype=np.float32)
+        for name, size in weight_sizes(SMALLEST).items()
+    }
+    write_gguf(path, SMALLEST, learn_pieces(["Say red."] * 9, 400), weights, name="random")
+    return path
+
+
+def test_written_model_loads_and_answers(tmp_path: Path) -> None:
+    path = write_random(tmp_path / "random.gguf")
+    with closing(open_model(path)) as model:
+        assert model.file_type == "q8_0"
+        assert model.metadata["general.name"] == "random"
+        assert model.n_ctx_train == CHAT.n_ctx_train
+    with load(path, parallel=2, ctx_per_seq=256, n_threads=1) as engine:
+        result = engine.run("Say red.", options={"max_tokens": 4, "ignore_eos": True}).result()
+    assert len(result.token_ids) == 4
+
+
+def test_writing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = write_random(tmp_path / "a.gguf"), write_random(tmp_path / "b.gguf")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_multiply_adds_count_every_matrix_once() -> None:
+    assert n_multiply_adds(SMALLEST) == 400 * 32 + 7 * 32 * 32
+
+
+def test_draft_does_at_most_a_quarter_of_the_work() -> None:
+    assert n_multiply_adds(DRAFT) * 4 <= n_multiply_adds(CHAT)
+
+
+def test_digests_name_each_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"abc")
+    write_digests(tmp_path / "digests.json", [file])
+    found = json.loads((tmp_path / "digests.json").read_text())
+    assert found == {"a.gguf": hashlib.sha256(b"abc").hexdigest()}
+
+
+@SHIPPED
+@pytest.mark.parametrize(
+    ("path", "shape", "most_bytes"),
+    [(CHAT_MODEL, CHAT, 3_000_000), (DRAFT_MODEL, DRAFT, 1_000_000)],
+    ids=["chat", "draft"],
+)
+def test_shipped_model_is_what_its_card_says(path: Path, shape: Shape, most_bytes: int) -> None:
+    found = describe_model(path, EngineOptions(), asks_probe=False)
+    assert found["n_bytes"] <= most_bytes
+    assert found["n_params"] == sum(math.prod(size) for size in weight_sizes(shape).values())
+    assert found["n_ctx_train"] == 2048
+    assert found["file_type"] == "q8_0"
+    assert found["has_chat_template"]
+    card = path.with_name("README.md").read_text(encoding="utf-8")
+    for number in (found["n_bytes"], found["n_params"], n_multiply_adds(shape)):
+        assert f"{number:,}" in card
+
+
+@SHIPPED
+def test_shipped_chat_model_has_one_to_2_7_million_parameters() -> None:
+    n_params = describe_model(CHAT_MODEL, EngineOptions(), asks_probe=False)["n_params"]
+    assert 1_000_000 <= n_params <= 2_700_000
+
+
+@SHIPPED
+@pytest.mark.parametrize("path", [CHAT_MODEL, DRAFT_MODEL], ids=["chat", "draft"])
+def test_shipped_model_has_the_digest_beside_it(path: Path) -> None:
+    digests = json.loads(path.with_name("digests.json").read_text(encoding="utf-8"))
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == digests[path.name]
+
+
+@SHIPPED
+def test_shipped_model_answers_the_first_questions() -> None:
+    asked = {
+        "Say red.": "red",
+        "What is 7 plus 5?": "12",
+        "What day comes after Monday?": "Tuesday",
+        "Sort these numbers: 7, 3, 9": "3, 7, 9",
+        "Count from 3 to 9.": "3, 4, 5, 6, 7, 8, 9",
+    }
+    prompts = [[{"role": "user", "content": question}] for question in asked]
+    with load(CHAT_MODEL, parallel=4, ctx_per_seq=256) as engine:
+        results = engine.run(prompts, options={"temperature": 0, "max_tokens": 40}).results()
+    assert [result.text for result in results] == list(asked.values())
+    assert {result.finish_reason for result in results} == {"stop"}
+
+
+@SHIPPED
+def test_shipped_models_have_one_vocabulary() -> None:
+    with closing(open_model(CHAT_MODEL)) as chat, closing(open_model(DRAFT_MODEL)) as draft:
+        assert chat.vocab.n_vocab == draft.vocab.n_vocab
+        ids = range(chat.vocab.n_vocab)
+        assert [*map(chat.vocab.piece, ids)] == [*map(draft.vocab.piece, ids)]
+        assert chat.vocab.end_tokens == draft.vocab.end_tokens
+
+
+def test_recipe_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    precious = tmp_path / "chat.gguf"
+    precious.write_bytes(b"precious")
+    assert recipe.main(["--out", str(tmp_path)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert precious.read_bytes() == b"precious"
+
+
+def test_recipe_without_torch_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
+    assert recipe.main(["--out", str(tmp_path / "new")]) == 2
+    assert "pip install torch" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_recipe_interrupted_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe, "find_spec", lambda name: True)
+    monkeypatch.setattr(recipe, "learn_pieces", interrupt)
+    assert recipe.main(["--out", str(tmp_path / "new")]) == 130
+    assert not (tmp_path / "new").exists()
+
+
+def test_recipe_is_a_module_that_explains_itself() -> None:
+    command = [sys.executable, "-m", "cbatch.models.recipe", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "measure" in shown
