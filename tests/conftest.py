@@ -44,6 +44,14 @@ def synth(tmp_path_factory: pytest.TempPathFactory) -> SynthFactory:
 
 
 @pytest.fixture(scope="session")
-def test_model(synth: SynthFactory) -> Path:
-    """Return the path of a model of shape `test`."""
+def test_model() -> Path:
+    """Return the path of the model that ships inside."""
+    from cbatch.backend.shipped import shipped_model
+
+    return shipped_model()
+
+
+@pytest.fixture(scope="session")
+def random_model(synth: SynthFactory) -> Path:
+    """Return the path of a model of shape `test`, with a BOS and a vocabulary that is known to the test."""
     return synth("test")

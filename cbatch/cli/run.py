@@ -107,33 +107,30 @@ def run(
         chat_template=chat_template,
     )
     EngineOptions.of(settings)
-    prompts = _prompts(source, output, demo=demo)
-    shows = demo and output is None
+    _check_call(source, output, demo=demo)
     target = STDOUT if output is None else output
     check_target(target, *filter(None, (source, model)), force=force)
+    prompts = demo_prompts() if source is None else read_prompts(source)
     view = choose_view(summary_lines, is_quiet=quiet, has_free_terminal=not is_pipe(target))
     view.say(f"loading {name_of(model)} for {len(prompts)} item{'s' * (len(prompts) != 1)}")
     with (
         cbatch.load(model, options=options, **settings) as engine,
         open_target(target, force=force) as file,
     ):
-        write = write_shown(prompts) if shows else write_result
+        write = write_shown(prompts) if output is None else write_result
         n_failed = answer(engine, prompts, partial(write, file), view)
     if n_failed:
         say(f'cbatch: {n_failed} of {len(prompts)} items failed: see "error" in their lines')
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
-def _prompts(source: Path | None, output: Path | None, *, demo: bool) -> list[cbatch.BatchPrompt]:
+def _check_call(source: Path | None, output: Path | None, *, demo: bool) -> None:
     if demo and source is not None:
         raise cbatch.ConfigError(f"--demo brings its own chats: leave out {source}")
-    if demo:
-        return demo_prompts()
-    if source is None:
+    if source is None and not demo:
         raise cbatch.ConfigError("give a batch file, or --demo to see what the model inside can do")
-    if output is None:
+    if output is None and not demo:
         raise cbatch.ConfigError("give --output (-o) a file for the answers, or - for stdout")
-    return read_prompts(source)
 
 
 def answer(

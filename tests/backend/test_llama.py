@@ -252,7 +252,7 @@ WRONG_PLANS = {
     "no tokens": plan(chunk(0, 0, 0)),
     "no steps": plan(chunk(0, 0), n_steps=0),
     "steps without output": plan(chunk(0, 0, 2, has_output=False), n_steps=2),
-    "token out of vocabulary": plan(Chunk(Slot(0), 0, [1024], True)),
+    "token out of vocabulary": plan(Chunk(Slot(0), 0, [1536], True)),
     "token negative": plan(Chunk(Slot(0), 0, [-1], True)),
     "token past 32 bits": plan(Chunk(Slot(0), 0, [2**31], True)),
     "clear of a slot too high": plan(clears=(Slot(N_SLOTS),)),

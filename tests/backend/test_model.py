@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 
 
-def test_model_tells_what_it_is(test_model: Path) -> None:
-    model = open_model(test_model)
+def test_model_tells_what_it_is(random_model: Path) -> None:
+    model = open_model(random_model)
     assert model.n_ctx_train == 32768
     assert model.file_type == "q8_0"
     assert model.architecture == "llama"

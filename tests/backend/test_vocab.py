@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    opened = open_model(test_model)
+def model(random_model: Path) -> Iterator[LlamaModel]:
+    opened = open_model(random_model)
     yield opened
     opened.close()
 
@@ -136,8 +136,8 @@ def test_many_threads_agree(vocab: LlamaVocab) -> None:
     assert set(results) == {b" " + text.encode()}
 
 
-def test_closed_vocab_raises_instead_of_crashing(test_model: Path) -> None:
-    model = open_model(test_model)
+def test_closed_vocab_raises_instead_of_crashing(random_model: Path) -> None:
+    model = open_model(random_model)
     model.close()
     with pytest.raises(EngineClosedError):
         model.vocab.tokenize("Hi")

@@ -112,8 +112,8 @@ def test_model_of_every_type_loads_and_decodes(synth: SynthFactory, type: str, t
     model.close()
 
 
-def test_greedy_outputs_differ_and_wander(test_model: Path) -> None:
-    model = open_model(test_model)
+def test_greedy_outputs_differ_and_wander(random_model: Path) -> None:
+    model = open_model(random_model)
     prompts = ["Say red.", "Say blue.", "What is the colour of the sea?", "a", "tell me " * 40]
     runs = [_greedy(model, prompt, 64) for prompt in prompts]
     for i, (output, logits) in enumerate(runs):
@@ -132,8 +132,8 @@ def test_vocabulary_has_distinct_pieces_of_the_size_asked(n_vocab: int) -> None:
     assert pieces[: len(CONTROL_TOKENS)] == list(CONTROL_TOKENS)
 
 
-def test_common_words_are_single_tokens(test_model: Path) -> None:
-    model = open_model(test_model)
+def test_common_words_are_single_tokens(random_model: Path) -> None:
+    model = open_model(random_model)
     tokens = model.vocab.tokenize("the people")
     assert [model.vocab.piece(token) for token in tokens] == [b"", b" the", b" people"]
     model.close()

@@ -138,7 +138,9 @@ def test_completion_is_not_installed_by_the_environment(monkeypatch: pytest.Monk
         (("run", "-", "--temprature", "1"), "--temperature"),
         (("inf", "x.gguf"), "Did you mean 'info'"),
         (("ask", "Hi", "there", "-m", "x.gguf"), "there"),
-        (("run", "in.jsonl"), "Missing option '--output'"),
+        (("run", "in.jsonl"), "give --output (-o) a file"),
+        (("run",), "give a batch file, or --demo"),
+        (("run", "in.jsonl", "--demo"), "leave out in.jsonl"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -357,3 +358,21 @@ def test_bug_shows_a_traceback_only_on_request(
     assert result.exit_code == 2
     assert ("Traceback" in result.stderr) is debug
     assert "KeyError: 'lost'" in result.stderr
+
+
+def test_demo_needs_no_file_and_reads_well() -> None:
+    result = invoke("run", "--demo", "--quiet")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.count("\n\n") == 64
+    assert "> Say red.\n  red\n\n" in result.stdout
+    assert "> Tell me a short story about a fox in the desert.\n  There was once" in result.stdout
+    assert all(len(line) <= 100 for line in result.stdout.splitlines())
+
+
+def test_demo_may_write_a_file_of_answers(tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    assert invoke("run", "--demo", "--quiet", "-o", out).exit_code == 0
+    answers = {a["id"]: a for a in map(json.loads, out.read_text().splitlines())}
+    assert len(answers) == 64
+    assert answers["0"]["text"] == "red"
+    assert {a["finish_reason"] for a in answers.values()} == {"stop"}
