@@ -94,8 +94,12 @@ def test_commands_run_one_after_another(page: Path, workplace: Path) -> None:
         assert result.exit_code == 0, (args, result.output)
 
 
-def test_first_command_answers_every_example(workplace: Path) -> None:
-    [_, run] = commands(ROOT / "README.md")
+def test_commands_of_the_readme_answer_as_it_says(workplace: Path) -> None:
+    demo, ask, run = commands(ROOT / "README.md")
+    shown = CliRunner().invoke(app, demo).stdout
+    for block in blocks(ROOT / "README.md", "text")[0].split("\n\n"):
+        assert block.strip() in shown, block
+    assert len(CliRunner().invoke(app, ask).stdout) > 200
     assert CliRunner().invoke(app, run).exit_code == 0
     answers = (workplace / "answers.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(answers) == len(text_of("docs/examples/chats.jsonl").splitlines()) == 64
