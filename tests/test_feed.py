@@ -386,6 +386,7 @@ def test_progress_ends_where_the_reader_leaves(engine: Engine) -> None:
     reader.close()
     [last] = view.last
     assert last.counts.n_done >= 1
+    assert last.counts.n_failed == 0
 
 
 def test_progress_of_a_generator_learns_its_total(engine: Engine) -> None:

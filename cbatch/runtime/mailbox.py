@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Items of a batch: all of them (None while they are still read), ended, failed."""
+    """Items of a batch: all of them (None while they are still read), done, of these failed, and cancelled."""
 
     n_total: int | None
     n_done: int
     n_failed: int
+    n_cancelled: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every item has ended."""
+        return self.n_done + self.n_cancelled == self.n_total
 
 
 def refused(
@@ -73,7 +79,7 @@ class Mailbox:
         self._cancel_soon = cancel_soon or cancel
         self._results: list[BatchResult | None] = [None] * n_items
         self._n_open = n_items
-        self._n_failed = 0
+        self._n_failed = self._n_cancelled = 0
         self._n_ahead, self._n_given, self._is_gathered = n_ahead, 0, False
         self._chunks: deque[BatchOutputChunk] = deque()
         self._completed: deque[int] = deque()  # places
@@ -95,7 +101,9 @@ class Mailbox:
             for i, result in results:
                 self._results[i] = result
                 self._completed.append(i)
-                self._n_failed += result.error is not None
+                is_cancelled = result.finish_reason == "cancelled"
+                self._n_cancelled += is_cancelled
+                self._n_failed += result.error is not None and not is_cancelled
             self._n_open -= len(results)
             sleepers = self._wake()
         _ring(sleepers)
@@ -130,11 +138,12 @@ class Mailbox:
             return self.is_fed
 
     def counts(self) -> Counts:
-        """Return how many items there are, have ended and have failed."""
+        """Return how far the batch is. From any thread."""
         with self._changed:
             n_items = len(self._results)
             n_total = None if self.is_fed else n_items
-            return Counts(n_total, n_items - self._n_open, self._n_failed)
+            n_done = n_items - self._n_open - self._n_cancelled
+            return Counts(n_total, n_done, self._n_failed, self._n_cancelled)
 
     def next_chunk(self) -> BatchOutputChunk | None:
         """Wait for the next chunk; None when every item has ended and been given out."""

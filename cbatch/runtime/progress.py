@@ -224,7 +224,7 @@ class Progress:
     def _watch(self) -> None:
         while not self._is_over.wait(self._view.interval_s):
             snapshot = self.snapshot()
-            if snapshot.counts.n_done == snapshot.counts.n_total:
+            if snapshot.counts.is_over:
                 break  # nobody reads to the end
             self._view.show(snapshot)
         self._view.finish(self.snapshot())
@@ -250,7 +250,7 @@ def summary_lines(s: Snapshot) -> str:
     """Return what a batch did, in lines: items, tokens, slots, time."""
     counts = s.counts
     lines = [
-        f"items   {counts.n_done} of {_total(counts)}, {counts.n_failed} failed",
+        f"items   {counts.n_done} of {_total(counts)}, {counts.n_failed} failed{_cancelled(counts)}",
         f"in      {s.n_prompt_tokens:,} tokens, {s.prompt_tps:,.0f} tokens/s",
         f"out     {s.n_output_tokens:,} tokens, {s.output_tps:,.0f} tokens/s",
         f"slots   {s.n_active_max} of {s.n_slots} at most, {s.mean_slots:.1f} on average",
@@ -270,7 +270,11 @@ def _say(line: str) -> None:
 
 def _items(counts: Counts) -> str:
     failed = f", {counts.n_failed} failed" if counts.n_failed else ""
-    return f"{counts.n_done}/{_total(counts)}{failed}"
+    return f"{counts.n_done}/{_total(counts)}{failed}{_cancelled(counts)}"
+
+
+def _cancelled(counts: Counts) -> str:
+    return f", {counts.n_cancelled} cancelled" if counts.n_cancelled else ""
 
 
 def _total(counts: Counts) -> str:

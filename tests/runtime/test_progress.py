@@ -118,6 +118,13 @@ def test_summary_has_items_rates_slots_and_time() -> None:
     )
 
 
+def test_cancelled_items_are_neither_done_nor_failed() -> None:
+    left = replace(snapshot(), counts=Counts(40, 10, 2, n_cancelled=30))
+    assert left.counts.is_over
+    assert summary_lines(left).startswith("items   10 of 40, 2 failed, 30 cancelled")
+    assert closing_line(left).startswith("10/40, 2 failed, 30 cancelled · ")
+
+
 def test_progress_closed_twice_finishes_once_with_the_work_since_it_began() -> None:
     books, view = Books(), Recorder()
     progress = progress_over(books, view)
