@@ -161,7 +161,8 @@ class Engine:
             self._opener = None
         if self._made is not None:
             self._end_feeds()
-            self._finalizer()
+            self._made.loop.close()
+            self._finalizer.detach()  # now, not before: Ctrl-C may have struck first
 
     def _start(self, backend: Backend, exactness: Exactness | None) -> None:
         stats = EngineStats()

@@ -719,6 +719,43 @@ def test_ctrl_c_while_waiting_cancels_the_batch_and_leaves_the_engine() -> None:
     )
 
 
+def test_ctrl_c_while_closing_is_raised_when_the_thread_has_ended() -> None:
+    run_script(
+        """
+        import signal, sys, threading, traceback
+        from tests.runtime.backends import GatedBackend, owner_of
+        from cbatch.engine import Engine
+
+        def press(number, frame):
+            pressed.set()
+            raise KeyboardInterrupt
+
+        def press_when_closing():
+            while "_join" not in [f.f_code.co_name for f, _ in traceback.walk_stack(sys._current_frames()[main])]:
+                pass
+            signal.pthread_kill(main, signal.SIGINT)
+            pressed.wait()
+            backend.release()
+
+        signal.signal(signal.SIGINT, press)
+        main, pressed = threading.main_thread().ident, threading.Event()
+        backend = GatedBackend(2, 64, 16, hold_at=3)
+        engine = Engine(backend, options={"ignore_eos": True})
+        owner = owner_of(engine)
+        response = engine.run(["a", "b", "c"])
+        backend.wait_until_held()
+        threading.Thread(target=press_when_closing).start()
+        try:
+            engine.close()
+        except KeyboardInterrupt:
+            assert not owner.is_alive()
+        else:
+            sys.exit("no KeyboardInterrupt")
+        engine.close()
+        """
+    )
+
+
 def test_child_of_a_fork_gets_a_typed_error() -> None:
     run_script(
         """

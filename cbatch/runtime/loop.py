@@ -157,7 +157,7 @@ class Loop:
             if self._thread is not None and self._thread.is_alive():
                 self._commands.put(self._mark_closed)
                 self._backend.interrupt()
-                self._thread.join()
+                _join(self._thread)
             elif not self._is_closed:
                 self._backend.interrupt()
                 with self._turn():
@@ -280,6 +280,18 @@ class Loop:
     def _count(self, driver: SequenceDriver) -> None:
         counts, reason = self._scheduler.stats.n_finished, str(driver.finish_reason)
         counts[reason] = counts.get(reason, 0) + 1
+
+
+def _join(thread: threading.Thread) -> None:
+    """Wait for a thread that ends soon; Ctrl-C meanwhile is raised behind it, for it must not outlive its model."""
+    interrupt: KeyboardInterrupt | None = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt as error:  # noqa: PERF203
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _settle(done: Future[T], command: Callable[[], T]) -> None:
