@@ -64,7 +64,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One call of `Engine.run`; `ids` in order of places, `given` to look them up."""
+    """One call of `Engine.run`; `ids` in order of places; `given` are those of prompts read one by one."""
 
     number: int
     options: RunOptions
@@ -303,8 +303,8 @@ class Engine:
             number = next(self._n_runs)
             prompts = with_ids(prompts, self._loop.routes, number)
             drivers = [self._driver(prompt, options, now) for prompt in prompts]
-            ids: dict[str, Any] = {d.request.id: None for d in drivers}
-            run = _Run(number, options, self._mailbox(len(ids)), list(ids), ids)
+            ids = [d.request.id for d in drivers]
+            run = _Run(number, options, self._mailbox(len(ids)), ids, {})
             self._send(run.mailbox, drivers)
         return run
 
@@ -339,7 +339,7 @@ class Engine:
             run.given[run.ids[place]] = None
         if (
             not run.mailbox.is_fed
-        ):  # everybody left: it may have come too late to be cancelled with the others
+        ):  # everybody left: it may have missed being cancelled with the others
             self._cancel_batch_soon(run.mailbox)
 
     def _mailbox(self, n_items: int, *, n_ahead: int | None = None) -> Mailbox:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 import cbatch
-from cbatch.models.recipe.tasks import demo_chats
 
 _GREEDY = cbatch.RunOptions(temperature=0)
 _MAX_WIDTH = 100
@@ -14,6 +13,10 @@ _MAX_WIDTH = 100
 
 def demo_prompts() -> list[cbatch.BatchPrompt]:
     """Return 64 mixed chats, to be answered greedily."""
+    from cbatch.models.recipe.tasks import (
+        demo_chats,  # a folder of rules that no other command needs
+    )
+
     return [
         cbatch.BatchPrompt(chat.prompt, id=str(i), options=_GREEDY)
         for i, chat in enumerate(demo_chats())

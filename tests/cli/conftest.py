@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -80,3 +81,17 @@ def write_input(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+class Raw(io.RawIOBase):
+    """A file that remembers what reached it, write by write."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.written.append(bytes(data))
+        return len(data)

@@ -15,7 +15,7 @@ import cbatch
 from cbatch.cli import app
 from cbatch.cli.ask import Conversation, _show
 from cbatch.cli.main import write
-from tests.cli.conftest import Done, invoke, start
+from tests.cli.conftest import Done, Raw, invoke, start
 
 if TYPE_CHECKING:
     import subprocess
@@ -185,20 +185,6 @@ def test_ask_of_no_model_is_one_line() -> None:
     result = invoke("ask", "Hi", "-m", "none.gguf")
     assert result.exit_code == 2
     assert result.stderr.startswith("cbatch: none.gguf: cannot be read")
-
-
-class Raw(io.RawIOBase):
-    """A file that remembers what reached it, write by write."""
-
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.written.append(bytes(data))
-        return len(data)
 
 
 def test_every_part_of_an_answer_is_written_at_once(

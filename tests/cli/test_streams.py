@@ -18,7 +18,7 @@ from cbatch.cli.lines import stdin, stdout, write_result
 from cbatch.cli.main import Interrupts, write
 from cbatch.errors import ConfigError
 from cbatch.response import BatchResult, Timings, Usage
-from tests.cli.conftest import Done, invoke, parse, start
+from tests.cli.conftest import Done, Raw, invoke, parse, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,20 +131,6 @@ def test_bad_line_on_stdin_is_named(test_model: Path) -> None:
 
 
 # ---- whole lines ----
-
-
-class Raw(io.RawIOBase):
-    """A file that remembers what reached it, write by write."""
-
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.written.append(bytes(data))
-        return len(data)
 
 
 @pytest.mark.parametrize("n_chars", [0, 10, 100_000])

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from cbatch.bench.synth import Shape
 
 SMALLEST = replace(CHAT, n_layer=1, n_embd=32, n_head=1, n_kv_head=1, n_ff=32, n_vocab=400)
-SHIPPED = pytest.mark.skipif(not CHAT_MODEL.exists(), reason="the models are not in this checkout")
 
 
 def write_random(path: Path) -> Path:
@@ -81,7 +80,6 @@ def test_digests_name_each_file(tmp_path: Path) -> None:
     assert found == {"a.gguf": hashlib.sha256(b"abc").hexdigest()}
 
 
-@SHIPPED
 @pytest.mark.parametrize(
     ("path", "shape", "most_bytes"),
     [(CHAT_MODEL, CHAT, 3_000_000), (DRAFT_MODEL, DRAFT, 1_000_000)],
@@ -99,20 +97,17 @@ def test_shipped_model_is_what_its_card_says(path: Path, shape: Shape, most_byte
         assert f"{number:,}" in card
 
 
-@SHIPPED
 def test_shipped_chat_model_has_one_to_2_7_million_parameters() -> None:
     n_params = describe_model(CHAT_MODEL, EngineOptions(), asks_probe=False)["n_params"]
     assert 1_000_000 <= n_params <= 2_700_000
 
 
-@SHIPPED
 @pytest.mark.parametrize("path", [CHAT_MODEL, DRAFT_MODEL], ids=["chat", "draft"])
 def test_shipped_model_has_the_digest_beside_it(path: Path) -> None:
     digests = json.loads(path.with_name("digests.json").read_text(encoding="utf-8"))
     assert hashlib.sha256(path.read_bytes()).hexdigest() == digests[path.name]
 
 
-@SHIPPED
 def test_shipped_model_answers_the_first_questions() -> None:
     asked = {
         "Say red.": "red",
@@ -128,7 +123,6 @@ def test_shipped_model_answers_the_first_questions() -> None:
     assert {result.finish_reason for result in results} == {"stop"}
 
 
-@SHIPPED
 def test_shipped_models_have_one_vocabulary() -> None:
     with closing(open_model(CHAT_MODEL)) as chat, closing(open_model(DRAFT_MODEL)) as draft:
         assert chat.vocab.n_vocab == draft.vocab.n_vocab
