@@ -337,9 +337,8 @@ class Engine:
                 if isinstance(error, EngineClosedError):
                     run.mailbox.end_feed()
             run.given[run.ids[place]] = None
-        if (
-            not run.mailbox.is_fed
-        ):  # everybody left: it may have missed being cancelled with the others
+        # everybody may have left meanwhile, too early for this one to be cancelled with the others
+        if not run.mailbox.is_fed:
             self._cancel_batch_soon(run.mailbox)
 
     def _mailbox(self, n_items: int, *, n_ahead: int | None = None) -> Mailbox:
