@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 import weakref
-from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 import anyio.to_thread
-from anyio.lowlevel import current_token
 
 from cbatch.core.batcher import MultiRequestBatcher
-from cbatch.core.driver import Request, SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
-from cbatch.errors import CBatchError, ConfigError, EngineClosedError, RequestFailedError
-from cbatch.messages import (
-    BatchPrompt,
-    Prompt,
-    as_prompt,
-    as_prompts,
-    free_id,
-    is_source,
-    with_ids,
+from cbatch.errors import (
+    ConfigError,
+    EngineClosedError,
 )
-from cbatch.options import EngineOptions, RunOptions
+from cbatch.messages import (
+    Prompt,
+    as_prompts,
+    is_source,
+)
+from cbatch.options import EngineOptions, RunOptions, ScheduleOptions, check_seconds
 from cbatch.response import BatchResponse
-from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
+from cbatch.runtime.intake import Intake, is_in_event_loop, tokenize
 from cbatch.runtime.loop import Loop
-from cbatch.runtime.mailbox import Mailbox, refused
+from cbatch.runtime.mailbox import Mailbox
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
-    from cbatch.backend import Backend, Vocab
+    from cbatch.backend import Backend
+    from cbatch.core.stats import StepRecord
+    from cbatch.runtime.intake import Run
     from cbatch.runtime.progress import Progress, View
 
 
@@ -58,19 +54,9 @@ class _Parts:
     backend: Backend
     batcher: MultiRequestBatcher
     loop: Loop
+    intake: Intake
     stats: EngineStats
     exactness: Exactness | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One call of `Engine.run`; `ids` in order of places; `given` are those of prompts read one by one."""
-
-    number: int
-    options: RunOptions
-    mailbox: Mailbox
-    ids: list[str]
-    given: dict[str, Any]
 
 
 class Engine:
@@ -84,6 +70,7 @@ class Engine:
         backend: Backend | None = None,
         *,
         options: RunOptions | Mapping[str, Any] | None = None,
+        schedule: ScheduleOptions | None = None,
         threaded: bool = True,
         opener: Callable[[], tuple[Backend, Exactness]] | None = None,
     ) -> None:
@@ -92,6 +79,7 @@ class Engine:
         Args:
             backend: what computes; nobody else may use it from now on.
             options: defaults for every request of this engine.
+            schedule: who runs when.
             threaded: compute in a thread of its own; without, work is done by `step` and by waiting readers.
             opener: loads a backend; returns it and what finds out its exactness.
 
@@ -99,15 +87,12 @@ class Engine:
             ConfigError: an option is wrong.
         """
         self._options = RunOptions.of(options)
+        self._schedule = schedule or ScheduleOptions()
         self._threaded = threaded
         self._opener = opener
         self._made: _Parts | None = None
         self._opening = threading.RLock()
         self._exactness_found = ""
-        self._submitting = threading.Lock()
-        self._n_runs = count()
-        # weak, for a feed lives as long as its thread or its batch; a dict, for its order
-        self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
         if backend is not None:
             self._start(backend, None)
 
@@ -160,20 +145,26 @@ class Engine:
         with self._opening:
             self._opener = None
         if self._made is not None:
-            self._end_feeds()
+            self._parts.intake.end()
             self._made.loop.close()
             self._finalizer.detach()  # now, not before: Ctrl-C may have struck first
 
     def _start(self, backend: Backend, exactness: Exactness | None) -> None:
-        stats = EngineStats()
-        ledger = KvLedger(backend.n_slots, backend.n_window)
-        batcher = MultiRequestBatcher(ledger, partial(_tokenize, backend.vocab))
+        stats, schedule, memory = EngineStats(), self._schedule, backend.memory
+        ledger = KvLedger(backend.n_slots, backend.n_window, memory)
+        batcher = MultiRequestBatcher(ledger, partial(tokenize, backend.vocab), schedule, memory)
         scheduler = ContinuousBatchScheduler(
-            batcher, backend.n_batch, stats, n_piece=backend.n_piece
+            batcher,
+            backend.n_batch,
+            stats,
+            schedule,
+            n_piece=backend.n_piece,
+            can_trim=memory.can_trim,
         )
         loop = Loop(backend, scheduler, time.perf_counter)
+        intake = Intake(backend, batcher, loop, schedule, is_threaded=self._threaded)
         self._finalizer = weakref.finalize(self, loop.close)
-        self._made = _Parts(backend, batcher, loop, stats, exactness)
+        self._made = _Parts(backend, batcher, loop, intake, stats, exactness)
         if self._threaded:
             loop.start()
 
@@ -217,6 +208,7 @@ class Engine:
         prompts: Prompt | Iterable[Prompt],
         *,
         options: RunOptions | Mapping[str, Any] | None = None,
+        max_time_s: float | None = None,
         progress: bool | View = False,
     ) -> BatchResponse:
         """Queue a batch and return its response at once.
@@ -227,21 +219,26 @@ class Engine:
                 prompts a slot ahead of the work and of the reader; a prompt in it that is refused fails alone, and
                 an error that it raises reaches the reader behind what was read before.
             options: for every item of this batch; an item's own options come first.
+            max_time_s: seconds for the whole batch; then what runs ends `timeout` with its partial text, what waits
+                ends with `DeadlineError`, and no more prompts are read.
             progress: show on stderr how far the batch is: a live line on a terminal, else a line now and then; a
                 `View` shows it as it likes.
 
         Raises:
             ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued.
             DuplicateIdError: an id stands twice or is in flight. Nothing was queued.
+            QueueFullError: with `max_queue` and `when_full="reject"`, more would wait. Nothing was queued.
             EngineClosedError: the engine is closed.
         """
         self._loop.check_open()
         run_options = RunOptions.of(options).over(self._options)
+        ends_s = time.perf_counter() + check_seconds("max_time_s", max_time_s)
         before = self.stats() if progress else None
         if is_source(prompts):
-            run = self._feed(iter(cast("Iterable[Prompt]", prompts)), run_options)
+            source = iter(cast("Iterable[Prompt]", prompts))
+            run = self._parts.intake.feed(source, run_options, ends_s, self._mailbox)
         else:
-            run = self._queue(as_prompts(prompts), run_options)
+            run = self._parts.intake.queue(as_prompts(prompts), run_options, ends_s, self._mailbox)
         return BatchResponse(run.ids, run.mailbox, self._show(run, progress, before))
 
     def submit(
@@ -258,18 +255,45 @@ class Engine:
         """
         return bool(self._loop.cancel([id]))
 
+    def pause(self, id: str) -> bool:
+        """Stop one request where it is; it keeps its slot and cells until somebody else needs them.
+
+        Returns:
+            False where no such request is in flight, or it is paused already.
+        """
+        return self._loop.pause(id)
+
+    def resume(self, id: str) -> bool:
+        """Let a paused request go on; nothing is computed again while its cells are kept.
+
+        Returns:
+            False where no such request is in flight, or it is not paused.
+        """
+        return self._loop.resume(id)
+
     def cancel_all(self) -> int:
         """Cancel every request that is in flight now, queued or running, and read no further prompts of their runs.
 
         Returns:
             How many were in flight.
         """
-        self._end_feeds()
+        self._parts.intake.end()
         return self._loop.cancel(list(self._loop.routes))
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the work done so far."""
+        """Return a snapshot of the work done since the model was loaded, or since `reset_stats`."""
         return self._loop.call(self._snapshot)
+
+    def reset_stats(self) -> None:
+        """Begin the statistics anew. Work in flight counts from now on."""
+        self._loop.call(self._parts.stats.clear)
+
+    def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
+        """Have `into` called after each run of steps, in the thread that computes: be quick. None ends it.
+
+        What it raises ends the engine, as any error between steps.
+        """
+        self._loop.call(partial(setattr, self._loop, "recorder", into))
 
     def step(self) -> bool:
         """Do one step by hand; False where there is nothing to do.
@@ -281,65 +305,6 @@ class Engine:
             raise ConfigError("step() is for an engine loaded with threaded=False")
         self._loop.check_open()
         return self._pump()
-
-    def _driver(self, item: BatchPrompt, run_options: RunOptions, now: float) -> SequenceDriver:
-        options = RunOptions.of(item.options).over(run_options)
-        seed = secrets.randbits(32) if options.seed is None else options.seed
-        vocab = self._backend.vocab
-        highest = max(options.stop_token_ids or (0,))
-        if highest >= vocab.n_vocab:
-            raise ConfigError(
-                f"stop_token_ids has {highest}, which is not in the vocabulary of {vocab.n_vocab}"
-            )
-        own = () if options.ignore_eos else vocab.end_tokens
-        stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
-        sampling = options.sampling(self._backend.sampling_defaults, seed)
-        request = Request(str(item.id), item, options, sampling, stop_tokens)
-        return SequenceDriver.of(request, vocab.piece, now)
-
-    def _queue(self, prompts: Sequence[BatchPrompt], options: RunOptions) -> _Run:
-        now = time.perf_counter()
-        with self._submitting:
-            number = next(self._n_runs)
-            prompts = with_ids(prompts, self._loop.routes, number)
-            drivers = [self._driver(prompt, options, now) for prompt in prompts]
-            ids = [d.request.id for d in drivers]
-            run = _Run(number, options, self._mailbox(len(ids)), ids, {})
-            self._send(run.mailbox, drivers)
-        return run
-
-    def _feed(self, source: Iterator[Prompt], options: RunOptions) -> _Run:
-        mailbox = self._mailbox(0, n_ahead=N_AHEAD_PER_SLOT * self.parallel)
-        run = _Run(next(self._n_runs), options, mailbox, [], {})
-        feed = mailbox.feed = Feed(source, mailbox, partial(self._put, run))
-        self._feeds[run.number] = feed
-        if self._threaded:
-            feed.start()
-        return run
-
-    def _put(self, run: _Run, item: Any) -> None:
-        """Queue one prompt that was read; one that is refused ends at once, with its error."""
-        place = run.mailbox.expect()
-        if place is None:  # everybody left while it was read
-            return
-        with self._submitting:
-            taken = ChainMap(run.given, self._loop.routes)
-            run.ids.append(free_id(place, run.number, taken))
-            try:
-                prompt = as_prompt(item)
-                prompt = prompt if prompt.id else replace(prompt, id=run.ids[place])
-                [prompt] = with_ids([prompt], taken, run.number)
-                run.ids[place] = str(prompt.id)
-                driver = self._driver(prompt, run.options, time.perf_counter())
-                self._send(run.mailbox, [driver], place)
-            except CBatchError as error:
-                run.mailbox.deliver(*refused(run.ids[place], place, error))
-                if isinstance(error, EngineClosedError):
-                    run.mailbox.end_feed()
-            run.given[run.ids[place]] = None
-        # everybody may have left meanwhile, too early for this one to be cancelled with the others
-        if not run.mailbox.is_fed:
-            self._cancel_batch_soon(run.mailbox)
 
     def _mailbox(self, n_items: int, *, n_ahead: int | None = None) -> Mailbox:
         # through self: a response keeps its engine from being collected
@@ -357,25 +322,11 @@ class Engine:
     def _cancel_batch_soon(self, mailbox: Mailbox) -> None:
         self._loop.cancel_batch_soon(mailbox)
 
-    def _send(
-        self, mailbox: Mailbox, drivers: Sequence[SequenceDriver], first_place: int = 0
-    ) -> None:
-        places = enumerate(drivers, first_place)
-        self._loop.routes.update((d.request.id, (mailbox, i)) for i, d in places)
-        self._loop.submit(drivers)
-
     def _pump(self) -> bool:
-        for feed in list(self._feeds.values()):
-            feed.fill()
+        self._parts.intake.fill()
         return self._loop.pump()
 
-    def _end_feeds(self) -> None:
-        for feed in list(self._feeds.values()):
-            feed.end()
-
-    def _show(
-        self, run: _Run, progress: bool | View, before: EngineStats | None
-    ) -> Progress | None:
+    def _show(self, run: Run, progress: bool | View, before: EngineStats | None) -> Progress | None:
         if not progress or before is None:
             return None
         from cbatch.runtime.progress import (
@@ -388,24 +339,9 @@ class Engine:
         return Progress(view, run.mailbox.counts, self.stats, before, self.parallel)
 
     def _snapshot(self) -> EngineStats:
-        batcher, stats = self._parts.batcher, self._parts.stats
-        return replace(
-            stats,
-            n_waiting=batcher.n_waiting,
-            n_running=batcher.ledger.n_lent,
-            n_finished=dict(stats.n_finished),
-        )
-
-
-def _tokenize(vocab: Vocab, prompt: BatchPrompt) -> Sequence[int]:
-    if prompt.prompt is not None:
-        return vocab.tokenize(prompt.prompt)
-    if prompt.messages is not None:
-        return vocab.render(prompt.messages)
-    tokens = prompt.tokens or ()
-    if tokens and max(tokens) >= vocab.n_vocab:
-        raise RequestFailedError(f"token {max(tokens)} is not in the vocabulary of {vocab.n_vocab}")
-    return tokens
+        batcher, stats = self._parts.batcher, self._parts.stats.copy()
+        stats.n_waiting, stats.n_running = batcher.n_waiting, batcher.ledger.n_lent
+        return stats
 
 
 def load(
@@ -433,16 +369,19 @@ def load(
             `flash_attn` ("auto"), `n_batch` (2048, most tokens in a step), `n_ubatch` (512, most in a graph run),
             `n_threads` (the cores this process may use), `n_gpu_layers` (llama.cpp's default: all),
             `use_mmap` (True), `use_mlock` (False),
-            `chat_template`: "chatml" or a Jinja template, instead of the model's own.
+            `chat_template`: "chatml" or a Jinja template, instead of the model's own;
+            and those of `ScheduleOptions`: `policy`, `quantum`, `ageing_s`, `admission`, `max_queue`, `when_full`,
+            `prefill_budget`, `prefill_chunk`, `itl_ms`, `swap_mib`.
 
     Raises:
         ConfigError: a wrong setting, or `exact=True` where it cannot hold; the message says why.
         ModelLoadError: no such file, damaged, or not a model that generates text.
         IncompatibleLlamaError: the installed llama-cpp-python does not fit.
     """
-    opener = partial(_open_backend, model, EngineOptions.of(settings))
-    engine = Engine(options=options, threaded=threaded, opener=opener)
-    if not _is_in_event_loop():
+    engine_options = EngineOptions.of(settings)
+    opener = partial(_open_backend, model, engine_options)
+    engine = Engine(options=options, schedule=engine_options, threaded=threaded, opener=opener)
+    if not is_in_event_loop():
         engine.open()
     return engine
 
@@ -451,11 +390,3 @@ def _open_backend(model: Any, options: EngineOptions) -> tuple[Backend, Exactnes
     from cbatch.backend.load import load_backend  # llama_cpp is slow to import
 
     return load_backend(model, options)
-
-
-def _is_in_event_loop() -> bool:
-    try:
-        current_token()
-    except RuntimeError:
-        return False
-    return True

@@ -53,6 +53,29 @@ class RequestCancelledError(RequestError):
     """The request was cancelled, or its engine closed, before it got a slot."""
 
 
+class DeadlineError(RequestError):
+    """The time that the request or its run was given had passed before it got a slot."""
+
+    def __init__(self, waited_s: float) -> None:
+        """Keep how many seconds it had waited."""
+        self.waited_s = waited_s
+        super().__init__(
+            f"its time was over after {waited_s:.3g} s in the queue, before it got a slot"
+        )
+
+
+class QueueFullError(RequestError):
+    """The queue is at its limit and the engine was told to reject; nothing was queued."""
+
+    def __init__(self, n_waiting: int, n_limit: int) -> None:
+        """Keep how many wait and how many may."""
+        self.n_waiting, self.n_limit = n_waiting, n_limit
+        super().__init__(
+            f"{n_waiting} requests wait already and max_queue is {n_limit}: try again later, raise max_queue, "
+            "or let run() wait (when_full='wait')"
+        )
+
+
 class UnsupportedOptionError(RequestError, ConfigError):
     """An option that this cbatch does not know or has not built."""
 

@@ -14,6 +14,11 @@ MAX_PARALLEL = 256
 """llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""
 
 
+MAX_PRIORITY = 100
+MAX_TIME_S = 1e9
+"""Some thirty years: for ever, and yet a number that clocks can add."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one sequence's next token is chosen, every value settled.
@@ -49,6 +54,8 @@ class RunOptions:
         top_p: keep the smallest set with this probability, 0 … 1. Not said: the model's, else 0.95.
         min_p: drop tokens below this share of the most probable one, 0 … 1. Not said: the model's, else 0.05.
         seed: 0 … 2⁶⁴ − 1; 0 is a seed like any other. Not said: one is drawn and reported in the result.
+        priority: −100 … 100, the higher the sooner, for an engine with `policy="priority"`. Not said: 0.
+        timeout_s: seconds from submission on, queue time included; then it ends `timeout` with its partial text.
 
     Raises:
         ConfigError: a value of the wrong type or out of range.
@@ -68,6 +75,8 @@ class RunOptions:
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
 
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""
@@ -93,6 +102,8 @@ class RunOptions:
         _check_float("temperature", self.temperature, 0.0, 1e4)
         _check_float("top_p", self.top_p, 0.0, 1.0)
         _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        _check_float("timeout_s", self.timeout_s, 0.0, MAX_TIME_S)
         _check_bool("include_stop", self.include_stop)
         _check_bool("ignore_eos", self.ignore_eos)
 
@@ -130,7 +141,73 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class ScheduleOptions:
+    """Who runs when, and how much of a prompt goes into one step.
+
+    Args:
+        policy: who of those that wait comes next: "fcfs", the first to come; "priority", the highest `priority`,
+            with ageing; "shortest", the fewest prompt tokens; "round_robin", turns of `quantum` tokens.
+        quantum: tokens of a turn in "round_robin"; not said: 64.
+        ageing_s: seconds of waiting that count as much as one point of priority; not said: 10.
+        admission: in unified memory, "reserve" admits whom the pool can hold in the worst case; "optimistic" goes by
+            the output that is to be expected, and takes back the cells of some where the pool is full.
+        max_queue: most requests that wait for a slot; not said: any number.
+        when_full: at `max_queue`, "wait" in `run` until there is room, or "reject" with `QueueFullError`.
+        prefill_budget: most prompt tokens in a step that also decodes. Not said: what keeps such a step within twice
+            the measured time of one that only decodes, where somebody reads the output as it comes.
+        prefill_chunk: most prompt tokens of one sequence in a step; not said: as many as the step holds.
+        itl_ms: aim of milliseconds a step, from which the budget for prompts follows, instead of `prefill_budget`.
+        swap_mib: host memory for the cells of sequences that lost their slot; what does not fit is computed again.
+
+    Raises:
+        ConfigError: a value of the wrong type, out of range, or at odds with another.
+    """
+
+    policy: Literal["fcfs", "priority", "shortest", "round_robin"] = "fcfs"
+    quantum: int | None = None
+    ageing_s: float | None = None
+    admission: Literal["reserve", "optimistic"] | None = None
+    max_queue: int | None = None
+    when_full: Literal["wait", "reject"] | None = None
+    prefill_budget: int | None = None
+    prefill_chunk: int | None = None
+    itl_ms: float | None = None
+    swap_mib: int = 1024
+
+    def __post_init__(self) -> None:
+        """Check every value and every pair that can contradict."""
+        _check_choice("policy", self.policy, ("fcfs", "priority", "shortest", "round_robin"))
+        for name in ("quantum", "prefill_budget", "prefill_chunk"):
+            _check_int(name, getattr(self, name), 1, 2**31 - 1)
+        _check_int("max_queue", self.max_queue, 0, 2**31 - 1)
+        _check_int("swap_mib", self.swap_mib, 0, 2**31 - 1)
+        _check_float("ageing_s", self.ageing_s, 1e-3, MAX_TIME_S)
+        _check_float("itl_ms", self.itl_ms, 1e-3, 1e9)
+        _check_choice("admission", self.admission, (None, "reserve", "optimistic"))
+        _check_choice("when_full", self.when_full, (None, "wait", "reject"))
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        if self.quantum is not None and self.policy != "round_robin":
+            raise ConfigError(
+                f"quantum={self.quantum} needs policy='round_robin', not {self.policy!r}"
+            )
+        if self.ageing_s is not None and self.policy != "priority":
+            raise ConfigError(
+                f"ageing_s={self.ageing_s} needs policy='priority', not {self.policy!r}"
+            )
+        if self.when_full is not None and self.max_queue is None:
+            raise ConfigError(
+                f"when_full={self.when_full!r} needs max_queue: a queue without limit is never full"
+            )
+        if self.itl_ms is not None and self.prefill_budget is not None:
+            raise ConfigError(
+                f"give itl_ms={self.itl_ms} (the budget follows) or prefill_budget={self.prefill_budget}, not both"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ScheduleOptions):
     """How a model is loaded and how its context is made; see `cbatch.load` for what each one means.
 
     Raises:
@@ -166,6 +243,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Check what can be checked without the model."""
+        ScheduleOptions.__post_init__(self)
         for f in fields(self):
             if f.default is not None and getattr(self, f.name) is None:
                 raise ConfigError(f"{f.name} must not be None")
@@ -173,7 +251,11 @@ class EngineOptions:
         for name in ("n_ctx", "ctx_per_seq", "n_threads"):
             _check_int(name, getattr(self, name), 1, 2**31 - 1)
         _check_int("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
-        _check_int("n_batch", self.n_batch, self.parallel, 2**20)
+        _check_int("n_batch", self.n_batch, 1, 2**20)
+        if self.n_batch < self.parallel:
+            raise ConfigError(
+                f"n_batch={self.n_batch} is less than parallel={self.parallel}: a step holds every row"
+            )
         _check_int("n_ubatch", self.n_ubatch, 1, 2**20)
         _check_choice("kv", self.kv, ("auto", "partitioned", "unified"))
         _check_choice("flash_attn", self.flash_attn, ("auto", "on", "off"))
@@ -183,11 +265,17 @@ class EngineOptions:
             raise ConfigError(f"chat_template must be a string, not {self.chat_template!r}")
         self._check_sizes()
         self._check_exact()
+        self._check_schedule()
 
     def _check_sizes(self) -> None:
-        if self.n_ctx is not None and self.ctx_per_seq is not None:
+        if self.n_ctx is not None and self.ctx_per_seq is not None and self.kv != "unified":
             raise ConfigError(
-                "give n_ctx (cells in total) or ctx_per_seq (one slot's window), not both"
+                "give n_ctx (cells in total) or ctx_per_seq (one slot's window), not both; "
+                "with kv='unified' both have a meaning: the pool, and most of it for one request"
+            )
+        if self.n_ctx is not None and (self.ctx_per_seq or 0) > self.n_ctx:
+            raise ConfigError(
+                f"ctx_per_seq={self.ctx_per_seq} is more than the pool has: n_ctx={self.n_ctx}"
             )
         if self.n_ctx is not None and self.n_ctx < 2 * self.parallel:
             raise ConfigError(
@@ -204,6 +292,26 @@ class EngineOptions:
         if self.exact and self.flash_attn == "on":
             raise ConfigError(
                 "exact=True cannot hold with flash_attn='on': its kernel depends on the shape of a step"
+            )
+        if self.exact and self.admission == "optimistic":
+            raise ConfigError(
+                "exact=True cannot hold with admission='optimistic', which computes some output again: use 'reserve'"
+            )
+
+    def _check_schedule(self) -> None:
+        for name in ("prefill_chunk", "prefill_budget"):
+            value = getattr(self, name)
+            if value is not None and value > self.n_batch:
+                raise ConfigError(
+                    f"{name}={value} is more than a step holds: n_batch={self.n_batch}"
+                )
+        if self.admission == "optimistic" and self.kv != "unified":
+            raise ConfigError(
+                f"admission='optimistic' needs kv='unified', not {self.kv!r}: a slot has its own cells otherwise"
+            )
+        if self.exact and self.prefill_chunk is not None:
+            raise ConfigError(
+                f"exact=True cuts all prompts alike: prefill_chunk={self.prefill_chunk} cannot be had with it"
             )
 
 
@@ -229,14 +337,25 @@ def _check_float(name: str, value: object, low: float, high: float) -> None:
         raise ConfigError(f"{name} must be {low:g} … {high:g}, not {value!r}")
 
 
+def check_seconds(name: str, value: float | None) -> float:
+    """Return a span of seconds; endless where None.
+
+    Raises:
+        ConfigError: not a number, or below 0.
+    """
+    _check_float(name, value, 0.0, MAX_TIME_S)
+    return math.inf if value is None else value
+
+
 def _check_bool(name: str, value: object) -> None:
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, not {value!r}")
 
 
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def _check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        known = ", ".join(c for c in choices if c is not None)
+        raise ConfigError(f"{name} must be one of {known}, not {value!r}")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...] | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FinishReason = Literal["stop", "length", "window", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "window", "cancelled", "timeout", "error"]
 """`stop`: end of generation, a stop string or a stop token; `length`: the cap; `window`: the slot's context is full."""
 
 
@@ -52,7 +52,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """One item's outcome: text, or `error` (with `finish_reason` "error", or "cancelled" where it never ran)."""
+    """One item's outcome: text, or `error` (`finish_reason` "error"; or "cancelled", "timeout" where it never ran)."""
 
     id: str
     text: str

@@ -330,7 +330,9 @@ bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
     const auto t_sample = steady::now();
     sample_rows(s);
     report->sample_ns += elapsed_ns(t_sample);
-    report->n_steps++;
+    if (report->n_steps++ == 0) {
+        report->first_ns = report->decode_ns + report->sample_ns;
+    }
     return true;
 }
 

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.fake import FakeBackend, StepCost
-from cbatch.core.batcher import MultiRequestBatcher
+from cbatch.backend.fake import FakeBackend, Faults, StepCost
+from cbatch.core.batcher import N_LOOK, N_REFUSED_MAX, MultiRequestBatcher
+from cbatch.core.demand import N_PREEMPTED_MAX
 from cbatch.core.driver import Request, SequenceDriver, Status
 from cbatch.core.kv import KvLedger
+from cbatch.core.plan import Memory, Slot
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.messages import BatchPrompt
-from cbatch.options import RunOptions
+from cbatch.options import RunOptions, ScheduleOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from cbatch.core.plan import Chunk, StepPlan, StepResult
+    from cbatch.core.plan import Chunk, StepPlan
     from cbatch.response import BatchOutputChunk, BatchResult
 
-CACHE_KEPT = (0, 1, -1)
-"""Return codes after which every cell is where the books say."""
+A_SECOND_A_STEP = StepCost(base_s=1.0)
+NO_FAULTS = Faults()
+
+
+def shared_pool(n_cells: int, *, can_save: bool = False) -> Memory:
+    """Unified memory of `n_cells` cells; a saved cell takes 1 KiB."""
+    return Memory("unified", n_cells, can_save=can_save, saved_bytes_per_cell=1024)
+
+
+def recurrent(n_slots: int, *, can_save: bool = False) -> Memory:
+    """Memory that cannot trim; a saved state takes 4 KiB."""
+    return Memory("recurrent", n_slots, can_trim=False, can_save=can_save, saved_bytes=4096)
+
+
+def partitioned(n_cells: int) -> Memory:
+    """A slot's own cells, which can be saved; a saved cell takes 1 KiB."""
+    return Memory("partitioned", n_cells, can_save=True, saved_bytes_per_cell=1024)
 
 
 @dataclass(eq=False, slots=True)
@@ -43,11 +61,12 @@ class Rig:
         return self.backend.now_s
 
     def submit(self, *requests: Request) -> None:
-        for request in requests:
-            driver = SequenceDriver.of(request, self.backend.vocab.piece, self.now)
+        piece, now = self.backend.vocab.piece, self.now
+        drivers = [SequenceDriver.of(with_deadline(r, now), piece, now) for r in requests]
+        for request, driver in zip(requests, drivers, strict=True):
             self.drivers[request.id] = driver
             self.chunks[request.id] = []
-            self.batcher.submit(driver)
+        self.batcher.submit(drivers)
 
     def cancel(self, id: str) -> bool:
         return self.batcher.cancel(id, self.now)
@@ -61,7 +80,7 @@ class Rig:
         tokens = tokenize(self.backend, request.prompt)
         probe = SequenceDriver.of(request, self.backend.vocab.piece, 0.0)
         probe.n_prompt = len(tokens)
-        return self.backend.expected(tokens, probe.binding(self.batcher.ledger.next_slot), n_output)
+        return self.backend.expected(tokens, probe.binding(Slot(0)), n_output)
 
 
 def tokenize(backend: FakeBackend, prompt: BatchPrompt) -> Sequence[int]:
@@ -79,8 +98,12 @@ def make_scheduler(
     *,
     n_vocab: int = 320,
     seed: int = 0,
-    code: Callable[[Sequence[Chunk]], int] | None = None,
-    broken: Callable[[Chunk], bool] | None = None,
+    code: Callable[[Sequence[Chunk]], int] = NO_FAULTS.code,
+    broken: Callable[[Chunk], bool] = NO_FAULTS.broken,
+    swap: Callable[[int], bool] = NO_FAULTS.swap,
+    memory: Memory | None = None,
+    cost: Callable[[int, int], float] = A_SECOND_A_STEP,
+    **options: Any,
 ) -> Rig:
     backend = FakeBackend(
         n_slots,
@@ -88,14 +111,18 @@ def make_scheduler(
         n_batch,
         n_vocab=n_vocab,
         seed=seed,
-        code=code,
-        broken=broken,
-        cost=StepCost(base_s=1.0),
+        faults=Faults(code, broken, swap),
+        cost=cost,
+        memory=memory,
     )
-    ledger = KvLedger(n_slots, n_window)
-    batcher = MultiRequestBatcher(ledger, lambda prompt: tokenize(backend, prompt))
+    schedule, memory = ScheduleOptions(**options), backend.memory
+    ledger = KvLedger(n_slots, n_window, memory)
+    batcher = MultiRequestBatcher(ledger, partial(tokenize, backend), schedule, memory)
     stats = EngineStats()
-    return Rig(backend, batcher, ContinuousBatchScheduler(batcher, n_batch, stats), stats)
+    scheduler = ContinuousBatchScheduler(
+        batcher, n_batch, stats, schedule, can_trim=memory.can_trim
+    )
+    return Rig(backend, batcher, scheduler, stats)
 
 
 def make_request(
@@ -108,6 +135,12 @@ def make_request(
     return Request(id, BatchPrompt(**given), said, said.sampling({}, seed), stops)
 
 
+def with_deadline(request: Request, now: float) -> Request:
+    """The request with its deadline, counted from now: what the engine does on submission."""
+    timeout_s = request.options.timeout_s
+    return request if timeout_s is None else replace(request, deadline_s=now + timeout_s)
+
+
 def make_sequences(n: int, n_prompt: int = 4, **options: Any) -> list[Request]:
     """Requests `"0"`, `"1"`, … with different prompts."""
     return [
@@ -118,22 +151,33 @@ def make_sequences(n: int, n_prompt: int = 4, **options: Any) -> list[Request]:
 
 def step(rig: Rig) -> StepPlan | None:
     """Plan, run and apply once, check everything, and take what came out."""
+    n_visited, n_preempted = rig.batcher.n_visited, n_preemptions(rig)
     plan = rig.scheduler.plan(rig.now)
+    assert rig.batcher.n_visited - n_visited <= n_visited_max(rig)
     if plan is not None:
-        check_plan(rig, plan)
+        check_plan(rig, plan, has_preempted=n_preemptions(rig) > n_preempted)
         result = rig.backend.run(plan)
         check_clears(rig)
         in_plan = [d for c in plan.chunks if (d := rig.batcher.running[c.slot])]
         touched = rig.scheduler.apply(plan, result, rig.now)
         assert touched == in_plan
         for driver in touched:
-            if driver.status is Status.RUNNING:
+            if driver.finish_reason is None:
                 _take_chunk(rig, driver)
-        check_cells(rig, plan, result)
     for driver in rig.batcher.take_ended():
         _take_end(rig, driver)
+    check_cells(rig)
     check_invariants(rig)
     return plan
+
+
+def n_preemptions(rig: Rig) -> int:
+    return sum(d.n_preempted for d in rig.drivers.values())
+
+
+def n_visited_max(rig: Rig) -> int:
+    """The most waiting sequences that one plan may look at, however many wait."""
+    return N_LOOK * (rig.backend.n_slots + N_REFUSED_MAX + 1)
 
 
 def drive(
@@ -159,15 +203,16 @@ def drive(
     raise AssertionError(f"not done after {n_max} plans: {rig.batcher.in_flight}")
 
 
-def check_plan(rig: Rig, plan: StepPlan) -> None:
+def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None:
     """Rows ascend, positions follow the books, the budget holds, no decode row and no room is left out."""
     slots = [c.slot for c in plan.chunks]
     assert slots == sorted(set(slots))
     shares: Mapping[int, int] = {c.slot: len(c.tokens) for c in plan.chunks}
-    n_tokens = sum(shares.values())
+    n_tokens, ledger = sum(shares.values()), rig.batcher.ledger
     assert n_tokens <= rig.backend.n_batch
-    assert not (rig.batcher.n_waiting and rig.batcher.ledger.has_free_slot)
-    running = [d for d in rig.batcher.running if d is not None]
+    assert n_tokens + (plan.n_steps - 1) * len(slots) <= ledger.n_free_cells
+    assert not (has_preempted and plan.binds)
+    running = [d for d in rig.batcher.running if d is not None and d.status is Status.RUNNING]
     by_slot = {d.slot: d for d in running}
     for c in plan.chunks:
         driver = by_slot[c.slot]
@@ -176,50 +221,69 @@ def check_plan(rig: Rig, plan: StepPlan) -> None:
         assert list(c.tokens) == driver.tokens[c.start : end]
         assert c.has_output == (end == driver.n_tokens)
         assert plan.n_steps <= driver.n_left
-    if rig.scheduler._suspects:
-        assert len(plan.chunks) == 1
+    if plan.is_rebuild:
+        assert not plan.chunks
         return
-    assert all(d.slot in shares for d in running if d.n_pending == 1)
-    if n_tokens < rig.backend.n_batch:
+    if not ledger.is_shared:
+        assert not (rig.batcher.n_waiting and ledger.has_free_slot)
+    suspects = rig.scheduler.trials.group()
+    if suspects:
+        assert {by_slot[s] for s in slots} <= set(suspects)
+        return
+    if not ledger.is_shared:
+        assert all(d.slot in shares for d in running if d.n_pending == 1)
+    options = rig.scheduler.options
+    is_free = options.prefill_chunk is options.prefill_budget is options.itl_ms is None
+    if is_free and n_tokens < min(rig.backend.n_batch, ledger.n_free_cells):
         assert all(d.slot is not None and shares[d.slot] == d.n_pending for d in running)
 
 
 def check_clears(rig: Rig) -> None:
-    """A slot that nobody runs in is empty once the plan's clears are done."""
+    """A slot that nobody has is empty once the plan's orders are done."""
     for slot, driver in enumerate(rig.batcher.running):
         assert driver is not None or not rig.backend.cells[slot]
 
 
-def check_cells(rig: Rig, plan: StepPlan, result: StepResult) -> None:
-    """The backend holds exactly the computed tokens, but for slots that the next plan clears."""
-    dropped = {c.slot for c in plan.chunks} if result.code not in CACHE_KEPT else set()
+def check_cells(rig: Rig) -> None:
+    """The backend holds exactly the computed tokens, but for what the next plan's orders take off."""
+    cells = rig.batcher.cells
     for driver in rig.batcher.running:
         if driver is None or driver.slot is None:
             continue
-        if driver.slot in dropped:
-            assert driver.n_computed == 0
-        else:
-            assert rig.backend.cells[driver.slot] == driver.tokens[: driver.n_computed]
+        n = 0 if driver.slot in cells._clears else cells._trims.get(driver.slot)
+        assert rig.backend.cells[driver.slot][:n] == driver.tokens[: driver.n_computed]
+    new, old = {key for _, key in cells._saves}, set(cells._forgets)
+    assert set(rig.backend.saved) - old == set(cells._saved) - new
+    for key, (driver, n_bytes) in cells._saved.items():
+        assert driver.slot is None
+        assert driver.saved_key == key
+        assert n_bytes == rig.backend.memory.n_saved_bytes(driver.n_computed)
+        if key not in new:
+            assert rig.backend.saved[key] == driver.tokens[: driver.n_computed]
 
 
 def check_invariants(rig: Rig) -> None:
     """The books of slots, cells and requests balance."""
     batcher, ledger = rig.batcher, rig.batcher.ledger
     ledger.check()
-    running = [d for d in batcher.running if d is not None]
-    assert ledger.n_lent == len(running) == len(set(map(id, running)))
+    having = [d for d in batcher.running if d is not None]
+    assert ledger.n_lent == len(having) == len(set(map(id, having)))
     for slot, driver in enumerate(batcher.running):
         assert ledger.n_cells[slot] == (0 if driver is None else driver.n_computed)
         if driver is not None:
             assert driver.slot == slot
-            assert driver.status is Status.RUNNING
+            assert driver.status in (Status.RUNNING, Status.PAUSED)
             assert driver.n_pending >= 1
             assert driver.n_tokens <= rig.backend.n_window
     status = Counter(d.status for d in batcher.in_flight.values())
     assert status[Status.FINISHED] == 0
-    assert status[Status.RUNNING] == len(running)
-    assert status[Status.WAITING] == batcher.n_waiting
+    assert len(having) + batcher.n_waiting + batcher.n_held == len(batcher.in_flight)
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results)
+    sums = sum(n for _, n in batcher.cells._saved.values())
+    assert sums == batcher.cells.n_saved_bytes <= rig.scheduler.options.swap_mib * 2**20
+    for driver in batcher.in_flight.values():
+        assert driver.n_preempted <= N_PREEMPTED_MAX
+        assert driver.slot is not None or driver.n_computed == 0 or driver.saved_key is not None
 
 
 def _take_chunk(rig: Rig, driver: SequenceDriver) -> None:
@@ -244,5 +308,5 @@ def _take_end(rig: Rig, driver: SequenceDriver) -> None:
     assert tuple(t for c in chunks for t in c.token_ids) == result.token_ids
     assert (result.error is not None) == (
         result.finish_reason == "error"
-        or (result.finish_reason == "cancelled" and driver.slot is None)
+        or (result.finish_reason in ("cancelled", "timeout") and not driver.has_run)
     )

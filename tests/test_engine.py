@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
-from cbatch.backend.fake import FakeBackend
+from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.model import open_model
 from cbatch.engine import Engine
@@ -468,7 +468,7 @@ def test_decode_failure_ends_the_guilty_alone() -> None:
 
     items = [BatchPrompt(tokens=[1, 2, t, 4]) for t in (11, 12, 13, 14)]
     options = {"max_tokens": 5, "ignore_eos": True, "seed": 0, "stop_token_ids": [13]}
-    with Engine(FakeBackend(4, 64, 16, code=code)) as engine:
+    with Engine(FakeBackend(4, 64, 16, faults=Faults(code=code))) as engine:
         results = all_results(engine.run(items, options=options))
         assert [r.finish_reason == "error" for r in results] == [False, False, True, False]
         assert isinstance(results[2].error, RequestFailedError)
@@ -485,7 +485,7 @@ def test_decode_failure_ends_the_guilty_alone() -> None:
 @pytest.mark.parametrize("code", [1, 2, -1, -2, -3])
 def test_decode_that_always_fails_ends_every_request_and_leaves_the_engine(code: int) -> None:
     codes = [code]
-    with Engine(FakeBackend(2, 64, 16, code=lambda _: codes[0])) as engine:
+    with Engine(FakeBackend(2, 64, 16, faults=Faults(code=lambda _: codes[0]))) as engine:
         results = all_results(engine.run(prompts(3)))
         assert [type(r.error) for r in results] == [RequestFailedError] * 3
         codes[0] = 0
@@ -796,7 +796,7 @@ def test_child_of_a_fork_does_not_step_by_hand() -> None:
     run_script(
         """
         import os, sys
-        from cbatch.backend.fake import FakeBackend
+        from cbatch.backend.fake import FakeBackend, Faults
         from cbatch.engine import Engine
         from cbatch.errors import EngineClosedError
 

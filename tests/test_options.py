@@ -205,7 +205,7 @@ def test_wrong_engine_value_is_refused_by_its_name(name: str, value: object) -> 
         ({"n_ctx": 31, "parallel": 16}, "fewer slots"),
         ({"exact": True, "kv": "unified"}, "partitioned"),
         ({"exact": True, "flash_attn": "on"}, "flash_attn"),
-        ({"n_batch": 7, "parallel": 8}, "n_batch must be 8"),
+        ({"n_batch": 7, "parallel": 8}, "n_batch=7 is less than parallel=8"),
     ],
 )
 def test_engine_values_at_odds_are_refused(settings: dict[str, Any], named: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.plan import Memory, StepPlan, StepResult
 
 Message = Mapping[str, object]
 """One chat message: at least `role` and `content`."""
@@ -60,6 +60,10 @@ class Backend(Protocol):
         """Prompts are computed in pieces that start at multiples of this, each whole in one step; 0 = anyhow."""
 
     @property
+    def memory(self) -> Memory:
+        """What the memory is, and which of a plan's orders it can do."""
+
+    @property
     def vocab(self) -> Vocab:
         """The model's vocabulary and template."""
 
@@ -72,6 +76,7 @@ class Backend(Protocol):
 
         Raises:
             PlanError: the plan breaks a rule of `StepPlan` or exceeds a size above; nothing was done.
+            ModelLoadError: the context could not be made anew.
         """
 
     def interrupt(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Memory, Slot, StepPlan, StepResult
 from cbatch.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -50,6 +50,29 @@ class StepCost:
     base_s: float = 0.0
     token_s: float = 0.0
 
+    def __call__(self, n_rows: int, n_prompt: int) -> float:
+        """Return the seconds of a step of `n_rows` sequences with `n_prompt` tokens beyond one each."""
+        return self.base_s + self.token_s * (n_rows + n_prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, asked before it could.
+
+    Args:
+        code: called with the plan's chunks before each step; what it returns is the step's return code.
+        broken: called with a chunk's tokens; True makes its row broken (NaN logits).
+        swap: called with a key before cells are saved or loaded; False makes that fail.
+    """
+
+    code: Callable[[Sequence[Chunk]], int] = lambda _: 0
+    broken: Callable[[Chunk], bool] = lambda _: False
+    swap: Callable[[int], bool] = lambda _: True
+
+
+_NO_FAULTS = Faults()
+_NO_COST = StepCost()
+
 
 class FakeBackend:
     """Implements `Backend` over lists; every return code of `llama_decode` is to be had on demand.
@@ -60,9 +83,9 @@ class FakeBackend:
         n_batch: most tokens in a step.
         n_vocab: token ids; about one token in `n_vocab` ends a generation. At least 257.
         seed: changes every token of every sequence.
-        code: called with the plan's chunks before each step; what it returns is the step's return code.
-        broken: called with a chunk's tokens; True makes its row broken (NaN logits).
-        cost: what a step takes of the virtual clock `now_s`.
+        faults: what goes wrong.
+        cost: what a step takes of the virtual clock `now_s`: called with its sequences, and its tokens beyond one each.
+        memory: partitioned unless said; in unified memory a step that finds no room returns code 1.
 
     After code 2 and below −1 an unknown part of the step's cells stays behind, as in llama.cpp.
     """
@@ -77,48 +100,59 @@ class FakeBackend:
         *,
         n_vocab: int = 320,
         seed: int = 0,
-        code: Callable[[Sequence[Chunk]], int] | None = None,
-        broken: Callable[[Chunk], bool] | None = None,
-        cost: StepCost = StepCost(),
+        faults: Faults = _NO_FAULTS,
+        cost: Callable[[int, int], float] = _NO_COST,
+        memory: Memory | None = None,
     ) -> None:
         if n_vocab <= END_TOKEN:
             raise ConfigError(f"n_vocab must be above {END_TOKEN}, not {n_vocab}")
         self.n_slots, self.n_window, self.n_batch = n_slots, n_window, n_batch
         self.n_piece = 0
+        self.memory = memory or Memory("partitioned", n_slots * n_window)
         self.vocab = FakeVocab(n_vocab)
         self.cells: list[list[int]] = [[] for _ in range(n_slots)]
+        self.saved: dict[int, list[int]] = {}
         self.now_s = 0.0
         self.n_steps = 0
+        self.n_rebuilt = -1
         self.plans: list[StepPlan] = []
+        self._states = [0] * n_slots
         self._bindings: dict[Slot, Binding] = {}
-        self._seed, self._code, self._broken, self._cost = seed, code, broken, cost
+        self._seed, self._faults, self._cost = seed, faults, cost
         self._is_interrupted = False
         self._is_closed = False
+        self._renew()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Do one plan on the fake cells; see `Backend.run`."""
         self._check(plan)
         self._check_positions(plan)
         self.plans.append(plan)
-        for slot in plan.clears:
-            self.cells[slot].clear()
+        lost = self._do_orders(plan)
         self._bindings.update((b.slot, b) for b in plan.binds)
         tokens: list[list[int]] = [[] for _ in plan.chunks]
+        if any(key in lost for _, key in plan.loads):
+            return StepResult(tokens, 0, lost=lost)
+        start_s, first_s = self.now_s, 0.0
         chunks, n_done, code = list(plan.chunks), 0, 0
         while chunks and n_done < plan.n_steps:
             code = self._step(chunks)
             if code:
                 break
             n_done += 1
+            first_s = first_s or self.now_s - start_s
             sampled = [self._sample(c) if c.has_output else None for c in chunks]
             for row, token in zip(tokens, sampled, strict=True):
                 row.extend(() if token is None else (token,))
-            if self._take_interrupt() or any(map(self._ends, chunks, sampled)):
+            is_interrupted = self._take_interrupt()
+            if is_interrupted or n_done == plan.n_steps or any(map(self._ends, chunks, sampled)):
                 break
             chunks = [
                 _next_chunk(c, t) for c, t in zip(chunks, sampled, strict=True) if t is not None
             ]
-        return StepResult(tokens, n_done, code, decode_s=0.0, sample_s=0.0)
+        n_kept = tuple(self._settle(c) for c in plan.chunks) if code not in (0, 1, -1) else ()
+        seconds = self.now_s - start_s
+        return StepResult(tokens, n_done, code, seconds, 0.0, first_s, n_kept, lost)
 
     def interrupt(self) -> None:
         """End the run in flight, or the next one, after one step."""
@@ -130,19 +164,67 @@ class FakeBackend:
 
     def expected(self, prompt: Sequence[int], binding: Binding, n_output: int) -> list[int]:
         """Return the first `n_output` tokens of a sequence run alone, its end included: the reference for tests."""
-        cells, output = list(prompt), list[int]()
+        state, output = self._after(prompt), list[int]()
         while len(output) < n_output:
-            output.append(self._token(cells, binding))
+            output.append(self._token(state, binding, len(prompt) + len(output)))
             if output[-1] in binding.stop_tokens:
                 break
-            cells.append(output[-1])
+            state = _mix(state, output[-1])
         return output
 
+    def _do_orders(self, plan: StepPlan) -> tuple[int, ...]:
+        """Do what comes before computing; return the keys of cells that were lost."""
+        for key in plan.forgets:
+            self.saved.pop(key, None)
+        lost = [key for slot, key in plan.saves if not self._save(slot, key)]
+        if plan.is_rebuild:
+            self._renew()
+        for slot in plan.clears:
+            self._set_cells(slot, [])
+        for slot, n_cells in plan.trims:
+            self._set_cells(slot, self.cells[slot][:n_cells])
+        for slot, key in plan.loads:
+            if not self._load(slot, key):
+                lost.append(key)
+        return tuple(lost)
+
+    def _save(self, slot: Slot, key: int) -> bool:
+        if not self._faults.swap(key):
+            return False
+        self.saved[key] = list(self.cells[slot])
+        return True
+
+    def _load(self, slot: Slot, key: int) -> bool:
+        cells = self.saved.pop(key, None)
+        if cells is None or not self._faults.swap(key):
+            return False
+        self._set_cells(slot, cells)
+        return True
+
+    def _renew(self) -> None:
+        self.n_rebuilt += 1
+        self._bindings.clear()
+        for slot in range(self.n_slots):
+            self._set_cells(slot, [])
+
+    def _set_cells(self, slot: int, cells: list[int]) -> None:
+        self.cells[slot] = cells
+        self._states[slot] = self._after(cells)
+
+    def _settle(self, chunk: Chunk) -> int:
+        """Return how many cells of a failed step's slot are known: none where they cannot be taken off."""
+        if not self.memory.can_trim:
+            self._set_cells(chunk.slot, [])
+        return len(self.cells[chunk.slot])
+
     def _step(self, chunks: Sequence[Chunk]) -> int:
-        code = self._code(chunks) if self._code else 0
+        code = self._faults.code(chunks)
         self.n_steps += 1
         n_tokens = sum(len(c.tokens) for c in chunks)
-        self.now_s += self._cost.base_s + self._cost.token_s * n_tokens
+        self.now_s += self._cost(len(chunks), n_tokens - len(chunks))
+        if not code and self.memory.kind == "unified":
+            n_used = sum(map(len, self.cells))
+            code = int(n_used + n_tokens > self.memory.n_cells)
         for chunk in chunks:
             n = (
                 len(chunk.tokens)
@@ -151,20 +233,27 @@ class FakeBackend:
                 if code in (1, -1)
                 else (len(chunk.tokens) + 1) // 2
             )
+            for token in chunk.tokens[:n]:
+                self._states[chunk.slot] = _mix(self._states[chunk.slot], token)
             self.cells[chunk.slot].extend(chunk.tokens[:n])
         return code
 
     def _sample(self, chunk: Chunk) -> int:
-        if self._broken is not None and self._broken(chunk):
+        if self._faults.broken(chunk):
             return BROKEN_ROW
-        return self._token(self.cells[chunk.slot], self._bindings[chunk.slot])
+        slot = chunk.slot
+        return self._token(self._states[slot], self._bindings[slot], len(self.cells[slot]))
 
-    def _token(self, cells: Sequence[int], binding: Binding) -> int:
-        state = self._seed * 2 + 1
-        for key in (*cells, binding.sampling.seed, len(cells) - binding.n_prompt):
-            state = ((state ^ key) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
-            state ^= state >> 29
+    def _token(self, state: int, binding: Binding, n_cells: int) -> int:
+        state = _mix(_mix(state, binding.sampling.seed), n_cells - binding.n_prompt)
         return state % self.vocab.n_vocab
+
+    def _after(self, cells: Sequence[int]) -> int:
+        """Return the state that cells leave a sequence in: it depends on each of them and on their order."""
+        state = self._seed * 2 + 1
+        for token in cells:
+            state = _mix(state, token)
+        return state
 
     def _ends(self, chunk: Chunk, token: int | None) -> bool:
         return token == BROKEN_ROW or token in self._bindings[chunk.slot].stop_tokens
@@ -185,17 +274,45 @@ class FakeBackend:
             raise PlanError(f"more than {self.n_batch} tokens: {plan}")
         if plan.n_steps > 1 and not all(c.has_output for c in plan.chunks):
             raise PlanError(f"only steps with outputs can be repeated: {plan}")
+        self._check_orders(plan)
+
+    def _check_orders(self, plan: StepPlan) -> None:
+        new = {key for _, key in plan.saves}
+        if len(new) < len(plan.saves) or new & self.saved.keys():
+            raise PlanError(f"a key stands for two sequences: {plan}")
+        if any(not self.cells[slot] for slot, _ in plan.saves):
+            raise PlanError(f"nothing to save: {plan}")
+        if plan.trims and not self.memory.can_trim:
+            raise PlanError(f"this memory cannot trim: {plan}")
+        if any(n > len(self.cells[slot]) for slot, n in plan.trims):
+            raise PlanError(f"nothing to trim: {plan}")
+        if any(key not in self.saved.keys() | new for _, key in plan.loads):
+            raise PlanError(f"nothing to load: {plan}")
+        emptied = range(self.n_slots) if plan.is_rebuild else plan.clears
+        if any(self.cells[slot] and slot not in emptied for slot, _ in plan.loads):
+            raise PlanError(f"a slot to load into is not empty: {plan}")
 
     def _check_positions(self, plan: StepPlan) -> None:
-        bound = self._bindings.keys() | {b.slot for b in plan.binds}
+        bound = {b.slot for b in plan.binds}
+        if not plan.is_rebuild:
+            bound |= self._bindings.keys()
+        changed = dict.fromkeys(plan.clears, 0)
+        n_saved = {key: len(self.cells[slot]) for slot, key in plan.saves}
+        n_saved |= {key: len(cells) for key, cells in self.saved.items()}
+        changed |= dict(plan.trims) | {slot: n_saved[key] for slot, key in plan.loads}
         for c in plan.chunks:
-            n_cells = 0 if c.slot in plan.clears else len(self.cells[c.slot])
+            n_cells = changed.get(c.slot, 0 if plan.is_rebuild else len(self.cells[c.slot]))
             if c.start != n_cells:
                 raise PlanError(f"slot {c.slot} holds {n_cells} cells: {plan}")
             if c.start + len(c.tokens) + plan.n_steps - 1 > self.n_window:
                 raise PlanError(f"past the window of {self.n_window}: {plan}")
             if c.has_output and c.slot not in bound:
                 raise PlanError(f"slot {c.slot} was never bound: {plan}")
+
+
+def _mix(state: int, key: int) -> int:
+    state = ((state ^ key) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+    return state ^ state >> 29
 
 
 def _next_chunk(chunk: Chunk, token: int) -> Chunk:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import llama_cpp
 import numpy as np
 
+from cbatch.backend.context import available_cores, make_context, slot_window
 from cbatch.backend.log import llama_log
+from cbatch.backend.memory import LlamaCells, SavedCells, find_memory
 from cbatch.backend.native import NativeStepper, handshake
-from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import Chunk, Memory, Slot, StepPlan, StepResult
 from cbatch.errors import (
     ConfigError,
     EngineClosedError,
@@ -31,23 +32,15 @@ if TYPE_CHECKING:
     from cbatch.backend.model import LlamaModel
     from cbatch.options import EngineOptions
 
-DEFAULT_WINDOW = 2048
-"""One slot's window where nothing was said and the model allows it: room for a long prompt and answer."""
-
-_N_PAD = 256
-"""llama.cpp rounds a context's cells up to a multiple of this. Source: src/llama-context.cpp."""
-
-_N_CTX_MAX = 2**31 - 1
-"""Positions are int32. Source: include/llama.h, llama_pos."""
-
 _N_THREADS_MAX = 512
 """More end the process where they cannot be started. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
 
 _CELLS_UNKNOWN = -3
 """Stands for a failure after which a slot's cells are not known. Source: include/llama.h, llama_decode."""
 
-# Source: include/llama.h, enum llama_flash_attn_type.
-_FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+
+_UNCHANGED = (0, 1, -1)
+"""Codes after which every cell is where the results say. Source: include/llama.h, llama_decode."""
 
 
 class LlamaBackend:
@@ -81,33 +74,59 @@ class LlamaBackend:
         handshake()
         if (options.n_threads or 0) > _N_THREADS_MAX:
             raise ConfigError(f"n_threads must be 1 … {_N_THREADS_MAX}, not {options.n_threads}")
-        self._model, self._owns_model = model, owns_model
+        self._model, self._owns_model, self._options = model, owns_model, options
+        self._make_stepper = stepper or NativeStepper
         self._busy = threading.Lock()
+        self._is_closed = False
+        self._ctx: Any = None
         self._stepper: Any = None
+        self._saved: dict[int, SavedCells] = {}
         self.n_slots = options.parallel
         self.n_threads = options.n_threads or available_cores()
         self.is_unified = options.kv == "unified"
-        self._ctx: Any = _make_context(model, options, self.n_threads)
         try:
-            self._memory = llama_cpp.llama_get_memory(self._ctx)
-            self.n_batch = int(llama_cpp.llama_n_batch(self._ctx))
-            n_ctx = int(llama_cpp.llama_n_ctx(self._ctx))
-            self.n_window = n_ctx // self.n_slots
-            self.n_cells = [0] * self.n_slots
-            self.n_piece = _n_piece(self.n_batch, options)
-            self._last_chunks: Sequence[Chunk] = ()
-            self._stepper = (stepper or NativeStepper)(
-                ctypes.cast(self._ctx, ctypes.c_void_p),
-                n_slots=self.n_slots,
-                n_batch=self.n_batch,
-                n_vocab=model.vocab.n_vocab,
-                n_threads=self.n_threads,
-            )
-            self._check_memory()
+            self._open()
+            self.memory = self._try_memory()
         except BaseException:
             self._free()
             raise
+        self.n_window = slot_window(
+            options,
+            self.memory.n_cells,
+            model.n_ctx_train,
+            is_pool=self.memory.kind == "unified",
+        )
+        self.n_piece = _n_piece(self.n_batch, options)
         llama_log().install()
+
+    def _open(self) -> None:
+        """Make the context and what works on it; every slot is empty and unbound."""
+        self._ctx = make_context(self._model, self._options, self.n_threads)
+        self._cells = LlamaCells(self._ctx)
+        self.n_batch = int(llama_cpp.llama_n_batch(self._ctx))
+        self.n_cells = [0] * self.n_slots
+        self._last_chunks: Sequence[Chunk] = ()
+        self._stepper = self._make_stepper(
+            ctypes.cast(self._ctx, ctypes.c_void_p),
+            n_slots=self.n_slots,
+            n_batch=self.n_batch,
+            n_vocab=self._model.vocab.n_vocab,
+            n_threads=self.n_threads,
+        )
+
+    def _try_memory(self) -> Memory:
+        """Decode one token and take it back: positions must be what llama.cpp's header promises; then try the rest."""
+        token = self.vocab.end_tokens[0] if self.vocab.end_tokens else 0
+        code = self._stepper.run([Chunk(Slot(0), 0, (token,), has_output=False)], 1).code
+        before = self._cells.count(0) - 1
+        self._cells.trim(0, 0)
+        after = self._cells.count(0) - 1
+        if (code, before, after) != (0, 0, -1):
+            raise IncompatibleLlamaError(
+                f"one decoded token gave code {code} and last position {before}, {after} when removed; "
+                f"expected 0, 0, -1 (llama-cpp-python {llama_cpp.__version__})"
+            )
+        return find_memory(self._ctx, self._model, n_slots=self.n_slots, is_unified=self.is_unified)
 
     @property
     def vocab(self) -> Vocab:
@@ -132,51 +151,108 @@ class LlamaBackend:
         if self._ctx is None:
             raise EngineClosedError("the backend is closed")
         self._check(plan)
-        for slot in plan.clears:
-            llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
-            self.n_cells[slot] = 0
+        lost, is_loaded = self._move_cells(plan)
         for binding in plan.binds:
             self._stepper.bind(binding)
-        if not plan.chunks:
-            return StepResult([], 0)
-        result = self._steps(plan) if not self.n_piece else self._pieces(plan)
+        can_compute = plan.chunks and is_loaded
+        result = self._compute(plan) if can_compute else StepResult([[] for _ in plan.chunks], 0)
+        llama_log().drain()
+        return replace(result, lost=lost) if lost else result
+
+    # ---- computing ----
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        result = self._pieces(plan) if self.n_piece else self._steps(plan.chunks, plan.n_steps)
         if result.n_steps:
             for chunk in plan.chunks:
                 self.n_cells[chunk.slot] += len(chunk.tokens) + result.n_steps - 1
-        llama_log().drain()
-        return result
+        if result.code in _UNCHANGED:
+            return result
+        return replace(result, n_kept=tuple(self._keep(c, result.n_steps) for c in plan.chunks))
 
-    def _steps(self, plan: StepPlan) -> StepResult:
-        self._last_chunks = plan.chunks
-        result: StepResult = self._stepper.run(plan.chunks, plan.n_steps)
+    def _steps(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+        self._last_chunks = chunks
+        result: StepResult = self._stepper.run(chunks, n_steps)
         return result
 
     def _pieces(self, plan: StepPlan) -> StepResult:
         """Run a plan so that the shape of each computation does not depend on its company: prompts one by one."""
         rows = tuple(c for c in plan.chunks if len(c.tokens) == 1)
         if len(rows) == len(plan.chunks):
-            return self._steps(plan)
+            return self._steps(plan.chunks, plan.n_steps)
         groups = [rows] if rows else []
         groups += [(c,) for c in plan.chunks if len(c.tokens) > 1]
         sampled: dict[Slot, list[int]] = {}
         decode_s = sample_s = 0.0
         for group in groups:
-            result = self._steps(StepPlan(group))
+            result = self._steps(group)
             if result.code:
                 return StepResult([], 0, self._undo(sampled, plan, result.code))
             sampled.update((c.slot, t) for c, t in zip(group, result.tokens, strict=True))
             decode_s += result.decode_s
             sample_s += result.sample_s
-        return StepResult([sampled[c.slot] for c in plan.chunks], 1, 0, decode_s, sample_s)
+        tokens = [sampled[c.slot] for c in plan.chunks]
+        return StepResult(tokens, 1, 0, decode_s, sample_s, first_s=decode_s + sample_s)
 
     def _undo(self, done: Mapping[Slot, object], plan: StepPlan, code: int) -> int:
         """Take back the cells of the groups that were computed before one failed; return the code to report."""
         undone = [
-            llama_cpp.llama_memory_seq_rm(self._memory, c.slot, c.start, -1)
+            (self.memory.can_trim or not c.start) and self._cells.trim(c.slot, c.start)
             for c in plan.chunks
             if c.slot in done
         ]
         return code if all(undone) else _CELLS_UNKNOWN
+
+    def _keep(self, chunk: Chunk, n_steps: int) -> int:
+        """Keep what a failed step left of a chunk's slot, after `n_steps` that did not fail; return its cells."""
+        n_most = chunk.start + len(chunk.tokens) + n_steps
+        n_kept = min(n_most, self._cells.count(chunk.slot)) if self.memory.can_trim else 0
+        self._cells.trim(chunk.slot, n_kept)
+        self.n_cells[chunk.slot] = n_kept
+        return n_kept
+
+    # ---- moving cells ----
+
+    def _move_cells(self, plan: StepPlan) -> tuple[tuple[int, ...], bool]:
+        """Do what a plan orders before it computes; return the keys lost, and whether all loads were done."""
+        for key in plan.forgets:
+            self._saved.pop(key, None)
+        wanted = [(slot, key) for slot, key in plan.saves if key not in plan.forgets]
+        unsaved = [key for slot, key in wanted if not self._save(slot, key)]
+        if plan.is_rebuild:
+            self._rebuild()
+        for slot in plan.clears:
+            self._trim(slot, 0)
+        for slot, n_cells in plan.trims:
+            self._trim(slot, n_cells)
+        unloaded = [key for slot, key in plan.loads if not self._load(slot, key)]
+        return tuple(dict.fromkeys((*unsaved, *unloaded))), not unloaded
+
+    def _trim(self, slot: Slot, n_cells: int) -> None:
+        self._cells.trim(slot, n_cells)
+        self.n_cells[slot] = n_cells
+
+    def _save(self, slot: Slot, key: int) -> bool:
+        saved = self._cells.save(slot)
+        if saved is None or saved.n_cells != self.n_cells[slot]:
+            return False
+        self._saved[key] = saved
+        return True
+
+    def _load(self, slot: Slot, key: int) -> bool:
+        saved = self._saved.pop(key, None)
+        if saved is None or not self._cells.load(slot, saved):
+            return False
+        self.n_cells[slot] = saved.n_cells
+        return True
+
+    def _rebuild(self) -> None:
+        self._free()
+        try:
+            self._open()
+        except PlanError as error:  # sizes that it was made with before: the stepper's memory
+            self._free()
+            raise ModelLoadError(f"a context could not be made anew: {error}") from error
 
     def logits(self, slot: Slot) -> NDArray[np.float32]:
         """Return the logits after a slot's last token, which the last step computed and sampled.
@@ -193,10 +269,12 @@ class LlamaBackend:
         self._stepper.interrupt()
 
     def close(self) -> None:
-        """Free the context, and the model where it is owned. Twice is harmless."""
-        if self._ctx is None:
+        """Free the context and saved cells, and the model where it is owned. Twice is harmless."""
+        if self._is_closed:
             return
+        self._is_closed = True
         self._free()
+        self._saved.clear()
         if self._owns_model:
             self._model.close()
         llama_log().remove()
@@ -205,57 +283,55 @@ class LlamaBackend:
         if self._stepper is not None:
             self._stepper.close()
         ctx, self._ctx = self._ctx, None
-        llama_cpp.llama_free(ctx)
+        if ctx is not None:
+            llama_cpp.llama_free(ctx)
+
+    # ---- checking ----
 
     def _check(self, plan: StepPlan) -> None:
         """Refuse what llama.cpp would answer with an abort, before anything is done."""
-        named = (*plan.clears, *(b.slot for b in plan.binds))
+        moved = (*plan.clears, *(slot for slot, _ in (*plan.trims, *plan.saves, *plan.loads)))
+        named = (*moved, *(b.slot for b in plan.binds))
         if named and not 0 <= min(named) <= max(named) < self.n_slots:
             raise PlanError(f"slots are 0 … {self.n_slots - 1}: {plan!r}")
+        has_moves = moved or plan.forgets or plan.is_rebuild
+        n_cells = self._cells_after_moves(plan) if has_moves else self.n_cells
         previous = -1
         for chunk in plan.chunks:
             end = chunk.start + len(chunk.tokens) + plan.n_steps - 1
             if (
                 not previous < chunk.slot < self.n_slots
                 or not chunk.tokens
-                or chunk.start != (self.n_cells[chunk.slot] if chunk.slot not in plan.clears else 0)
+                or chunk.start != n_cells[chunk.slot]
                 or end > self.n_window
             ):
-                raise PlanError(
-                    f"slot {chunk.slot} has {self.n_cells} cells of {self.n_window}: {plan!r}"
-                )
+                self._refuse(plan, f"slot {chunk.slot} cannot compute its chunk")
             previous = chunk.slot
 
-    def _check_memory(self) -> None:
-        """Decode one token and take it back: positions must be what llama.cpp's header promises."""
-        token = self.vocab.end_tokens[0] if self.vocab.end_tokens else 0
-        code = self._stepper.run([Chunk(Slot(0), 0, (token,), has_output=False)], 1).code
-        before = int(llama_cpp.llama_memory_seq_pos_max(self._memory, 0))
-        llama_cpp.llama_memory_seq_rm(self._memory, 0, -1, -1)
-        after = int(llama_cpp.llama_memory_seq_pos_max(self._memory, 0))
-        if (code, before, after) != (0, 0, -1):
-            raise IncompatibleLlamaError(
-                f"one decoded token gave code {code} and last position {before}, {after} when removed; "
-                f"expected 0, 0, -1 (llama-cpp-python {llama_cpp.__version__})"
-            )
+    def _cells_after_moves(self, plan: StepPlan) -> list[int]:
+        """Return what each slot holds when computing begins, or refuse an order that cannot be done."""
+        saved = {key: cells.n_cells for key, cells in self._saved.items()}
+        for slot, key in plan.saves:
+            if not self.memory.can_save or key in saved or not self.n_cells[slot]:
+                self._refuse(plan, f"slot {slot} cannot be saved under {key}")
+            saved[key] = self.n_cells[slot]
+        for key in plan.forgets:
+            saved.pop(key, None)
+        n_cells = [0] * self.n_slots if plan.is_rebuild else self.n_cells.copy()
+        for slot in plan.clears:
+            n_cells[slot] = 0
+        for slot, n_kept in plan.trims:
+            if not self.memory.can_trim or not 0 <= n_kept <= n_cells[slot]:
+                self._refuse(plan, f"slot {slot} cannot be cut to {n_kept} cells")
+            n_cells[slot] = n_kept
+        for slot, key in plan.loads:
+            if key not in saved or n_cells[slot]:
+                self._refuse(plan, f"what is saved under {key} cannot be put into slot {slot}")
+            n_cells[slot] = saved.pop(key)
+        return n_cells
 
-
-def available_cores() -> int:
-    """Return how many cores this process may use: its affinity and its cgroup's quota, not the machine's count."""
-    try:
-        n_cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS and Windows have no affinity to ask for
-        n_cores = os.cpu_count() or 1
-    return max(1, min(n_cores, _cgroup_cores() or n_cores))
-
-
-def _cgroup_cores() -> int | None:
-    # Source: Linux Documentation/admin-guide/cgroup-v2.rst, cpu.max: "$MAX $PERIOD", MAX may be "max".
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, int(quota) // int(period)) if quota != "max" else None
-    except (OSError, ValueError):
-        return None
+    def _refuse(self, plan: StepPlan, why: str) -> NoReturn:
+        raise PlanError(f"{why}: slots have {self.n_cells} cells of {self.n_window}: {plan!r}")
 
 
 def output_row(chunks: Sequence[Chunk], i_chunk: int) -> int:
@@ -268,38 +344,3 @@ def output_row(chunks: Sequence[Chunk], i_chunk: int) -> int:
 def _n_piece(n_batch: int, options: EngineOptions) -> int:
     """Return the size of a prompt's pieces: one graph run, and room for one beside the rows of all others."""
     return min(options.n_ubatch, n_batch - options.parallel + 1) if options.exact else 0
-
-
-def _make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
-    params = llama_cpp.llama_context_default_params()
-    params.n_seq_max = options.parallel
-    params.n_ctx = context_cells(model, options)
-    params.n_batch = options.n_batch
-    params.n_outputs_max = options.parallel
-    params.n_ubatch = min(options.n_ubatch, options.n_batch)
-    params.n_threads = params.n_threads_batch = n_threads
-    params.kv_unified = options.kv == "unified"
-    params.flash_attn_type = 0 if options.exact else _FLASH_ATTN[options.flash_attn]
-    ctx = llama_cpp.llama_init_from_model(model.pointer, params)
-    if not ctx:
-        llama_log().drain()
-        said = "; ".join(llama_log().recent[-2:])
-        raise ModelLoadError(
-            f"llama.cpp cannot make a context of {params.n_ctx} cells for {options.parallel} "
-            f"sequences: {said or 'it gave no reason'}. "
-            "Fewer slots (parallel) or a smaller window (ctx_per_seq) need less memory"
-        )
-    return ctx
-
-
-def context_cells(model: LlamaModel, options: EngineOptions) -> int:
-    """Return the cells in total: every slot's window rounded up as llama.cpp does it."""
-    asked = options.n_ctx // options.parallel if options.n_ctx else options.ctx_per_seq
-    window = asked or min(model.n_ctx_train or DEFAULT_WINDOW, DEFAULT_WINDOW)
-    n_ctx = options.parallel * -(-window // _N_PAD) * _N_PAD
-    if n_ctx > _N_CTX_MAX:
-        raise ConfigError(
-            f"{options.parallel} slots of {window} cells need {n_ctx}, llama.cpp counts up to {_N_CTX_MAX}: "
-            "use fewer slots (parallel) or a smaller window (ctx_per_seq)"
-        )
-    return n_ctx

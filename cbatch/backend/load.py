@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 
 from cbatch.backend.aside import run_aside
-from cbatch.backend.llama import LlamaBackend, context_cells
+from cbatch.backend.context import context_cells, slot_window
+from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
+from cbatch.backend.memory import has_states
 from cbatch.backend.model import LlamaModel, open_model
 from cbatch.backend.native import handshake
 from cbatch.backend.probe import BITWISE, probe
@@ -57,6 +59,7 @@ def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str,
     model = shipped_model() if model is None else model
     with _opened(model, options, will_compute=asks_probe) as loaded, closing(loaded):
         n_cells = context_cells(loaded, options)
+        is_pool = options.kv == "unified" and not has_states(loaded)
         return {
             "path": loaded.name,
             "name": loaded.metadata.get("general.name", ""),
@@ -70,7 +73,7 @@ def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str,
             "end_tokens": list(loaded.vocab.end_tokens),
             "sampling_defaults": dict(loaded.sampling_defaults),
             "parallel": options.parallel,
-            "n_window": n_cells // options.parallel,
+            "n_window": slot_window(options, n_cells, loaded.n_ctx_train, is_pool=is_pool),
             "n_cells": n_cells,
             "exactness": probe(loaded, options) if asks_probe else None,
         }

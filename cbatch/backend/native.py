@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from cbatch.options import Sampling
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 ISA_BEST = -1
@@ -88,6 +88,7 @@ class _Report(ctypes.Structure):
         ("code", ctypes.c_int32),
         ("decode_ns", ctypes.c_int64),
         ("sample_ns", ctypes.c_int64),
+        ("first_ns", ctypes.c_int64),
     ]
 
 
@@ -390,7 +391,12 @@ class NativeStepper:
             end = n * n_steps
             tokens = [out[i:end:n] if c.has_output else [] for i, c in enumerate(chunks)]
         return StepResult(
-            tokens, n_steps, report.code, report.decode_ns * 1e-9, report.sample_ns * 1e-9
+            tokens,
+            n_steps,
+            report.code,
+            decode_s=report.decode_ns * 1e-9,
+            sample_s=report.sample_ns * 1e-9,
+            first_s=report.first_ns * 1e-9,
         )
 
     def interrupt(self) -> None:

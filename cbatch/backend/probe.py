@@ -39,6 +39,7 @@ WIDTHS = (2, 7, 8, 9, 16)
 _N_PROMPT = 70  # above 64: the chunk length from which flash attention takes its tiled path
 _N_LONG = 560  # above 512: the cells from which a lone row takes flash attention's split path
 _N_DECODED = 2
+_N_LEAST = 16  # cells to try anything in; a window is never that small but in a pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def probe(model: LlamaModel, options: EngineOptions) -> str:
     """
     n_slots = min(options.parallel, max(WIDTHS) + 1)
     wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.parallel
-    n_window = min(wanted, model.n_ctx_train or wanted, _N_LONG + 16)
+    n_window = max(_N_LEAST, min(wanted, model.n_ctx_train or wanted, _N_LONG + 16))
     small = replace(options, parallel=n_slots, n_ctx=None, ctx_per_seq=n_window)
     try:
         with model.busy:

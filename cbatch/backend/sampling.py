@@ -166,7 +166,7 @@ class PythonStepper:
         self._check(chunks, n_steps)
         begin = time.perf_counter()
         tokens: list[list[int]] = [[] for _ in chunks]
-        n_done, code, decode_s = 0, 0, 0.0
+        n_done, code, decode_s, first_s = 0, 0, 0.0, 0.0
         for n_done in range(n_steps + 1):
             if n_done > 0 and (n_done == n_steps or self._ends(chunks, tokens, begin)):
                 break
@@ -177,7 +177,9 @@ class PythonStepper:
                 break
             for i, logits in rows:
                 tokens[i].append(self._sample(chunks[i], len(tokens[i]), logits))
-        return StepResult(tokens, n_done, code, decode_s, time.perf_counter() - begin - decode_s)
+            first_s = first_s or time.perf_counter() - begin
+        sample_s = time.perf_counter() - begin - decode_s
+        return StepResult(tokens, n_done, code, decode_s, sample_s, first_s)
 
     def interrupt(self) -> None:
         """Ask the run in flight, or else the next one, to end after its current step."""

@@ -45,6 +45,12 @@ CtxPerSeq = Annotated[
 NCtx = Annotated[
     int | None, option(help="Tokens of all slots together, instead of --ctx-per-seq.", panel=_MODEL)
 ]
+Kv = Annotated[
+    str,
+    option(
+        help="Memory: auto, partitioned (a part for each slot) or unified (one pool).", panel=_MODEL
+    ),
+]
 Exact = Annotated[
     bool,
     option(
@@ -82,6 +88,12 @@ MinP = Annotated[
         help="Drop what is below this share of the likeliest.",
         default="the model's, else 0.05",
         panel=_ANSWERS,
+    ),
+]
+TimeoutS = Annotated[
+    float | None,
+    option(
+        help="Seconds for each request, from now on.", default="as long as it takes", panel=_ANSWERS
     ),
 ]
 Seed = Annotated[

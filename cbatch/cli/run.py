@@ -1,6 +1,6 @@
 """`cbatch run`: a batch file in, a file of answers out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from cbatch.cli.options import (
     Exact,
     GpuLayers,
     IgnoreEos,
+    Kv,
     MaxTokens,
     MinP,
     ModelPath,
@@ -27,6 +28,7 @@ from cbatch.cli.options import (
     Stop,
     Temperature,
     Threads,
+    TimeoutS,
     TopK,
     TopP,
     answer_options,
@@ -34,8 +36,8 @@ from cbatch.cli.options import (
     option,
     said,
 )
-from cbatch.options import EngineOptions
-from cbatch.runtime.progress import View, choose_view, summary_lines
+from cbatch.options import EngineOptions, check_seconds
+from cbatch.runtime.progress import choose_view, summary_lines
 
 
 def run(
@@ -61,6 +63,7 @@ def run(
     parallel: Parallel = EngineOptions.parallel,
     ctx_per_seq: CtxPerSeq = None,
     n_ctx: NCtx = None,
+    kv: Kv = EngineOptions.kv,
     exact: Exact = False,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
@@ -73,6 +76,14 @@ def run(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
+    timeout_s: TimeoutS = None,
+    max_time_s: Annotated[
+        float | None,
+        option(
+            help="Seconds for the whole batch; what is not done then ends as it is.",
+            default="as long as it takes",
+        ),
+    ] = None,
     force: Annotated[bool, option("--force", help="Replace an existing output.")] = False,
     quiet: Annotated[bool, option("--quiet", "-q", help="No progress, no summary.")] = False,
 ) -> None:
@@ -96,11 +107,14 @@ def run(
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,
+        timeout_s=timeout_s,
     )
+    check_seconds("max_time_s", max_time_s)
     settings = said(
         parallel=parallel,
         ctx_per_seq=ctx_per_seq,
         n_ctx=n_ctx,
+        kv=kv,
         exact=exact,
         n_threads=threads,
         n_gpu_layers=gpu_layers,
@@ -118,7 +132,8 @@ def run(
         open_target(target, force=force) as file,
     ):
         write = write_shown(prompts) if output is None else write_result
-        n_failed = answer(engine, prompts, partial(write, file), view)
+        response = engine.run(prompts, max_time_s=max_time_s, progress=view)
+        n_failed = write_all(response, partial(write, file))
     if n_failed:
         say(f'cbatch: {n_failed} of {len(prompts)} items failed: see "error" in their lines')
         raise typer.Exit(ExitCode.SOME_FAILED)
@@ -133,15 +148,10 @@ def _check_call(source: Path | None, output: Path | None, *, demo: bool) -> None
         raise cbatch.ConfigError("give --output (-o) a file for the answers, or - for stdout")
 
 
-def answer(
-    engine: cbatch.Engine,
-    prompts: Sequence[cbatch.BatchPrompt],
-    write: Callable[[cbatch.BatchResult], None],
-    view: View,
-) -> int:
-    """Run a batch and write each result as it completes; return how many failed."""
+def write_all(response: cbatch.BatchResponse, write: Callable[[cbatch.BatchResult], None]) -> int:
+    """Write each result as it completes; return how many failed."""
     n_failed = 0
-    with closing(engine.run(prompts, progress=view).as_completed()) as results:
+    with closing(response.as_completed()) as results:
         for result in results:
             write(result)
             n_failed += result.error is not None

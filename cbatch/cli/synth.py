@@ -16,7 +16,7 @@ def synth(
     output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="Where the model goes.")],
     *,
     shape: Annotated[
-        str, option(help="test (0.2 MB), exact (14 MB), tiny (22 MB) or small (330 MB).")
+        str, option(help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB).")
     ] = "test",
     type: Annotated[
         str | None,

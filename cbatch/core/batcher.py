@@ -1,110 +1,339 @@
-"""Admission: who waits, who gets a slot, who leaves."""
+"""Admission: who waits, who gets a slot and cells, who gives them back, who leaves."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import SequenceDriver, Status
-from cbatch.errors import CBatchError, RequestFailedError
+from cbatch.core.cells import Cells
+from cbatch.core.deadlines import Deadlines
+from cbatch.core.demand import N_PREEMPTED_MAX, Demand
+from cbatch.core.driver import SequenceDriver, Status, Wait
+from cbatch.core.queue import make_queue
+from cbatch.errors import CBatchError, LedgerError, RequestFailedError
 from cbatch.messages import BatchPrompt
+from cbatch.options import ScheduleOptions
 
 if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import Slot
+    from cbatch.core.plan import Memory, Slot
+    from cbatch.response import FinishReason
 
 Tokenize = Callable[[BatchPrompt], Sequence[int]]
 
+N_LOOK = 4
+"""How many of those that wait are looked at where the first does not fit."""
+
+N_OVERTAKEN_MAX = 16
+"""How many may be admitted before one that waits for cells; then it holds up all behind it."""
+
+N_REFUSED_MAX = 64
+"""Most requests that one plan ends without computing them: a step must not wait for a long row of bad ones."""
+
 
 class MultiRequestBatcher:
-    """A first-come-first-served queue in front of the slots.
+    """A queue with a policy in front of the slots, and the only one who lends and takes back slots and cells.
 
     A prompt becomes tokens when its turn comes, so a long queue costs nothing; a prompt that cannot run then
-    ends with its own error and the next one gets the slot.
+    ends with its own error and the next one gets the slot. Who lost its slot comes before the queue, the oldest
+    first; but in `round_robin` it goes to the queue's end.
     """
 
-    def __init__(self, ledger: KvLedger, tokenize: Tokenize) -> None:
+    def __init__(
+        self,
+        ledger: KvLedger,
+        tokenize: Tokenize,
+        options: ScheduleOptions | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        options = options or ScheduleOptions()
         self.ledger = ledger
         self.running: list[SequenceDriver | None] = [None] * ledger.n_slots
+        """Who has each slot; a paused one may."""
         self.in_flight: dict[str, SequenceDriver] = {}
-        self.n_waiting = 0
+        self.demand = Demand(ledger, is_optimistic=options.admission == "optimistic")
+        self.cells = Cells(ledger, memory, options.swap_mib * 2**20)
+        self.deadlines = Deadlines()
+        self.n_visited = 0
+        """Waiting sequences looked at since the beginning."""
+        self.n_changes = 0
+        """Grows whenever other sequences run than before."""
+        self._is_fair = options.policy == "round_robin"
+        self._is_sorted_by_length = options.policy == "shortest"
         self._tokenize = tokenize
-        self._queue: deque[SequenceDriver] = deque()
+        self._queue = make_queue(options)
+        self._returning: list[tuple[int, SequenceDriver]] = []
+        self._held: dict[int, SequenceDriver] = {}
+        self._numbers = count()
         self._ended: list[SequenceDriver] = []
-        self._to_clear: list[Slot] = []
 
-    def submit(self, driver: SequenceDriver) -> None:
-        """Queue a waiting sequence; its id must not be in flight."""
-        self.in_flight[driver.request.id] = driver
-        self._queue.append(driver)
-        self.n_waiting += 1
+    @property
+    def n_waiting(self) -> int:
+        """Sequences without a slot that could take one."""
+        return len(self._queue) + len(self._returning)
+
+    @property
+    def n_held(self) -> int:
+        """Sequences without a slot that could not take one: paused, or waiting for something else."""
+        return len(self._held)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `take_ended` would return any."""
+        return bool(self._ended)
+
+    def submit(self, drivers: Iterable[SequenceDriver]) -> None:
+        """Queue waiting sequences; their ids must not be in flight. One that is known never to fit ends at once.
+
+        One that `waits_for` something is held until it is released.
+        """
+        ready: list[SequenceDriver] = []
+        for driver in drivers:
+            driver.number = next(self._numbers)
+            self.in_flight[driver.request.id] = driver
+            self.deadlines.add(driver)
+            if self._is_sorted_by_length or driver.request.prompt.tokens is not None:
+                self.prepare(driver)
+            if driver.refusal is not None:
+                self._end(driver, "error", driver.clock.submitted_s, driver.refusal)
+            elif driver.waits_for is not None:
+                self._held[driver.number] = driver
+            else:
+                ready.append(driver)
+        self._queue.add(ready)
+
+    def prepare(self, driver: SequenceDriver) -> None:
+        """Make the prompt tokens, or note why that cannot be; touches nothing but the driver."""
+        if driver.is_prepared:
+            return
+        try:
+            driver.prepare(self._tokenize(driver.request.prompt), self.ledger.n_window)
+        except CBatchError as error:
+            driver.refusal = error
+        except (
+            Exception
+        ) as error:  # a template may raise anything: it is this request's own failure
+            driver.refusal = RequestFailedError(f"the prompt could not be prepared: {error}")
+            driver.refusal.__cause__ = error
 
     def admit(self, now: float) -> list[SequenceDriver]:
-        """Give every free slot to the next in line; return who got one, in order of slots."""
+        """Give free slots to those whose turn it is and whose cells fit; return who got one, in order of slots."""
         admitted: list[SequenceDriver] = []
-        while self.n_waiting and self.ledger.has_free_slot:
-            driver = self._queue.popleft()
-            if driver.status is not Status.WAITING:
-                continue  # cancelled while it waited
-            self.n_waiting -= 1
-            if self._enter(driver, now):
-                admitted.append(driver)
+        n_refusable = N_REFUSED_MAX
+        while self.n_waiting and (self.ledger.has_free_slot or self.park_paused()):
+            first = self._first(N_LOOK if self.ledger.is_shared else 1)
+            refused = [d for d in first if d.refusal is not None]
+            for driver in refused:
+                self._remove_waiting(driver)
+                self._end(driver, "error", now, driver.refusal)
+            n_refusable -= len(refused)
+            fitting = None if refused else self._fitting(first)
+            if fitting is not None:
+                self._enter(fitting, now)
+                admitted.append(fitting)
+            elif n_refusable <= 0 or not (refused or self.park_paused()):
+                break
         return admitted
+
+    def _first(self, n: int) -> list[SequenceDriver]:
+        """Return the next `n` of those that wait, prepared."""
+        first = [driver for _, driver in self._returning[:n]]
+        first += self._queue.first(n - len(first))
+        self.n_visited += len(first)
+        for driver in first:
+            self.prepare(driver)
+        return first
+
+    def _fitting(self, waiting: Sequence[SequenceDriver]) -> SequenceDriver | None:
+        """Return the first that fits; the head lets some pass, but not for ever."""
+        head = waiting[0]
+        for driver in waiting:
+            if self.demand.fits(driver, self.running):
+                head.n_overtaken += driver is not head
+                return driver
+            driver.waits_for = Wait.CELLS
+            if head.n_overtaken >= N_OVERTAKEN_MAX:
+                break
+        return None
+
+    def _enter(self, driver: SequenceDriver, now: float) -> None:
+        self._remove_waiting(driver)
+        slot = self.ledger.lend()
+        driver.admit(slot, now)
+        self.running[slot] = driver
+        self.n_changes += 1
+        self.cells.load(driver, slot)
+
+    def make_room(self) -> bool:
+        """Take slot and cells from a paused one, else from a victim, for want of cells; False where there is neither."""
+        if self.park_paused():
+            return True
+        victim = self._victim()
+        if victim is None:
+            return False
+        self.demand.raise_ratio()
+        victim.n_preempted += 1
+        self._leave_slot(victim)
+        victim.preempt()
+        insort(self._returning, (victim.number, victim))
+        return True
+
+    def _victim(self) -> SequenceDriver | None:
+        """Return who can best give up its cells: never the oldest, nobody too often, and who has computed least."""
+        running = [d for d in self.running if d is not None]
+        oldest = min(running, key=lambda d: d.number, default=None)
+        eligible = [
+            d
+            for d in running
+            if d is not oldest and d.n_computed and d.n_preempted < N_PREEMPTED_MAX
+        ]
+        return min(eligible, key=lambda d: (d.n_computed, -d.number), default=None)
+
+    def end_turn(self, driver: SequenceDriver) -> None:
+        """Take the slot from one that has had its quantum; it goes to the end of the queue."""
+        self._leave_slot(driver)
+        driver.preempt()
+        self._queue.add([driver])
+
+    def park_paused(self) -> bool:
+        """Take slot and cells from one that is paused; False where there is none."""
+        for driver in self.running:
+            if driver is not None and driver.status is Status.PAUSED:
+                self._leave_slot(driver)
+                self._held[driver.number] = driver
+                return True
+        return False
+
+    def _leave_slot(self, driver: SequenceDriver) -> None:
+        """Have the cells saved where that can be, and give back the slot."""
+        slot = slot_of(driver)
+        self.cells.save(driver, slot)
+        self._vacate(slot)
+        driver.slot = None
+
+    def pause(self, id: str) -> bool:
+        """Stop a request where it is; False where it is not in flight or paused already.
+
+        It keeps slot and cells until somebody else needs them.
+        """
+        driver = self.in_flight.get(id)
+        if driver is None or driver.status is Status.PAUSED:
+            return False
+        if driver.status is Status.WAITING:
+            self._remove_waiting(driver)
+            self._held[driver.number] = driver
+        driver.pause()
+        self.n_changes += 1
+        return True
+
+    def resume(self, id: str) -> bool:
+        """Let a paused request go on; False where it is not in flight or not paused."""
+        driver = self.in_flight.get(id)
+        if driver is None or driver.status is not Status.PAUSED:
+            return False
+        if driver.slot is None:
+            driver.requeue()
+            self._come_back(driver)
+        else:
+            driver.resume()
+            self.n_changes += 1
+        return True
+
+    def hold(self, driver: SequenceDriver, reason: Wait) -> None:
+        """Keep a waiting sequence from its turn until `release`: those behind it pass."""
+        self._remove_waiting(driver)
+        driver.waits_for = reason
+        self._held[driver.number] = driver
+
+    def release(self, driver: SequenceDriver) -> None:
+        """Let a held sequence take its turn: among the first, for it has waited."""
+        driver.waits_for = None
+        self._come_back(driver)
+
+    def _come_back(self, driver: SequenceDriver) -> None:
+        del self._held[driver.number]
+        insort(self._returning, (driver.number, driver))
 
     def cancel(self, id: str, now: float) -> bool:
         """End a request by id; False where no such request is in flight."""
         driver = self.in_flight.get(id)
         if driver is None:
             return False
-        if driver.status is Status.WAITING:
-            self.n_waiting -= 1
+        self._withdraw(driver)
         driver.cancel(now)
         self.retire(driver)
         return True
+
+    def expire(self, now: float) -> None:
+        """End those whose time is over."""
+        while (driver := self.deadlines.pop_due(now)) is not None:
+            self._withdraw(driver)
+            driver.expire(now)
+            self.retire(driver)
 
     def retire(self, driver: SequenceDriver) -> None:
         """Take a finished sequence out of the books; its cells go with the next plan."""
         del self.in_flight[driver.request.id]
         self._ended.append(driver)
+        self.cells.forget(driver)
+        self.deadlines.note_end(driver)
+        self.demand.learn(driver)
         if driver.slot is not None:
-            self.running[driver.slot] = None
-            self.ledger.give_back(driver.slot)
-            self.drop_cells(driver.slot)
+            self._vacate(driver.slot)
 
-    def drop_cells(self, slot: Slot) -> None:
-        """Have the next plan empty a slot, whatever the books say of it: a failed step may have left more."""
-        self.ledger.clear(slot)
-        self._to_clear.append(slot)
+    def drop_cells(self, driver: SequenceDriver) -> None:
+        """Have a running sequence's slot emptied; all its tokens are pending again."""
+        driver.rewind()
+        self.cells.clear(slot_of(driver))
 
-    def take_clears(self) -> tuple[Slot, ...]:
-        """Return the slots to empty before anything else is computed; each once."""
-        clears = tuple(sorted(set(self._to_clear)))
-        self._to_clear.clear()
-        return clears
+    def keep_cells(self, driver: SequenceDriver, n_cells: int) -> None:
+        """Have all but the first `n_cells` cells of a running sequence taken off."""
+        self.cells.trim(driver, slot_of(driver), n_cells)
+
+    def lose_all_cells(self) -> None:
+        """Take in that nobody knows what the slots hold."""
+        for driver in self.running:
+            if driver is not None:
+                self.drop_cells(driver)
 
     def take_ended(self) -> list[SequenceDriver]:
         """Return the sequences that ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
 
-    def _enter(self, driver: SequenceDriver, now: float) -> bool:
-        try:
-            tokens = self._tokenize(driver.request.prompt)
-            driver.admit(self.ledger.next_slot, tokens, self.ledger.n_window, now)
-        except CBatchError as error:
-            self._refuse(driver, error, now)
-            return False
-        except (
-            Exception
-        ) as error:  # a template may raise anything: it is this request's own failure
-            failure = RequestFailedError(f"the prompt could not be prepared: {error}")
-            failure.__cause__ = error
-            self._refuse(driver, failure, now)
-            return False
-        self.running[self.ledger.lend()] = driver
-        return True
+    def _vacate(self, slot: Slot) -> None:
+        self.running[slot] = None
+        self.n_changes += 1
+        self.ledger.give_back(slot)
+        self.cells.clear(slot)
 
-    def _refuse(self, driver: SequenceDriver, error: CBatchError, now: float) -> None:
-        driver.finish("error", now, error)
+    def _withdraw(self, driver: SequenceDriver) -> None:
+        """Take a sequence without a slot from wherever it waits."""
+        if self._held.pop(driver.number, None) is None and driver.status is Status.WAITING:
+            self._remove_waiting(driver)
+
+    def _remove_waiting(self, driver: SequenceDriver) -> None:
+        i = bisect_left(self._returning, driver.number, key=lambda entry: entry[0])
+        if i < len(self._returning) and self._returning[i][1] is driver:
+            del self._returning[i]
+        else:
+            self._queue.remove(driver)
+
+    def _end(
+        self, driver: SequenceDriver, reason: FinishReason, now: float, error: CBatchError | None
+    ) -> None:
+        driver.finish(reason, now, error)
         self.retire(driver)
+
+
+def slot_of(driver: SequenceDriver) -> Slot:
+    """Return the slot of a sequence that has one.
+
+    Raises:
+        LedgerError: it has none.
+    """
+    if driver.slot is None:
+        raise LedgerError(f"{driver.request.id!r} has no slot")
+    return driver.slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from cbatch.core.stats import RequestClock
 from cbatch.core.text import TextStream
 from cbatch.errors import (
     CBatchError,
+    DeadlineError,
     PromptTooLongError,
     RequestCancelledError,
     RequestFailedError,
@@ -30,20 +32,44 @@ class Status(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    PAUSED = "paused"
     FINISHED = "finished"
+
+
+class Wait(Enum):
+    """What a waiting sequence waits for, besides a slot. Only `CELLS` holds up those behind it."""
+
+    COMPILE = "compile"
+    """its grammar"""
+    LEADER = "leader"
+    """another sequence that computes the same prefix"""
+    RESTORE = "restore"
+    """its cells, which stand in host memory or have to be computed again"""
+    CELLS = "cells"
+    """room in the pool"""
 
 
 class Event(Enum):
     """What can happen to a sequence."""
 
     ADMIT = "admit"
+    PREEMPT = "preempt"
+    PAUSE = "pause"
+    RESUME = "resume"
+    REQUEUE = "requeue"
     FINISH = "finish"
 
 
 TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.WAITING, Event.ADMIT): Status.RUNNING,
+    (Status.WAITING, Event.PAUSE): Status.PAUSED,
     (Status.WAITING, Event.FINISH): Status.FINISHED,
+    (Status.RUNNING, Event.PREEMPT): Status.WAITING,
+    (Status.RUNNING, Event.PAUSE): Status.PAUSED,
     (Status.RUNNING, Event.FINISH): Status.FINISHED,
+    (Status.PAUSED, Event.RESUME): Status.RUNNING,
+    (Status.PAUSED, Event.REQUEUE): Status.WAITING,
+    (Status.PAUSED, Event.FINISH): Status.FINISHED,
 }
 """Every change of status there is; a pair that is not here raises and changes nothing."""
 
@@ -57,6 +83,8 @@ class Request:
     options: RunOptions
     sampling: Sampling
     stop_tokens: tuple[int, ...] = ()
+    deadline_s: float = math.inf
+    """When it ends whatever it is doing, in seconds of the engine's clock."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +99,9 @@ class SequenceDriver:
     clock: RequestClock
     text: TextStream
     status: Status = Status.WAITING
+    waits_for: Wait | None = None
+    number: int = 0
+    """Its place in the order of submission, never used again: who is older has the lower one."""
     slot: Slot | None = None
     tokens: list[int] = field(default_factory=list)
     n_prompt: int = 0
@@ -78,6 +109,20 @@ class SequenceDriver:
     n_cap: int = 0
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
+    refusal: CBatchError | None = None
+    """Why its prompt cannot be computed, where that was found out before its turn."""
+    saved_key: int | None = None
+    """Under which its cells stand in host memory while it has no slot."""
+    n_preempted: int = 0
+    """How often its slot was taken for want of cells."""
+    n_overtaken: int = 0
+    """How many were admitted before it while it waited for cells at the head of the queue."""
+    n_reached: int = 0
+    """The most tokens that ever had cells: what is computed below is computed again."""
+    n_before_turn: int = 0
+    """Output it had when it got its slot."""
+    is_watched: bool = False
+    """Whether somebody reads its output as it comes."""
     has_end_token: bool = False
     """Whether the last token is the one that ended the sequence; it is no part of the answer then."""
     n_given_parts: int = 0
@@ -121,8 +166,23 @@ class SequenceDriver:
         boundary = (self.n_computed // n_piece + 1) * n_piece
         return min(self.n_prompt, boundary) - self.n_computed
 
-    def admit(self, slot: Slot, tokens: Sequence[int], n_window: int, now: float) -> None:
-        """Enter `slot` with the prompt's tokens.
+    @property
+    def n_turn(self) -> int:
+        """Tokens sampled since it got its slot."""
+        return self.n_output - self.n_before_turn
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it ever had a slot."""
+        return self.clock.admitted_s is not None
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether its prompt is tokens already, or known to be refused."""
+        return self.n_prompt > 0 or self.refusal is not None
+
+    def prepare(self, tokens: Sequence[int], n_window: int) -> None:
+        """Take the prompt's tokens.
 
         Raises:
             RequestFailedError: the prompt has no token.
@@ -134,12 +194,35 @@ class SequenceDriver:
             raise RequestFailedError("the prompt is empty: it has no token")
         if n_prompt + (cap or 1) > n_window:
             raise PromptTooLongError(n_prompt, n_window, cap or 1)
-        self._move(Event.ADMIT)
-        self.slot = slot
         self.tokens = list(tokens)
         self.n_prompt = n_prompt
         self.n_cap = cap or n_window - n_prompt
-        self.clock.admitted_s = now
+
+    def admit(self, slot: Slot, now: float) -> None:
+        """Enter `slot`: for the first time, or again."""
+        self._move(Event.ADMIT)
+        self.slot, self.waits_for = slot, None
+        self.n_before_turn = self.n_output
+        if self.clock.admitted_s is None:
+            self.clock.admitted_s = now
+
+    def preempt(self) -> None:
+        """Leave the slot and wait for another."""
+        self._move(Event.PREEMPT)
+        self.slot, self.waits_for = None, Wait.RESTORE
+
+    def pause(self) -> None:
+        """Stop where it is: out of the queue, or in its slot with its cells."""
+        self._move(Event.PAUSE)
+
+    def resume(self) -> None:
+        """Go on in the slot, after a pause."""
+        self._move(Event.RESUME)
+
+    def requeue(self) -> None:
+        """Wait for a slot, after a pause."""
+        self._move(Event.REQUEUE)
+        self.waits_for = Wait.RESTORE if self.has_run else None
 
     def binding(self, slot: Slot) -> Binding:
         """Return what the backend must know of this sequence in `slot`."""
@@ -158,10 +241,10 @@ class SequenceDriver:
 
         Ends the sequence where its last token ends it. A stop token comes before the cap when both fall together.
         """
+        self.n_computed += n_chunk + max(0, len(sampled) - 1)
+        self.n_reached = max(self.n_reached, self.n_computed)
         if not sampled:
-            self.n_computed += n_chunk
             return
-        self.n_computed += n_chunk + len(sampled) - 1
         is_broken = sampled[-1] == BROKEN_ROW
         good = sampled[:-1] if is_broken else sampled
         if good:
@@ -172,14 +255,19 @@ class SequenceDriver:
         if is_broken and self.finish_reason is None:
             self.finish("error", now, RequestFailedError("the model's logits are not numbers"))
 
-    def rewind(self) -> None:
-        """Forget which tokens have cells: all of them are pending again and will be computed anew."""
-        self.n_computed = 0
+    def rewind(self, n_computed: int = 0) -> None:
+        """Forget the cells behind the first `n_computed`: their tokens are pending again."""
+        self.n_computed = n_computed
 
     def cancel(self, now: float) -> None:
-        """End on demand: with the partial text from a slot, with an error where it never ran."""
+        """End on demand: with the partial text, or with an error where it never ran."""
         never_ran = RequestCancelledError("cancelled before it got a slot")
-        self.finish("cancelled", now, never_ran if self.status is Status.WAITING else None)
+        self.finish("cancelled", now, None if self.has_run else never_ran)
+
+    def expire(self, now: float) -> None:
+        """End because its time is over: with the partial text, or with an error where it never ran."""
+        never_ran = DeadlineError(now - self.clock.submitted_s)
+        self.finish("timeout", now, None if self.has_run else never_ran)
 
     def finish(self, reason: FinishReason, now: float, error: CBatchError | None = None) -> None:
         """End with `reason`; text that was held back comes out."""

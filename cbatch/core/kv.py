@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import heapq
+from typing import TYPE_CHECKING
 
 from cbatch.core.plan import Slot
 from cbatch.errors import LedgerError
 
+if TYPE_CHECKING:
+    from cbatch.core.plan import Memory
+
 
 class KvLedger:
-    """Partitioned cells: `n_slots` slots of `n_window` cells each, lent lowest id first.
+    """`n_slots` slots of at most `n_window` cells each, lent lowest id first.
 
+    Partitioned and recurrent memory have room for every slot's window; unified memory has `n_pool` cells for all.
     Low ids close together are what the decode speed needs in partitioned KV (a gap costs a graph run).
     """
 
-    __slots__ = ("_free", "_lent", "n_cells", "n_slots", "n_window")
+    __slots__ = ("_free", "_lent", "n_cells", "n_pool", "n_slots", "n_used", "n_window")
 
-    def __init__(self, n_slots: int, n_window: int) -> None:
+    def __init__(self, n_slots: int, n_window: int, memory: Memory | None = None) -> None:
         self.n_slots = n_slots
         self.n_window = n_window
+        self.n_pool = memory.n_cells if memory and memory.kind == "unified" else n_slots * n_window
         self.n_cells = [0] * n_slots
+        self.n_used = 0
         self._lent = [False] * n_slots
         self._free = [Slot(i) for i in range(n_slots)]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether slots can take cells from each other."""
+        return self.n_pool < self.n_slots * self.n_window
 
     @property
     def has_free_slot(self) -> bool:
@@ -29,14 +41,19 @@ class KvLedger:
         return bool(self._free)
 
     @property
-    def next_slot(self) -> Slot:
-        """The slot that `lend` would give."""
-        return self._free[0]
+    def n_free_slots(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
 
     @property
     def n_lent(self) -> int:
         """Slots in use."""
         return self.n_slots - len(self._free)
+
+    @property
+    def n_free_cells(self) -> int:
+        """Cells that no slot holds."""
+        return self.n_pool - self.n_used
 
     def lend(self) -> Slot:
         """Give out the lowest free slot.
@@ -61,22 +78,28 @@ class KvLedger:
         """Enter `n_cells` more cells of a lent slot.
 
         Raises:
-            LedgerError: the slot is not lent or has no room for them.
+            LedgerError: the slot is not lent, or it or the pool has no room for them.
         """
         n = self.n_cells[slot] + n_cells
-        if not self._lent[slot] or n > self.n_window:
-            raise LedgerError(f"slot {slot} cannot hold {n} of {self.n_window} cells")
+        if not self._lent[slot] or n > self.n_window or n_cells > self.n_free_cells:
+            raise LedgerError(
+                f"slot {slot} cannot hold {n} of {self.n_window} cells, {self.n_free_cells} are free"
+            )
         self.n_cells[slot] = n
+        self.n_used += n_cells
 
-    def clear(self, slot: Slot) -> None:
-        """Strike out all cells of a slot."""
-        self.n_cells[slot] = 0
+    def trim(self, slot: Slot, n_cells: int) -> None:
+        """Strike out all but the first `n_cells` cells of a slot."""
+        if n_cells > self.n_cells[slot]:
+            raise LedgerError(f"slot {slot} has {self.n_cells[slot]} cells, not {n_cells}")
+        self.n_used -= self.n_cells[slot] - n_cells
+        self.n_cells[slot] = n_cells
 
     def check(self) -> None:
         """Prove that the books balance.
 
         Raises:
-            LedgerError: a slot is both free and lent, counted twice, or overfull.
+            LedgerError: a slot is both free and lent, counted twice, or overfull; or the sums differ.
         """
         lent = {i for i, is_lent in enumerate(self._lent) if is_lent}
         if len(set(self._free)) != len(self._free) or lent & set(self._free):
@@ -85,3 +108,5 @@ class KvLedger:
             raise LedgerError(f"{len(lent)} lent and {len(self._free)} free of {self.n_slots}")
         if any(not 0 <= n <= self.n_window for n in self.n_cells):
             raise LedgerError(f"cells out of bounds: {self.n_cells} of {self.n_window}")
+        if sum(self.n_cells) != self.n_used or self.n_used > self.n_pool:
+            raise LedgerError(f"{self.n_cells} are not {self.n_used} of {self.n_pool} cells")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, Literal, NewType
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One backend run. In this order: drop the cells of `clears`, take the `binds`, then compute.
+    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, bind, compute.
 
     `chunks` are in ascending order of slot, one a slot at most. With `n_steps` > 1 every chunk has an output, and
     each further step computes the token that the step before sampled, one a slot. The run ends early after a step
@@ -55,7 +55,30 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     n_steps: int = 1
     clears: tuple[Slot, ...] = ()
+    """Slots to empty, whatever is in them."""
     binds: tuple[Binding, ...] = ()
+    trims: tuple[tuple[Slot, int], ...] = ()
+    """(slot, n): keep its first n cells. Only where `Memory.can_trim`."""
+    saves: tuple[tuple[Slot, int], ...] = ()
+    """(slot, key): copy its cells to host memory under a new key. Only where `Memory.can_save`."""
+    loads: tuple[tuple[Slot, int], ...] = ()
+    """(slot, key): put saved cells into an empty slot; the key is gone then."""
+    forgets: tuple[int, ...] = ()
+    """Keys of saved cells that nobody will load; a key that there is not does no harm."""
+    is_rebuild: bool = False
+    """Make the context anew first: every slot is empty and unbound then; saved cells stay."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(
+            self.chunks
+            or self.clears
+            or self.trims
+            or self.saves
+            or self.loads
+            or self.forgets
+            or self.is_rebuild
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +92,31 @@ class StepResult:
     """The return code of the last `llama_decode`; not 0 means that the step after the `n_steps` failed."""
     decode_s: float = 0.0
     sample_s: float = 0.0
+    first_s: float = 0.0
+    """Decoding and sampling of the first step; the later ones of a run compute one token a row."""
+    n_kept: tuple[int, ...] = ()
+    """After code 2 or below −1: how many cells each chunk's slot holds now, as far as is known."""
+    lost: tuple[int, ...] = ()
+    """Keys that could not be saved or loaded. Where a load failed nothing was computed: `n_steps` is 0, `code` 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a backend's memory is and can do; found out by trying, not by the model's name."""
+
+    kind: Literal["partitioned", "unified", "recurrent"]
+    """`partitioned`: `n_cells / n_slots` cells for each slot. `unified`: one pool for all. `recurrent`: a state for
+    each slot, of one size however long the sequence is; a model with such layers beside attention counts as this."""
+    n_cells: int
+    """Cells in total."""
+    can_trim: bool = True
+    """Whether the end of a sequence can be taken off."""
+    can_save: bool = False
+    """Whether a sequence's cells can be copied out and into another slot."""
+    saved_bytes: int = 0
+    """Host memory of a saved sequence, without its cells."""
+    saved_bytes_per_cell: int = 0
+
+    def n_saved_bytes(self, n_cells: int) -> int:
+        """Return the host memory that `n_cells` saved cells of one sequence take."""
+        return self.saved_bytes + n_cells * self.saved_bytes_per_cell

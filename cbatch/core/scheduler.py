@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cbatch.core.costs import StepCosts
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
+from cbatch.core.shape import split_budget, whole_pieces
+from cbatch.core.trials import Trials
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
+from cbatch.options import ScheduleOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
+    from cbatch.core.plan import Binding
     from cbatch.core.stats import EngineStats
 
 N_STEPS_MAX = 64
 """Most steps in one run. A run also ends after about 20 ms, so this only sizes the buffers."""
+
+DEFAULT_QUANTUM = 64
+"""Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
+
+MIXED_OVER_DECODE = 2.0
+"""A step that decodes for somebody who reads along may take so many times what it takes without prompts."""
+
+N_PROMPT_MIN = 16
+"""Prompt tokens that a step has room for whatever they cost: fewer are computed no faster on a CPU."""
+
+N_FAILURES_MAX = 16
+"""So many failed computations in a row, without one that worked, end the engine: more than to find one among 256."""
 
 _UNCHANGED = (1, -1)
 """Return codes of `llama_decode` that leave the cache as it was. Source: include/llama.h."""
@@ -26,19 +43,32 @@ class ContinuousBatchScheduler:
 
     `plan` decides and `apply` does; between the two nothing may be submitted or cancelled.
 
-    After a step that failed, its sequences are computed one at a time until each is past the place of the failure:
-    so a passing failure does no harm, and one that fails again alone is guilty and ends with an error.
+    After a step that failed, its sequences are computed in halves, apart from each other, until each is past the
+    place of the failure: so a passing failure does no harm, and one that fails alone is guilty and ends with an error.
     """
 
     def __init__(
-        self, batcher: MultiRequestBatcher, n_batch: int, stats: EngineStats, *, n_piece: int = 0
+        self,
+        batcher: MultiRequestBatcher,
+        n_batch: int,
+        stats: EngineStats,
+        options: ScheduleOptions | None = None,
+        *,
+        n_piece: int = 0,
+        can_trim: bool = True,
     ) -> None:
         self.batcher = batcher
         self.stats = stats
-        self._n_batch = n_batch
-        self._n_piece = n_piece
-        self._suspects: dict[SequenceDriver, int] = {}  # and how many cells clear each of suspicion
+        self.options = options or ScheduleOptions()
+        self.costs = StepCosts(batcher.ledger.n_slots)
+        self.trials = Trials()
+        self._n_batch, self._n_piece, self._can_trim = n_batch, n_piece, can_trim
+        is_fair = self.options.policy == "round_robin"
+        self._quantum = (self.options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._order: list[SequenceDriver] = []
+        self._n_changes = -1
+        self._n_failures = 0
+        self._has_rebuilt = self._must_rebuild = self._has_made_room = False
 
     @property
     def is_idle(self) -> bool:
@@ -47,87 +77,185 @@ class ContinuousBatchScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Admit who can be admitted and return the next step, or None where there is nothing to do."""
-        admitted = self.batcher.admit(now)
-        self._order = [d for d in self._order if d.status is Status.RUNNING] + admitted
-        binds = tuple(d.binding(d.slot) for d in admitted if d.slot is not None)
-        suspect = self._next_suspect()
-        shares = self._shares([suspect] if suspect else self._order)
+        admitted = self.admit(now)
+        return self.build(admitted)
+
+    def admit(self, now: float) -> list[SequenceDriver]:
+        """Let go whose time is over, take back what others need, and admit who fits then."""
+        self.batcher.expire(now)
+        if self._must_rebuild:
+            return []
+        is_short, self._has_made_room = self._has_preempted(), False
+        if is_short and self._running():  # who just lost its cells would take them back
+            return []
+        self._end_turns()
+        return self.batcher.admit(now)
+
+    def build(self, admitted: Sequence[SequenceDriver]) -> StepPlan | None:
+        """Return the step for those that run now, of whom `admitted` are new in their slots."""
+        if self._must_rebuild:
+            return self._rebuild()
+        order = self.trials.group() or self._running()
+        shares = self._shares(order)
         chunks = tuple(
             driver.chunk(Slot(i), shares[i])
             for i, driver in enumerate(self.batcher.running)
             if driver is not None and i in shares
         )
-        clears = self.batcher.take_clears()
-        if not chunks and not clears:
-            return None
-        return StepPlan(chunks, self._n_steps(chunks), clears, binds)
+        orders = self.batcher.cells.take()
+        if not chunks:
+            self._check_progress(admitted)
+            if not (admitted or orders):
+                return None
+        binds = tuple(d.binding(d.slot) for d in admitted if d.slot is not None)
+        return StepPlan(chunks, self._n_steps(chunks), binds=binds, **orders)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceDriver]:
-        """Take a run's result; return the sequences that have something new, the ended ones included."""
+        """Take a run's result; return the sequences that have something new, the ended ones included.
+
+        Raises:
+            DecodeError: steps go on failing, whoever is in them: the engine cannot go on.
+        """
         drivers = [self._at(chunk.slot) for chunk in plan.chunks]
+        self.batcher.cells.settle(result.lost)
         if result.n_steps:
+            self._n_failures, self._has_rebuilt = 0, False
+            self._count(drivers, plan, result, now)
             for driver, chunk, sampled in zip(drivers, plan.chunks, result.tokens, strict=True):
                 self._accept(driver, len(chunk.tokens), sampled, now)
-            self._count(plan, result)
         if result.code:
             self._contain(drivers, plan, result, now)
         return drivers
 
-    def _n_steps(self, chunks: Sequence[Chunk]) -> int:
-        """Return how often this plan can be done: until a row reaches its cap; once while a prompt is unfinished."""
-        if not chunks or len(chunks) < len(self._order) or not all(c.has_output for c in chunks):
-            return 1
-        return min(N_STEPS_MAX, *(d.n_left for d in self._order))
+    def start_over(self) -> StepPlan:
+        """Return a plan that empties everything and binds anew: for after a run of which nobody knows what it did.
 
-    def recompute_all(self) -> None:
-        """Forget every cell: for a run whose result is lost. The sequences go on from the tokens they have."""
-        for driver in self.batcher.running:
-            if driver is not None:
-                self._recompute(driver)
+        The sequences go on from the tokens they have.
+        """
+        self.batcher.lose_all_cells()
+        self.batcher.cells.forget_all()
+        orders = self.batcher.cells.take()
+        orders["clears"] = tuple(Slot(i) for i in range(self.batcher.ledger.n_slots))
+        return StepPlan((), binds=self._bindings(), **orders)
 
-    def _accept(self, driver: SequenceDriver, n_chunk: int, sampled: list[int], now: float) -> None:
-        n_computed = driver.n_computed
-        self.stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
-        driver.accept(n_chunk, sampled, now)
-        if driver.slot is not None:
-            self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
-        if driver.status is Status.FINISHED:
-            self.batcher.retire(driver)
+    # ---- who is in a step ----
 
-    def _contain(
-        self,
-        drivers: Sequence[SequenceDriver],
-        plan: StepPlan,
-        result: StepResult,
-        now: float,
-    ) -> None:
-        """Handle a failed step: what fails again alone ends, and everything else is tried alone next."""
-        alive = [d for d in drivers if d.status is Status.RUNNING]
-        if self._suspects and not result.n_steps:
-            for driver in alive:
-                failure = RequestFailedError("computing this request failed")
-                failure.__cause__ = DecodeError(result.code)
-                driver.finish("error", now, failure)
-                self.batcher.retire(driver)
+    def _running(self) -> list[SequenceDriver]:
+        """Return those that run, the oldest first."""
+        if self._n_changes != self.batcher.n_changes:
+            running = (d for d in self.batcher.running if d and d.status is Status.RUNNING)
+            self._order = sorted(running, key=lambda d: d.number)
+            self._n_changes = self.batcher.n_changes
+        return self._order
+
+    def _has_preempted(self) -> bool:
+        """Take back cells of a shared pool until each decoding row can have one; return whether any was taken."""
+        ledger, is_short = self.batcher.ledger, self._has_made_room
+        while ledger.is_shared and (running := self._running()):
+            n_rows = sum(d.n_pending == 1 for d in running)
+            if ledger.n_free_cells >= max(1, n_rows):
+                break
+            is_short = True
+            if not self.batcher.make_room():
+                break
+        return is_short
+
+    def _end_turns(self) -> None:
+        """Take the slots of those that had their quantum, as many as others wait for."""
+        batcher = self.batcher
+        if not self._quantum:
+            return
+        n_needed = max(0, batcher.n_waiting - batcher.ledger.n_free_slots)
+        over = [d for d in self._running() if d.n_turn >= self._quantum]
+        over.sort(key=lambda d: -d.n_turn)
+        for driver in over[:n_needed]:
+            batcher.end_turn(driver)
+
+    def _shares(self, order: Sequence[SequenceDriver]) -> dict[int, int]:
+        """Return how many tokens each slot computes: 1 for every decode row, then the newcomers' shares."""
+        shares: dict[int, int] = {}
+        newcomers: list[SequenceDriver] = []
+        n_free = self.batcher.ledger.n_free_cells
+        for driver in order:
+            if driver.slot is None:
+                continue
+            if driver.n_pending > 1:
+                newcomers.append(driver)
+            elif len(shares) < n_free:
+                shares[driver.slot] = 1
+        if newcomers:
+            budget = min(self._budget(order, len(shares)), n_free - len(shares))
+            wanted = self._wanted(newcomers)
+            split = whole_pieces if self._n_piece else split_budget
+            for driver, n in zip(newcomers, split(wanted, budget), strict=True):
+                if n and driver.slot is not None:
+                    shares[driver.slot] = n
+        return shares
+
+    def _wanted(self, newcomers: Sequence[SequenceDriver]) -> list[int]:
+        if self._n_piece:
+            return [d.n_to_boundary(self._n_piece) for d in newcomers]
+        n_chunk = self.options.prefill_chunk or self._n_batch
+        return [min(d.n_pending, n_chunk) for d in newcomers]
+
+    def _budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int:
+        """Return how many prompt tokens may join `n_rows` decoding rows."""
+        room, asked = self._n_batch - n_rows, self.options.prefill_budget
+        if not n_rows:
+            return room
+        if asked is None:
+            asked = self._measured_budget(order, n_rows)
+        if asked is None:
+            return room
+        return min(room, max(asked, self._n_piece))
+
+    def _measured_budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int | None:
+        """Return what keeps the step within the time it may take, by what steps took so far.
+
+        The time that a step may take by default is counted from the width it has when all prompts are through,
+        so that one early decoder does not hold up all newcomers.
+        """
+        if self.options.itl_ms is not None:
+            limit_s: float | None = self.options.itl_ms * 1e-3
+        elif any(d.is_watched and d.n_pending == 1 for d in order):
+            limit_s = self.costs.decode_s(len(order))
         else:
-            n_past = [c.start + len(c.tokens) + result.n_steps for c in plan.chunks]
-            self._suspects = dict(zip(drivers, n_past, strict=True))
-        if result.code not in _UNCHANGED:
-            for driver in alive:
-                self._recompute(driver)
+            return None
+        if limit_s is None:
+            return None
+        if self.options.itl_ms is None:
+            limit_s *= MIXED_OVER_DECODE
+        n_tokens = self.costs.n_prompt_within(n_rows, limit_s)
+        return None if n_tokens is None else max(N_PROMPT_MIN, n_tokens)
 
-    def _recompute(self, driver: SequenceDriver) -> None:
-        if driver.status is Status.RUNNING and driver.slot is not None:
-            driver.rewind()
-            self.batcher.drop_cells(driver.slot)
+    def _n_steps(self, chunks: Sequence[Chunk]) -> int:
+        """Return how often this plan can be done: while no row ends, no turn ends, and nobody is left out."""
+        running = self._running()
+        if not chunks or len(chunks) < len(running) or not all(c.has_output for c in chunks):
+            return 1
+        n_steps = min(N_STEPS_MAX, *(d.n_left for d in running))
+        if self._quantum and self.batcher.n_waiting:
+            n_steps = min(n_steps, *(max(1, self._quantum - d.n_turn) for d in running))
+        if self.batcher.ledger.is_shared:
+            n_spare = self.batcher.ledger.n_free_cells - sum(len(c.tokens) for c in chunks)
+            n_steps = min(n_steps, 1 + n_spare // len(chunks))
+        return n_steps
 
-    def _next_suspect(self) -> SequenceDriver | None:
-        self._suspects = {
-            d: n
-            for d, n in self._suspects.items()
-            if d.status is Status.RUNNING and d.n_computed < n
-        }
-        return next(iter(self._suspects), None)
+    def _check_progress(self, admitted: Sequence[SequenceDriver]) -> None:
+        """Refuse to sleep while somebody could be served.
+
+        Raises:
+            PlanError: nothing runs although somebody waits, or nobody that runs can be computed.
+        """
+        if self._running() or (
+            self.batcher.n_waiting and not admitted and not self.batcher.has_ended
+        ):
+            raise PlanError(
+                f"no progress: {len(self._running())} run, {self.batcher.n_waiting} wait, "
+                f"{self.batcher.ledger.n_free_cells} cells and {self.batcher.ledger.n_free_slots} slots are free"
+            )
+
+    # ---- what a step brought ----
 
     def _at(self, slot: Slot) -> SequenceDriver:
         driver = self.batcher.running[slot]
@@ -135,62 +263,106 @@ class ContinuousBatchScheduler:
             raise PlanError(f"slot {slot} is in the plan but nothing runs there")
         return driver
 
-    def _shares(self, order: Sequence[SequenceDriver]) -> dict[int, int]:
-        """Return how many tokens each slot computes: 1 for every decode row, then the newcomers' shares."""
-        shares: dict[int, int] = {}
-        newcomers: list[SequenceDriver] = []
-        for driver in order:
-            if driver.slot is None:
+    def _accept(self, driver: SequenceDriver, n_chunk: int, sampled: list[int], now: float) -> None:
+        n_computed = driver.n_computed
+        self.stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
+        self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
+        driver.accept(n_chunk, sampled, now)
+        if driver.slot is not None:
+            self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
+        if driver.status is Status.FINISHED:
+            self.batcher.retire(driver)
+
+    def _count(
+        self, drivers: Sequence[SequenceDriver], plan: StepPlan, result: StepResult, now: float
+    ) -> None:
+        """Enter a run into the statistics and the costs, before its drivers are touched."""
+        n_rows, n_later = len(plan.chunks), result.n_steps - 1
+        n_decode = sum(
+            c.start >= d.n_prompt and len(c.tokens) == 1
+            for c, d in zip(plan.chunks, drivers, strict=True)
+        )
+        n_prompt = sum(len(c.tokens) for c in plan.chunks) - n_decode
+        first_s, total_s = result.first_s, result.decode_s + result.sample_s
+        self.stats.count_step(n_rows, n_decode, n_prompt, first_s)
+        if n_prompt:
+            self.costs.learn_mixed(n_decode, n_prompt, first_s)
+        else:
+            self.costs.learn_decode(n_rows, first_s)
+        if n_later:
+            self.stats.count_step(n_rows, n_rows, 0, total_s - first_s, n_later)
+            self.costs.learn_decode(n_rows, (total_s - first_s) / n_later)
+        self.stats.n_runs += 1
+        self.stats.n_output_tokens += sum(map(len, result.tokens))
+        self.stats.count_gaps(drivers, result.tokens, now)
+
+    # ---- failures ----
+
+    def _contain(
+        self, drivers: Sequence[SequenceDriver], plan: StepPlan, result: StepResult, now: float
+    ) -> None:
+        """Handle a failed step by its code: what becomes of the cells, and who is to blame."""
+        n_past = {
+            d: c.start + len(c.tokens) + result.n_steps
+            for d, c in zip(drivers, plan.chunks, strict=True)
+            if d.status is Status.RUNNING
+        }
+        if result.code not in _UNCHANGED:
+            self._settle_cells(drivers, result)
+        if result.code == 1 and self.batcher.ledger.is_shared and self.batcher.make_room():
+            self._has_made_room = True
+            return
+        is_again = not result.n_steps and bool(self.trials.group())
+        if result.code < -1:
+            self._note_failure(result.code)
+            if self._must_rebuild and len(n_past) == 1:
+                return
+        if not is_again:
+            self.trials.blame(n_past)
+        elif guilty := self.trials.split(n_past):
+            self._fail(guilty, plan, result.code, now)
+
+    def _settle_cells(self, drivers: Sequence[SequenceDriver], result: StepResult) -> None:
+        """Keep the cells that are still known after an abort; drop those of a computation that failed."""
+        n_kept = result.n_kept if result.code == 2 and self._can_trim else ()
+        for i, driver in enumerate(drivers):
+            if driver.status is not Status.RUNNING:
                 continue
-            if driver.n_pending == 1:
-                shares[driver.slot] = 1
+            if n_kept:
+                self._keep_cells(driver, n_kept[i])
             else:
-                newcomers.append(driver)
-        if newcomers:
-            budget = self._n_batch - len(shares)
-            if self._n_piece:
-                wanted = whole_pieces([d.n_to_boundary(self._n_piece) for d in newcomers], budget)
-            else:
-                wanted = split_budget([d.n_pending for d in newcomers], budget)
-            shares.update(
-                (d.slot, n)
-                for d, n in zip(newcomers, wanted, strict=True)
-                if n and d.slot is not None
-            )
-        return shares
+                self.batcher.drop_cells(driver)
 
-    def _count(self, plan: StepPlan, result: StepResult) -> None:
-        stats, n_rows = self.stats, len(plan.chunks)
-        stats.n_runs += 1
-        stats.n_steps += result.n_steps
-        stats.n_active_steps += n_rows * result.n_steps
-        stats.n_active_max = max(stats.n_active_max, n_rows)
-        stats.n_output_tokens += sum(map(len, result.tokens))
+    def _keep_cells(self, driver: SequenceDriver, n_kept: int) -> None:
+        """Keep what has a cell, but for the last token: it must be computed again for its logits."""
+        n_kept = min(n_kept, driver.n_tokens - 1)
+        if self._n_piece and n_kept < driver.n_prompt:
+            n_kept -= n_kept % self._n_piece
+        self.batcher.keep_cells(driver, n_kept)
 
+    def _note_failure(self, code: int) -> None:
+        """Have the context made anew when a computation failed twice in a row; give up when that does not help."""
+        self._n_failures += 1
+        if self._n_failures > N_FAILURES_MAX:
+            raise DecodeError(code)
+        if self._n_failures > 1 and not self._has_rebuilt:
+            self._must_rebuild = self._has_rebuilt = True
 
-def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
-    """Share `budget` tokens among newcomers that want `wanted`, the oldest first in the list.
+    def _rebuild(self) -> StepPlan:
+        """Return the plan that makes the context anew; everybody goes on from the tokens it has."""
+        self._must_rebuild = False
+        self.batcher.lose_all_cells()
+        orders = self.batcher.cells.take()
+        return StepPlan((), binds=self._bindings(), is_rebuild=True, **orders)
 
-    The oldest gets up to half, so nobody waits for ever behind shorter prompts; the rest goes to the shortest first,
-    whole as far as it lasts, so short prompts pass long ones and equals stay in order; what is left over goes back to
-    the oldest. Few long chunks are computed faster than many short ones of as many tokens; see docs/performance.md.
-    """
-    shares = [0] * len(wanted)
-    if not wanted:
-        return shares
-    shares[0] = min(wanted[0], (budget + 1) // 2)
-    left = budget - shares[0]
-    for i in sorted(range(1, len(wanted)), key=lambda i: wanted[i]):
-        shares[i] = min(wanted[i], left)
-        left -= shares[i]
-    shares[0] += min(wanted[0] - shares[0], left)
-    return shares
+    def _bindings(self) -> tuple[Binding, ...]:
+        having = (d for d in self.batcher.running if d is not None)
+        return tuple(d.binding(d.slot) for d in having if d.slot is not None)
 
-
-def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
-    """Give each newcomer all of its piece or nothing, the oldest first, while `budget` lasts."""
-    shares = []
-    for want in wanted:
-        shares.append(want if want <= budget else 0)
-        budget -= shares[-1]
-    return shares
+    def _fail(self, driver: SequenceDriver, plan: StepPlan, code: int, now: float) -> None:
+        failure = RequestFailedError("computing this request failed")
+        failure.__cause__ = DecodeError(code)
+        if code == -1:
+            failure.__cause__.__cause__ = PlanError(repr(plan))
+        driver.finish("error", now, failure)
+        self.batcher.retire(driver)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal
 
 from cbatch.response import Timings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.core.driver import SequenceDriver
+
+Split = Literal["whole", "proportional"]
 
 
 @dataclass(eq=False, slots=True)
@@ -14,6 +23,7 @@ class RequestClock:
     submitted_s: float
     admitted_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
     finished_s: float | None = None
 
     def timings(self, n_prompt: int, n_output: int) -> Timings:
@@ -36,20 +46,59 @@ def _rate(n_tokens: int, start_s: float | None, end_s: float | None) -> float | 
 
 
 @dataclass(eq=False, slots=True)
-class EngineStats:
-    """Work done since the engine was loaded; a snapshot where `Engine.stats()` returns it.
+class Percentiles:
+    """How often each size of a time occurred, to about 2 %: constant memory, however many there are."""
 
-    `n_active_steps` sums the sequences in each step, so `n_active_steps / n_steps` is the mean width. A step that
-    computes a prompt chunk and decodes counts in both token totals. Seconds are of the owner thread.
+    n: int = 0
+    _n_by_bucket: dict[int, int] = field(default_factory=dict)
+
+    def add(self, seconds: float, n: int = 1) -> None:
+        """Count `n` occurrences of one time."""
+        bucket = math.floor(math.log2(max(seconds, _SHORTEST_S)) * _N_PER_OCTAVE)
+        self._n_by_bucket[bucket] = self._n_by_bucket.get(bucket, 0) + n
+        self.n += n
+
+    def at(self, percent: float) -> float | None:
+        """Return the time that `percent` of all are not above, in seconds; None where nothing was counted."""
+        n_below, n_wanted = 0, self.n * percent / 100
+        for bucket, n in sorted(self._n_by_bucket.items()):
+            n_below += n
+            if n_below >= n_wanted:
+                return float(2 ** ((bucket + 0.5) / _N_PER_OCTAVE))
+        return None
+
+    def copy(self) -> Percentiles:
+        """Return the same counts in an object of their own."""
+        return Percentiles(self.n, dict(self._n_by_bucket))
+
+
+_N_PER_OCTAVE = 16
+_SHORTEST_S = 1e-7
+
+
+@dataclass(eq=False, slots=True)
+class EngineStats:
+    """Work done since the engine was loaded or `reset_stats`; a snapshot where `Engine.stats()` returns it.
+
+    A *decode token* is a token of the output that is computed; every other computed token is a *prompt token*, those
+    that are computed again after a preemption included (`n_recomputed_tokens` counts these alone). Seconds of steps
+    are decoding and sampling; `plan_s`, `run_s`, `apply_s` are of the owner thread.
     """
 
     n_submitted: int = 0
     n_steps: int = 0
     n_runs: int = 0
     n_active_steps: int = 0
+    """Sequences in each step, summed."""
+    n_active_tokens: int = 0
+    """Sequences in each step times its tokens, summed."""
     n_active_max: int = 0
     n_prompt_tokens: int = 0
+    """Prompt tokens that were computed, of requests' prompts alone."""
     n_output_tokens: int = 0
+    n_recomputed_tokens: int = 0
+    n_preempted: int = 0
+    """Times that a sequence lost its cells because a shared pool was full, of the requests that ended."""
     n_waiting: int = 0
     n_running: int = 0
     n_finished: dict[str, int] = field(default_factory=dict)
@@ -58,3 +107,127 @@ class EngineStats:
     plan_s: float = 0.0
     run_s: float = 0.0
     apply_s: float = 0.0
+    n_step_tokens: int = 0
+    n_step_decode_tokens: int = 0
+    """Decode tokens of all steps."""
+    decode_share_s: float = 0.0
+    """Time of all steps, each split by its tokens: the part of the decode tokens."""
+    prefill_share_s: float = 0.0
+    n_pure_tokens: int = 0
+    """Prompt tokens of the steps without a decode token."""
+    pure_prefill_s: float = 0.0
+    any_decode_s: float = 0.0
+    """Time of the steps with a decode token, all of it."""
+    queue_s: Percentiles = field(default_factory=Percentiles)
+    """Submission to admission, of the requests that ended."""
+    ttft_s: Percentiles = field(default_factory=Percentiles)
+    """Submission to the first token, of the requests that ended with one."""
+    itl_s: Percentiles = field(default_factory=Percentiles)
+    """Gaps between the tokens of one sequence; several steps of one run count with their mean."""
+
+    def generation_tps(self, *, split: Split = "whole") -> float:
+        """Return decode tokens per second of decoding; 0 where nothing was decoded.
+
+        Args:
+            split: what a step with prompt and decode tokens counts as. "whole": a decode step, its prompt tokens count
+                nowhere; "proportional": each kind has its share of the time.
+        """
+        seconds = self.any_decode_s if split == "whole" else self.decode_share_s
+        return self.n_step_decode_tokens / seconds if seconds else 0.0
+
+    def prompt_tps(self, *, split: Split = "whole") -> float:
+        """Return prompt tokens per second of prefill: of steps without a decode token, or by share; 0 without any."""
+        if split == "whole":
+            return self.n_pure_tokens / self.pure_prefill_s if self.pure_prefill_s else 0.0
+        n_tokens = self.n_step_tokens - self.n_step_decode_tokens
+        return n_tokens / self.prefill_share_s if self.prefill_share_s else 0.0
+
+    def avg_concurrent_seq(self, *, by: Literal["step", "token"] = "step") -> float:
+        """Return how many sequences a step had: the mean of all steps, or of all tokens; 0 without any step."""
+        if by == "step":
+            return self.n_active_steps / self.n_steps if self.n_steps else 0.0
+        return self.n_active_tokens / self.n_step_tokens if self.n_step_tokens else 0.0
+
+    def count_step(
+        self, n_rows: int, n_decode: int, n_prompt: int, seconds: float, n_steps: int = 1
+    ) -> None:
+        """Enter `n_steps` alike steps of `n_rows` sequences and `n_decode` + `n_prompt` tokens, `seconds` in all."""
+        n_tokens = n_decode + n_prompt
+        self.n_steps += n_steps
+        self.n_active_steps += n_rows * n_steps
+        self.n_active_tokens += n_rows * n_tokens * n_steps
+        self.n_active_max = max(self.n_active_max, n_rows)
+        self.n_step_tokens += n_tokens * n_steps
+        self.n_step_decode_tokens += n_decode * n_steps
+        decode_share_s = seconds * n_decode / n_tokens
+        self.decode_share_s += decode_share_s
+        self.prefill_share_s += seconds - decode_share_s
+        if n_decode:
+            self.any_decode_s += seconds
+        else:
+            self.n_pure_tokens += n_prompt * n_steps
+            self.pure_prefill_s += seconds
+
+    def count_gaps(
+        self, drivers: Sequence[SequenceDriver], tokens: Sequence[Sequence[int]], now: float
+    ) -> None:
+        """Enter the times between tokens that a run sampled `now`; rows that go on together count together."""
+        gaps: dict[tuple[float, int], int] = {}
+        for driver, sampled in zip(drivers, tokens, strict=True):
+            if sampled:
+                last_s, driver.clock.last_token_s = driver.clock.last_token_s, now
+                if last_s is not None:
+                    gap = last_s, len(sampled)
+                    gaps[gap] = gaps.get(gap, 0) + 1
+        for (last_s, n), n_rows in gaps.items():
+            self.itl_s.add((now - last_s) / n, n * n_rows)
+
+    def count_end(self, driver: SequenceDriver) -> None:
+        """Enter a request that ended."""
+        reason, clock = str(driver.finish_reason), driver.clock
+        self.n_finished[reason] = self.n_finished.get(reason, 0) + 1
+        self.n_preempted += driver.n_preempted
+        if clock.admitted_s is not None:
+            self.queue_s.add(clock.admitted_s - clock.submitted_s)
+        if clock.first_token_s is not None:
+            self.ttft_s.add(clock.first_token_s - clock.submitted_s)
+
+    def clear(self) -> None:
+        """Set every figure back to nothing."""
+        fresh = EngineStats()
+        for f in fields(self):
+            setattr(self, f.name, getattr(fresh, f.name))
+
+    def copy(self) -> EngineStats:
+        """Return the same figures in an object of their own."""
+        return replace(
+            self,
+            n_finished=dict(self.n_finished),
+            queue_s=self.queue_s.copy(),
+            ttft_s=self.ttft_s.copy(),
+            itl_s=self.itl_s.copy(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One run and where its time went, in seconds; for `Engine.record_steps`.
+
+    The phases follow each other: admit, build, run (decode and sample are within), apply, deliver.
+    """
+
+    start_s: float
+    """Of the engine's clock."""
+    n_rows: int
+    n_steps: int
+    n_tokens: int
+    """Of the first step; each further one has a token a row."""
+    n_waiting: int
+    code: int
+    admit_s: float
+    build_s: float
+    run_s: float
+    decode_s: float
+    sample_s: float
+    apply_s: float
+    deliver_s: float

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import os
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from itertools import count, pairwise
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.core.driver import Status
-from cbatch.core.plan import Slot, StepPlan
-from cbatch.errors import EngineClosedError
+from cbatch.core.stats import StepRecord
+from cbatch.errors import EngineClosedError, QueueFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.mailbox import Mailbox
 
 T = TypeVar("T")
+
+_LONGEST_SLEEP_S = 3600.0
+"""A wait of years is more than a lock can count; waking once an hour costs nothing."""
 Route = tuple["Mailbox", int]
 
 
@@ -37,6 +44,7 @@ class Loop:
         self, backend: Backend, scheduler: ContinuousBatchScheduler, clock: Callable[[], float]
     ) -> None:
         self.routes: dict[str, Route] = {}
+        self.recorder: Callable[[StepRecord], object] | None = None
         self._backend, self._scheduler, self._clock = backend, scheduler, clock
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -47,6 +55,10 @@ class Loop:
         # of an engine without a thread; two locks, so that a loop over `pump` lets others in
         self._door, self._room = threading.Lock(), threading.RLock()
         self._is_interrupted = False
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
+        self._n_timers = count()
+        self._room_freed = threading.Condition()
+        self._n_wanting_room = 0
 
     def start(self) -> None:
         """Start the owner thread."""
@@ -59,6 +71,64 @@ class Loop:
         Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free.
         """
         self._post(lambda: self._submit(drivers), is_urgent=not self._scheduler.batcher.n_waiting)
+
+    def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
+        """Queue sequences, all or none, if no more than `n_limit` wait for a slot then; else as `submit`.
+
+        Raises:
+            QueueFullError: more would wait; nothing was queued.
+        """
+
+        def submit() -> None:
+            n_waiting, n_room = self._queue_room(n_limit)
+            if len(drivers) > n_room:
+                raise QueueFullError(n_waiting, n_limit)
+            self._submit(drivers)
+
+        self.call(submit)
+
+    def submit_as_room_comes(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
+        """Queue sequences, never so many that more than `n_limit` wait for a slot; return when the last one is in."""
+
+        def submit_some() -> int:
+            _, n_room = self._queue_room(n_limit)
+            self._submit(drivers[:n_room])
+            return n_room
+
+        while drivers:
+            n_in = self.call(submit_some)
+            drivers = drivers[n_in:]
+            if drivers and not n_in:
+                self._wait_for_room(n_limit)
+
+    def forget(self, routes: Mapping[str, Route]) -> None:
+        """End what came in of requests whose submission was broken off, and give up the rest. From any thread."""
+
+        def forget() -> None:
+            lives = [id for id, route in routes.items() if self.routes.get(id) is route]
+            in_flight = self._scheduler.batcher.in_flight
+            self._cancel([id for id in lives if id in in_flight])
+            for id in lives:
+                self.routes.pop(id, None)
+
+        try:
+            self._post(forget)
+        except EngineClosedError:
+            forget()
+
+    def _wait_for_room(self, n_limit: int) -> None:
+        if self._thread is None:
+            self.pump()
+            return
+        with self._room_freed:
+            self._n_wanting_room += 1
+            self._room_freed.wait_for(lambda: self._is_closed or self._queue_room(n_limit)[1] > 0)
+            self._n_wanting_room -= 1
+
+    def _queue_room(self, n_limit: int) -> tuple[int, int]:
+        """Return how many wait and how many more may: those that a free slot takes at once do not count."""
+        batcher = self._scheduler.batcher
+        return batcher.n_waiting, max(0, n_limit + batcher.ledger.n_free_slots - batcher.n_waiting)
 
     def call(self, command: Callable[[], T]) -> T:
         """Do `command` between two runs and return what it returns. From any thread; waits.
@@ -79,8 +149,31 @@ class Loop:
         return done.result()
 
     def cancel(self, ids: Iterable[str]) -> int:
-        """End requests by id; return how many were in flight. From any thread; waits for the current step."""
-        return self.call(lambda: self._cancel(list(ids)))
+        """End requests by id; return how many were in flight. From any thread; waits for the current step.
+
+        Who ends meanwhile is not touched, nor is a new request of the same id.
+        """
+        lives = {id: route for id in ids if (route := self.routes.get(id))}
+        return self.call(
+            lambda: self._cancel([id for id in lives if self.routes.get(id) is lives[id]])
+        )
+
+    def pause(self, id: str) -> bool:
+        """Stop a request where it is; False where it is not in flight or paused already."""
+        return self._order(id, self._scheduler.batcher.pause)
+
+    def resume(self, id: str) -> bool:
+        """Let a paused request go on; False where it is not in flight or not paused."""
+        return self._order(id, self._scheduler.batcher.resume)
+
+    def _order(self, id: str, do: Callable[[str], bool]) -> bool:
+        life = self.routes.get(id)
+        return life is not None and self.call(lambda: self.routes.get(id) is life and do(id))
+
+    def call_at(self, when_s: float, action: Callable[[], object]) -> None:
+        """Have `action` done by the owner when its clock says `when_s`. From any thread."""
+        timer = (when_s, next(self._n_timers), action)
+        self._post(lambda: heapq.heappush(self._timers, timer), is_urgent=False)
 
     def cancel_batch(self, mailbox: Mailbox) -> int:
         """End what a batch has in flight; else as `cancel`."""
@@ -95,20 +188,32 @@ class Loop:
         """Do the commands that wait and one run; False where there was nothing to compute. Owner thread."""
         self._do_commands()
         start = self._clock()
-        plan = self._scheduler.plan(start)
+        if self._timers:
+            self._do_timers(start)
+        admitted_now = self._scheduler.admit(start)
+        admitted = self._clock()
+        plan = self._scheduler.build(admitted_now)
+        if self._n_wanting_room:
+            with self._room_freed:
+                self._room_freed.notify_all()
         if plan is None:
             return self._deliver(())
-        planned = self._clock()
+        built = self._clock()
         result = self._backend.run(plan)
         ran = self._clock()
         changed = self._scheduler.apply(plan, result, ran)
+        applied = self._clock()
         self._deliver(changed)
         stats = self._scheduler.stats
         stats.decode_s += result.decode_s
         stats.sample_s += result.sample_s
-        stats.plan_s += planned - start
-        stats.run_s += ran - planned
-        stats.apply_s += self._clock() - ran
+        stats.plan_s += built - start
+        stats.run_s += ran - built
+        delivered = self._clock()
+        stats.apply_s += delivered - ran
+        if self.recorder is not None:
+            times = (start, admitted, built, ran, applied, delivered)
+            self.recorder(_record(plan, result, self._scheduler.batcher.n_waiting, times))
         return True
 
     def pump(self) -> bool:
@@ -189,22 +294,33 @@ class Loop:
         """After an interrupted run: empty every slot and bind anew what runs, for that may not have been done."""
         if not self._is_interrupted:
             return
-        self._scheduler.recompute_all()
-        running = enumerate(self._scheduler.batcher.running)
-        binds = tuple(d.binding(Slot(i)) for i, d in running if d is not None)
-        clears = tuple(Slot(i) for i in range(self._backend.n_slots))
-        self._backend.run(StepPlan((), clears=clears, binds=binds))
+        self._backend.run(self._scheduler.start_over())
         self._is_interrupted = False
 
     def _run(self) -> None:
         try:
             while not self._is_closed:
                 if not self.step() and not self._is_closed:
-                    self._commands.get()()
+                    self._sleep()
         except BaseException as error:
             self._error = error
             self._is_closed = True
         self._end()
+
+    def _sleep(self) -> None:
+        """Wait for a command, or until somebody's time is over."""
+        next_s = self._scheduler.batcher.deadlines.next_s()
+        if self._timers:
+            next_s = min(self._timers[0][0], math.inf if next_s is None else next_s)
+        timeout = (
+            None if next_s is None else min(max(0.0, next_s - self._clock()), _LONGEST_SLEEP_S)
+        )
+        with suppress(Empty):
+            self._commands.get(timeout=timeout)()
+
+    def _do_timers(self, now: float) -> None:
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
 
     def _do_commands(self) -> None:
         while True:
@@ -215,10 +331,8 @@ class Loop:
             command()
 
     def _submit(self, drivers: Sequence[SequenceDriver]) -> None:
-        batcher, stats = self._scheduler.batcher, self._scheduler.stats
-        stats.n_submitted += len(drivers)
-        for driver in drivers:
-            batcher.submit(driver)
+        self._scheduler.stats.n_submitted += len(drivers)
+        self._scheduler.batcher.submit(drivers)
         if self._is_closed:
             self._end_requests()
 
@@ -241,6 +355,8 @@ class Loop:
         self._backend.close()
 
     def _end_requests(self) -> None:
+        with self._room_freed:
+            self._room_freed.notify_all()
         batcher, now = self._scheduler.batcher, self._clock()
         for id, driver in list(batcher.in_flight.items()):
             if driver.status is Status.FINISHED:  # an error struck between its end and its leaving
@@ -264,6 +380,7 @@ class Loop:
         for driver in changed:
             if driver.finish_reason is None:
                 mailbox, _ = self.routes[driver.request.id]
+                driver.is_watched = mailbox.is_streamed
                 if mailbox.is_streamed and (chunk := driver.take_chunk()):
                     parcels.setdefault(mailbox, ([], []))[0].append(chunk)
         for driver in ended:
@@ -272,14 +389,31 @@ class Loop:
             if chunk := driver.take_chunk():
                 chunks.append(chunk)
             results.append((i, driver.result()))
-            self._count(driver)
+            self._scheduler.stats.count_end(driver)
         for mailbox, (chunks, results) in parcels.items():
             mailbox.deliver(chunks, results)
         return bool(parcels)
 
-    def _count(self, driver: SequenceDriver) -> None:
-        counts, reason = self._scheduler.stats.n_finished, str(driver.finish_reason)
-        counts[reason] = counts.get(reason, 0) + 1
+
+def _record(
+    plan: StepPlan, result: StepResult, n_waiting: int, times: tuple[float, ...]
+) -> StepRecord:
+    phases = [end - start for start, end in pairwise(times)]
+    return StepRecord(
+        start_s=times[0],
+        n_rows=len(plan.chunks),
+        n_steps=result.n_steps,
+        n_tokens=sum(len(c.tokens) for c in plan.chunks),
+        n_waiting=n_waiting,
+        code=result.code,
+        admit_s=phases[0],
+        build_s=phases[1],
+        run_s=phases[2],
+        decode_s=result.decode_s,
+        sample_s=result.sample_s,
+        apply_s=phases[3],
+        deliver_s=phases[4],
+    )
 
 
 def _join(thread: threading.Thread) -> None:

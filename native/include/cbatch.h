@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 1
+#define CBATCH_ABI_VERSION 2
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or had no finite maximum, or llama.cpp gave no row
@@ -88,6 +88,7 @@ typedef struct cbatch_report {
     int32_t code;       // what the last llama_decode returned; not 0: the step after n_steps failed
     int64_t decode_ns;  // time in llama_decode and in fetching rows, all steps, nanoseconds
     int64_t sample_ns;  // time in sampling, all steps, nanoseconds
+    int64_t first_ns;   // decode_ns and sample_ns of the first step alone; 0 where it failed
 } cbatch_report;
 
 typedef struct cbatch_stepper cbatch_stepper;    // runs steps in one llama context

@@ -59,6 +59,15 @@ def test_nothing_is_promised_where_exactness_was_not_asked_for(model: LlamaModel
     assert found.startswith("not guaranteed: ")
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"ctx_per_seq": 1}, {"ctx_per_seq": None, "n_ctx": 40}, {"n_ctx": 20_000}]
+)
+def test_pool_of_cells_is_probed_too(model: LlamaModel, given: dict[str, Any]) -> None:
+    found = probe(model, options(exact=False, parallel=5, kv="unified", **given))
+    assert found.startswith("not guaranteed: ")
+    assert "could not run" not in found
+
+
 # ---- what is wrong is found ----
 
 

@@ -95,6 +95,9 @@ def test_write_model_without_gguf_says_what_to_install(
         ({"n_head": 2, "n_kv_head": 3}, "multiple of n_kv_head"),
         ({"n_head": 3}, "even"),
         ({"n_vocab": 300}, "n_vocab"),
+        ({"architecture": "rwkv"}, "rwkv"),
+        ({"architecture": "mamba"}, "2 × n_embd"),
+        ({"architecture": "mamba", "n_ff": 64, "n_head": 2}, "no heads"),
     ],
 )
 def test_shape_that_does_not_fit_is_refused(change: dict[str, int], rule: str) -> None:
@@ -112,8 +115,19 @@ def test_model_of_every_type_loads_and_decodes(synth: SynthFactory, type: str, t
     model.close()
 
 
-def test_greedy_outputs_differ_and_wander(random_model: Path) -> None:
-    model = open_model(random_model)
+@pytest.mark.parametrize("type", ["f32", "f16", "q8_0", "q4_0"])
+def test_mamba_of_every_type_loads_and_decodes(synth: SynthFactory, type: str) -> None:
+    model = open_model(synth("mamba", type=type))
+    assert (model.architecture, model.file_type) == ("mamba", type)
+    assert llama_cpp.llama_model_is_recurrent(model.pointer)
+    _, logits = _greedy(model, "Hello", 2)
+    assert np.isfinite(logits).all()
+    model.close()
+
+
+@pytest.mark.parametrize("shape", ["test", "mamba"])
+def test_greedy_outputs_differ_and_wander(synth: SynthFactory, shape: str) -> None:
+    model = open_model(synth(shape))
     prompts = ["Say red.", "Say blue.", "What is the colour of the sea?", "a", "tell me " * 40]
     runs = [_greedy(model, prompt, 64) for prompt in prompts]
     for i, (output, logits) in enumerate(runs):
@@ -140,5 +154,5 @@ def test_common_words_are_single_tokens(random_model: Path) -> None:
 
 
 def test_named_shapes_have_distinct_sizes() -> None:
-    assert list(SHAPES) == ["test", "exact", "tiny", "small"]
+    assert list(SHAPES) == ["test", "exact", "tiny", "small", "mamba"]
     assert len(set(SHAPES.values())) == len(SHAPES)

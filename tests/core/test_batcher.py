@@ -249,7 +249,7 @@ def test_last_slot_is_emptied_by_a_plan_without_rows() -> None:
 def test_ended_sequences_are_given_out_once() -> None:
     rig = make_scheduler(n_slots=1)
     driver = SequenceDriver.of(make_request(), rig.backend.vocab.piece, 0.0)
-    rig.batcher.submit(driver)
+    rig.batcher.submit([driver])
     rig.cancel("a")
     assert rig.batcher.take_ended() == [driver]
     assert rig.batcher.take_ended() == []

@@ -32,12 +32,15 @@ def make_driver(**options: Any) -> SequenceDriver:
 
 def make_running(n_prompt: int = 2, **options: Any) -> SequenceDriver:
     driver = make_driver(**options)
-    driver.admit(Slot(0), list(range(n_prompt)), N_WINDOW, 1.0)
+    driver.prepare(list(range(n_prompt)), N_WINDOW)
+    driver.admit(Slot(0), 1.0)
     return driver
 
 
 def make_in(status: Status) -> SequenceDriver:
     driver = make_driver() if status is Status.WAITING else make_running()
+    if status is Status.PAUSED:
+        driver.pause()
     if status is Status.FINISHED:
         driver.finish("stop", 2.0)
     assert driver.status is status
@@ -46,9 +49,11 @@ def make_in(status: Status) -> SequenceDriver:
 
 def send(driver: SequenceDriver, event: Event) -> None:
     if event is Event.ADMIT:
-        driver.admit(Slot(1), [7, 8, 9], N_WINDOW, 9.0)
-    else:
+        driver.admit(Slot(1), 9.0)
+    elif event is Event.FINISH:
         driver.finish("length", 9.0, RequestFailedError("late"))
+    else:
+        getattr(driver, event.value)()
 
 
 def snapshot(driver: SequenceDriver) -> dict[str, object]:
@@ -95,7 +100,7 @@ def test_prompt_and_cap_past_the_window_raise_and_change_nothing(
     driver = make_driver(max_tokens=cap)
     before = snapshot(driver)
     with pytest.raises(PromptTooLongError) as caught:
-        driver.admit(Slot(0), list(range(n_prompt)), N_WINDOW, 1.0)
+        driver.prepare(list(range(n_prompt)), N_WINDOW)
     error = caught.value
     assert (error.n_prompt, error.n_limit, error.n_output) == (n_prompt, N_WINDOW, cap or 1)
     for way_out in ("16", "max_tokens", "ctx_per_seq", "parallel"):
@@ -107,7 +112,7 @@ def test_prompt_without_a_token_raises_and_changes_nothing() -> None:
     driver = make_driver()
     before = snapshot(driver)
     with pytest.raises(RequestFailedError, match="empty"):
-        driver.admit(Slot(0), [], N_WINDOW, 1.0)
+        driver.prepare([], N_WINDOW)
     assert snapshot(driver) == before
 
 
@@ -311,7 +316,8 @@ def test_result_before_the_end_raises() -> None:
 
 def test_result_reports_the_seed_and_the_counts() -> None:
     driver = SequenceDriver.of(make_request(seed=7, max_tokens=1), FakeVocab(320).piece, 0.0)
-    driver.admit(Slot(0), [1, 2, 3], N_WINDOW, 1.0)
+    driver.prepare([1, 2, 3], N_WINDOW)
+    driver.admit(Slot(0), 1.0)
     driver.accept(3, [A], 2.0)
     result = driver.result()
     assert result.seed == 7

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cbatch.core.plan import Memory
 from cbatch.errors import (
+    DeadlineError,
     DecodeError,
     PromptTooLongError,
     RequestCancelledError,
@@ -25,13 +28,15 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.core.driver import Request
     from cbatch.core.plan import Chunk
     from cbatch.response import BatchResult, FinishReason
 
 CODES = (1, -1, 2, -2, -3)
+Kind = Literal["partitioned", "unified", "recurrent"]
+KINDS: list[Kind] = ["partitioned", "unified", "unified", "recurrent"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class Item:
     broken_at: int | None
     guilty_at: int | None
     guilty_code: int
+    priority: int
+    timeout_s: float | None
+    pauses: tuple[tuple[int, int], ...]
+    """(plans after its arrival, plans until it is resumed)"""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,9 @@ class Workload:
     items: tuple[Item, ...]
     faults: tuple[int, ...]
     interrupts: tuple[bool, ...]
+    memory: Memory
+    options: dict[str, Any]
+    lost_keys: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -92,16 +104,61 @@ ITEMS = st.builds(
     broken_at=_rarely(st.integers(0, 8)),
     guilty_at=_rarely(st.integers(-8, 8)),
     guilty_code=st.sampled_from(CODES),
+    priority=st.integers(-3, 3),
+    timeout_s=_rarely(st.integers(0, 30)),
+    pauses=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=2).map(tuple),
 )
+
+
+@st.composite
+def schedules(draw: st.DrawFn, n_batch: int, kind: str) -> dict[str, Any]:
+    policy = draw(st.sampled_from(["fcfs", "priority", "shortest", "round_robin"]))
+    said: dict[str, Any] = {"policy": policy, "swap_mib": draw(st.sampled_from([0, 1, 1024]))}
+    if policy == "round_robin":
+        said["quantum"] = draw(st.integers(1, 12))
+    if policy == "priority":
+        said["ageing_s"] = draw(st.sampled_from([0.5, 3.0]))
+    if kind == "unified":
+        said["admission"] = draw(st.sampled_from([None, "reserve", "optimistic"]))
+    limits: dict[str, st.SearchStrategy[float]] = {
+        "prefill_chunk": st.integers(1, n_batch),
+        "prefill_budget": st.integers(1, n_batch),
+        "itl_ms": st.floats(500, 5000),
+    }
+    name = draw(st.sampled_from([None, None, *limits]))
+    return said if name is None else {**said, name: draw(limits[name])}
+
+
+@st.composite
+def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
+    can_save = draw(st.booleans())
+    kind: Kind = draw(st.sampled_from(KINDS))
+    n_cells = (
+        draw(st.integers(n_window, n_slots * n_window)) if kind == "unified" else n_window * n_slots
+    )
+    return Memory(
+        kind,
+        n_cells,
+        can_trim=kind != "recurrent",
+        can_save=can_save,
+        saved_bytes=draw(st.sampled_from([64, 2**19])),
+        saved_bytes_per_cell=1024,
+    )
 
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     n_slots = draw(st.integers(1, 5))
+    n_window = draw(st.integers(12, 64))
+    n_batch = draw(st.integers(n_slots, n_slots + 2) | st.integers(n_slots, 24))
+    memory = draw(memories(n_slots, n_window))
     return Workload(
         n_slots=n_slots,
-        n_window=draw(st.integers(12, 64)),
-        n_batch=draw(st.integers(n_slots, n_slots + 2) | st.integers(n_slots, 24)),
+        n_window=n_window,
+        n_batch=n_batch,
+        memory=memory,
+        options=draw(schedules(n_batch, memory.kind)),
+        lost_keys=draw(st.frozensets(st.integers(0, 6), max_size=2)),
         n_vocab=draw(st.sampled_from([257, 300, 4096])),
         seed=draw(st.integers(0, 5)),
         items=tuple(draw(st.lists(ITEMS, min_size=1, max_size=12))),
@@ -173,6 +230,9 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
         seed=workload.seed,
         code=trouble.code,
         broken=trouble.broken,
+        swap=lambda key: key not in workload.lost_keys,
+        memory=workload.memory,
+        **workload.options,
     )
     return rig, trouble, [_request(rig, str(i), item) for i, item in enumerate(workload.items)]
 
@@ -193,6 +253,8 @@ def _request(rig: Rig, id: str, item: Item) -> Request:
         include_stop=item.include_stop,
         stop=stops,
         stop_token_ids=[] if at is None else [stream[at]],
+        priority=item.priority,
+        timeout_s=item.timeout_s,
     )
 
 
@@ -225,8 +287,8 @@ def alone(rig: Rig, request: Request) -> Outcome:
 
 def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) -> None:
     n_prompt = len(item.prompt)
-    if result.finish_reason == "cancelled":
-        _check_cancelled(rig, request, result)
+    if result.finish_reason in ("cancelled", "timeout"):
+        _check_cut_short(rig, request, result)
         return
     if n_prompt + (item.cap or 1) > rig.backend.n_window:
         assert isinstance(result.error, PromptTooLongError)
@@ -249,9 +311,10 @@ def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) ->
     assert result.usage.completion_tokens == whole.n_sampled
 
 
-def _check_cancelled(rig: Rig, request: Request, result: BatchResult) -> None:
-    has_run = rig.drivers[request.id].slot is not None
-    assert isinstance(result.error, RequestCancelledError) != has_run
+def _check_cut_short(rig: Rig, request: Request, result: BatchResult) -> None:
+    has_run = rig.drivers[request.id].has_run
+    kind = RequestCancelledError if result.finish_reason == "cancelled" else DeadlineError
+    assert isinstance(result.error, kind) != has_run
     if not has_run:
         assert (result.token_ids, result.text) == ((), "")
         return
@@ -262,20 +325,40 @@ def _check_cancelled(rig: Rig, request: Request, result: BatchResult) -> None:
 
 
 def play(workload: Workload) -> tuple[Rig, list[Request]]:
-    """Run a workload to its end: arrivals and cancels by the number of plans."""
+    """Run a workload to its end: arrivals, cancels and pauses by the number of plans."""
     rig, _, requests = build(workload)
-    n_plans = max(i.arrives + (i.cancel_after or 0) for i in workload.items) + 1
-    for i_plan in range(n_plans):
-        for request, item in zip(requests, workload.items, strict=True):
-            if item.arrives == i_plan:
-                rig.submit(request)
-            if item.cancel_after is not None and item.arrives + item.cancel_after == i_plan:
-                in_flight = request.id in rig.batcher.in_flight
-                assert rig.cancel(request.id) is in_flight
-                assert rig.cancel(request.id) is False
+    todo = sorted(_happenings(rig, workload, requests), key=lambda happening: happening[0])
+    for i_plan in range(todo[-1][0] + 1):
+        while todo and todo[0][0] == i_plan:
+            todo.pop(0)[1]()
         step(rig)
     drive(rig)
     return rig, requests
+
+
+def _happenings(
+    rig: Rig, workload: Workload, requests: Sequence[Request]
+) -> Iterator[tuple[int, Callable[[], object]]]:
+    """Yield (number of plans, what happens before the next)."""
+    for request, item in zip(requests, workload.items, strict=True):
+        yield item.arrives, partial(rig.submit, request)
+        if item.cancel_after is not None:
+            yield item.arrives + item.cancel_after, partial(_cancel, rig, request.id)
+        for after, n_paused in item.pauses:
+            yield item.arrives + after, partial(_pause, rig, request.id)
+            yield item.arrives + after + n_paused, partial(rig.batcher.resume, request.id)
+        yield item.arrives + 20, partial(rig.batcher.resume, request.id)
+
+
+def _cancel(rig: Rig, id: str) -> None:
+    in_flight = id in rig.batcher.in_flight
+    assert rig.cancel(id) is in_flight
+    assert rig.cancel(id) is False
+
+
+def _pause(rig: Rig, id: str) -> None:
+    if rig.batcher.pause(id):
+        assert rig.batcher.pause(id) is False
 
 
 @given(workloads())

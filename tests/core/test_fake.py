@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab, StepCost
+from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab, Faults, StepCost
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepPlan
 from cbatch.errors import ConfigError, PlanError
 from cbatch.options import GREEDY
@@ -58,7 +58,7 @@ def test_stream_is_the_expected_one_and_does_not_depend_on_the_slot() -> None:
 
 def test_leaked_cell_gives_another_token() -> None:
     clean, leaky = FakeBackend(), FakeBackend()
-    leaky.cells[0] = [7]
+    leaky._set_cells(0, [7])
     good = clean.run(StepPlan((row(),), binds=(bind(),))).tokens
     assert leaky.run(StepPlan((row(start=1),), binds=(bind(),))).tokens != good
 
@@ -73,7 +73,7 @@ def test_run_ends_after_the_step_in_which_a_row_stops() -> None:
 
 
 def test_run_ends_after_a_broken_row() -> None:
-    backend = FakeBackend(broken=lambda chunk: chunk.start >= 3)
+    backend = FakeBackend(faults=Faults(broken=lambda chunk: chunk.start >= 3))
     result = backend.run(StepPlan((row(),), n_steps=9, binds=(bind(),)))
     assert (result.n_steps, result.tokens[0][-1]) == (3, BROKEN_ROW)
 
@@ -88,7 +88,7 @@ def test_interrupt_without_a_run_ends_the_next_one_after_a_step_and_no_other() -
 
 @pytest.mark.parametrize(("code", "n_cells"), [(1, 0), (-1, 0), (2, 2), (-2, 2), (-3, 2)])
 def test_failed_step_leaves_what_llama_cpp_would_leave(code: int, n_cells: int) -> None:
-    backend = FakeBackend(code=lambda _: code)
+    backend = FakeBackend(faults=Faults(code=lambda _: code))
     result = backend.run(StepPlan((row(n=4),), binds=(bind(),)))
     assert (result.code, result.n_steps, result.tokens) == (code, 0, [[]])
     assert len(backend.cells[0]) == n_cells

@@ -260,6 +260,21 @@ def test_run_reports_where_its_time_went(make: MakeStepper) -> None:
     assert result.sample_s > 0
 
 
+def test_native_run_reports_the_time_of_its_first_step() -> None:
+    stepper = native_stepper(FakeLlama(), slice_s=0.0)
+    stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
+    result = stepper.run([chunk(0, 0, 1)], n_steps=3)
+    assert 0 < result.first_s < result.decode_s + result.sample_s
+    alone = stepper.run([chunk(0, 3, 1)])
+    assert alone.first_s == pytest.approx(alone.decode_s + alone.sample_s)
+
+
+def test_native_run_whose_first_decode_fails_reports_no_first_step() -> None:
+    stepper = native_stepper(FakeLlama(codes={0: 2}))
+    stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
+    assert stepper.run([chunk(0, 0, 1)]).first_s == 0
+
+
 # ---- plans that break a rule ----
 
 
@@ -480,7 +495,7 @@ def test_library_that_is_missing_says_how_to_reinstall(monkeypatch: pytest.Monke
 
 def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ABI_VERSION", 99)
-    with pytest.raises(IncompatibleLlamaError, match=r"surface 1.*wants 99"):
+    with pytest.raises(IncompatibleLlamaError, match=r"surface 2.*wants 99"):
         native.library.__wrapped__()
 
 

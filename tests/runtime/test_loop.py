@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cbatch.backend.fake import Faults
 from cbatch.core.driver import SequenceDriver
 from cbatch.errors import EngineClosedError, RequestCancelledError
 from cbatch.runtime.loop import Loop
@@ -242,7 +243,7 @@ def test_failure_ends_every_request_and_those_that_come_later() -> None:
 
 
 def test_failing_owner_does_what_waits_for_it() -> None:
-    backend = GatedBackend(2, 64, 16, hold_at=1, broken=lambda _: 1 // 0)
+    backend = GatedBackend(2, 64, 16, hold_at=1, faults=Faults(broken=lambda _: bool(1 // 0)))
     backend.hold_at = 0
     made = make_loop(backend)
     made.submit("a")

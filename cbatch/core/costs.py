@@ -1,0 +1,41 @@
+"""What steps cost on this machine, learned from those that were done."""
+
+from __future__ import annotations
+
+_WEIGHT = 0.125
+"""Of a new figure beside what was known: as TCP smooths its round-trip time. Source: RFC 6298, alpha."""
+
+
+class StepCosts:
+    """Seconds of a decoding step by its width, and of one prompt token that joins it."""
+
+    def __init__(self, n_rows_max: int) -> None:
+        self._decode_s = [0.0] * (n_rows_max + 1)  # by width; 0 where none was seen
+        self._token_s = 0.0
+
+    def learn_decode(self, n_rows: int, seconds: float) -> None:
+        """Take in what one step of `n_rows` decoding rows took."""
+        self._decode_s[n_rows] = _smooth(self._decode_s[n_rows], seconds)
+
+    def learn_mixed(self, n_rows: int, n_prompt: int, seconds: float) -> None:
+        """Take in what a step of `n_rows` decoding rows and `n_prompt` prompt tokens took."""
+        decode_s = self.decode_s(n_rows) if n_rows else 0.0
+        if decode_s is not None and seconds > decode_s:
+            self._token_s = _smooth(self._token_s, (seconds - decode_s) / n_prompt)
+
+    def decode_s(self, n_rows: int) -> float | None:
+        """Return what a step of `n_rows` decoding rows takes: of the nearest width that was seen; None for none."""
+        seen = (n for n, s in enumerate(self._decode_s) if s)
+        nearest = min(seen, key=lambda n: abs(n - n_rows), default=None)
+        return None if nearest is None else self._decode_s[nearest]
+
+    def n_prompt_within(self, n_rows: int, seconds: float) -> int | None:
+        """Return how many prompt tokens fit beside `n_rows` decoding rows; None while too little is known."""
+        decode_s = self.decode_s(n_rows)
+        if decode_s is None or not self._token_s:
+            return None
+        return int((seconds - decode_s) / self._token_s)
+
+
+def _smooth(known: float, new: float) -> float:
+    return known + _WEIGHT * (new - known) if known else new

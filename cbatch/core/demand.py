@@ -1,0 +1,56 @@
+"""How many cells of a shared pool those that run will want before they end."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.core.kv import KvLedger
+
+N_PREEMPTED_MAX = 3
+"""How often a sequence may lose its cells; then it gets room for its worst case, and so does who runs beside it."""
+
+_FIRST_RATIO = 0.7
+"""Expected share of the cap before anything has ended. Source: SGLang's initial new-token ratio."""
+
+_N_REMEMBERED = 32
+"""About so many of the last requests decide what is expected of the next."""
+
+
+class Demand:
+    """Decides whether a sequence fits, in the worst case or as far as can be expected.
+
+    The expectation is a share of the cap, `ratio`: it follows what ended, and rises where the pool was full.
+    """
+
+    def __init__(self, ledger: KvLedger, *, is_optimistic: bool) -> None:
+        self.ratio = _FIRST_RATIO
+        self._ledger = ledger
+        self._is_optimistic = is_optimistic
+
+    def fits(self, driver: SequenceDriver, running: Iterable[SequenceDriver | None]) -> bool:
+        """Whether the pool holds `driver` beside those that run."""
+        if not self._ledger.is_shared:
+            return True
+        together = [driver, *(d for d in running if d is not None)]
+        is_certain = not self._is_optimistic or any(
+            d.n_preempted >= N_PREEMPTED_MAX for d in together
+        )
+        return sum(self._n_cells(d, is_certain) for d in together) <= self._ledger.n_pool
+
+    def learn(self, driver: SequenceDriver) -> None:
+        """Take in how much of its cap a sequence needed that ended by itself."""
+        if driver.finish_reason in ("stop", "length", "window"):
+            self.ratio += (driver.n_output / driver.n_cap - self.ratio) / _N_REMEMBERED
+
+    def raise_ratio(self) -> None:
+        """Expect more: the pool was full."""
+        self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
+
+    def _n_cells(self, driver: SequenceDriver, is_certain: bool) -> int:
+        share = 1.0 if is_certain else self.ratio
+        return driver.n_tokens + math.ceil(share * driver.n_left)

@@ -1,0 +1,36 @@
+"""How the token budget of a step is shared among those whose prompts are not yet computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
+    """Share `budget` tokens among newcomers that want `wanted`, the oldest first in the list.
+
+    The oldest gets up to half, so nobody waits for ever behind shorter prompts; the rest goes to the shortest first,
+    whole as far as it lasts, so short prompts pass long ones and equals stay in order; what is left over goes back to
+    the oldest. Few long chunks are computed faster than many short ones of as many tokens; see docs/performance.md.
+    """
+    shares = [0] * len(wanted)
+    if not wanted:
+        return shares
+    shares[0] = min(wanted[0], (budget + 1) // 2)
+    left = budget - shares[0]
+    for i in sorted(range(1, len(wanted)), key=lambda i: wanted[i]):
+        shares[i] = min(wanted[i], left)
+        left -= shares[i]
+    shares[0] += min(wanted[0] - shares[0], left)
+    return shares
+
+
+def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
+    """Give each newcomer all of its piece or nothing, the oldest first, while `budget` lasts."""
+    shares = []
+    for want in wanted:
+        shares.append(want if want <= budget else 0)
+        budget -= shares[-1]
+    return shares

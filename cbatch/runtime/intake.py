@@ -1,0 +1,233 @@
+"""Prompts in: from what `Engine.run` was given to sequences in the queue, all at once or one by one."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+import weakref
+from collections import ChainMap
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+from anyio.lowlevel import current_token
+
+from cbatch.core.driver import Request, SequenceDriver
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    EngineClosedError,
+    QueueFullError,
+    RequestFailedError,
+)
+from cbatch.messages import BatchPrompt, Prompt, as_prompt, free_id, with_ids
+from cbatch.options import RunOptions, ScheduleOptions
+from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
+from cbatch.runtime.mailbox import Mailbox, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cbatch.backend import Backend, Vocab
+    from cbatch.core.batcher import MultiRequestBatcher
+    from cbatch.runtime.loop import Loop
+
+
+class MakeMailbox(Protocol):
+    """Makes the mailbox of a batch of so many items, or of a fed one."""
+
+    def __call__(self, n_items: int, *, n_ahead: int | None = None) -> Mailbox:
+        """Return an empty mailbox; see `Mailbox`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One call of `Engine.run`; `ids` in order of places; `given` are those of prompts read one by one."""
+
+    number: int
+    options: RunOptions
+    mailbox: Mailbox
+    ids: list[str]
+    given: dict[str, Any]
+    ends_s: float = math.inf
+
+
+class Intake:
+    """Makes sequences of prompts and submits them; every method from any thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        batcher: MultiRequestBatcher,
+        loop: Loop,
+        schedule: ScheduleOptions,
+        *,
+        is_threaded: bool,
+    ) -> None:
+        self._backend, self._batcher, self._loop = backend, batcher, loop
+        self._schedule, self._is_threaded = schedule, is_threaded
+        self._submitting = threading.RLock()  # who waits for room may read other prompts meanwhile
+        self._n_runs = count()
+        # weak, for a feed lives as long as its thread or its batch; a dict, for its order
+        self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
+
+    def _driver(
+        self, item: BatchPrompt, run_options: RunOptions, now: float, ends_s: float
+    ) -> SequenceDriver:
+        options = RunOptions.of(item.options).over(run_options)
+        seed = secrets.randbits(32) if options.seed is None else options.seed
+        vocab = self._backend.vocab
+        highest = max(options.stop_token_ids or (0,))
+        if highest >= vocab.n_vocab:
+            raise ConfigError(
+                f"stop_token_ids has {highest}, which is not in the vocabulary of {vocab.n_vocab}"
+            )
+        own = () if options.ignore_eos else vocab.end_tokens
+        stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
+        sampling = options.sampling(self._backend.sampling_defaults, seed)
+        deadline_s = min(
+            ends_s, now + (math.inf if options.timeout_s is None else options.timeout_s)
+        )
+        request = Request(str(item.id), item, options, sampling, stop_tokens, deadline_s)
+        driver = SequenceDriver.of(request, vocab.piece, now)
+        if self._schedule.policy == "shortest":
+            self._batcher.prepare(driver)  # here, for the thread that computes must not wait
+        return driver
+
+    def queue(
+        self,
+        prompts: Sequence[BatchPrompt],
+        options: RunOptions,
+        ends_s: float,
+        make_mailbox: MakeMailbox,
+    ) -> Run:
+        """Submit a batch; nothing is queued where it raises. See `Engine.run`."""
+        now = time.perf_counter()
+        with self._submitting:
+            number = next(self._n_runs)
+            prompts = with_ids(prompts, self._loop.routes, number)
+            drivers = [self._driver(prompt, options, now, ends_s) for prompt in prompts]
+            ids = [d.request.id for d in drivers]
+            run = Run(number, options, make_mailbox(len(ids)), ids, {}, ends_s)
+            self._send(run.mailbox, drivers)
+        return run
+
+    def feed(
+        self,
+        source: Iterator[Prompt],
+        options: RunOptions,
+        ends_s: float,
+        make_mailbox: MakeMailbox,
+    ) -> Run:
+        """Submit prompts as they are read from `source`, until it or the batch ends."""
+        mailbox = make_mailbox(0, n_ahead=N_AHEAD_PER_SLOT * self._backend.n_slots)
+        run = Run(next(self._n_runs), options, mailbox, [], {}, ends_s)
+        if ends_s < math.inf:
+            self._loop.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
+        feed = mailbox.feed = Feed(source, mailbox, partial(self._put, run))
+        self._feeds[run.number] = feed
+        if self._is_threaded:
+            feed.start()
+        return run
+
+    def _put(self, run: Run, item: Any) -> None:
+        """Queue one prompt that was read; one that is refused ends at once, with its error."""
+        place = run.mailbox.expect()
+        if place is None:  # everybody left while it was read
+            return
+        with self._submitting:
+            taken = ChainMap(run.given, self._loop.routes)
+            run.ids.append(free_id(place, run.number, taken))
+            try:
+                prompt = as_prompt(item)
+                prompt = prompt if prompt.id else replace(prompt, id=run.ids[place])
+                [prompt] = with_ids([prompt], taken, run.number)
+                run.ids[place] = str(prompt.id)
+                driver = self._driver(prompt, run.options, time.perf_counter(), run.ends_s)
+                self._send(run.mailbox, [driver], place)
+            except CBatchError as error:
+                run.mailbox.deliver(*refused(run.ids[place], place, error))
+                if isinstance(error, EngineClosedError):
+                    run.mailbox.end_feed()
+            run.given[run.ids[place]] = None
+        # everybody may have left meanwhile, too early for this one to be cancelled with the others
+        if not run.mailbox.is_fed:
+            self._loop.cancel_batch_soon(run.mailbox)
+
+    def _send(
+        self, mailbox: Mailbox, drivers: Sequence[SequenceDriver], first_place: int = 0
+    ) -> None:
+        places = enumerate(drivers, first_place)
+        routes = {d.request.id: (mailbox, i) for i, d in places}
+        self._loop.routes.update(routes)
+        try:
+            self._submit(drivers, is_fed=mailbox.feed is not None)
+        except BaseException:  # refused, closed, or Ctrl-C: what has not come in has no way out
+            self._loop.forget(routes)
+            raise
+
+    def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
+        n_limit = self._schedule.max_queue
+        if n_limit is None:
+            self._loop.submit(drivers)
+        elif is_fed:
+            self._loop.submit_as_room_comes(drivers, n_limit)
+        elif self._schedule.when_full == "reject":
+            self._loop.submit_within(drivers, n_limit)
+        elif self._is_threaded and is_in_event_loop():
+            self._submit_in_event_loop(drivers, n_limit)
+        else:
+            self._loop.submit_as_room_comes(drivers, n_limit)
+
+    def _submit_in_event_loop(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
+        try:
+            self._loop.submit_within(drivers, n_limit)
+        except QueueFullError as error:
+            raise ConfigError(
+                f"the queue is full (max_queue={n_limit}) and run() must not wait in an event loop: call it by "
+                "anyio.to_thread.run_sync or asyncio.to_thread, or choose when_full='reject'"
+            ) from error
+
+    def fill(self) -> None:
+        """Read what there is room for, where no thread does."""
+        for feed in list(self._feeds.values()):
+            feed.fill()
+
+    def end(self) -> None:
+        """Read no more prompts one by one; what was read goes on."""
+        for feed in list(self._feeds.values()):
+            feed.end()
+
+
+def _end_feed(mailbox: weakref.ref[Mailbox]) -> None:
+    alive = mailbox()
+    if alive is not None:
+        alive.end_feed()
+
+
+def tokenize(vocab: Vocab, prompt: BatchPrompt) -> Sequence[int]:
+    """Return a prompt's tokens.
+
+    Raises:
+        RequestFailedError: a token id that is not in the vocabulary, or a template that refuses the messages.
+    """
+    if prompt.prompt is not None:
+        return vocab.tokenize(prompt.prompt)
+    if prompt.messages is not None:
+        return vocab.render(prompt.messages)
+    tokens = prompt.tokens or ()
+    if tokens and max(tokens) >= vocab.n_vocab:
+        raise RequestFailedError(f"token {max(tokens)} is not in the vocabulary of {vocab.n_vocab}")
+    return tokens
+
+
+def is_in_event_loop() -> bool:
+    """Whether this thread runs one now, of asyncio or trio."""
+    try:
+        current_token()
+    except RuntimeError:
+        return False
+    return True
