@@ -1,0 +1,194 @@
+"""The scheduler under pressure on llama.cpp itself: a full pool, failed steps, turns, pauses, leavers, slow readers."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch
+from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.model import open_model
+from cbatch.backend.native import NativeStepper
+from cbatch.core.plan import StepResult
+from cbatch.engine import Engine
+from cbatch.errors import DecodeError, EngineClosedError, RequestCancelledError, RequestFailedError
+from cbatch.options import EngineOptions
+from tests.runtime.backends import all_results, streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from cbatch.core.plan import Chunk
+    from tests.conftest import SynthFactory
+
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+SMALL: dict[str, Any] = {"ctx_per_seq": 256, "n_threads": 1}
+PROMPTS = [f"Tell me about number {i}: " + "one two three " * (i % 4) for i in range(8)]
+
+
+def load(path: Path, **settings: Any) -> Engine:
+    return cbatch.load(path, **{**SMALL, **settings})
+
+
+def alone(path: Path, n_tokens: int, **settings: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """What each prompt gives with nobody beside it."""
+    with load(path, parallel=1, **settings) as engine:
+        return streams(engine.run(PROMPTS, options={**GREEDY, "max_tokens": n_tokens}))
+
+
+class FaultyStepper(NativeStepper):
+    """Answers with a code instead of computing, where `fails` says one."""
+
+    def __init__(self, ctx: Any, *, fails: Callable[[Sequence[Chunk]], int], **sizes: Any) -> None:
+        super().__init__(ctx, **sizes)
+        self._fails = fails
+
+    def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+        code = self._fails(chunks)
+        return StepResult([[] for _ in chunks], 0, code) if code else super().run(chunks, n_steps)
+
+
+def faulty_engine(path: Path, fails: Callable[[Sequence[Chunk]], int]) -> Engine:
+    """Return an engine of four slots whose steps fail once it is loaded."""
+    options = EngineOptions(parallel=4, **SMALL)
+    return Engine(
+        LlamaBackend(open_model(path), options, stepper=partial(FaultyStepper, fails=fails))
+    )
+
+
+@pytest.mark.parametrize("swap_mib", [0, 64])
+def test_full_pool_pauses_some_and_loses_nobody(test_model: Path, swap_mib: int) -> None:
+    settings = {"parallel": 8, "kv": "unified", "n_ctx": 512, "ctx_per_seq": None}
+    with load(test_model, **settings, admission="optimistic", swap_mib=swap_mib) as engine:
+        response = engine.run(PROMPTS, options={**GREEDY, "max_tokens": 150})
+        results = response.results()
+        stats = engine.stats()
+    assert [(r.finish_reason, r.usage.completion_tokens) for r in results] == [("length", 150)] * 8
+    assert stats.n_preempted > 0
+    assert (stats.n_recomputed_tokens == 0) == (swap_mib > 0)
+
+
+def test_reserve_fills_the_pool_without_taking_anything_back(test_model: Path) -> None:
+    with load(test_model, parallel=8, kv="unified", n_ctx=512, ctx_per_seq=None) as engine:
+        results = engine.run(PROMPTS, options={**GREEDY, "max_tokens": 150}).results()
+        stats = engine.stats()
+    assert {r.finish_reason for r in results} == {"length"}
+    assert stats.n_preempted == 0
+    assert 1 < stats.n_active_max < 8
+
+
+@pytest.mark.parametrize("swap_mib", [0, 64])
+def test_turns_under_exact_give_the_tokens_of_alone(test_model: Path, swap_mib: int) -> None:
+    expected = alone(test_model, 40, exact=True)
+    settings = {"policy": "round_robin", "quantum": 7, "swap_mib": swap_mib}
+    with load(test_model, parallel=3, exact=True, **settings) as engine:
+        found = streams(engine.run(PROMPTS, options={**GREEDY, "max_tokens": 40}))
+        n_again = engine.stats().n_recomputed_tokens
+    assert found == expected
+    assert (n_again == 0) == (swap_mib > 0)
+
+
+def test_recurrent_model_takes_turns_and_keeps_its_state(synth: SynthFactory) -> None:
+    path = synth("mamba")
+    expected = alone(path, 24)
+    with load(path, parallel=3, policy="round_robin", quantum=5) as engine:
+        assert engine._backend.memory.kind == "recurrent"
+        found = streams(engine.run(PROMPTS, options={**GREEDY, "max_tokens": 24}))
+        assert engine.stats().n_recomputed_tokens == 0
+    assert [reason for reason, _ in found] == ["length"] * 8
+    assert [tokens[:1] for _, tokens in found] == [tokens[:1] for _, tokens in expected]
+
+
+def test_pause_keeps_cells_and_tokens(test_model: Path) -> None:
+    expected = alone(test_model, 30, exact=True)
+    with load(test_model, parallel=8, exact=True) as engine:
+        response = engine.run(PROMPTS, options={**GREEDY, "max_tokens": 30})
+        chunks = iter(response)
+        next(chunks)
+        paused = [id for id in response.ids if engine.pause(id)]
+        assert all(engine.resume(id) for id in paused)
+        assert streams(response) == expected
+        assert engine.stats().n_recomputed_tokens == 0
+
+
+def test_paused_one_gives_way_and_comes_back(test_model: Path) -> None:
+    expected = alone(test_model, 60, exact=True)
+    with load(test_model, parallel=1, exact=True, threaded=False) as engine:
+        first = engine.submit(PROMPTS[0], options={**GREEDY, "max_tokens": 60})
+        engine.step()
+        assert engine.pause(first.ids[0])
+        second = engine.submit(PROMPTS[1], options={**GREEDY, "max_tokens": 60})
+        assert streams(second) == expected[1:2]
+        assert engine.resume(first.ids[0])
+        assert streams(first) == expected[:1]
+        assert engine.stats().n_recomputed_tokens == 0
+
+
+def test_cancel_at_the_first_token_lets_nothing_of_the_queue_run(test_model: Path) -> None:
+    with load(test_model, parallel=2) as engine:
+        response = engine.run(PROMPTS[:6], options={**GREEDY, "max_tokens": 200})
+        seen = set()
+        with closing(iter(response)) as chunks:
+            seen.add(next(chunks).id)
+            assert response.cancel() == 6
+            seen |= {chunk.id for chunk in chunks if chunk.text}
+        results = all_results(response)
+        again = engine.submit("Hi", options={**GREEDY, "max_tokens": 5}).result()
+    assert seen <= {"0", "1"}
+    assert [r.finish_reason for r in results] == ["cancelled"] * 6
+    assert [isinstance(r.error, RequestCancelledError) for r in results] == [False] * 2 + [True] * 4
+    assert again.usage.completion_tokens == 5
+
+
+def test_reader_who_sleeps_holds_up_nobody_and_gets_everything(test_model: Path) -> None:
+    with load(test_model, parallel=2) as engine:
+        sleeper = engine.submit(PROMPTS[0], options={**GREEDY, "max_tokens": 100})
+        chunks = iter(sleeper)
+        parts = [next(chunks)]
+        for prompt in PROMPTS[1:4]:
+            engine.submit(prompt, options={**GREEDY, "max_tokens": 100}).result()
+        parts += chunks
+        [result] = sleeper.results()
+    assert "".join(part.text for part in parts) == result.text
+    assert sum(len(part.token_ids) for part in parts) == 100
+
+
+@pytest.mark.parametrize("code", [1, -1, 2, -2, -3])
+def test_passing_failure_of_a_step_is_made_good(test_model: Path, code: int) -> None:
+    codes = [0, 0, 0, code]
+    with faulty_engine(test_model, lambda _: codes.pop(0) if codes else 0) as engine:
+        results = all_results(engine.run(PROMPTS, options={**GREEDY, "max_tokens": 30}))
+    assert [(r.finish_reason, len(r.token_ids)) for r in results] == [("length", 30)] * 8
+
+
+@pytest.mark.parametrize("code", [1, -1, -3])
+def test_request_that_fails_steps_fails_alone(test_model: Path, code: int) -> None:
+    is_loaded = False
+
+    def fails(chunks: Sequence[Chunk]) -> int:
+        return code if is_loaded and any(33 in c.tokens[1:] for c in chunks) else 0
+
+    prompts = [cbatch.BatchPrompt(tokens=[300 + i, 301, 33 if i == 5 else 302]) for i in range(8)]
+    with faulty_engine(test_model, fails) as engine:
+        is_loaded = True
+        results = all_results(engine.run(prompts, options={**GREEDY, "max_tokens": 12}))
+    assert [r.finish_reason for r in results] == ["length"] * 5 + ["error"] + ["length"] * 2
+    assert isinstance(results[5].error, RequestFailedError)
+    assert isinstance(results[5].error.__cause__, DecodeError)
+
+
+def test_device_that_always_fails_stops_the_engine_and_tells_everybody_once(
+    test_model: Path,
+) -> None:
+    is_broken = False
+    with faulty_engine(test_model, lambda _: -3 if is_broken else 0) as engine:
+        is_broken = True
+        results = all_results(engine.run(PROMPTS * 4, options={**GREEDY, "max_tokens": 12}))
+        with pytest.raises(EngineClosedError) as caught:
+            engine.submit("Hi")
+    assert {r.finish_reason for r in results} == {"error"}
+    assert isinstance(caught.value.__cause__, DecodeError)
