@@ -234,7 +234,8 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
         assert all(d.slot in shares for d in running if d.n_pending == 1)
     options = rig.scheduler.options
     is_free = options.prefill_chunk is options.prefill_budget is options.itl_ms is None
-    if is_free and n_tokens < min(rig.backend.n_batch, ledger.n_free_cells):
+    n_used = n_tokens if ledger.is_shared else 2 * n_tokens  # chunks are evened out otherwise
+    if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
         assert all(d.slot is not None and shares[d.slot] == d.n_pending for d in running)
 
 

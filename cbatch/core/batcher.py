@@ -167,7 +167,7 @@ class MultiRequestBatcher:
         self.cells.load(driver, slot)
 
     def make_room(self) -> bool:
-        """Take slot and cells from a paused one, else from a victim, for want of cells; False where there is neither."""
+        """Take slot and cells from a paused one, else from a victim, for want of cells; False if there is neither."""
         if self.park_paused():
             return True
         victim = self._victim()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cbatch.core.costs import StepCosts
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
-from cbatch.core.shape import split_budget, whole_pieces
+from cbatch.core.shape import even_out, split_budget, whole_pieces
 from cbatch.core.trials import Trials
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
 from cbatch.options import ScheduleOptions
@@ -63,6 +63,7 @@ class ContinuousBatchScheduler:
         self.costs = StepCosts(batcher.ledger.n_slots)
         self.trials = Trials()
         self._n_batch, self._n_piece, self._can_trim = n_batch, n_piece, can_trim
+        self._can_even = not (n_piece or batcher.ledger.is_shared)
         is_fair = self.options.policy == "round_robin"
         self._quantum = (self.options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._order: list[SequenceDriver] = []
@@ -190,6 +191,13 @@ class ContinuousBatchScheduler:
             for driver, n in zip(newcomers, split(wanted, budget), strict=True):
                 if n and driver.slot is not None:
                     shares[driver.slot] = n
+            if len(newcomers) > 1 and self._can_even:
+                cut = [
+                    d.slot
+                    for d in newcomers
+                    if d.slot is not None and 1 < shares.get(d.slot, 0) < d.n_pending
+                ]
+                even_out(shares, cut)
         return shares
 
     def _wanted(self, newcomers: Sequence[SequenceDriver]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 
 def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
@@ -34,3 +34,21 @@ def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
         shares.append(want if want <= budget else 0)
         budget -= shares[-1]
     return shares
+
+
+def even_out(shares: dict[int, int], cut: Collection[int]) -> None:
+    """Shorten chunks of neighbours to one length where that saves a run of llama.cpp's graph; mutates `shares`.
+
+    In partitioned memory llama.cpp computes equally long chunks of adjacent slots in one run of the graph, and what one
+    is longer in another. A chunk that does not end its prompt anyway may as well end with its neighbour's, unless that
+    leaves much of the step's room unused.
+
+    Args:
+        shares: tokens by slot; a decode row has 1.
+        cut: slots whose chunk does not end their prompt.
+    """
+    for slot, n_below in sorted(shares.items()):
+        n = shares.get(slot + 1, 1)
+        shorter, longer = sorted((slot, slot + 1), key=lambda s: shares.get(s, 1))
+        if min(n_below, n) > 1 and longer in cut and 4 * shares[shorter] >= 3 * shares[longer]:
+            shares[longer] = shares[shorter]
