@@ -154,7 +154,7 @@ class SequenceDriver:
     @property
     def n_left(self) -> int:
         """Tokens that may still be sampled."""
-        return self.n_cap - self.n_output
+        return self.n_cap + self.n_prompt - len(self.tokens)
 
     def n_to_boundary(self, n_piece: int) -> int:
         """Return how many pending tokens reach the next boundary: prompts end at multiples of `n_piece`.

@@ -224,15 +224,12 @@ class ContinuousBatchScheduler:
         so that one early decoder does not hold up all newcomers.
         """
         if self.options.itl_ms is not None:
-            limit_s: float | None = self.options.itl_ms * 1e-3
+            limit_s = self.options.itl_ms * 1e-3
         elif any(d.is_watched and d.n_pending == 1 for d in order):
-            limit_s = self.costs.decode_s(len(order))
+            decode_s = self.costs.decode_s(n_rows) or 0.0
+            limit_s = MIXED_OVER_DECODE * max(decode_s, self.costs.seen_s(len(order)))
         else:
             return None
-        if limit_s is None:
-            return None
-        if self.options.itl_ms is None:
-            limit_s *= MIXED_OVER_DECODE
         n_tokens = self.costs.n_prompt_within(n_rows, limit_s)
         return None if n_tokens is None else max(N_PROMPT_MIN, n_tokens)
 
@@ -273,8 +270,9 @@ class ContinuousBatchScheduler:
 
     def _accept(self, driver: SequenceDriver, n_chunk: int, sampled: list[int], now: float) -> None:
         n_computed = driver.n_computed
-        self.stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
-        self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
+        if n_computed < driver.n_prompt or n_computed < driver.n_reached:
+            self.stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
+            self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
         driver.accept(n_chunk, sampled, now)
         if driver.slot is not None:
             self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)

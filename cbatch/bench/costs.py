@@ -1,0 +1,253 @@
+"""What steps of a model take on a machine: `python -m cbatch.bench.costs MODEL > costs.json`.
+
+The table is a cost for `FakeBackend`, and so for `cbatch.bench.simulate`: it knows the width of a step and the prompt
+tokens that join it. That steps grow slower as sequences grow longer is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.aside import run_aside
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.errors import ConfigError, DecodeError
+from cbatch.options import MAX_PARALLEL, EngineOptions, Sampling
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cbatch.backend.model import LlamaModel
+
+Points = tuple[tuple[int, float], ...]
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+CHUNKS = (16, 64, 256, 1024)
+
+_N_PROMPT_READY = 4096
+"""Up to so many prompt tokens their time stands in a list: the largest step of most settings."""
+
+_N_BESIDE = 8
+"""Rows that decode beside a chunk while its time is measured: enough for the fast kernels of a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """Seconds of a step as measured points; called with its rows and its tokens beyond one each, as `FakeBackend` does.
+
+    Between two points the line through them holds, beyond the ends the line through the last two, but never less than
+    the smallest figure.
+
+    Args:
+        decode_s: (rows, seconds) of steps with one token a row.
+        prompt_s: (tokens, seconds more) that prompt tokens beyond one a row add to a step; none add nothing.
+
+    Raises:
+        ConfigError: no points, or one that is not a count and a time, or two of one place.
+    """
+
+    decode_s: Points
+    prompt_s: Points
+    _by_rows: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _by_prompt: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check and sort the points, and note the times of all usual steps."""
+        decode_s, prompt_s = _points("decode_s", self.decode_s), _points("prompt_s", self.prompt_s)
+        _set = partial(object.__setattr__, self)
+        _set("decode_s", decode_s)
+        _set("prompt_s", prompt_s)
+        _set("_by_rows", _line(decode_s, MAX_PARALLEL))
+        _set("_by_prompt", _line(_from_zero(prompt_s), _N_PROMPT_READY))
+
+    def __call__(self, n_rows: int, n_prompt: int) -> float:
+        """Return the seconds of a step of `n_rows` sequences and `n_prompt` tokens beyond one each."""
+        try:
+            return self._by_rows[n_rows] + self._by_prompt[n_prompt]
+        except IndexError:
+            return at(self.decode_s, n_rows) + at(_from_zero(self.prompt_s), n_prompt)
+
+    @classmethod
+    def of(cls, data: Any) -> StepTable:
+        """Return the table that `as_json` gave.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        if not isinstance(data, dict) or set(data) != {"decode_s", "prompt_s"}:
+            raise ConfigError("a table of step costs has decode_s and prompt_s")
+        return cls(data["decode_s"], data["prompt_s"])
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> StepTable:
+        """Return the table of a JSON file.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds no table.
+        """
+        try:
+            return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:  # ConfigError and bad JSON are ValueErrors
+            raise ConfigError(f"{path}: {error}") from error
+
+    def as_json(self) -> dict[str, Points]:
+        """Return what `of` takes, ready for `json.dumps`."""
+        return {"decode_s": self.decode_s, "prompt_s": self.prompt_s}
+
+
+def at(points: Points, x: int) -> float:
+    """Return the value at `x` of the lines through `points`, which ascend; see `StepTable`."""
+    lowest = min(y for _, y in points)
+    if len(points) == 1:
+        return lowest
+    i = bisect_left(points, (x, 0.0))
+    i = min(max(i, 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return max(lowest, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def _line(points: Points, x_max: int) -> tuple[float, ...]:
+    return tuple(at(points, x) for x in range(x_max + 1))
+
+
+def _from_zero(points: Points) -> Points:
+    return points if points[0][0] == 0 else ((0, 0.0), *points)
+
+
+def _points(name: str, given: Any) -> Points:
+    """Return the points in order, or refuse what is none."""
+    try:
+        points = sorted((n, float(s)) for n, s in given)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} must be pairs of a count and seconds, not {given!r}") from None
+    if not points:
+        raise ConfigError(f"{name} has no point")
+    for n, s in points:
+        if type(n) is not int or n < 0 or not 0 <= s < float("inf"):
+            raise ConfigError(f"{name} must be pairs of a count and seconds, not {(n, s)!r}")
+    if len(dict(points)) < len(points):
+        raise ConfigError(f"{name} has two points of one place: {points}")
+    return tuple(points)
+
+
+SMALL = StepTable(
+    ((1, 0.00616), (2, 0.0169), (4, 0.0236), (8, 0.0273), (16, 0.0321), (32, 0.0590)),
+    ((16, 0.0085), (64, 0.0360), (256, 0.147), (1024, 0.724)),
+)
+"""The model *small* (12 layers, 768 wide, 151,936 tokens, q8_0) on 2 cores (x86-64, AVX-512).
+
+Source: `python -m cbatch.bench.costs small.gguf`, llama-cpp-python 0.3.36. Four rows cost nearly what eight do there.
+"""
+
+
+def measure(
+    model: LlamaModel,
+    widths: Sequence[int] = WIDTHS,
+    chunks: Sequence[int] = CHUNKS,
+    *,
+    n_rounds: int = 5,
+    n_threads: int | None = None,
+) -> StepTable:
+    """Return what steps of this model take here, sampling included: medians of `n_rounds` turns over all points.
+
+    Args:
+        model: an open model; nobody else may compute meanwhile.
+        widths: rows of decoding steps.
+        chunks: tokens beyond the first of a prompt's chunk, beside rows that decode.
+        n_rounds: how often each is measured, after a turn that warms up.
+        n_threads: as in `load`.
+    """
+    return StepTable(
+        run_aside(partial(_measure_decode, model, widths, n_rounds, n_threads)),
+        run_aside(partial(_measure_prompt, model, chunks, n_rounds, n_threads)),
+    )
+
+
+class _Steps:
+    """Single steps on a real backend, all slots empty before each."""
+
+    def __init__(
+        self, model: LlamaModel, n_slots: int, n_window: int, n_threads: int | None
+    ) -> None:
+        from cbatch.backend.llama import LlamaBackend  # llama_cpp is slow to import
+
+        n_batch = max(2048, n_window + n_slots)
+        options = EngineOptions(
+            parallel=n_slots, ctx_per_seq=n_window, n_batch=n_batch, n_threads=n_threads
+        )
+        self.backend = LlamaBackend(model, options, owns_model=False)
+        self._clears = tuple(Slot(i) for i in range(n_slots))
+        binds = tuple(Binding(slot, 1, Sampling(), ()) for slot in self._clears)
+        self._run(StepPlan((), binds=binds, clears=self._clears))
+
+    def seconds(self, lengths: Iterable[int]) -> float:
+        """Return what a step takes with a chunk of each of these lengths, in slots 0, 1, …"""
+        chunks = tuple(Chunk(Slot(i), 0, [1] * n, True) for i, n in enumerate(lengths))
+        return self._run(StepPlan(chunks, clears=self._clears))
+
+    def _run(self, plan: StepPlan) -> float:
+        result = self.backend.run(plan)
+        if result.code:
+            raise DecodeError(result.code)
+        return result.first_s
+
+
+def _measure_decode(
+    model: LlamaModel, widths: Sequence[int], n_rounds: int, n_threads: int | None
+) -> Points:
+    steps = _Steps(model, max(widths), 256, n_threads)
+    try:
+        found = _medians(lambda n: steps.seconds([1] * n), widths, n_rounds)
+    finally:
+        steps.backend.close()
+    return tuple(zip(widths, found, strict=True))
+
+
+def _measure_prompt(
+    model: LlamaModel, chunks: Sequence[int], n_rounds: int, n_threads: int | None
+) -> Points:
+    """Measure steps with a chunk in the last row, and take off what they take with one token there."""
+    steps, beside = _Steps(model, _N_BESIDE + 1, max(chunks) + 1, n_threads), [1] * _N_BESIDE
+    try:
+        base, *found = _medians(lambda n: steps.seconds([*beside, 1 + n]), (0, *chunks), n_rounds)
+    finally:
+        steps.backend.close()
+    return tuple((n, max(0.0, s - base)) for n, s in zip(chunks, found, strict=True))
+
+
+def _medians(seconds: Callable[[int], float], sizes: Sequence[int], n_rounds: int) -> list[float]:
+    """Return the median of each size's turns; the sizes take turns, so that a slow moment hits all alike."""
+    rounds = [[seconds(n) for n in sizes] for _ in range(n_rounds + 1)][1:]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def main() -> None:
+    """Print the table as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="a GGUF file")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="rows of a step")
+    parser.add_argument("--chunks", type=int, nargs="+", default=CHUNKS, help="prompt tokens")
+    parser.add_argument("--rounds", type=int, default=5, help="turns after the warm-up")
+    parser.add_argument("--threads", type=int, help="as n_threads of load")
+    a = parser.parse_args()
+    from cbatch.backend.log import llama_log  # llama_cpp is slow to import
+    from cbatch.backend.model import open_model
+
+    llama_log().install()
+    model = open_model(a.model)
+    table = measure(model, a.widths, a.chunks, n_rounds=a.rounds, n_threads=a.threads)
+    sys.stdout.write(json.dumps(table.as_json()) + "\n")
+    model.close()
+    llama_log().remove()
+
+
+if __name__ == "__main__":
+    main()
