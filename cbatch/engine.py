@@ -152,7 +152,9 @@ class Engine:
     def _start(self, backend: Backend, exactness: Exactness | None) -> None:
         stats, schedule, memory = EngineStats(), self._schedule, backend.memory
         ledger = KvLedger(backend.n_slots, backend.n_window, memory)
-        batcher = MultiRequestBatcher(ledger, partial(tokenize, backend.vocab), schedule, memory)
+        batcher = MultiRequestBatcher(
+            ledger, partial(tokenize, backend.vocab), schedule, memory, backend.n_piece
+        )
         scheduler = ContinuousBatchScheduler(
             batcher,
             backend.n_batch,

@@ -158,6 +158,7 @@ class ScheduleOptions:
         prefill_chunk: most prompt tokens of one sequence in a step; not said: as many as the step holds.
         itl_ms: aim of milliseconds a step, from which the budget for prompts follows, instead of `prefill_budget`.
         swap_mib: host memory for the cells of sequences that lost their slot; what does not fit is computed again.
+        share_prefixes: compute a beginning that prompts have in common once, and take it over from each other.
 
     Raises:
         ConfigError: a value of the wrong type, out of range, or at odds with another.
@@ -173,9 +174,13 @@ class ScheduleOptions:
     prefill_chunk: int | None = None
     itl_ms: float | None = None
     swap_mib: int = 1024
+    share_prefixes: bool = True
 
     def __post_init__(self) -> None:
         """Check every value and every pair that can contradict."""
+        for f in fields(self):
+            if f.default is not None and getattr(self, f.name) is None:
+                raise ConfigError(f"{f.name} must not be None")
         _check_choice("policy", self.policy, ("fcfs", "priority", "shortest", "round_robin"))
         for name in ("quantum", "prefill_budget", "prefill_chunk"):
             _check_int(name, getattr(self, name), 1, 2**31 - 1)
@@ -183,6 +188,7 @@ class ScheduleOptions:
         _check_int("swap_mib", self.swap_mib, 0, 2**31 - 1)
         _check_float("ageing_s", self.ageing_s, 1e-3, MAX_TIME_S)
         _check_float("itl_ms", self.itl_ms, 1e-3, 1e9)
+        _check_bool("share_prefixes", self.share_prefixes)
         _check_choice("admission", self.admission, (None, "reserve", "optimistic"))
         _check_choice("when_full", self.when_full, (None, "wait", "reject"))
         self._check_pairs()
@@ -244,9 +250,6 @@ class EngineOptions(ScheduleOptions):
     def __post_init__(self) -> None:
         """Check what can be checked without the model."""
         ScheduleOptions.__post_init__(self)
-        for f in fields(self):
-            if f.default is not None and getattr(self, f.name) is None:
-                raise ConfigError(f"{f.name} must not be None")
         _check_int("parallel", self.parallel, 1, MAX_PARALLEL)
         for name in ("n_ctx", "ctx_per_seq", "n_threads"):
             _check_int(name, getattr(self, name), 1, 2**31 - 1)

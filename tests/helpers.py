@@ -39,8 +39,8 @@ def recurrent(n_slots: int, *, can_save: bool = False) -> Memory:
 
 
 def partitioned(n_cells: int) -> Memory:
-    """A slot's own cells, which can be saved; a saved cell takes 1 KiB."""
-    return Memory("partitioned", n_cells, can_save=True, saved_bytes_per_cell=1024)
+    """A slot's own cells, which can be saved and copied; a saved cell takes 1 KiB."""
+    return Memory("partitioned", n_cells, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +115,8 @@ def make_scheduler(
         cost=cost,
         memory=memory,
     )
-    schedule, memory = ScheduleOptions(**options), backend.memory
+    schedule = ScheduleOptions(**{"share_prefixes": False, **options})
+    memory = backend.memory
     ledger = KvLedger(n_slots, n_window, memory)
     batcher = MultiRequestBatcher(ledger, partial(tokenize, backend), schedule, memory)
     stats = EngineStats()
@@ -240,9 +241,14 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
 
 
 def check_clears(rig: Rig) -> None:
-    """A slot that nobody has is empty once the plan's orders are done."""
+    """A slot that nobody has holds what the books say once the plan's orders are done, and the index knows it."""
+    ledger, index = rig.batcher.ledger, rig.batcher.sharing.index
     for slot, driver in enumerate(rig.batcher.running):
-        assert driver is not None or not rig.backend.cells[slot]
+        cells = rig.backend.cells[slot]
+        if driver is None:
+            assert len(cells) == ledger.n_cells[slot]
+            assert not cells or rig.scheduler.options.share_prefixes
+            assert not cells or (len(cells), Slot(slot)) in index.matches(cells)
 
 
 def check_cells(rig: Rig) -> None:
@@ -270,8 +276,8 @@ def check_invariants(rig: Rig) -> None:
     having = [d for d in batcher.running if d is not None]
     assert ledger.n_lent == len(having) == len(set(map(id, having)))
     for slot, driver in enumerate(batcher.running):
-        assert ledger.n_cells[slot] == (0 if driver is None else driver.n_computed)
         if driver is not None:
+            assert ledger.n_cells[slot] == driver.n_computed
             assert driver.slot == slot
             assert driver.status in (Status.RUNNING, Status.PAUSED)
             assert driver.n_pending >= 1

@@ -91,7 +91,7 @@ def test_chunks_and_results_of_a_generator_come_while_it_is_read(engine: Engine)
     joined: dict[str, str] = {}
     for chunk in response:
         joined[chunk.id] = joined.get(chunk.id, "") + chunk.text
-    assert list(joined.values()) == [r.text for r in response.results()]
+    assert joined == {r.id: r.text for r in response.results()}
     completed = engine.run(Source(3 * N_AHEAD).prompts()).as_completed()
     assert sorted(r.text for r in completed) == sorted(joined.values())
 

@@ -183,6 +183,8 @@ class FakeBackend:
             self._set_cells(slot, [])
         for slot, n_cells in plan.trims:
             self._set_cells(slot, self.cells[slot][:n_cells])
+        for source, slot, n_cells in plan.copies:
+            self._set_cells(slot, self.cells[source][:n_cells])
         for slot, key in plan.loads:
             if not self._load(slot, key):
                 lost.append(key)
@@ -288,6 +290,13 @@ class FakeBackend:
             raise PlanError(f"nothing to trim: {plan}")
         if any(key not in self.saved.keys() | new for _, key in plan.loads):
             raise PlanError(f"nothing to load: {plan}")
+        n_cells = [len(cells) for cells in self.cells]
+        for slot, n in (*((s, 0) for s in plan.clears), *plan.trims):
+            n_cells[slot] = n
+        for source, slot, n in plan.copies:
+            if not self.memory.can_copy or n_cells[slot] or not 0 < n <= n_cells[source]:
+                raise PlanError(f"cannot copy {n} cells of slot {source} to {slot}: {plan}")
+            n_cells[slot] = n
         emptied = range(self.n_slots) if plan.is_rebuild else plan.clears
         if any(self.cells[slot] and slot not in emptied for slot, _ in plan.loads):
             raise PlanError(f"a slot to load into is not empty: {plan}")
@@ -300,6 +309,7 @@ class FakeBackend:
         n_saved = {key: len(self.cells[slot]) for slot, key in plan.saves}
         n_saved |= {key: len(cells) for key, cells in self.saved.items()}
         changed |= dict(plan.trims) | {slot: n_saved[key] for slot, key in plan.loads}
+        changed |= {slot: n_cells for _, slot, n_cells in plan.copies}
         for c in plan.chunks:
             n_cells = changed.get(c.slot, 0 if plan.is_rebuild else len(self.cells[c.slot]))
             if c.start != n_cells:

@@ -105,6 +105,7 @@ class LlamaBackend:
         self._cells = LlamaCells(self._ctx)
         self.n_batch = int(llama_cpp.llama_n_batch(self._ctx))
         self.n_cells = [0] * self.n_slots
+        self._uncopied: set[Slot] = set()
         self._last_chunks: Sequence[Chunk] = ()
         self._stepper = self._make_stepper(
             ctypes.cast(self._ctx, ctypes.c_void_p),
@@ -164,6 +165,7 @@ class LlamaBackend:
     def _compute(self, plan: StepPlan) -> StepResult:
         result = self._pieces(plan) if self.n_piece else self._steps(plan.chunks, plan.n_steps)
         if result.n_steps:
+            self._uncopied.clear()
             for chunk in plan.chunks:
                 self.n_cells[chunk.slot] += len(chunk.tokens) + result.n_steps - 1
         if result.code in _UNCHANGED:
@@ -225,6 +227,10 @@ class LlamaBackend:
             self._trim(slot, 0)
         for slot, n_cells in plan.trims:
             self._trim(slot, n_cells)
+        for source, slot, n_cells in plan.copies:
+            self._cells.copy(source, slot, n_cells)
+            self.n_cells[slot] = n_cells
+            self._uncopied.add(slot)
         unloaded = [key for slot, key in plan.loads if not self._load(slot, key)]
         return tuple(dict.fromkeys((*unsaved, *unloaded))), not unloaded
 
@@ -233,6 +239,8 @@ class LlamaBackend:
         self.n_cells[slot] = n_cells
 
     def _save(self, slot: Slot, key: int) -> bool:
+        if slot in self._uncopied:  # its bytes are not there yet: the step after the copy failed
+            return False
         saved = self._cells.save(slot)
         if saved is None or saved.n_cells != self.n_cells[slot]:
             return False
@@ -291,6 +299,7 @@ class LlamaBackend:
     def _check(self, plan: StepPlan) -> None:
         """Refuse what llama.cpp would answer with an abort, before anything is done."""
         moved = (*plan.clears, *(slot for slot, _ in (*plan.trims, *plan.saves, *plan.loads)))
+        moved += tuple(slot for source, target, _ in plan.copies for slot in (source, target))
         named = (*moved, *(b.slot for b in plan.binds))
         if named and not 0 <= min(named) <= max(named) < self.n_slots:
             raise PlanError(f"slots are 0 … {self.n_slots - 1}: {plan!r}")
@@ -310,13 +319,7 @@ class LlamaBackend:
 
     def _cells_after_moves(self, plan: StepPlan) -> list[int]:
         """Return what each slot holds when computing begins, or refuse an order that cannot be done."""
-        saved = {key: cells.n_cells for key, cells in self._saved.items()}
-        for slot, key in plan.saves:
-            if not self.memory.can_save or key in saved or not self.n_cells[slot]:
-                self._refuse(plan, f"slot {slot} cannot be saved under {key}")
-            saved[key] = self.n_cells[slot]
-        for key in plan.forgets:
-            saved.pop(key, None)
+        saved = self._saved_after_moves(plan)
         n_cells = [0] * self.n_slots if plan.is_rebuild else self.n_cells.copy()
         for slot in plan.clears:
             n_cells[slot] = 0
@@ -324,11 +327,26 @@ class LlamaBackend:
             if not self.memory.can_trim or not 0 <= n_kept <= n_cells[slot]:
                 self._refuse(plan, f"slot {slot} cannot be cut to {n_kept} cells")
             n_cells[slot] = n_kept
+        for source, slot, n_copied in plan.copies:
+            if not self.memory.can_copy or n_cells[slot] or not 0 < n_copied <= n_cells[source]:
+                self._refuse(plan, f"{n_copied} cells of slot {source} cannot be copied to {slot}")
+            n_cells[slot] = n_copied
         for slot, key in plan.loads:
             if key not in saved or n_cells[slot]:
                 self._refuse(plan, f"what is saved under {key} cannot be put into slot {slot}")
             n_cells[slot] = saved.pop(key)
         return n_cells
+
+    def _saved_after_moves(self, plan: StepPlan) -> dict[int, int]:
+        """Return how many cells there are under each key when loading begins, or refuse to save."""
+        saved = {key: cells.n_cells for key, cells in self._saved.items()}
+        for slot, key in plan.saves:
+            if not self.memory.can_save or key in saved or not self.n_cells[slot]:
+                self._refuse(plan, f"slot {slot} cannot be saved under {key}")
+            saved[key] = self.n_cells[slot]
+        for key in plan.forgets:
+            saved.pop(key, None)
+        return saved
 
     def _refuse(self, plan: StepPlan, why: str) -> NoReturn:
         raise PlanError(f"{why}: slots have {self.n_cells} cells of {self.n_window}: {plan!r}")

@@ -46,6 +46,15 @@ class LlamaCells:
         """Take off all but the first `n_cells`; return whether it was done. With 0 it can always be done."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, n_cells or -1, -1))
 
+    def copy(self, source: int, target: int, n_cells: int) -> None:
+        """Have the first `n_cells` of one slot in another too, which must be empty.
+
+        Between slots with memory of their own the bytes are copied at the next decode: until then nothing in the target
+        may be saved, and nothing loaded into it. Source: src/llama-kv-cache.cpp, seq_cp and update.
+        """
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        self.trim(target, n_cells)
+
     def n_saved_bytes(self, slot: int) -> int:
         """Return the size of a slot's saved cells; 0 where llama.cpp cannot say."""
         return int(llama_cpp.llama_state_seq_get_size(self._ctx, slot))
@@ -110,15 +119,29 @@ def find_memory(ctx: Any, model: LlamaModel, *, n_slots: int, is_unified: bool) 
     )
     cells.trim(target, 0)
     is_recurrent = has_states(model) or not is_cut
+    can_trim = not is_recurrent and not llama_cpp.llama_model_n_swa(model.pointer)
+    can_copy = can_trim and target > 0 and _copies(ctx, cells, target, undisturbed, model)
     n_per_cell = max(0, -(-(sizes[-1] - sizes[0]) // (_N_KEPT - 1)))
     return Memory(
         kind="recurrent" if is_recurrent else "unified" if is_unified else "partitioned",
         n_cells=int(llama_cpp.llama_n_ctx(ctx)),
-        can_trim=not is_recurrent and not llama_cpp.llama_model_n_swa(model.pointer),
+        can_trim=can_trim,
         can_save=can_save,
+        can_copy=can_copy,
         saved_bytes=max(0, sizes[0] - n_per_cell) if can_save else 0,
         saved_bytes_per_cell=n_per_cell if can_save else 0,
     )
+
+
+def _copies(ctx: Any, cells: LlamaCells, target: int, undisturbed: int, model: LlamaModel) -> bool:
+    """Whether the beginning of a longer sequence goes on as it would alone in a slot that it is copied to."""
+    for position in range(_N_KEPT + 1):
+        _decode(ctx, 0, position, has_output=False)
+    cells.copy(0, target, _N_KEPT)
+    is_alike = cells.count(target) == _N_KEPT and _next_token(ctx, target, model) == undisturbed
+    cells.trim(0, 0)
+    cells.trim(target, 0)
+    return is_alike
 
 
 def _next_token(ctx: Any, slot: int, model: LlamaModel) -> int:

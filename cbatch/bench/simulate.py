@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -235,6 +235,7 @@ class FakeServer:
         cost: Cost,
         memory: Memory | None = None,
     ) -> None:
+        options = replace(options, share_prefixes=False)  # its prompts are all alike
         self.cost, self.options = cost, options
         self.backend = FakeBackend(n_slots, n_window, n_batch, cost=self._cost, memory=memory)
         memory = self.backend.memory

@@ -201,6 +201,7 @@ def main() -> None:
         ctx_per_seq=n_window,
         prefill_budget=a.prefill_budget,
         itl_ms=a.itl_ms,
+        share_prefixes=False,  # every round has the same prompt
     ) as engine:
         rounds = []
         for i in range(a.rounds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,16 @@ from cbatch.core.cells import Cells
 from cbatch.core.deadlines import Deadlines
 from cbatch.core.demand import N_PREEMPTED_MAX, Demand
 from cbatch.core.driver import SequenceDriver, Status, Wait
+from cbatch.core.plan import Slot
 from cbatch.core.queue import make_queue
+from cbatch.core.sharing import Sharing
 from cbatch.errors import CBatchError, LedgerError, RequestFailedError
 from cbatch.messages import BatchPrompt
 from cbatch.options import ScheduleOptions
 
 if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import Memory, Slot
+    from cbatch.core.plan import Memory
     from cbatch.response import FinishReason
 
 Tokenize = Callable[[BatchPrompt], Sequence[int]]
@@ -31,6 +34,26 @@ N_OVERTAKEN_MAX = 16
 
 N_REFUSED_MAX = 64
 """Most requests that one plan ends without computing them: a step must not wait for a long row of bad ones."""
+
+
+@dataclass(eq=False, slots=True)
+class _Follower:
+    """One that waits until another has `n_cells` cells; not longer than that one gets on with it."""
+
+    driver: SequenceDriver
+    leader: SequenceDriver
+    n_cells: int
+    n_seen: int = -1
+
+    def goes_on_waiting(self) -> bool:
+        """Whether the leader is still on the way; asked once a plan."""
+        n_computed, self.n_seen, n_before = (
+            self.leader.n_computed,
+            self.leader.n_computed,
+            self.n_seen,
+        )
+        is_running = self.leader.status is Status.RUNNING
+        return is_running and n_before < n_computed < self.n_cells
 
 
 class MultiRequestBatcher:
@@ -47,6 +70,7 @@ class MultiRequestBatcher:
         tokenize: Tokenize,
         options: ScheduleOptions | None = None,
         memory: Memory | None = None,
+        n_piece: int = 0,
     ) -> None:
         options = options or ScheduleOptions()
         self.ledger = ledger
@@ -54,7 +78,10 @@ class MultiRequestBatcher:
         """Who has each slot; a paused one may."""
         self.in_flight: dict[str, SequenceDriver] = {}
         self.demand = Demand(ledger, is_optimistic=options.admission == "optimistic")
-        self.cells = Cells(ledger, memory, options.swap_mib * 2**20)
+        self.sharing = Sharing(
+            ledger, self.running, memory, n_piece=n_piece, is_on=options.share_prefixes
+        )
+        self.cells = Cells(ledger, memory, options.swap_mib * 2**20, self.sharing)
         self.deadlines = Deadlines()
         self.n_visited = 0
         """Waiting sequences looked at since the beginning."""
@@ -66,6 +93,7 @@ class MultiRequestBatcher:
         self._queue = make_queue(options)
         self._returning: list[tuple[int, SequenceDriver]] = []
         self._held: dict[int, SequenceDriver] = {}
+        self._followers: list[_Follower] = []
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
 
@@ -78,6 +106,16 @@ class MultiRequestBatcher:
     def n_held(self) -> int:
         """Sequences without a slot that could not take one: paused, or waiting for something else."""
         return len(self._held)
+
+    @property
+    def n_paused_in_slots(self) -> int:
+        """Sequences that are paused and have a slot, which they give up when somebody needs it."""
+        return sum(d is not None and d.status is Status.PAUSED for d in self.running)
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether somebody waits for another to compute the beginning of its prompt."""
+        return bool(self._followers)
 
     @property
     def has_ended(self) -> bool:
@@ -98,7 +136,7 @@ class MultiRequestBatcher:
                 self.prepare(driver)
             if driver.refusal is not None:
                 self._end(driver, "error", driver.clock.submitted_s, driver.refusal)
-            elif driver.waits_for is not None:
+            elif driver.is_held:
                 self._held[driver.number] = driver
             else:
                 ready.append(driver)
@@ -121,6 +159,7 @@ class MultiRequestBatcher:
     def admit(self, now: float) -> list[SequenceDriver]:
         """Give free slots to those whose turn it is and whose cells fit; return who got one, in order of slots."""
         admitted: list[SequenceDriver] = []
+        self._release_followers()
         n_refusable = N_REFUSED_MAX
         while self.n_waiting and (self.ledger.has_free_slot or self.park_paused()):
             first = self._first(N_LOOK if self.ledger.is_shared else 1)
@@ -131,6 +170,8 @@ class MultiRequestBatcher:
             n_refusable -= len(refused)
             fitting = None if refused else self._fitting(first)
             if fitting is not None:
+                if len(self._followers) < self.ledger.n_free_slots and self._follows(fitting):
+                    continue
                 self._enter(fitting, now)
                 admitted.append(fitting)
             elif n_refusable <= 0 or not (refused or self.park_paused()):
@@ -160,11 +201,31 @@ class MultiRequestBatcher:
 
     def _enter(self, driver: SequenceDriver, now: float) -> None:
         self._remove_waiting(driver)
-        slot = self.ledger.lend()
+        source = self.sharing.best(driver) if driver.saved_key is None else None
+        slot = self.ledger.lend(self.sharing.place(source))
         driver.admit(slot, now)
         self.running[slot] = driver
         self.n_changes += 1
-        self.cells.load(driver, slot)
+        self.cells.enter(driver, slot, source)
+
+    def _follows(self, driver: SequenceDriver) -> bool:
+        """Have a driver wait for one that computes the same beginning, where there is one; return whether it does."""
+        found = self.sharing.leader(driver) if driver.saved_key is None else None
+        if found is None:
+            return False
+        self.hold(driver, Wait.LEADER)
+        self._followers.append(_Follower(driver, *found))
+        return True
+
+    def _release_followers(self) -> None:
+        """Let those go on whose leader has computed what they share, or stopped, or left: then the oldest leads."""
+        if not self._followers:
+            return
+        self._followers = [f for f in self._followers if f.driver.waits_for is Wait.LEADER]
+        for follower in self._followers:
+            if not follower.goes_on_waiting():
+                self.release(follower.driver)
+        self._followers = [f for f in self._followers if f.driver.waits_for is Wait.LEADER]
 
     def make_room(self) -> bool:
         """Take slot and cells from a paused one, else from a victim, for want of cells; False if there is neither."""
@@ -210,7 +271,7 @@ class MultiRequestBatcher:
         """Have the cells saved where that can be, and give back the slot."""
         slot = slot_of(driver)
         self.cells.save(driver, slot)
-        self._vacate(slot)
+        self._vacate(driver, slot)
         driver.slot = None
 
     def pause(self, id: str) -> bool:
@@ -221,7 +282,7 @@ class MultiRequestBatcher:
         driver = self.in_flight.get(id)
         if driver is None or driver.status is Status.PAUSED:
             return False
-        if driver.status is Status.WAITING:
+        if driver.status is Status.WAITING and driver.number not in self._held:
             self._remove_waiting(driver)
             self._held[driver.number] = driver
         driver.pause()
@@ -235,7 +296,8 @@ class MultiRequestBatcher:
             return False
         if driver.slot is None:
             driver.requeue()
-            self._come_back(driver)
+            if not driver.is_held:
+                self._come_back(driver)
         else:
             driver.resume()
             self.n_changes += 1
@@ -250,7 +312,8 @@ class MultiRequestBatcher:
     def release(self, driver: SequenceDriver) -> None:
         """Let a held sequence take its turn: among the first, for it has waited."""
         driver.waits_for = None
-        self._come_back(driver)
+        if driver.status is Status.WAITING and driver.number in self._held:
+            self._come_back(driver)
 
     def _come_back(self, driver: SequenceDriver) -> None:
         del self._held[driver.number]
@@ -281,12 +344,13 @@ class MultiRequestBatcher:
         self.deadlines.note_end(driver)
         self.demand.learn(driver)
         if driver.slot is not None:
-            self._vacate(driver.slot)
+            self._vacate(driver, driver.slot)
 
     def drop_cells(self, driver: SequenceDriver) -> None:
         """Have a running sequence's slot emptied; all its tokens are pending again."""
         driver.rewind()
         self.cells.clear(slot_of(driver))
+        self.sharing.enter(slot_of(driver), driver)
 
     def keep_cells(self, driver: SequenceDriver, n_cells: int) -> None:
         """Have all but the first `n_cells` cells of a running sequence taken off."""
@@ -294,8 +358,10 @@ class MultiRequestBatcher:
 
     def lose_all_cells(self) -> None:
         """Take in that nobody knows what the slots hold."""
-        for driver in self.running:
-            if driver is not None:
+        for i, driver in enumerate(self.running):
+            if driver is None:
+                self.cells.clear(Slot(i))
+            else:
                 self.drop_cells(driver)
 
     def take_ended(self) -> list[SequenceDriver]:
@@ -303,11 +369,11 @@ class MultiRequestBatcher:
         ended, self._ended = self._ended, []
         return ended
 
-    def _vacate(self, slot: Slot) -> None:
+    def _vacate(self, driver: SequenceDriver, slot: Slot) -> None:
         self.running[slot] = None
         self.n_changes += 1
         self.ledger.give_back(slot)
-        self.cells.clear(slot)
+        self.cells.leave(driver, slot)
 
     def _withdraw(self, driver: SequenceDriver) -> None:
         """Take a sequence without a slot from wherever it waits."""

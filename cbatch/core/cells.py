@@ -1,9 +1,11 @@
-"""What the next plan has to do to cells before it computes: empty, trim, save, load, forget."""
+"""What the next plan has to do to cells before it computes: empty, trim, copy, save, load, forget."""
 
 from __future__ import annotations
 
 from itertools import count
 from typing import TYPE_CHECKING, TypedDict
+
+from cbatch.core.sharing import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory, Slot
+    from cbatch.core.sharing import Source
 
 
 class Orders(TypedDict, total=False):
@@ -18,6 +21,7 @@ class Orders(TypedDict, total=False):
 
     clears: tuple[Slot, ...]
     trims: tuple[tuple[Slot, int], ...]
+    copies: tuple[tuple[Slot, Slot, int], ...]
     saves: tuple[tuple[Slot, int], ...]
     loads: tuple[tuple[Slot, int], ...]
     forgets: tuple[int, ...]
@@ -26,20 +30,30 @@ class Orders(TypedDict, total=False):
 class Cells:
     """Keeps the ledger and the drivers' counters in step with the orders that go with the next plan.
 
-    Cells of a sequence that leaves its slot are saved in host memory where the backend can and the budget allows;
-    otherwise they are lost, and computed again.
+    Cells of a sequence that leaves its slot to come back are saved in host memory where the backend can and the budget
+    allows; otherwise they are lost, and computed again. What a slot of its own memory holds stays when it is given
+    back, for whoever begins alike; in a shared pool it is cleared.
     """
 
-    def __init__(self, ledger: KvLedger, memory: Memory | None, n_bytes_max: int) -> None:
+    def __init__(
+        self,
+        ledger: KvLedger,
+        memory: Memory | None,
+        n_bytes_max: int,
+        sharing: Sharing | None = None,
+    ) -> None:
         self.ledger = ledger
+        self.sharing = sharing or Sharing(ledger, (), memory, is_on=False)
         self.n_saved_bytes = 0
         self._memory = memory if memory and memory.can_save else None
+        self._can_trim = memory is None or memory.can_trim
         self._n_bytes_max = n_bytes_max
         self._keys = count()
         self._saved: dict[int, tuple[SequenceDriver, int]] = {}  # by key, with the bytes
         self._loading: dict[int, SequenceDriver] = {}
         self._clears: list[Slot] = []
         self._trims: dict[Slot, int] = {}
+        self._copies: list[tuple[Slot, Slot, int]] = []
         self._saves: list[tuple[Slot, int]] = []
         self._loads: list[tuple[Slot, int]] = []
         self._forgets: list[int] = []
@@ -47,8 +61,43 @@ class Cells:
     def clear(self, slot: Slot) -> None:
         """Have a slot emptied, whatever is in it: a failed step may have left more than the books say."""
         self.ledger.trim(slot, 0)
+        self.sharing.forget(slot)
         self._trims.pop(slot, None)
         self._clears.append(slot)
+
+    def leave(self, driver: SequenceDriver, slot: Slot) -> None:
+        """Take in that a driver gives `slot` back; what it computed stays where that costs nobody anything."""
+        n_cells = self.ledger.n_cells[slot]
+        is_sound = (
+            driver.finish_reason != "error" and not self.ledger.is_shared and self.sharing.is_on
+        )
+        n_known = min(n_cells, driver.n_tokens)  # a run may have sampled past a stop string
+        if not is_sound or not n_known or (n_known < n_cells and not self._can_trim):
+            self.clear(slot)
+            return
+        if n_known < n_cells:
+            self._order_trim(slot, n_known)
+        self.sharing.leave(slot, driver.tokens[:n_known], driver.n_prompt)
+
+    def enter(self, driver: SequenceDriver, slot: Slot, source: Source | None) -> None:
+        """Fill a slot for a driver that just got it: with its saved cells, or with what somebody else computed."""
+        n_kept = source.n_cells if source is not None and source.slot == slot else 0
+        if not n_kept:
+            if self.ledger.n_cells[slot]:
+                self.clear(slot)
+        elif n_kept < self.ledger.n_cells[slot]:
+            self._order_trim(slot, n_kept)
+        self.load(driver, slot)
+        if source is not None:
+            if not n_kept:
+                self._copies.append((source.slot, slot, source.n_cells))
+                self.ledger.add(slot, source.n_cells)
+            driver.take_over(source.n_cells)
+        self.sharing.enter(slot, driver)
+
+    def _order_trim(self, slot: Slot, n_cells: int) -> None:
+        self.ledger.trim(slot, n_cells)
+        self._trims[slot] = n_cells
 
     def trim(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> None:
         """Have all but the first `n_cells` cells of a slot taken off; it may hold more than the books say."""
@@ -116,6 +165,9 @@ class Cells:
         if self._trims:
             orders["trims"] = tuple(sorted(self._trims.items()))
             self._trims = {}
+        if self._copies:
+            orders["copies"] = tuple(self._copies)
+            self._copies = []
         if self._saves or self._loads or self._forgets:
             orders["saves"], orders["loads"] = tuple(self._saves), tuple(self._loads)
             orders["forgets"] = tuple(self._forgets)

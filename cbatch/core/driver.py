@@ -117,6 +117,8 @@ class SequenceDriver:
     """How often its slot was taken for want of cells."""
     n_overtaken: int = 0
     """How many were admitted before it while it waited for cells at the head of the queue."""
+    n_cached: int = 0
+    """Prompt tokens whose cells it took over when it first got a slot."""
     n_reached: int = 0
     """The most tokens that ever had cells: what is computed below is computed again."""
     n_before_turn: int = 0
@@ -177,6 +179,11 @@ class SequenceDriver:
         return self.clock.admitted_s is not None
 
     @property
+    def is_held(self) -> bool:
+        """Whether it waits for something that its turn does not bring."""
+        return self.waits_for in (Wait.COMPILE, Wait.LEADER)
+
+    @property
     def is_prepared(self) -> bool:
         """Whether its prompt is tokens already, or known to be refused."""
         return self.n_prompt > 0 or self.refusal is not None
@@ -222,7 +229,8 @@ class SequenceDriver:
     def requeue(self) -> None:
         """Wait for a slot, after a pause."""
         self._move(Event.REQUEUE)
-        self.waits_for = Wait.RESTORE if self.has_run else None
+        if not self.is_held:
+            self.waits_for = Wait.RESTORE if self.has_run else None
 
     def binding(self, slot: Slot) -> Binding:
         """Return what the backend must know of this sequence in `slot`."""
@@ -255,6 +263,13 @@ class SequenceDriver:
         if is_broken and self.finish_reason is None:
             self.finish("error", now, RequestFailedError("the model's logits are not numbers"))
 
+    def take_over(self, n_cells: int) -> None:
+        """Begin with `n_cells` cells that somebody else computed."""
+        if not self.n_reached:
+            self.n_cached = n_cells
+        self.n_computed = n_cells
+        self.n_reached = max(self.n_reached, n_cells)
+
     def rewind(self, n_computed: int = 0) -> None:
         """Forget the cells behind the first `n_computed`: their tokens are pending again."""
         self.n_computed = n_computed
@@ -272,6 +287,7 @@ class SequenceDriver:
     def finish(self, reason: FinishReason, now: float, error: CBatchError | None = None) -> None:
         """End with `reason`; text that was held back comes out."""
         self._move(Event.FINISH)
+        self.waits_for = None
         self.finish_reason, self.error = reason, error
         self.clock.finished_s = now
         self.feed_text()
@@ -308,7 +324,7 @@ class SequenceDriver:
             token_ids=token_ids,
             finish_reason=self.finish_reason,
             error=self.error,
-            usage=Usage(self.n_prompt, self.n_output),
+            usage=Usage(self.n_prompt, self.n_output, self.n_cached),
             timings=self.clock.timings(self.n_prompt, self.n_output),
             seed=self.request.sampling.seed,
         )

@@ -9,6 +9,8 @@ from cbatch.core.plan import Slot
 from cbatch.errors import LedgerError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cbatch.core.plan import Memory
 
 
@@ -55,20 +57,31 @@ class KvLedger:
         """Cells that no slot holds."""
         return self.n_pool - self.n_used
 
-    def lend(self) -> Slot:
-        """Give out the lowest free slot.
+    @property
+    def free_slots(self) -> Sequence[Slot]:
+        """The slots that nobody has, in no order; what they hold may be of use still."""
+        return self._free
+
+    def lend(self, slot: Slot | None = None) -> Slot:
+        """Give out a free slot: this one, or else the lowest.
 
         Raises:
-            LedgerError: none is free.
+            LedgerError: none is free, or this one is not.
         """
         if not self._free:
             raise LedgerError(f"all {self.n_slots} slots are lent")
-        slot = heapq.heappop(self._free)
+        if slot is None or slot == self._free[0]:
+            slot = heapq.heappop(self._free)
+        elif self._lent[slot]:
+            raise LedgerError(f"slot {slot} is lent")
+        else:
+            self._free.remove(slot)
+            heapq.heapify(self._free)
         self._lent[slot] = True
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Take a slot back; its cells are still in it until `clear`."""
+        """Take a slot back; its cells are still in it."""
         if not self._lent[slot]:
             raise LedgerError(f"slot {slot} is not lent")
         self._lent[slot] = False

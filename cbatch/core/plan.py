@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, bind, compute.
+    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, copy, load, bind, compute.
 
     `chunks` are in ascending order of slot, one a slot at most. With `n_steps` > 1 every chunk has an output, and
     each further step computes the token that the step before sampled, one a slot. The run ends early after a step
@@ -59,6 +59,8 @@ class StepPlan:
     binds: tuple[Binding, ...] = ()
     trims: tuple[tuple[Slot, int], ...] = ()
     """(slot, n): keep its first n cells. Only where `Memory.can_trim`."""
+    copies: tuple[tuple[Slot, Slot, int], ...] = ()
+    """(from, to, n): have the first n cells of one slot in another, empty one too. Only where `Memory.can_copy`."""
     saves: tuple[tuple[Slot, int], ...] = ()
     """(slot, key): copy its cells to host memory under a new key. Only where `Memory.can_save`."""
     loads: tuple[tuple[Slot, int], ...] = ()
@@ -74,6 +76,7 @@ class StepPlan:
             self.chunks
             or self.clears
             or self.trims
+            or self.copies
             or self.saves
             or self.loads
             or self.forgets
@@ -113,6 +116,8 @@ class Memory:
     """Whether the end of a sequence can be taken off."""
     can_save: bool = False
     """Whether a sequence's cells can be copied out and into another slot."""
+    can_copy: bool = False
+    """Whether the beginning of one sequence can be had in another slot. Implies `can_trim`."""
     saved_bytes: int = 0
     """Host memory of a saved sequence, without its cells."""
     saved_bytes_per_cell: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cbatch.core.batcher import slot_of
 from cbatch.core.costs import StepCosts
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
@@ -238,6 +239,8 @@ class ContinuousBatchScheduler:
         running = self._running()
         if not chunks or len(chunks) < len(running) or not all(c.has_output for c in chunks):
             return 1
+        if self.batcher.has_followers:
+            return 1
         n_steps = min(N_STEPS_MAX, *(d.n_left for d in running))
         if self._quantum and self.batcher.n_waiting:
             n_steps = min(n_steps, *(max(1, self._quantum - d.n_turn) for d in running))
@@ -332,9 +335,9 @@ class ContinuousBatchScheduler:
         """Keep the cells that are still known after an abort; drop those of a computation that failed."""
         n_kept = result.n_kept if result.code == 2 and self._can_trim else ()
         for i, driver in enumerate(drivers):
-            if driver.status is not Status.RUNNING:
-                continue
-            if n_kept:
+            if driver.status is not Status.RUNNING:  # ended by an earlier step of this run
+                self.batcher.cells.clear(slot_of(driver))
+            elif n_kept:
                 self._keep_cells(driver, n_kept[i])
             else:
                 self.batcher.drop_cells(driver)

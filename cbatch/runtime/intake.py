@@ -29,7 +29,7 @@ from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.mailbox import Mailbox, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cbatch.backend import Backend, Vocab
     from cbatch.core.batcher import MultiRequestBatcher
@@ -69,7 +69,7 @@ class Intake:
     ) -> None:
         self._backend, self._batcher, self._loop = backend, batcher, loop
         self._schedule, self._is_threaded = schedule, is_threaded
-        self._submitting = threading.RLock()  # who waits for room may read other prompts meanwhile
+        self._submitting = threading.Lock()
         self._n_runs = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
@@ -112,7 +112,8 @@ class Intake:
             drivers = [self._driver(prompt, options, now, ends_s) for prompt in prompts]
             ids = [d.request.id for d in drivers]
             run = Run(number, options, make_mailbox(len(ids)), ids, {}, ends_s)
-            self._send(run.mailbox, drivers)
+            routes = self._route(run.mailbox, drivers)
+        self._submit(drivers, routes, is_fed=False)
         return run
 
     def feed(
@@ -138,6 +139,21 @@ class Intake:
         place = run.mailbox.expect()
         if place is None:  # everybody left while it was read
             return
+        try:
+            driver, routes = self._named(run, item, place)
+            self._submit([driver], routes, is_fed=True)
+        except CBatchError as error:
+            run.mailbox.deliver(*refused(run.ids[place], place, error))
+            if isinstance(error, EngineClosedError):
+                run.mailbox.end_feed()
+        # everybody may have left meanwhile, too early for this one to be cancelled with the others
+        if not run.mailbox.is_fed:
+            self._loop.cancel_batch_soon(run.mailbox)
+
+    def _named(
+        self, run: Run, item: Any, place: int
+    ) -> tuple[SequenceDriver, dict[str, tuple[Mailbox, int]]]:
+        """Return a prompt that was read as a sequence with a free id, and its route."""
         with self._submitting:
             taken = ChainMap(run.given, self._loop.routes)
             run.ids.append(free_id(place, run.number, taken))
@@ -147,29 +163,36 @@ class Intake:
                 [prompt] = with_ids([prompt], taken, run.number)
                 run.ids[place] = str(prompt.id)
                 driver = self._driver(prompt, run.options, time.perf_counter(), run.ends_s)
-                self._send(run.mailbox, [driver], place)
-            except CBatchError as error:
-                run.mailbox.deliver(*refused(run.ids[place], place, error))
-                if isinstance(error, EngineClosedError):
-                    run.mailbox.end_feed()
-            run.given[run.ids[place]] = None
-        # everybody may have left meanwhile, too early for this one to be cancelled with the others
-        if not run.mailbox.is_fed:
-            self._loop.cancel_batch_soon(run.mailbox)
+                return driver, self._route(run.mailbox, [driver], place)
+            finally:
+                run.given[run.ids[place]] = None
 
-    def _send(
+    def _route(
         self, mailbox: Mailbox, drivers: Sequence[SequenceDriver], first_place: int = 0
-    ) -> None:
-        places = enumerate(drivers, first_place)
-        routes = {d.request.id: (mailbox, i) for i, d in places}
+    ) -> dict[str, tuple[Mailbox, int]]:
+        """Make ids known, with where their output goes; return what was added."""
+        routes = {d.request.id: (mailbox, i) for i, d in enumerate(drivers, first_place)}
         self._loop.routes.update(routes)
+        return routes
+
+    def _submit(
+        self,
+        drivers: Sequence[SequenceDriver],
+        routes: Mapping[str, tuple[Mailbox, int]],
+        *,
+        is_fed: bool,
+    ) -> None:
+        """Submit sequences whose routes are set; may wait for room in the queue, so not under a lock."""
         try:
-            self._submit(drivers, is_fed=mailbox.feed is not None)
-        except BaseException:  # refused, closed, or Ctrl-C: what has not come in has no way out
+            self._submit_within_limit(drivers, is_fed=is_fed)
+        except (QueueFullError, ConfigError):  # nothing came in
+            self._loop.unroute(routes)
+            raise
+        except BaseException:  # closed, or Ctrl-C: what has not come in has no way out
             self._loop.forget(routes)
             raise
 
-    def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
+    def _submit_within_limit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
         n_limit = self._schedule.max_queue
         if n_limit is None:
             self._loop.submit(drivers)

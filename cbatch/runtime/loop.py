@@ -88,18 +88,22 @@ class Loop:
         self.call(submit)
 
     def submit_as_room_comes(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
-        """Queue sequences, never so many that more than `n_limit` wait for a slot; return when the last one is in."""
+        """Queue sequences, never so many that more than `n_limit` wait for a slot; return when the last one is in.
 
-        def submit_some() -> int:
-            _, n_room = self._queue_room(n_limit)
-            self._submit(drivers[:n_room])
-            return n_room
+        One whose time is over meanwhile needs no room: it comes in to end.
+        """
+
+        def submit_some() -> list[SequenceDriver]:
+            now, n_room = self._clock(), self._queue_room(n_limit)[1]
+            late = [d for d in drivers[n_room:] if d.request.deadline_s <= now]
+            self._submit([*drivers[:n_room], *late])
+            return [d for d in drivers[n_room:] if d.request.deadline_s > now]
 
         while drivers:
-            n_in = self.call(submit_some)
-            drivers = drivers[n_in:]
-            if drivers and not n_in:
-                self._wait_for_room(n_limit)
+            n_before = len(drivers)
+            drivers = self.call(submit_some)
+            if len(drivers) == n_before:
+                self._wait_for_room(n_limit, min(d.request.deadline_s for d in drivers))
 
     def forget(self, routes: Mapping[str, Route]) -> None:
         """End what came in of requests whose submission was broken off, and give up the rest. From any thread."""
@@ -108,27 +112,38 @@ class Loop:
             lives = [id for id, route in routes.items() if self.routes.get(id) is route]
             in_flight = self._scheduler.batcher.in_flight
             self._cancel([id for id in lives if id in in_flight])
-            for id in lives:
-                self.routes.pop(id, None)
+            self.unroute(routes)
 
         try:
             self._post(forget)
         except EngineClosedError:
-            forget()
+            if self._thread is not None:
+                self._thread.join()  # which ends what came in
+            self.unroute(routes)
 
-    def _wait_for_room(self, n_limit: int) -> None:
+    def unroute(self, routes: Mapping[str, Route]) -> None:
+        """Give up the routes of requests that were not submitted."""
+        for id, route in routes.items():
+            if self.routes.get(id) is route:
+                del self.routes[id]
+
+    def _wait_for_room(self, n_limit: int, until_s: float) -> None:
         if self._thread is None:
             self.pump()
             return
+        timeout = min(max(0.0, until_s - self._clock()), _LONGEST_SLEEP_S)
         with self._room_freed:
             self._n_wanting_room += 1
-            self._room_freed.wait_for(lambda: self._is_closed or self._queue_room(n_limit)[1] > 0)
+            self._room_freed.wait_for(
+                lambda: self._is_closed or self._queue_room(n_limit)[1] > 0, timeout
+            )
             self._n_wanting_room -= 1
 
     def _queue_room(self, n_limit: int) -> tuple[int, int]:
-        """Return how many wait and how many more may: those that a free slot takes at once do not count."""
+        """Return how many wait and how many more may: those that a slot is there for do not count."""
         batcher = self._scheduler.batcher
-        return batcher.n_waiting, max(0, n_limit + batcher.ledger.n_free_slots - batcher.n_waiting)
+        n_slots = batcher.ledger.n_free_slots + batcher.n_paused_in_slots
+        return batcher.n_waiting, max(0, n_limit + n_slots - batcher.n_waiting)
 
     def call(self, command: Callable[[], T]) -> T:
         """Do `command` between two runs and return what it returns. From any thread; waits.

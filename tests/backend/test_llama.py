@@ -33,7 +33,7 @@ from cbatch.errors import (
     PlanError,
 )
 from cbatch.messages import BatchPrompt
-from cbatch.options import GREEDY, EngineOptions, Sampling
+from cbatch.options import GREEDY, EngineOptions, Sampling, ScheduleOptions
 from tests.runtime.backends import PATIENCE_S, in_thread, streams
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def test_cleared_slots_are_empty_and_the_others_are_kept(make: MakeBackend) -> N
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_slots_are_empty_when_everything_has_ended(make: MakeBackend, is_exact: bool) -> None:
     backend = make(stepper=one_step_a_run(NativeStepper), exact=is_exact)
-    engine = Engine(backend, threaded=False)
+    engine = Engine(backend, schedule=ScheduleOptions(share_prefixes=False), threaded=False)
     response = engine.run([f"Count to {i}" for i in range(7)], options={"max_tokens": 6})
     engine.step()
     engine.cancel("1")

@@ -90,9 +90,18 @@ def _rarely(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
     return st.integers(0, 7).flatmap(lambda i: values if i == 7 else st.none())
 
 
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple),
+    st.builds(  # several of these have a long beginning in common
+        lambda n, end: (*range(n), *end),
+        st.integers(1, 60),
+        st.lists(st.integers(0, 2), max_size=3),
+    ),
+)
+
 ITEMS = st.builds(
     Item,
-    prompt=st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple),
+    prompt=PROMPTS,
     arrives=st.integers(0, 12),
     seed=st.integers(0, 3),
     cap=st.one_of(st.none(), st.integers(1, 12), st.integers(1, 40)),
@@ -114,6 +123,7 @@ ITEMS = st.builds(
 def schedules(draw: st.DrawFn, n_batch: int, kind: str) -> dict[str, Any]:
     policy = draw(st.sampled_from(["fcfs", "priority", "shortest", "round_robin"]))
     said: dict[str, Any] = {"policy": policy, "swap_mib": draw(st.sampled_from([0, 1, 1024]))}
+    said["share_prefixes"] = draw(st.booleans())
     if policy == "round_robin":
         said["quantum"] = draw(st.integers(1, 12))
     if policy == "priority":
@@ -141,6 +151,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
         n_cells,
         can_trim=kind != "recurrent",
         can_save=can_save,
+        can_copy=kind != "recurrent" and draw(st.booleans()),
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
     )
@@ -149,7 +160,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     n_slots = draw(st.integers(1, 5))
-    n_window = draw(st.integers(12, 64))
+    n_window = draw(st.integers(12, 64) | st.integers(64, 96))
     n_batch = draw(st.integers(n_slots, n_slots + 2) | st.integers(n_slots, 24))
     memory = draw(memories(n_slots, n_window))
     return Workload(

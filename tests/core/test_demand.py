@@ -1,0 +1,92 @@
+"""What those that run will want of a shared pool: the worst case, or what can be expected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend.fake import FakeVocab
+from cbatch.core.demand import N_PREEMPTED_MAX, Demand
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.kv import KvLedger
+from tests.helpers import make_request, shared_pool
+
+if TYPE_CHECKING:
+    from cbatch.response import FinishReason
+
+
+def demand(n_pool: int, *, is_optimistic: bool = False) -> Demand:
+    return Demand(KvLedger(4, 64, shared_pool(n_pool)), is_optimistic=is_optimistic)
+
+
+def sequence(n_prompt: int, n_left: int, n_output: int = 0, **given: Any) -> SequenceDriver:
+    driver = SequenceDriver.of(make_request(**given), FakeVocab(320).piece, 0.0)
+    driver.tokens, driver.n_prompt = [1] * (n_prompt + n_output), n_prompt
+    driver.n_cap = n_output + n_left
+    return driver
+
+
+def ended(reason: FinishReason, n_output: int, n_cap: int) -> SequenceDriver:
+    driver = sequence(4, n_cap - n_output, n_output)
+    driver.finish(reason, 0.0)
+    return driver
+
+
+@pytest.mark.parametrize(("n_pool", "fits"), [(30, True), (29, False)])
+def test_reserve_fits_exactly_where_every_cap_does(n_pool: int, fits: bool) -> None:
+    beside = [sequence(4, 6), None, sequence(2, 5, n_output=3)]
+    assert demand(n_pool).fits(sequence(7, 3), beside) is fits
+
+
+@pytest.mark.parametrize(("n_pool", "fits"), [(17, True), (16, False)])
+def test_optimistic_counts_a_share_of_what_is_left(n_pool: int, fits: bool) -> None:
+    some = demand(n_pool, is_optimistic=True)
+    some.ratio = 0.5
+    assert some.fits(sequence(4, 10), [sequence(4, 5, n_output=1)]) is fits  # 4 + 5, 5 + 3
+
+
+def test_optimistic_counts_the_worst_case_beside_one_that_lost_its_cells_too_often() -> None:
+    some = demand(30, is_optimistic=True)
+    often = sequence(4, 20)
+    assert some.fits(sequence(4, 10), [often])
+    often.n_preempted = N_PREEMPTED_MAX
+    assert not some.fits(sequence(4, 10), [often])
+    assert not some.fits(often, [sequence(4, 10)])
+    assert some.fits(often, [])
+
+
+def test_slots_with_cells_of_their_own_always_fit() -> None:
+    some = Demand(KvLedger(2, 64), is_optimistic=False)
+    assert some.fits(sequence(60, 4), [sequence(60, 4)])
+
+
+def test_pool_of_every_slots_window_is_not_shared() -> None:
+    some = Demand(KvLedger(2, 64, shared_pool(128)), is_optimistic=False)
+    assert some.fits(sequence(60, 4), [sequence(60, 4)])
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "window"])
+def test_ratio_moves_towards_what_ended_by_itself(reason: FinishReason) -> None:
+    some = demand(64, is_optimistic=True)
+    some.learn(ended(reason, 2, 10))
+    assert some.ratio == pytest.approx(0.7 - 0.5 / 32)
+    for _ in range(500):
+        some.learn(ended(reason, 2, 10))
+    assert some.ratio == pytest.approx(0.2, abs=1e-3)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "timeout", "error"])
+def test_ratio_learns_nothing_from_what_was_cut_short(reason: FinishReason) -> None:
+    some = demand(64, is_optimistic=True)
+    some.learn(ended(reason, 1, 10))
+    assert some.ratio == 0.7
+
+
+def test_full_pool_raises_the_ratio_up_to_the_worst_case() -> None:
+    some = demand(64, is_optimistic=True)
+    some.raise_ratio()
+    assert some.ratio == pytest.approx(0.82)
+    for _ in range(9):
+        some.raise_ratio()
+    assert some.ratio == 1.0

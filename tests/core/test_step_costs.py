@@ -1,0 +1,252 @@
+"""What steps cost, learned from those that were done, and what may go into the next one for that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.backend.fake import StepCost
+from cbatch.core.costs import StepCosts
+from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
+
+if TYPE_CHECKING:
+    from cbatch.core.plan import StepPlan
+
+
+def learned(*decodes: tuple[int, float], token_s: float = 0.0) -> StepCosts:
+    costs = StepCosts(16)
+    for n_rows, seconds in decodes:
+        costs.learn_decode(n_rows, seconds)
+    if token_s:
+        costs.learn_mixed(0, 100, 100 * token_s)
+    return costs
+
+
+def test_nothing_is_known_before_a_step_was_seen() -> None:
+    assert learned().decode_s(4) is None
+    assert learned().n_prompt_within(4, 1.0) is None
+    assert learned((4, 1.0)).n_prompt_within(4, 2.0) is None
+    assert learned(token_s=0.1).n_prompt_within(4, 2.0) is None
+
+
+@pytest.mark.parametrize(("n_rows", "seconds"), [(1, 1.0), (4, 2.0), (8, 4.0), (9, 4.0), (13, 4.0)])
+def test_width_that_was_not_seen_costs_what_the_nearest_does(n_rows: int, seconds: float) -> None:
+    assert learned((1, 1.0), (3, 2.0), (9, 4.0)).decode_s(n_rows) == seconds
+
+
+def test_much_wider_step_than_was_seen_costs_more_in_proportion() -> None:
+    costs = learned((4, 1.0))
+    assert [costs.decode_s(n) for n in (1, 6, 9, 12)] == [1.0, 1.0, 1.5, 2.0]
+    assert [costs.seen_s(n) for n in (1, 6, 9, 12)] == [1.0] * 4
+    assert learned().seen_s(4) == 0.0
+
+
+def test_first_figure_is_taken_whole_and_later_ones_by_an_eighth() -> None:
+    costs = learned((2, 1.0))
+    costs.learn_decode(2, 9.0)
+    assert costs.decode_s(2) == 2.0
+
+
+def test_prompt_tokens_cost_what_a_step_takes_beyond_its_rows() -> None:
+    costs = learned((3, 1.0))
+    costs.learn_mixed(3, 10, 1.5)
+    assert costs.n_prompt_within(3, 2.01) == 20
+    assert costs.n_prompt_within(3, 1.0) == 0
+
+
+def test_prompt_alone_tells_the_cost_of_its_tokens() -> None:
+    costs = learned((1, 1.0))
+    costs.learn_mixed(0, 64, 6.4)
+    assert costs.n_prompt_within(1, 2.05) == 10
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0])
+def test_mixed_step_no_longer_than_its_rows_alone_teaches_nothing(seconds: float) -> None:
+    costs = learned((2, 1.0), token_s=0.01)
+    costs.learn_mixed(2, 50, seconds)
+    assert costs.n_prompt_within(2, 1.105) == 10
+
+
+def test_mixed_step_before_any_decode_teaches_nothing() -> None:
+    costs = learned()
+    costs.learn_mixed(2, 50, 3.0)
+    costs.learn_decode(2, 1.0)
+    assert costs.n_prompt_within(2, 2.0) is None
+
+
+@given(st.floats(1e-4, 10), st.floats(1e-6, 1), st.floats(1, 4), st.integers(1, 16))
+def test_budget_keeps_the_step_within_its_time(
+    decode_s: float, token_s: float, factor: float, n_rows: int
+) -> None:
+    costs = learned((n_rows, decode_s), token_s=token_s)
+    n_prompt = costs.n_prompt_within(n_rows, factor * decode_s)
+    assert n_prompt is not None
+    assert decode_s + n_prompt * token_s <= factor * decode_s * (1 + 1e-6)
+    assert decode_s + (n_prompt + 1) * token_s > factor * decode_s * (1 - 1e-6)
+
+
+# ---- the shape of a step ----
+
+COST = StepCost(base_s=1.0, token_s=0.01)
+"""Virtual seconds: a decoding step of 8 rows takes 1.08, a prompt of 100 tokens alone 2."""
+
+
+def beside(n_decoding: int, *, is_watched: bool = False, **options: Any) -> Rig:
+    """A scheduler with so many rows that decode, all of whose prompts had 64 tokens, and a slot to spare."""
+    rig = make_scheduler(n_decoding + 1, 4096, 2048, cost=COST, **options)
+    rig.submit(*make_sequences(n_decoding, n_prompt=64, max_tokens=500))
+    while any(d.n_output < 2 for d in rig.drivers.values()):
+        one_step(rig)
+    for driver in rig.drivers.values():
+        driver.is_watched = is_watched
+    return rig
+
+
+def one_step(rig: Rig) -> StepPlan:
+    rig.backend.interrupt()
+    plan = step(rig)
+    assert plan is not None
+    return plan
+
+
+def bare_step(rig: Rig) -> StepPlan:
+    """One step that need not compute all that the step has room for."""
+    rig.backend.interrupt()
+    plan = rig.scheduler.plan(rig.now)
+    assert plan is not None
+    rig.scheduler.apply(plan, rig.backend.run(plan), rig.now)
+    return plan
+
+
+def load(rig: Rig, n_prompt: int) -> tuple[list[int], list[float]]:
+    """Submit a prompt and step until it is loaded; return its chunks and the seconds of the steps."""
+    rig.submit(make_request("long", [i % 256 for i in range(n_prompt)], max_tokens=9))
+    chunks, seconds = list[int](), list[float]()
+    while not chunks or rig.drivers["long"].n_output == 0:
+        start_s = rig.now
+        plan = bare_step(rig)
+        seconds.append(rig.now - start_s)
+        chunks.append(len(plan.chunks[-1].tokens))
+        assert [len(c.tokens) for c in plan.chunks[:-1]] == [1] * (len(plan.chunks) - 1)
+    return chunks, seconds
+
+
+def test_prompt_of_512_that_joins_a_decoding_row_by_128_is_ready_after_four_steps() -> None:
+    assert load(beside(1, prefill_chunk=128), 512)[0] == [128] * 4
+
+
+@pytest.mark.parametrize("n_decoding", [1, 8])
+def test_prefill_budget_is_all_that_joins_rows_that_decode(n_decoding: int) -> None:
+    assert load(beside(n_decoding, prefill_budget=100), 350)[0] == [100, 100, 100, 50]
+
+
+def test_prefill_budget_is_shared_by_all_newcomers() -> None:
+    rig = make_scheduler(4, 512, 256, prefill_budget=30)
+    rig.submit(make_request("runs", (1,), max_tokens=50))
+    one_step(rig)
+    rig.submit(*make_sequences(3, n_prompt=40, max_tokens=2))
+    n_prompt = [sum(len(c.tokens) for c in one_step(rig).chunks if c.start < 40) for _ in range(4)]
+    assert n_prompt == [1 + 30] * 4
+
+
+def test_prefill_budget_does_not_hold_up_prompts_where_nobody_decodes() -> None:
+    rig = make_scheduler(4, 512, 256, prefill_budget=10)
+    rig.submit(*make_sequences(4, n_prompt=40, max_tokens=2))
+    assert sum(len(c.tokens) for c in one_step(rig).chunks) == 160
+
+
+def test_prefill_chunk_holds_for_each_prompt_and_with_nobody_decoding() -> None:
+    rig = make_scheduler(4, 512, 256, prefill_chunk=30)
+    rig.submit(*make_sequences(4, n_prompt=40, max_tokens=2))
+    assert [len(c.tokens) for c in one_step(rig).chunks] == [30] * 4
+    assert [len(c.tokens) for c in one_step(rig).chunks] == [10] * 4
+
+
+def test_nobody_reading_along_leaves_the_whole_step_to_prompts() -> None:
+    assert load(beside(8), 3000)[0] == [2040, 960]
+
+
+@pytest.mark.parametrize("n_decoding", [1, 8, 15])
+def test_long_prompt_makes_no_step_longer_than_about_two_without_it(n_decoding: int) -> None:
+    rig = beside(n_decoding, is_watched=True)
+    chunks, seconds = load(rig, 2500)
+    assert max(seconds) <= 2.05 * COST(n_decoding + 1, 0)
+    assert len(chunks) <= 40  # some hundred tokens fit in a second
+
+
+def test_one_reader_among_many_is_enough_to_spare_it() -> None:
+    rig = beside(8)
+    rig.drivers["3"].is_watched = True
+    assert max(load(rig, 2500)[1]) <= 2.05 * COST(9, 0)
+
+
+def test_reader_of_a_prompt_that_still_loads_holds_up_nobody() -> None:
+    rig = beside(8)
+    rig.submit(make_request("other", [1] * 3000, max_tokens=2))
+    rig.drivers["other"].is_watched = True
+    assert len(one_step(rig).chunks[-1].tokens) == 2040
+
+
+def test_costly_prompt_tokens_still_go_sixteen_at_a_time() -> None:
+    rig = beside(2, is_watched=True)
+    for _ in range(50):
+        rig.scheduler.costs.learn_mixed(2, 10, 100.0)
+    assert load(rig, 40)[0] == [16, 16, 8]
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_aim_for_a_step_decides_how_much_of_a_prompt_joins(is_watched: bool) -> None:
+    rig = beside(8, is_watched=is_watched, itl_ms=1500)
+    chunks, seconds = load(rig, 500)
+    assert max(seconds) <= 1.5 * 1.05
+    assert 20 <= min(chunks[:-1]) <= max(chunks) <= 45
+
+
+def test_aim_below_what_decoding_takes_still_lets_prompts_in() -> None:
+    assert load(beside(8, itl_ms=10), 48)[0] == [16, 16, 16]
+
+
+def test_one_alone_runs_as_many_steps_at_once_as_there_are() -> None:
+    rig = make_scheduler(4, 256)
+    rig.submit(make_request(max_tokens=64))
+    assert [p.n_steps for p in drive(rig) if p.chunks] == [64]
+
+
+def test_one_that_comes_at_forty_percent_of_a_lone_request_is_soon_served() -> None:
+    rig = make_scheduler(4, 256, cost=StepCost(1.0, 0.1))
+    rig.submit(make_request("a", max_tokens=100))
+    while rig.drivers["a"].n_output < 40:
+        one_step(rig)
+    came_s = rig.now
+    rig.submit(make_request("b", (7, 8, 9), max_tokens=100))
+    drive(rig, before=lambda rig: rig.backend.interrupt())
+    first, second = rig.drivers["a"].clock, rig.drivers["b"].clock
+    assert second.first_token_s == pytest.approx(came_s + 1.4)  # one step of 1 + 3 tokens
+    assert (second.first_token_s or 0) < (first.finished_s or 0)
+    alone_s = 1.3 + 99 * 1.1
+    assert (second.finished_s or 0) - came_s < 1.1 * alone_s
+
+
+def test_second_wave_is_served_as_the_first_was_without_a_rebuild() -> None:
+    rig, shapes = make_scheduler(4, 64, 32), []
+    for wave in "ab":
+        rig.submit(*(make_request(f"{wave}{i}", (i, 5, 6), max_tokens=4) for i in range(6)))
+        plans = drive(rig)
+        shapes.append([([len(c.tokens) for c in p.chunks], p.n_steps, p.clears) for p in plans])
+    assert shapes[0] == shapes[1]
+    assert rig.backend.n_rebuilt == 0
+
+
+def test_wave_that_comes_as_the_last_one_ends_joins_without_an_empty_step() -> None:
+    rig = make_scheduler(2)
+    rig.submit(*make_sequences(2, max_tokens=3))
+    while not rig.results:
+        step(rig)
+    rig.submit(make_request("next", max_tokens=3))
+    plan = one_step(rig)
+    assert [c.slot for c in plan.chunks] == [0]
+    assert plan.clears == (0, 1)
+    assert rig.drivers["next"].clock.first_token_s == 4.0

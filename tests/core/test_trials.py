@@ -1,0 +1,87 @@
+"""The search for who made a step fail: halves, and halves of halves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from cbatch.backend.fake import FakeVocab
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.plan import Slot
+from cbatch.core.trials import Trials
+from tests.helpers import make_request
+
+
+def running(n: int) -> list[SequenceDriver]:
+    drivers = [SequenceDriver.of(make_request(str(i)), FakeVocab(320).piece, 0.0) for i in range(n)]
+    for i, driver in enumerate(drivers):
+        driver.admit(Slot(i), 0.0)
+    return drivers
+
+
+def ids(drivers: list[SequenceDriver]) -> str:
+    return "".join(d.request.id for d in drivers)
+
+
+def search(drivers: list[SequenceDriver], guilty: int) -> tuple[SequenceDriver, int, int]:
+    """Compute groups until the guilty one is found; return it, the failed and the good steps."""
+    trials, n_failed, n_good = Trials(), 1, 0
+    trials.blame(dict.fromkeys(drivers, 5))
+    while group := trials.group():
+        if drivers[guilty] in group:
+            n_failed += 1
+            if found := trials.split(dict.fromkeys(group, 5)):
+                return found, n_failed, n_good
+        else:
+            n_good += 1
+            for driver in group:
+                driver.n_computed = 5
+    raise AssertionError("nobody was found")
+
+
+def test_nobody_is_under_suspicion_at_first() -> None:
+    assert Trials().group() == []
+
+
+def test_halves_stand_apart_and_the_first_comes_first() -> None:
+    trials, drivers = Trials(), running(5)
+    trials.blame(dict.fromkeys(drivers, 5))
+    assert ids(trials.group()) == "012"
+    for driver in drivers[:3]:
+        driver.n_computed = 5
+    assert ids(trials.group()) == "34"
+
+
+def test_who_is_past_the_failure_is_clear_and_the_others_are_not() -> None:
+    trials, drivers = Trials(), running(4)
+    trials.blame({d: 4 + i for i, d in enumerate(drivers)})
+    drivers[0].n_computed = drivers[1].n_computed = 4
+    assert ids(trials.group()) == "1"
+    drivers[1].n_computed = 5
+    assert ids(trials.group()) == "23"
+
+
+def test_who_leaves_its_slot_is_no_longer_looked_at() -> None:
+    trials, drivers = Trials(), running(4)
+    trials.blame(dict.fromkeys(drivers, 5))
+    drivers[0].cancel(0.0)
+    drivers[1].pause()
+    drivers[2].preempt()
+    assert ids(trials.group()) == "3"
+
+
+def test_one_alone_that_fails_is_guilty() -> None:
+    trials, [driver] = Trials(), running(1)
+    trials.blame({driver: 5})
+    assert trials.split({driver: 5}) is driver
+    assert trials.group() == []
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 256])
+def test_each_of_many_is_found_in_about_twice_the_logarithm_of_steps(n: int) -> None:
+    for guilty in range(n):
+        found, n_failed, n_good = search(running(n), guilty)
+        assert found.request.id == str(guilty)
+        assert n_failed <= math.ceil(math.log2(n)) + 2
+        assert n_failed + n_good <= 2 * math.ceil(math.log2(n)) + 2

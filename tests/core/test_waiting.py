@@ -1,0 +1,259 @@
+"""Why a request waits, and whom that concerns: holds, pauses, and what becomes of slot and cells meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from cbatch.core.driver import SequenceDriver, Status, Wait
+from cbatch.core.queue import FifoQueue
+from cbatch.errors import PromptTooLongError, RequestCancelledError
+from tests.helpers import (
+    Rig,
+    drive,
+    make_request,
+    make_scheduler,
+    make_sequences,
+    partitioned,
+    shared_pool,
+    step,
+)
+
+REASONS = (Wait.COMPILE, Wait.LEADER)
+CALLS = ("pause", "cancel")
+
+
+def one_step(rig: Rig) -> None:
+    rig.backend.interrupt()
+    step(rig)
+
+
+def rig_of(n_slots: int, n: int, **options: int) -> Rig:
+    rig = make_scheduler(n_slots, memory=partitioned(64 * n_slots))
+    rig.submit(*make_sequences(n, **{"max_tokens": 3, **options}))
+    return rig
+
+
+# ---- held ----
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_held_one_is_passed_by_those_behind_it(reason: Wait) -> None:
+    rig = rig_of(1, 3)
+    rig.batcher.hold(rig.drivers["0"], reason)
+    for _ in range(6):
+        step(rig)
+    assert [*rig.results] == ["1", "2"]
+    assert rig.drivers["0"].waits_for is reason
+    rig.batcher.release(rig.drivers["0"])
+    drive(rig)
+    assert rig.results["0"].token_ids == tuple(rig.alone(make_sequences(1)[0], 3))
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_one_that_is_submitted_with_a_reason_is_held_from_the_beginning(reason: Wait) -> None:
+    rig = make_scheduler(1)
+    driver = SequenceDriver.of(make_request("held", max_tokens=1), rig.backend.vocab.piece, 0.0)
+    driver.waits_for = reason
+    rig.drivers["held"], rig.chunks["held"] = driver, []
+    rig.batcher.submit([driver])
+    assert (rig.batcher.n_held, rig.batcher.n_waiting) == (1, 0)
+    assert step(rig) is None
+    rig.batcher.release(driver)
+    drive(rig)
+    assert rig.results["held"].finish_reason == "length"
+
+
+def test_held_one_that_can_never_run_is_refused_on_submission() -> None:
+    rig = make_scheduler(1, n_window=8)
+    driver = SequenceDriver.of(make_request("held", [1] * 9), rig.backend.vocab.piece, 0.0)
+    driver.waits_for = Wait.COMPILE
+    rig.batcher.submit([driver])
+    assert isinstance(driver.error, PromptTooLongError)
+    assert (rig.batcher.n_held, rig.batcher.in_flight) == (0, {})
+
+
+def test_released_one_goes_before_those_that_came_later() -> None:
+    rig = rig_of(1, 4)
+    rig.batcher.hold(rig.drivers["1"], Wait.COMPILE)
+    step(rig)
+    rig.batcher.release(rig.drivers["1"])
+    drive(rig)
+    assert [*rig.results] == ["0", "1", "2", "3"]
+
+
+def test_only_want_of_cells_holds_up_those_behind() -> None:
+    rig = make_scheduler(4, 40, memory=shared_pool(40))
+    rig.submit(make_request("runs", max_tokens=20), make_request("big", max_tokens=30))
+    rig.submit(make_request("small", max_tokens=1))
+    rig.drivers["big"].n_overtaken = 99
+    one_step(rig)
+    assert rig.running() == ["runs"]
+    rig.batcher.hold(rig.drivers["big"], Wait.COMPILE)
+    one_step(rig)
+    assert "small" in rig.results
+
+
+def test_cancel_of_a_held_one_ends_it_at_once() -> None:
+    rig = rig_of(1, 2)
+    rig.batcher.hold(rig.drivers["0"], Wait.LEADER)
+    assert rig.cancel("0")
+    drive(rig)
+    assert isinstance(rig.results["0"].error, RequestCancelledError)
+    assert rig.batcher.n_held == 0
+
+
+def test_pause_of_a_held_one_stands_until_it_is_released_and_resumed() -> None:
+    rig = rig_of(1, 2)
+    rig.batcher.hold(rig.drivers["0"], Wait.COMPILE)
+    assert rig.batcher.pause("0")
+    step(rig)
+    assert [*rig.results] == ["1"]
+    rig.batcher.release(rig.drivers["0"])
+    assert step(rig) is None or "0" not in rig.running()
+    assert rig.batcher.resume("0")
+    drive(rig)
+    assert rig.results["0"].finish_reason == "length"
+
+
+def test_pause_of_a_held_one_takes_nobody_else_out_of_the_queue() -> None:
+    rig = make_scheduler(1, policy="priority")
+    rig.submit(*make_sequences(3, max_tokens=2))
+    rig.batcher.hold(rig.drivers["0"], Wait.COMPILE)
+    rig.batcher.pause("0")
+    assert [d.request.id for d in rig.batcher._queue.first(3)] == ["1", "2"]
+
+
+def test_resumed_one_still_waits_for_what_held_it() -> None:
+    rig = rig_of(1, 1)
+    rig.batcher.hold(rig.drivers["0"], Wait.COMPILE)
+    rig.batcher.pause("0")
+    rig.batcher.resume("0")
+    assert rig.drivers["0"].waits_for is Wait.COMPILE
+    assert step(rig) is None
+
+
+# ---- paused ----
+
+
+def test_paused_one_keeps_slot_and_cells_while_nobody_needs_them() -> None:
+    rig = rig_of(2, 2, max_tokens=9)
+    one_step(rig)
+    assert rig.batcher.pause("0")
+    for _ in range(3):
+        one_step(rig)
+    assert [rig.drivers[id].n_output for id in "01"] == [1, 4]
+    assert (rig.drivers["0"].slot, rig.batcher.ledger.n_cells[0]) == (0, 4)
+    assert rig.batcher.resume("0")
+    drive(rig)
+    assert rig.stats.n_recomputed_tokens == 0
+    assert rig.results["0"].token_ids == tuple(rig.alone(make_sequences(1)[0], 9))
+
+
+def test_paused_one_alone_leaves_nothing_to_do() -> None:
+    rig = rig_of(1, 1)
+    one_step(rig)
+    rig.batcher.pause("0")
+    assert step(rig) is None
+    assert rig.running() == ["0"]
+
+
+@pytest.mark.parametrize("can_save", [True, False])
+def test_paused_one_gives_its_slot_to_who_needs_it_and_comes_back(can_save: bool) -> None:
+    rig = make_scheduler(1, memory=partitioned(64) if can_save else None)
+    requests = make_sequences(2, max_tokens=5)
+    rig.submit(*requests)
+    one_step(rig)
+    rig.batcher.pause("0")
+    one_step(rig)
+    assert rig.running() == ["1"]
+    assert len(rig.backend.saved) == can_save
+    assert rig.batcher.resume("0")
+    drive(rig)
+    assert rig.stats.n_recomputed_tokens == (0 if can_save else 4)
+    for request in requests:
+        assert rig.results[request.id].token_ids == tuple(rig.alone(request, 5))
+    assert rig.backend.saved == {}
+
+
+def test_paused_one_keeps_its_slot_where_another_is_free() -> None:
+    rig = rig_of(2, 1, max_tokens=9)
+    one_step(rig)
+    rig.batcher.pause("0")
+    rig.submit(make_request("next", max_tokens=2))
+    one_step(rig)
+    assert rig.running() == ["0", "next"]
+
+
+def test_paused_in_the_queue_is_passed_and_goes_first_once_resumed() -> None:
+    rig = rig_of(1, 4)
+    one_step(rig)
+    assert rig.batcher.pause("1")
+    assert (rig.batcher.n_waiting, rig.batcher.n_held) == (2, 1)
+    while "2" not in rig.running():
+        one_step(rig)
+    assert rig.batcher.resume("1")
+    drive(rig)
+    assert [*rig.results] == ["0", "2", "1", "3"]
+
+
+def test_paused_prompt_goes_on_in_the_middle() -> None:
+    rig = make_scheduler(1, n_batch=4, memory=partitioned(64))
+    request = make_request("0", range(10), max_tokens=2)
+    rig.submit(request)
+    one_step(rig)
+    rig.batcher.pause("0")
+    assert step(rig) is None
+    assert rig.drivers["0"].n_computed == 4
+    rig.batcher.resume("0")
+    drive(rig)
+    assert rig.results["0"].token_ids == tuple(rig.alone(request, 2))
+    assert rig.stats.n_prompt_tokens == 10
+
+
+@pytest.mark.parametrize("is_parked", [True, False])
+def test_cancel_while_paused_keeps_the_text_and_leaves_nothing(is_parked: bool) -> None:
+    rig = rig_of(1, 1 + is_parked)
+    one_step(rig)
+    rig.batcher.pause("0")
+    one_step(rig)
+    assert rig.cancel("0")
+    drive(rig)
+    assert rig.results["0"].finish_reason == "cancelled"
+    assert rig.results["0"].error is None
+    assert len(rig.results["0"].token_ids) == 1
+    assert (rig.backend.saved, rig.backend.cells, rig.batcher.n_held) == ({}, [[]], 0)
+
+
+def test_cancel_of_one_paused_in_the_queue_is_an_error() -> None:
+    rig = rig_of(1, 2)
+    one_step(rig)
+    rig.batcher.pause("1")
+    assert rig.cancel("1")
+    drive(rig)
+    assert isinstance(rig.results["1"].error, RequestCancelledError)
+
+
+def test_commands_that_come_twice_too_late_or_for_nobody_are_false_and_harmless() -> None:
+    rig = rig_of(1, 1)
+    batcher = rig.batcher
+    assert not batcher.pause("nobody")
+    assert not batcher.resume("nobody")
+    assert not batcher.resume("0")
+    one_step(rig)
+    assert not batcher.resume("0")
+    assert [batcher.pause("0"), batcher.pause("0")] == [True, False]
+    assert [batcher.resume("0"), batcher.resume("0")] == [True, False]
+    drive(rig)
+    assert [batcher.pause("0"), batcher.resume("0")] == [False, False]
+    assert rig.results["0"].token_ids == tuple(rig.alone(make_sequences(1)[0], 3))
+
+
+def test_many_paused_in_a_long_queue_cost_those_behind_nothing() -> None:
+    rig = rig_of(1, 1000, max_tokens=1)
+    for i in range(999):
+        rig.batcher.pause(str(i))
+    step(rig)
+    assert [*rig.results] == ["999"]
+    assert rig.batcher.n_visited == 1
+    assert isinstance(rig.batcher._queue, FifoQueue)
+    assert {d.status for d in rig.batcher.in_flight.values()} == {Status.PAUSED}

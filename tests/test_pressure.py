@@ -1,0 +1,749 @@
+"""The engine when there is too much to do: a full queue, time that runs out, pauses, failures, and options at odds."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from cbatch.backend.fake import FakeBackend, Faults
+from cbatch.core.scheduler import N_FAILURES_MAX
+from cbatch.core.stats import StepRecord
+from cbatch.engine import Engine
+from cbatch.errors import (
+    ConfigError,
+    DeadlineError,
+    DecodeError,
+    EngineClosedError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestCancelledError,
+)
+from cbatch.messages import BatchPrompt
+from cbatch.options import EngineOptions, ScheduleOptions
+from tests.helpers import A_SECOND_A_STEP, shared_pool
+from tests.runtime.backends import PATIENCE_S, GatedBackend, all_results, in_thread, streams
+
+if TYPE_CHECKING:
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.response import BatchResponse
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "seed": 1}
+ENDLESS = 10**6
+"""A window that nobody fills."""
+HANG_S = 5.0
+"""Who has not answered then hangs; nobody waits so long for anything that works."""
+MakeEngine = Callable[..., Engine]
+
+
+class SteppedBackend(FakeBackend):
+    """Does one step a run, each only when it is let."""
+
+    def __init__(self, *sizes: int, **given: Any) -> None:
+        super().__init__(*sizes, **given)
+        self._arrived, self._permits = threading.Semaphore(0), threading.Semaphore(0)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.chunks:
+            self._arrived.release()
+            assert self._permits.acquire(timeout=PATIENCE_S)
+        self.interrupt()
+        return super().run(plan)
+
+    def let(self, n_runs: int = 1) -> None:
+        self._permits.release(n_runs)
+
+    def wait_for_run(self) -> None:
+        """Until the next run begins."""
+        assert self._arrived.acquire(timeout=PATIENCE_S)
+
+
+@pytest.fixture(params=[True, False], ids=["threaded", "by hand"])
+def make(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
+    """Return a factory of engines on one slot, one step a run."""
+    made: list[Engine] = []
+
+    def make_engine(parallel: int = 1, n_window: int = 64, **schedule: Any) -> Engine:
+        backend = GatedBackend(parallel, n_window, 64, cost=A_SECOND_A_STEP)
+        options = ScheduleOptions(**schedule)
+        made.append(Engine(backend, options=GREEDY, schedule=options, threaded=request.param))
+        return made[-1]
+
+    yield make_engine
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def by_hand() -> MakeEngine:
+    """Return a factory of engines on one slot that work by hand, one step at a time."""
+
+    def make_engine(parallel: int = 1, **schedule: Any) -> Engine:
+        backend = GatedBackend(parallel, 64, 64, cost=A_SECOND_A_STEP)
+        options = ScheduleOptions(**schedule)
+        return Engine(backend, options=GREEDY, schedule=options, threaded=False)
+
+    return make_engine
+
+
+@pytest.fixture
+def virtual(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+    """Return a factory of engines by hand whose clock is the backend's: each step takes a second."""
+
+    def make_engine(parallel: int = 1, **schedule: Any) -> Engine:
+        backend = GatedBackend(parallel, 64, 64, cost=A_SECOND_A_STEP)
+        monkeypatch.setattr("time.perf_counter", lambda: backend.now_s)
+        options = ScheduleOptions(**schedule)
+        return Engine(backend, options=GREEDY, schedule=options, threaded=False)
+
+    return make_engine
+
+
+def prompts(*ids: str, **options: Any) -> list[BatchPrompt]:
+    return [BatchPrompt(tokens=[5, 6, ord(id[0]), 8], id=id, options=options) for id in ids]
+
+
+def books(engine: Engine) -> tuple[int, int, list[str]]:
+    """Who waits, who runs, and what is in flight; needs no turn of the engine."""
+    batcher = engine._parts.batcher
+    return batcher.n_waiting, batcher.ledger.n_lent, [*batcher.in_flight]
+
+
+def steps(engine: Engine, n: int) -> None:
+    for _ in range(n):
+        engine.step()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end_s
+
+
+def ends(response: BatchResponse) -> list[tuple[str, int]]:
+    return [(r.finish_reason, len(r.token_ids)) for r in all_results(response)]
+
+
+# ---- a full queue that rejects ----
+
+
+def test_full_queue_rejects_with_its_numbers(by_hand: MakeEngine) -> None:
+    engine = by_hand(max_queue=2, when_full="reject")
+    engine.run(prompts("a", max_tokens=9))
+    engine.step()
+    engine.run(prompts("b", "c"))
+    with pytest.raises(QueueFullError, match="max_queue is 2") as caught:
+        engine.run(prompts("d"))
+    assert (caught.value.n_waiting, caught.value.n_limit) == (2, 2)
+
+
+def test_free_slots_count_as_room(by_hand: MakeEngine) -> None:
+    engine = by_hand(parallel=3, max_queue=2, when_full="reject")
+    with pytest.raises(QueueFullError):
+        engine.run(prompts(*"abcdef"))
+    assert ends(engine.run(prompts(*"vwxyz", max_tokens=2))) == [("length", 2)] * 5
+
+
+def test_queue_of_nobody_takes_as_many_as_there_are_slots(by_hand: MakeEngine) -> None:
+    engine = by_hand(parallel=2, max_queue=0, when_full="reject")
+    response = engine.run(prompts("a", "b", max_tokens=2))
+    with pytest.raises(QueueFullError):
+        engine.run(prompts("c"))
+    assert ends(response) == [("length", 2)] * 2
+
+
+def test_rejected_batch_leaves_nothing(by_hand: MakeEngine) -> None:
+    engine = by_hand(max_queue=2, when_full="reject")
+    first = engine.run(prompts("a", max_tokens=3))
+    engine.step()
+    before, n_submitted = books(engine), engine.stats().n_submitted
+    with pytest.raises(QueueFullError):
+        engine.run(prompts("b", "c", "d"))
+    engine.step()
+    assert books(engine) == before
+    assert engine.stats().n_submitted == n_submitted
+    assert [*engine._loop.routes] == ["a"]
+    assert ends(first) == [("length", 3)]
+
+
+@pytest.mark.parametrize("is_threaded", [True, False])
+def test_ids_of_a_rejected_batch_are_free_at_once(is_threaded: bool) -> None:
+    backend = SteppedBackend(1, 64, 64)
+    schedule = ScheduleOptions(max_queue=1, when_full="reject")
+    engine = Engine(backend, options=GREEDY, schedule=schedule, threaded=is_threaded)
+    engine.run(prompts("a", "b"))
+    if is_threaded:
+        backend.wait_for_run()
+        backend.let()  # then the owner looks for commands, and waits in its next run
+    for _ in range(2):
+        with pytest.raises(QueueFullError):
+            engine.run(prompts("x"))
+        backend.let()
+    backend.let(1000)
+    engine.close()
+
+
+def test_rejected_ids_can_be_submitted_once_there_is_room(make: MakeEngine) -> None:
+    engine = make(n_window=ENDLESS, max_queue=1, when_full="reject")
+    engine.run(prompts("a", "b"))
+    with pytest.raises(QueueFullError):
+        engine.run(prompts("x", "y", max_tokens=2))
+    engine.cancel_all()
+    assert ends(engine.run(prompts("x", "y", max_tokens=2))) == [("length", 2)] * 2
+
+
+def test_generator_waits_though_the_queue_rejects(make: MakeEngine) -> None:
+    engine, records = make(max_queue=1, when_full="reject"), list[StepRecord]()
+    engine.record_steps(records.append)
+    response = engine.run(iter(prompts(*"abcdefghij", max_tokens=3)))
+    assert ends(response) == [("length", 3)] * 10
+    assert max(r.n_waiting for r in records) <= 1
+
+
+def test_queue_without_a_limit_takes_any_number(by_hand: MakeEngine) -> None:
+    engine = by_hand()
+    engine.run([BatchPrompt(tokens=[1])] * 5000)
+    engine.step()
+    assert engine.stats().n_waiting == 4999
+
+
+def test_paused_ones_slot_counts_as_room(by_hand: MakeEngine) -> None:
+    engine = by_hand(max_queue=0, when_full="reject")
+    engine.run(prompts("a"))
+    engine.step()
+    assert engine.pause("a")
+    assert ends(engine.run(prompts("b", max_tokens=2))) == [("length", 2)]
+
+
+# ---- a full queue that lets wait ----
+
+
+@pytest.mark.parametrize("max_queue", [0, 1, 3])
+def test_run_returns_when_the_last_one_is_in_and_never_more_wait(
+    make: MakeEngine, max_queue: int
+) -> None:
+    engine, records = make(max_queue=max_queue), list[StepRecord]()
+    engine.record_steps(records.append)
+    response = engine.run(prompts(*"abcdefghij", max_tokens=3))
+    n_done = engine.stats().n_finished.get("length", 0)
+    assert 10 - 1 - max_queue <= n_done
+    assert ends(response) == [("length", 3)] * 10
+    assert max(r.n_waiting for r in records) <= max_queue
+    assert response.ids == [*"abcdefghij"]
+
+
+def test_waiting_for_room_changes_no_stream_and_no_order(make: MakeEngine) -> None:
+    items = prompts(*"abcdefgh", max_tokens=4)
+    narrow, wide = make(max_queue=1, when_full="wait"), make()
+    order = [r.id for r in narrow.run(items).as_completed()]
+    assert order == [*"abcdefgh"]
+    assert streams(narrow.run(items)) == streams(wide.run(items))
+
+
+def test_generator_waits_for_room_too(make: MakeEngine) -> None:
+    engine, records = make(max_queue=1), list[StepRecord]()
+    engine.record_steps(records.append)
+    response = engine.run(iter(prompts(*"abcdefghij", max_tokens=3)))
+    assert ends(response) == [("length", 3)] * 10
+    assert max(r.n_waiting for r in records) <= 1
+
+
+def test_two_threads_that_wait_for_room_both_get_in() -> None:
+    backend = GatedBackend(1, 64, 64)
+    with Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1)) as engine:
+        calls = [
+            in_thread(partial(engine.run, prompts(*ids, max_tokens=3)))
+            for ids in ("abcdef", "ghijkl")
+        ]
+        for wait in calls:
+            assert ends(wait()) == [("length", 3)] * 6
+
+
+def test_duplicate_id_is_refused_before_anybody_waits(by_hand: MakeEngine) -> None:
+    engine = by_hand(max_queue=0)
+    engine.run(prompts("a"))
+    engine.step()
+    with pytest.raises(Exception, match="unique"):
+        engine.run(prompts("b", "a"))
+    assert books(engine) == (0, 1, ["a"])
+
+
+def test_cancel_of_one_that_waits_makes_room_for_another(make: MakeEngine) -> None:
+    engine = make(n_window=ENDLESS, max_queue=1)
+    engine.run(prompts("a", "b"))
+    if not engine._threaded:
+        engine.cancel("b")
+    run = in_thread(lambda: engine.run(prompts("c", max_tokens=1)))
+    if engine._threaded:
+        wait_until(lambda: engine._loop._n_wanting_room > 0)
+        engine.cancel("b")
+    response = run()
+    engine.cancel("a")
+    assert ends(response) == [("length", 1)]
+
+
+def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> None:
+    backend = GatedBackend(1, ENDLESS, 64)
+    engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
+    first = engine.run(prompts("a", "b"))
+    waits = in_thread(lambda: engine.run(prompts("c", "d")))
+    wait_until(lambda: engine._loop._n_wanting_room > 0)
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        waits()
+    assert [r.finish_reason for r in all_results(first)] == ["cancelled"] * 2
+    assert (engine._loop.routes, books(engine)) == ({}, (0, 0, []))
+
+
+def test_failure_while_somebody_waits_for_room_tells_it() -> None:
+    backend = GatedBackend(1, ENDLESS, 64)
+    engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
+    first = engine.run(prompts("a", "b"))
+    waits = in_thread(lambda: engine.run(prompts("c", "d")))
+    wait_until(lambda: engine._loop._n_wanting_room > 0)
+    backend.run = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(EngineClosedError) as caught:
+        waits()
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert [r.finish_reason for r in all_results(first)] == ["error"] * 2
+    engine.close()
+
+
+def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
+    backend, told = GatedBackend(2, ENDLESS, 64), threading.Event()
+    engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=0))
+    run = backend.run
+
+    def lingering(plan: StepPlan) -> StepResult:
+        if engine._loop._is_closed:
+            told.wait(0.5)
+        return run(plan)
+
+    def wait() -> None:
+        try:
+            engine.run(prompts("b", "c"))  # b gets the other slot, c waits for room
+        finally:
+            told.set()
+
+    backend.run = lingering  # type: ignore[method-assign]
+    other, waiting = engine.run(prompts("a")), in_thread(wait)
+    wait_until(lambda: engine._loop._n_wanting_room > 0)
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        waiting()
+    assert [(r.finish_reason, r.error) for r in all_results(other)] == [("cancelled", None)]
+
+
+def test_event_loop_is_told_not_to_wait_for_room() -> None:
+    schedule = ScheduleOptions(max_queue=1)
+    with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
+
+        async def submit() -> None:
+            engine.run(prompts("a", "b"))
+            with pytest.raises(ConfigError, match=r"to_thread.*when_full='reject'") as caught:
+                engine.run(prompts("c"))
+            assert isinstance(caught.value.__cause__, QueueFullError)
+            assert [*engine._parts.batcher.in_flight] == ["a", "b"]
+
+        anyio.run(submit)
+
+
+def test_event_loop_is_told_at_once_though_another_thread_waits_for_room() -> None:
+    schedule = ScheduleOptions(max_queue=1)
+    engine = Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule)
+    engine.run(prompts("a", "b"))
+    waits = in_thread(lambda: engine.run(prompts("c")))
+    wait_until(lambda: engine._loop._n_wanting_room > 0)
+    told = threading.Event()
+
+    async def submit() -> None:
+        try:
+            engine.run(prompts("d"))
+        except ConfigError:
+            told.set()
+        except EngineClosedError:
+            pass
+
+    in_loop = in_thread(partial(anyio.run, submit))
+    is_told = told.wait(HANG_S)
+    engine.close()
+    in_loop()
+    with pytest.raises(EngineClosedError):
+        waits()
+    assert is_told
+
+
+def test_event_loop_may_wait_for_room_in_a_thread() -> None:
+    schedule = ScheduleOptions(max_queue=1)
+    with Engine(GatedBackend(1, 64, 64), options=GREEDY, schedule=schedule) as engine:
+
+        async def submit() -> None:
+            run = partial(engine.run, prompts(*"abcdef", max_tokens=2))
+            assert len(await (await anyio.to_thread.run_sync(run))) == 6
+
+        anyio.run(submit)
+
+
+# ---- time ----
+
+
+def test_time_of_a_request_ends_it_with_its_text_or_with_an_error(virtual: MakeEngine) -> None:
+    engine = virtual()
+    response = engine.run(prompts("a", "b", max_tokens=9, timeout_s=3.0))
+    assert ends(response) == [("timeout", 3), ("timeout", 0)]
+    ran, queued = response.results(return_errors=True)
+    assert ran.error is None
+    assert len(ran.text) > 0
+    assert isinstance(queued.error, DeadlineError)
+    assert queued.error.waited_s == 3.0
+
+
+def test_time_of_a_run_ends_what_is_left_of_it_and_nothing_else(virtual: MakeEngine) -> None:
+    engine = virtual()
+    timed = engine.run(prompts(*"abcd", max_tokens=4), max_time_s=6.0)
+    other = engine.run(prompts("z", max_tokens=4))
+    assert ends(timed) == [("length", 4), ("timeout", 2), ("timeout", 0), ("timeout", 0)]
+    assert ends(other) == [("length", 4)]
+
+
+@pytest.mark.parametrize(("timeout_s", "max_time_s"), [(2.0, 5.0), (5.0, 2.0)])
+def test_sooner_of_two_times_counts(
+    virtual: MakeEngine, timeout_s: float, max_time_s: float
+) -> None:
+    response = virtual().run(prompts("a", timeout_s=timeout_s), max_time_s=max_time_s)
+    assert ends(response) == [("timeout", 2)]
+
+
+def test_no_time_at_all_ends_everything_before_it_runs(make: MakeEngine) -> None:
+    engine = make()
+    response = engine.run(prompts(*"abc"), max_time_s=0.0)
+    assert ends(response) == [("timeout", 0)] * 3
+    assert engine.stats().n_steps == 0
+
+
+def test_time_of_a_run_ends_the_reading_of_a_generator_that_never_ends(virtual: MakeEngine) -> None:
+    engine, is_closed = virtual(), threading.Event()
+
+    def endless() -> Iterator[str]:
+        try:
+            yield from map(str, count())
+        finally:
+            is_closed.set()
+
+    response = engine.run(endless(), options={"max_tokens": 4}, max_time_s=10.0)
+    found = ends(response)
+    assert found[:3] == [("length", 4), ("length", 4), ("timeout", 2)]
+    assert set(found[3:]) <= {("timeout", 0)}
+    assert engine._loop.routes == {}
+    gc.collect()
+    assert is_closed.is_set()
+
+
+def test_time_of_a_run_ends_a_generator_that_is_read_in_a_thread() -> None:
+    with Engine(GatedBackend(1, 64, 64), options=GREEDY) as engine:
+        response = engine.run(map(str, count()), options={"max_tokens": 4}, max_time_s=0.05)
+        assert {reason for reason, _ in ends(response)} <= {"length", "timeout"}
+        assert engine._loop.routes == {}
+
+
+def test_time_of_a_run_counts_while_it_waits_for_room(virtual: MakeEngine) -> None:
+    engine = virtual(max_queue=1)
+    engine.run(prompts("a", "b", max_tokens=40))
+    response = engine.run(prompts("c", max_tokens=2), max_time_s=3.0)
+    assert engine._backend.now_s <= 5.0  # type: ignore[attr-defined]
+    assert ends(response) == [("timeout", 0)]
+
+
+@pytest.mark.parametrize("max_time_s", [-1.0, float("nan"), float("inf"), "soon", True])
+def test_wrong_time_of_a_run_is_refused_and_nothing_is_queued(
+    make: MakeEngine, max_time_s: Any
+) -> None:
+    engine = make()
+    with pytest.raises(ConfigError, match="max_time_s"):
+        engine.run(prompts("a"), max_time_s=max_time_s)
+    assert engine._loop.routes == {}
+
+
+# ---- pauses, and commands that come too late ----
+
+
+def test_pause_and_resume_change_no_token(make: MakeEngine) -> None:
+    engine, items = make(parallel=2), prompts("a", "b", max_tokens=30)
+    expected = streams(engine.run(items))
+    response = engine.run(items)
+    is_paused = engine.pause("a")
+    assert engine.resume("a") is is_paused
+    assert streams(response) == expected
+    assert [engine.pause("a"), engine.resume("a"), engine.pause("nobody")] == [False] * 3
+
+
+def test_paused_one_gives_nothing_until_it_is_resumed(by_hand: MakeEngine) -> None:
+    engine = by_hand(parallel=2)
+    response = engine.run(prompts("a", "b", max_tokens=9))
+    steps(engine, 3)
+    assert [engine.pause("a"), engine.pause("a")] == [True, False]
+    steps(engine, 20)
+    in_flight = engine._parts.batcher.in_flight
+    assert [(id, d.n_output) for id, d in in_flight.items()] == [("a", 3)]
+    assert engine.step() is False
+    assert engine.resume("a")
+    assert ends(response) == [("length", 9)] * 2
+    assert engine.stats().n_recomputed_tokens == 0
+
+
+def test_paused_one_can_be_cancelled_and_closed(by_hand: MakeEngine) -> None:
+    engine = by_hand(parallel=2)
+    response = engine.run(prompts("a", "b"))
+    steps(engine, 2)
+    assert engine.pause("a")
+    assert engine.pause("b")
+    assert engine.cancel("a")
+    engine.close()
+    assert ends(response) == [("cancelled", 2)] * 2
+
+
+@pytest.mark.parametrize("name", ["cancel", "pause", "resume"])
+def test_late_command_for_an_earlier_life_of_an_id_is_refused(
+    by_hand: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, late = by_hand(), list[Callable[[], object]]()
+    first = engine.run(prompts("a", max_tokens=2))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._loop, "call", late.append)
+        getattr(engine, name)("a")  # on its way while the request ends
+    assert ends(first) == [("length", 2)]
+    second = engine.run(prompts("a", max_tokens=3))
+    engine.step()
+    if name == "resume":
+        engine.pause("a")
+    assert not late[0]()
+    assert engine._parts.batcher.in_flight["a"].n_output == 1
+    assert engine.resume("a") is (name == "resume")
+    assert ends(second) == [("length", 3)]
+
+
+# ---- all is lost ----
+
+
+@pytest.mark.parametrize("is_threaded", [True, False])
+def test_computation_that_always_fails_ends_the_engine_and_tells_everybody_once(
+    is_threaded: bool,
+) -> None:
+    backend = FakeBackend(2, 64, 64, faults=Faults(code=lambda _: -3))
+    engine = Engine(backend, options=GREEDY, threaded=is_threaded)
+    responses = [engine.run(prompts(*(f"{c}{i}" for i in range(15)))) for c in "ab"]
+    told = Counter(c.id for r in responses for c in r if c.finish_reason is not None)
+    assert set(told.values()) == {1}
+    assert len(told) == 30
+    errors = [r.error for response in responses for r in all_results(response)]
+    causes = [e.__cause__ for e in errors if isinstance(e, EngineClosedError)]
+    assert len(causes) >= 30 - N_FAILURES_MAX
+    assert {type(c) for c in causes} == {DecodeError}
+    with pytest.raises(EngineClosedError) as caught:
+        engine.run(prompts("late"))
+    assert isinstance(caught.value.__cause__, DecodeError)
+    engine.close()
+
+
+def test_engine_goes_on_when_failures_pass(make: MakeEngine) -> None:
+    codes = iter([-3] * N_FAILURES_MAX)
+    backend = FakeBackend(2, 64, 64, faults=Faults(code=lambda _: next(codes, 0)))
+    with Engine(backend, options=GREEDY) as engine:
+        all_results(engine.run(prompts(*(f"a{i}" for i in range(20)), max_tokens=2)))
+        assert ends(engine.run(prompts("b", max_tokens=2))) == [("length", 2)]
+        assert backend.n_rebuilt == 1
+
+
+def test_pool_that_is_full_preempts_and_nobody_notices() -> None:
+    items = prompts(*(f"{chr(97 + i)}" for i in range(20)), max_tokens=40)
+    with Engine(FakeBackend(4, 64, 64), options=GREEDY) as engine:
+        expected = streams(engine.run(items))
+    backend = FakeBackend(4, 64, 64, memory=shared_pool(64, can_save=True))
+    schedule = ScheduleOptions(admission="optimistic")
+    with Engine(backend, options=GREEDY, schedule=schedule) as engine:
+        assert streams(engine.run(items)) == expected
+
+
+def test_tokens_that_never_fit_never_wait(by_hand: MakeEngine) -> None:
+    engine = by_hand()
+    engine.run(prompts("a"))
+    engine.step()
+    response = engine.run([BatchPrompt(tokens=[1] * 64, id="bad")])
+    engine.step()
+    [result] = response.results(timeout=0, return_errors=True)
+    assert isinstance(result.error, PromptTooLongError)
+    assert [*engine._loop.routes] == ["a"]
+
+
+# ---- figures ----
+
+
+def test_records_come_while_they_are_asked_for(by_hand: MakeEngine) -> None:
+    engine, records = by_hand(), list[StepRecord]()
+    engine.run(prompts("a", "b", max_tokens=9))
+    engine.step()
+    engine.record_steps(records.append)
+    steps(engine, 3)
+    engine.record_steps(None)
+    steps(engine, 3)
+    assert [(r.n_rows, r.n_tokens, r.n_waiting, r.code) for r in records] == [(1, 1, 1, 0)] * 3
+    for r in records:
+        assert min(r.admit_s, r.build_s, r.run_s, r.apply_s, r.deliver_s) >= 0
+    starts = [r.start_s for r in records]
+    assert starts == sorted(starts)
+    for r, next_s in zip(records, starts[1:], strict=False):
+        assert (
+            r.admit_s + r.build_s + r.run_s + r.apply_s + r.deliver_s <= next_s - r.start_s + 1e-9
+        )
+
+
+def test_recorder_that_raises_ends_the_engine() -> None:
+    def fail(record: StepRecord) -> None:
+        raise ValueError(record.n_rows)
+
+    engine = Engine(GatedBackend(1, 64, 64), options=GREEDY)
+    engine.record_steps(fail)
+    [result] = all_results(engine.run(prompts("a")))
+    assert isinstance(result.error, EngineClosedError)
+    assert isinstance(result.error.__cause__, ValueError)
+    engine.close()
+
+
+def test_statistics_begun_anew_count_what_comes_later(by_hand: MakeEngine) -> None:
+    engine = by_hand()
+    response = engine.run(prompts("a", max_tokens=9))
+    steps(engine, 4)
+    engine.reset_stats()
+    stats = engine.stats()
+    assert (stats.n_steps, stats.n_submitted, stats.n_running, stats.itl_s.n) == (0, 0, 1, 0)
+    assert ends(response) == [("length", 9)]
+    stats = engine.stats()
+    assert (stats.n_steps, stats.n_output_tokens, stats.n_finished) == (5, 5, {"length": 1})
+    assert (stats.n_prompt_tokens, stats.itl_s.n, stats.ttft_s.n) == (0, 5, 1)
+
+
+def test_statistics_are_never_begun_anew_in_the_middle_of_a_run() -> None:
+    backend = SteppedBackend(1, 64, 64)
+    engine = Engine(backend, options=GREEDY)
+    engine.run(prompts("a"))
+    backend.wait_for_run()
+    resetting = in_thread(engine.reset_stats)
+    wait_until(lambda: engine._loop._commands.qsize() > 0)
+    assert engine._parts.stats.n_submitted == 1
+    backend.let(1000)
+    resetting()
+    engine.close()
+    assert engine._parts.stats.n_submitted == 0
+
+
+def test_snapshot_stays_as_it_was(by_hand: MakeEngine) -> None:
+    engine = by_hand()
+    response = engine.run(prompts("a", max_tokens=9))
+    steps(engine, 3)
+    stats = engine.stats()
+    all_results(response)
+    assert (stats.n_steps, stats.itl_s.n, stats.n_finished) == (3, 2, {})
+
+
+def test_queued_cancel_is_answered_before_the_running_one_ends() -> None:
+    with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY) as engine:
+        engine.run(prompts("a"))
+        queued = engine.run(prompts("b"))
+        assert engine.cancel("b")
+        [result] = all_results(queued)
+        assert isinstance(result.error, RequestCancelledError)
+        assert "a" in engine._loop.routes
+
+
+# ---- options at odds ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"quantum": 8}, ("quantum=8", "round_robin")),
+        ({"quantum": 8, "policy": "priority"}, ("quantum=8", "round_robin", "priority")),
+        ({"ageing_s": 2.0}, ("ageing_s=2.0", "priority")),
+        ({"ageing_s": 2.0, "policy": "shortest"}, ("ageing_s=2.0", "priority", "shortest")),
+        ({"when_full": "wait"}, ("when_full='wait'", "max_queue")),
+        ({"when_full": "reject"}, ("when_full='reject'", "max_queue")),
+        ({"itl_ms": 50, "prefill_budget": 64}, ("itl_ms=50", "prefill_budget=64")),
+        ({"prefill_chunk": 513, "n_batch": 512}, ("prefill_chunk=513", "n_batch=512")),
+        ({"prefill_budget": 513, "n_batch": 512}, ("prefill_budget=513", "n_batch=512")),
+        ({"n_batch": 7, "parallel": 8}, ("n_batch=7", "parallel=8")),
+        ({"exact": True, "admission": "optimistic"}, ("exact=True", "admission='optimistic'")),
+        (
+            {"exact": True, "admission": "optimistic", "kv": "unified"},
+            ("exact=True", "kv='unified'"),
+        ),
+        ({"admission": "optimistic"}, ("admission='optimistic'", "kv='unified'", "auto")),
+        (
+            {"admission": "optimistic", "kv": "partitioned"},
+            ("admission='optimistic'", "kv='unified'", "partitioned"),
+        ),
+        ({"exact": True, "prefill_chunk": 64}, ("exact=True", "prefill_chunk=64")),
+    ],
+)
+def test_options_at_odds_are_refused_and_both_are_named(
+    settings: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineOptions.of(settings)
+    for name in named:
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantum": 8, "policy": "round_robin"},
+        {"ageing_s": 2.0, "policy": "priority"},
+        {"when_full": "reject", "max_queue": 0},
+        {"itl_ms": 50, "prefill_chunk": 64},
+        {"prefill_chunk": 512, "prefill_budget": 512, "n_batch": 512},
+        {"n_batch": 8, "parallel": 8},
+        {"exact": True, "admission": "reserve"},
+        {"admission": "optimistic", "kv": "unified"},
+    ],
+)
+def test_options_that_agree_are_taken(settings: dict[str, Any]) -> None:
+    options = EngineOptions.of(settings)
+    assert {name: getattr(options, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "lifo"), ("policy", None), ("quantum", 0), ("quantum", 1.5), ("ageing_s", 0), ("ageing_s", -1),
+        ("admission", "hope"), ("max_queue", -1), ("max_queue", 2.5), ("when_full", "drop"), ("prefill_budget", 0),
+        ("prefill_chunk", 0), ("prefill_chunk", True), ("itl_ms", 0), ("itl_ms", float("nan")), ("swap_mib", -1),
+        ("swap_mib", None),
+    ],
+)  # fmt: skip
+def test_wrong_value_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        EngineOptions.of({name: value})
+    with pytest.raises(ConfigError, match=name):
+        ScheduleOptions(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("priority", 101), ("priority", 1.0), ("timeout_s", -1), ("timeout_s", "1")]
+)
+def test_wrong_option_of_a_request_is_refused_and_nothing_is_queued(
+    by_hand: MakeEngine, name: str, value: object
+) -> None:
+    engine = by_hand()
+    with pytest.raises(ConfigError, match=name):
+        engine.run(["a", "b"], options={name: value})
+    assert books(engine) == (0, 0, [])
