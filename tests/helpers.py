@@ -186,7 +186,7 @@ def drive(
     *,
     before: Callable[[Rig], object] | None = None,
     after: Callable[[Rig, StepPlan], object] | None = None,
-    n_max: int = 5000,
+    n_max: int = 20_000,
 ) -> list[StepPlan]:
     """Step until nothing is left to do; return the plans."""
     plans: list[StepPlan] = []
@@ -226,7 +226,7 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
         assert not plan.chunks
         return
     if not ledger.is_shared:
-        assert not (rig.batcher.n_waiting and ledger.has_free_slot)
+        assert not (rig.batcher.n_waiting and ledger.has_free_slot) or rig.batcher.has_followers
     suspects = rig.scheduler.trials.group()
     if suspects:
         assert {by_slot[s] for s in slots} <= set(suspects)

@@ -192,3 +192,47 @@ def test_device_that_always_fails_stops_the_engine_and_tells_everybody_once(
             engine.submit("Hi")
     assert {r.finish_reason for r in results} == {"error"}
     assert isinstance(caught.value.__cause__, DecodeError)
+
+
+def shared_prompts(n: int) -> list[cbatch.BatchPrompt]:
+    """Prompts with 150 tokens in common and some of their own."""
+    common = [(7 * i) % 1200 + 300 for i in range(150)]
+    return [
+        cbatch.BatchPrompt(tokens=[*common, *range(300 + i, 300 + 2 * i + 1)]) for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_common_beginning_is_computed_once(test_model: Path, is_exact: bool) -> None:
+    with load(test_model, parallel=4, exact=is_exact, n_ubatch=64) as engine:
+        results = engine.run(shared_prompts(10), options={**GREEDY, "max_tokens": 6}).results()
+        stats = engine.stats()
+    n_common = 128 if is_exact else 150  # whole pieces
+    assert [r.usage.cached_tokens >= n_common for r in results] == [False] + [True] * 9
+    assert stats.n_prompt_tokens <= 150 + sum(150 - n_common + i + 1 for i in range(10))
+
+
+def test_shared_beginnings_under_exact_change_no_token(test_model: Path) -> None:
+    def found(**settings: Any) -> list[tuple[str, tuple[int, ...]]]:
+        with load(test_model, exact=True, n_ubatch=64, **settings) as engine:
+            return streams(engine.run(shared_prompts(12), options={**GREEDY, "max_tokens": 40}))
+
+    assert found(parallel=5) == found(parallel=1, share_prefixes=False)
+
+
+def test_next_turn_of_a_chat_computes_what_is_new(test_model: Path) -> None:
+    chat: list[dict[str, str]] = [{"role": "user", "content": "What is 3 + 4?"}]
+    with load(test_model, parallel=2) as engine:
+        first = engine.submit(chat, options={"temperature": 0}).result()
+        chat += [
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": "Say red."},
+        ]
+        second = engine.submit(chat, options={"temperature": 0}).result()
+    assert second.usage.cached_tokens >= first.usage.prompt_tokens
+    assert second.text == alone_text(test_model, chat)
+
+
+def alone_text(path: Path, chat: list[dict[str, str]]) -> str:
+    with load(path, parallel=1) as engine:
+        return engine.submit(chat, options={"temperature": 0}).result().text

@@ -170,10 +170,15 @@ class MultiRequestBatcher:
             n_refusable -= len(refused)
             fitting = None if refused else self._fitting(first)
             if fitting is not None:
-                if len(self._followers) < self.ledger.n_free_slots and self._follows(fitting):
-                    continue
-                self._enter(fitting, now)
-                admitted.append(fitting)
+                leader = self.sharing.leader(fitting)
+                if leader is None:
+                    self._enter(fitting, now)
+                    admitted.append(fitting)
+                elif len(self._followers) < self.ledger.n_free_slots:
+                    self.hold(fitting, Wait.LEADER)
+                    self._followers.append(_Follower(fitting, *leader))
+                else:  # there would be no slot for it when the leader is through
+                    break
             elif n_refusable <= 0 or not (refused or self.park_paused()):
                 break
         return admitted
@@ -207,15 +212,6 @@ class MultiRequestBatcher:
         self.running[slot] = driver
         self.n_changes += 1
         self.cells.enter(driver, slot, source)
-
-    def _follows(self, driver: SequenceDriver) -> bool:
-        """Have a driver wait for one that computes the same beginning, where there is one; return whether it does."""
-        found = self.sharing.leader(driver) if driver.saved_key is None else None
-        if found is None:
-            return False
-        self.hold(driver, Wait.LEADER)
-        self._followers.append(_Follower(driver, *found))
-        return True
 
     def _release_followers(self) -> None:
         """Let those go on whose leader has computed what they share, or stopped, or left: then the oldest leads."""

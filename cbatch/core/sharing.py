@@ -80,7 +80,7 @@ class Sharing:
 
     def leader(self, driver: SequenceDriver) -> tuple[SequenceDriver, int] | None:
         """Return who is about to compute much more of a prompt's beginning than there is, and how much then."""
-        if not self._can_copy:
+        if not self._can_copy or driver.saved_key is not None:
             return None
         best = self.best(driver)
         n_now = best.n_cells if best else 0

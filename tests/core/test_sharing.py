@@ -1,0 +1,249 @@
+"""A beginning that prompts have in common is computed once, and nobody's tokens change by it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.core.driver import Status, Wait
+from cbatch.core.plan import Slot
+from tests.helpers import (
+    Rig,
+    drive,
+    make_request,
+    make_scheduler,
+    partitioned,
+    recurrent,
+    shared_pool,
+    step,
+)
+
+if TYPE_CHECKING:
+    from cbatch.core.driver import Request
+
+COMMON = range(50)
+
+
+def make_rig(n_slots: int = 4, **options: Any) -> Rig:
+    given: dict[str, Any] = {
+        "n_window": 128,
+        "n_batch": 64,
+        "memory": partitioned(n_slots * 128),
+        "share_prefixes": True,
+        **options,
+    }
+    return make_scheduler(n_slots, **given)
+
+
+def alike(n: int, first: int = 0, **options: Any) -> list[Request]:
+    """Requests with `COMMON` and one token of their own."""
+    said = {"max_tokens": 4, **options}
+    return [make_request(str(i), [*COMMON, 100 + i], **said) for i in range(first, first + n)]
+
+
+@pytest.mark.parametrize("n", [2, 4, 9])
+def test_common_beginning_of_those_that_come_together_is_computed_once(n: int) -> None:
+    rig = make_rig()
+    requests = alike(n)
+    rig.submit(*requests)
+    drive(rig)
+    assert rig.stats.n_prompt_tokens == 50 + n
+    assert [rig.results[r.id].usage.cached_tokens for r in requests] == [0] + [50] * (n - 1)
+    for request in requests:
+        assert rig.results[request.id].token_ids == tuple(rig.alone(request, 4))
+
+
+def test_switched_off_everything_is_computed() -> None:
+    rig = make_rig(share_prefixes=False)
+    rig.submit(*alike(4))
+    drive(rig)
+    assert rig.stats.n_prompt_tokens == 4 * 51
+
+
+def test_followers_wait_for_the_leader_and_go_on_in_the_plan_after() -> None:
+    rig = make_rig(n_batch=26)
+    rig.submit(*alike(3))
+    step(rig)
+    assert [rig.drivers[id].waits_for for id in "012"] == [None, Wait.LEADER, Wait.LEADER]
+    step(rig)
+    plan = step(rig)
+    assert plan is not None
+    assert {(c.slot, c.start) for c in plan.chunks} >= {(1, 50), (2, 50)}
+
+
+def test_another_prompt_passes_those_that_wait_for_a_leader() -> None:
+    rig = make_rig(n_batch=26)
+    rig.submit(*alike(2), make_request("other", (7, 7, 7), max_tokens=4))
+    step(rig)
+    assert rig.running() == ["0", "other"]
+
+
+def test_leader_that_leaves_is_followed_by_the_oldest_in_the_same_plan() -> None:
+    rig = make_rig(n_batch=26)
+    rig.submit(*alike(3))
+    step(rig)
+    rig.cancel("0")
+    plan = step(rig)
+    assert plan is not None
+    assert rig.running() == ["1"]
+    assert [c.start for c in plan.chunks] == [26]  # the cells of the one that left are of use
+    drive(rig)
+    assert rig.stats.n_prompt_tokens == 26 + 25 + 1
+
+
+def test_leader_that_is_paused_holds_up_nobody() -> None:
+    rig = make_rig(n_batch=26)
+    rig.submit(*alike(2))
+    step(rig)
+    rig.batcher.pause("0")
+    step(rig)
+    assert rig.drivers["1"].status is Status.RUNNING
+    rig.batcher.resume("0")
+    drive(rig)
+
+
+def test_follower_that_is_cancelled_or_paused_is_no_longer_one() -> None:
+    rig = make_rig(n_batch=26)
+    rig.submit(*alike(3))
+    step(rig)
+    rig.cancel("1")
+    rig.batcher.pause("2")
+    for _ in range(3):
+        step(rig)
+    assert not rig.batcher.has_followers
+    assert rig.drivers["2"].status is Status.PAUSED
+    rig.batcher.resume("2")
+    drive(rig)
+    assert rig.results["2"].usage.cached_tokens == 50
+
+
+def test_finished_request_leaves_its_cells_to_the_next_turn_of_its_chat() -> None:
+    rig = make_rig(n_slots=2)
+    first = make_request("first", COMMON, max_tokens=8)
+    rig.submit(first)
+    drive(rig)
+    answer = rig.results["first"].token_ids
+    again = make_request("again", [*COMMON, *answer, 9], max_tokens=3)
+    rig.submit(again)
+    drive(rig)
+    assert rig.results["again"].usage.cached_tokens == 50 + 7  # the last token was never computed
+    assert rig.results["again"].token_ids == tuple(rig.alone(again, 3))
+
+
+def test_last_token_of_a_prompt_is_always_computed() -> None:
+    rig = make_rig()
+    rig.submit(make_request("a", COMMON, max_tokens=2))
+    drive(rig)
+    rig.submit(make_request("b", COMMON, max_tokens=2))
+    drive(rig)
+    assert rig.results["b"].usage.cached_tokens == 49
+    assert rig.results["b"].token_ids == rig.results["a"].token_ids
+
+
+def test_short_beginning_is_not_worth_a_copy_but_is_kept_where_it_stands() -> None:
+    rig = make_rig(n_slots=2)
+    rig.submit(make_request("a", (1, 2, 3, 4), max_tokens=2))
+    drive(rig)
+    rig.submit(make_request("b", (1, 2, 3, 9), max_tokens=20))
+    rig.backend.interrupt()
+    step(rig)
+    assert rig.drivers["b"].n_cached == 3
+    rig.submit(make_request("c", (1, 2, 3, 8), max_tokens=2))
+    drive(rig)
+    assert rig.results["c"].usage.cached_tokens == 0
+
+
+def test_cells_of_one_that_failed_are_not_passed_on() -> None:
+    rig = make_rig(n_slots=1, broken=lambda chunk: chunk.start + len(chunk.tokens) == 51)
+    rig.submit(
+        make_request("bad", [*COMMON, 1]), make_request("good", [*COMMON, 1, 2], max_tokens=2)
+    )
+    drive(rig)
+    assert rig.results["bad"].finish_reason == "error"
+    assert rig.results["good"].usage.cached_tokens == 0
+
+
+def test_newcomer_takes_the_slot_that_holds_most_of_its_prompt() -> None:
+    rig = make_rig(n_slots=3)
+    rig.submit(*(make_request(str(i), [i] * 40, max_tokens=2) for i in range(3)))
+    drive(rig)
+    rig.submit(make_request("again", [2] * 40, max_tokens=2))
+    step(rig)
+    assert rig.drivers["again"].slot == rig.drivers["2"].slot
+
+
+def test_newcomer_with_nothing_in_common_takes_the_slot_unused_for_longest() -> None:
+    rig = make_rig(n_slots=3)
+    for i in range(5):
+        rig.submit(make_request(str(i), [i] * 40, max_tokens=2))
+        drive(rig)
+    assert [rig.drivers[str(i)].slot for i in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_newcomer_stands_beside_those_that_run() -> None:
+    rig = make_rig(n_slots=4)
+    for i in range(3):
+        rig.submit(make_request(str(i), [i] * 40, max_tokens=2))
+        drive(rig)
+    rig.submit(make_request("again", [2] * 40, max_tokens=60))  # in slot 2, where its cells are
+    step(rig)
+    rig.submit(make_request("b", [9] * 40, max_tokens=2))
+    step(rig)
+    assert {rig.drivers["again"].slot, rig.drivers["b"].slot} == {2, 3}
+
+
+def test_memory_that_cannot_trim_goes_on_where_a_state_ends_and_nowhere_else() -> None:
+    rig = make_rig(n_slots=1, memory=recurrent(1))
+    rig.submit(make_request("a", COMMON, max_tokens=3))
+    drive(rig)
+    n_kept = 50 + 2
+    longer = [*COMMON, *rig.results["a"].token_ids, 5]
+    rig.submit(make_request("b", longer, max_tokens=2))
+    drive(rig)
+    rig.submit(make_request("c", [*COMMON, 7], max_tokens=2))
+    drive(rig)
+    assert [rig.results[id].usage.cached_tokens for id in "bc"] == [n_kept, 0]
+
+
+def test_shared_pool_gives_copies_and_keeps_nothing_of_those_that_ended() -> None:
+    rig = make_rig(memory=shared_pool(300))
+    rig.submit(*alike(3))
+    drive(rig)
+    assert rig.stats.n_prompt_tokens == 3 * 51  # this pool cannot copy
+    assert rig.batcher.ledger.n_used == 0
+
+
+def test_exact_pieces_are_passed_on_whole_and_output_never() -> None:
+    rig = make_rig(n_slots=2)
+    sharing = rig.batcher.sharing
+    sharing._n_piece = 16
+    rig.submit(make_request("a", COMMON, max_tokens=20))
+    drive(rig)
+    longer = make_request("b", [*COMMON, *rig.results["a"].token_ids, 5], max_tokens=2)
+    rig.submit(longer)
+    drive(rig)
+    assert rig.results["b"].usage.cached_tokens == 48
+    assert max(n for n, _ in sharing.index.matches([*COMMON, 200])) == 50
+
+
+def test_rebuilt_context_has_nothing_to_pass_on() -> None:
+    codes = [0] * 8 + [-3, -3]
+    rig = make_rig(n_slots=2, code=lambda _: codes.pop(0) if codes else 0)
+    rig.submit(make_request("a", COMMON, max_tokens=8))
+    drive(rig)
+    rig.submit(make_request("b", (1, 2, 3), max_tokens=4))
+    drive(rig)
+    assert rig.backend.n_rebuilt == 1
+    rig.submit(make_request("c", COMMON, max_tokens=2))
+    drive(rig)
+    assert rig.results["c"].usage.cached_tokens == 0
+
+
+def test_slot_of_the_index_follows_every_change_of_hands() -> None:
+    rig = make_rig(n_slots=1)
+    for i in range(3):
+        rig.submit(make_request(str(i), [i] * 20, max_tokens=3))
+        drive(rig)
+    assert list(rig.batcher.sharing.index.matches([2] * 20)) == [(20, Slot(0))]
+    assert list(rig.batcher.sharing.index.matches([1] * 20)) == []
