@@ -64,9 +64,12 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=16)
     parser.add_argument("--ctx-per-seq", type=int, default=2048)
     parser.add_argument("--n-batch", type=int, default=2048)
+    parser.add_argument("--kv", default="auto")
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--no-share", action="store_true", help="compute every prompt as if alone")
     a = parser.parse_args()
-    settings = {"ctx_per_seq": a.ctx_per_seq, "n_batch": a.n_batch, "exact": a.exact}
+    settings = {"ctx_per_seq": a.ctx_per_seq, "n_batch": a.n_batch, "exact": a.exact, "kv": a.kv}
+    settings["share_prefixes"] = not a.no_share
     with load(a.model, parallel=a.parallel, **settings) as engine:
         found = measure(engine, read(a.requests))
     sys.stdout.write(json.dumps(found) + "\n")
