@@ -28,9 +28,11 @@ A_SECOND_A_STEP = StepCost(base_s=1.0)
 NO_FAULTS = Faults()
 
 
-def shared_pool(n_cells: int, *, can_save: bool = False) -> Memory:
+def shared_pool(n_cells: int, *, can_save: bool = False, can_copy: bool = False) -> Memory:
     """Unified memory of `n_cells` cells; a saved cell takes 1 KiB."""
-    return Memory("unified", n_cells, can_save=can_save, saved_bytes_per_cell=1024)
+    return Memory(
+        "unified", n_cells, can_save=can_save, can_copy=can_copy, saved_bytes_per_cell=1024
+    )
 
 
 def recurrent(n_slots: int, *, can_save: bool = False) -> Memory:
@@ -259,6 +261,8 @@ def check_cells(rig: Rig) -> None:
             continue
         n = 0 if driver.slot in cells._clears else cells._trims.get(driver.slot)
         assert rig.backend.cells[driver.slot][:n] == driver.tokens[: driver.n_computed]
+    if rig.batcher.ledger.is_shared and not cells._clears and not cells._trims:
+        assert rig.backend.n_used == rig.batcher.ledger.n_used
     new, old = {key for _, key in cells._saves}, set(cells._forgets)
     assert set(rig.backend.saved) - old == set(cells._saved) - new
     for key, (driver, n_bytes) in cells._saved.items():

@@ -117,6 +117,8 @@ class FakeBackend:
         self.n_rebuilt = -1
         self.plans: list[StepPlan] = []
         self._states = [0] * n_slots
+        self._shared: list[list[int]] = [[] for _ in range(n_slots)]  # which cell each one is
+        self._n_made = 0
         self._bindings: dict[Slot, Binding] = {}
         self._seed, self._faults, self._cost = seed, faults, cost
         self._is_interrupted = False
@@ -162,6 +164,13 @@ class FakeBackend:
         """Refuse further runs."""
         self._is_closed = True
 
+    @property
+    def n_used(self) -> int:
+        """Cells in use; in unified memory those that several slots have are one."""
+        if self.memory.kind != "unified":
+            return sum(map(len, self.cells))
+        return len(set().union(*self._shared))
+
     def expected(self, prompt: Sequence[int], binding: Binding, n_output: int) -> list[int]:
         """Return the first `n_output` tokens of a sequence run alone, its end included: the reference for tests."""
         state, output = self._after(prompt), list[int]()
@@ -184,7 +193,7 @@ class FakeBackend:
         for slot, n_cells in plan.trims:
             self._set_cells(slot, self.cells[slot][:n_cells])
         for source, slot, n_cells in plan.copies:
-            self._set_cells(slot, self.cells[source][:n_cells])
+            self._set_cells(slot, self.cells[source][:n_cells], self._shared[source][:n_cells])
         for slot, key in plan.loads:
             if not self._load(slot, key):
                 lost.append(key)
@@ -209,9 +218,19 @@ class FakeBackend:
         for slot in range(self.n_slots):
             self._set_cells(slot, [])
 
-    def _set_cells(self, slot: int, cells: list[int]) -> None:
+    def _set_cells(self, slot: int, cells: list[int], shared: list[int] | None = None) -> None:
+        n_kept = len(cells) if cells == self.cells[slot][: len(cells)] else 0
         self.cells[slot] = cells
         self._states[slot] = self._after(cells)
+        if self.memory.kind == "unified":
+            self._shared[slot] = shared or self._shared[slot][:n_kept]
+            self._number(slot)
+
+    def _number(self, slot: int) -> None:
+        """Give each new cell of a slot a number of its own: a copy has those of its source."""
+        n_new = len(self.cells[slot]) - len(self._shared[slot])
+        self._shared[slot] += range(self._n_made, self._n_made + n_new)
+        self._n_made += n_new
 
     def _settle(self, chunk: Chunk) -> int:
         """Return how many cells of a failed step's slot are known: none where they cannot be taken off."""
@@ -225,8 +244,7 @@ class FakeBackend:
         n_tokens = sum(len(c.tokens) for c in chunks)
         self.now_s += self._cost(len(chunks), n_tokens - len(chunks))
         if not code and self.memory.kind == "unified":
-            n_used = sum(map(len, self.cells))
-            code = int(n_used + n_tokens > self.memory.n_cells)
+            code = int(self.n_used + n_tokens > self.memory.n_cells)
         for chunk in chunks:
             n = (
                 len(chunk.tokens)
@@ -238,6 +256,8 @@ class FakeBackend:
             for token in chunk.tokens[:n]:
                 self._states[chunk.slot] = _mix(self._states[chunk.slot], token)
             self.cells[chunk.slot].extend(chunk.tokens[:n])
+            if self.memory.kind == "unified":
+                self._number(chunk.slot)
         return code
 
     def _sample(self, chunk: Chunk) -> int:

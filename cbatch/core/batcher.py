@@ -196,13 +196,23 @@ class MultiRequestBatcher:
         """Return the first that fits; the head lets some pass, but not for ever."""
         head = waiting[0]
         for driver in waiting:
-            if self.demand.fits(driver, self.running):
+            leader = self.sharing.leader(driver)
+            if leader is not None or self._fits(driver):
                 head.n_overtaken += driver is not head
                 return driver
             driver.waits_for = Wait.CELLS
             if head.n_overtaken >= N_OVERTAKEN_MAX:
                 break
         return None
+
+    def _fits(self, driver: SequenceDriver) -> bool:
+        """Whether there are cells for one that waits, beside those that run."""
+        source = None
+        if self.ledger.is_shared and driver.saved_key is None:
+            source = self.sharing.best(driver)
+        has_holder = source is not None and self.running[source.slot] is not None
+        n_shared = source.n_cells if source is not None and has_holder else 0
+        return self.demand.fits(driver, self.running, n_shared)
 
     def _enter(self, driver: SequenceDriver, now: float) -> None:
         self._remove_waiting(driver)
@@ -244,7 +254,10 @@ class MultiRequestBatcher:
         eligible = [
             d
             for d in running
-            if d is not oldest and d.n_computed and d.n_preempted < N_PREEMPTED_MAX
+            if d is not oldest
+            and d.n_preempted < N_PREEMPTED_MAX
+            and d.slot is not None
+            and self.ledger.n_own(d.slot)
         ]
         return min(eligible, key=lambda d: (d.n_computed, -d.number), default=None)
 

@@ -31,8 +31,8 @@ class Cells:
     """Keeps the ledger and the drivers' counters in step with the orders that go with the next plan.
 
     Cells of a sequence that leaves its slot to come back are saved in host memory where the backend can and the budget
-    allows; otherwise they are lost, and computed again. What a slot of its own memory holds stays when it is given
-    back, for whoever begins alike; in a shared pool it is cleared.
+    allows; otherwise they are lost, and computed again. What a slot holds stays when it is given back, for whoever
+    begins alike, until somebody else needs the slot or, in a shared pool, the cells.
     """
 
     def __init__(
@@ -68,9 +68,7 @@ class Cells:
     def leave(self, driver: SequenceDriver, slot: Slot) -> None:
         """Take in that a driver gives `slot` back; what it computed stays where that costs nobody anything."""
         n_cells = self.ledger.n_cells[slot]
-        is_sound = (
-            driver.finish_reason != "error" and not self.ledger.is_shared and self.sharing.is_on
-        )
+        is_sound = driver.finish_reason != "error" and self.sharing.is_on
         n_known = min(n_cells, driver.n_tokens)  # a run may have sampled past a stop string
         if not is_sound or not n_known or (n_known < n_cells and not self._can_trim):
             self.clear(slot)
@@ -78,6 +76,20 @@ class Cells:
         if n_known < n_cells:
             self._order_trim(slot, n_known)
         self.sharing.leave(slot, driver.tokens[:n_known], driver.n_prompt)
+
+    def make_room(self, n_cells: int) -> bool:
+        """Empty slots that nobody has until so many cells are free, the one unused for longest first.
+
+        Returns:
+            Whether any was emptied.
+        """
+        is_emptied = False
+        while (
+            self.ledger.n_free_cells < n_cells and (slot := self.sharing.oldest_rest()) is not None
+        ):
+            self.clear(slot)
+            is_emptied = True
+        return is_emptied
 
     def enter(self, driver: SequenceDriver, slot: Slot, source: Source | None) -> None:
         """Fill a slot for a driver that just got it: with its saved cells, or with what somebody else computed."""
@@ -91,7 +103,7 @@ class Cells:
         if source is not None:
             if not n_kept:
                 self._copies.append((source.slot, slot, source.n_cells))
-                self.ledger.add(slot, source.n_cells)
+                self.ledger.share(source.slot, slot, source.n_cells)
             driver.take_over(source.n_cells)
         self.sharing.enter(slot, driver)
 
@@ -102,8 +114,11 @@ class Cells:
     def trim(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> None:
         """Have all but the first `n_cells` cells of a slot taken off; it may hold more than the books say."""
         driver.rewind(n_cells)
-        self.ledger.trim(slot, 0)
-        self.ledger.add(slot, n_cells)
+        n_more = n_cells - self.ledger.n_cells[slot]
+        if n_more > 0:
+            self.ledger.add(slot, n_more)
+        else:
+            self.ledger.trim(slot, n_cells)
         self._trims[slot] = n_cells
 
     def save(self, driver: SequenceDriver, slot: Slot) -> None:
@@ -125,6 +140,7 @@ class Cells:
             self._drop(key)
             self._loading[key] = driver
             self._loads.append((slot, key))
+            self.make_room(driver.n_computed)
             self.ledger.add(slot, driver.n_computed)
 
     def forget(self, driver: SequenceDriver) -> None:

@@ -32,15 +32,19 @@ class Demand:
         self._ledger = ledger
         self._is_optimistic = is_optimistic
 
-    def fits(self, driver: SequenceDriver, running: Iterable[SequenceDriver | None]) -> bool:
-        """Whether the pool holds `driver` beside those that run."""
+    def fits(
+        self, driver: SequenceDriver, running: Iterable[SequenceDriver | None], n_shared: int = 0
+    ) -> bool:
+        """Whether the pool holds `driver` beside those that run, of whom one has `n_shared` of its cells."""
         if not self._ledger.is_shared:
             return True
-        together = [driver, *(d for d in running if d is not None)]
+        others = [d for d in running if d is not None]
         is_certain = not self._is_optimistic or any(
-            d.n_preempted >= N_PREEMPTED_MAX for d in together
+            d.n_preempted >= N_PREEMPTED_MAX for d in (driver, *others)
         )
-        return sum(self._n_cells(d, is_certain) for d in together) <= self._ledger.n_pool
+        n_coming = sum(d.n_pending + self._n_expected(d, is_certain) for d in others)
+        n_new = driver.n_tokens - n_shared + self._n_expected(driver, is_certain)
+        return self._ledger.n_in_use() + n_coming + n_new <= self._ledger.n_pool
 
     def learn(self, driver: SequenceDriver) -> None:
         """Take in how much of its cap a sequence needed that ended by itself."""
@@ -51,6 +55,5 @@ class Demand:
         """Expect more: the pool was full."""
         self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
 
-    def _n_cells(self, driver: SequenceDriver, is_certain: bool) -> int:
-        share = 1.0 if is_certain else self.ratio
-        return driver.n_tokens + math.ceil(share * driver.n_left)
+    def _n_expected(self, driver: SequenceDriver, is_certain: bool) -> int:
+        return math.ceil((1.0 if is_certain else self.ratio) * driver.n_left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.core.plan import Slot
@@ -14,14 +15,23 @@ if TYPE_CHECKING:
     from cbatch.core.plan import Memory
 
 
+@dataclass(eq=False, slots=True)
+class _Block:
+    """Cells that belong to the same slots, all or none."""
+
+    n: int
+    n_slots: int = 1
+
+
 class KvLedger:
     """`n_slots` slots of at most `n_window` cells each, lent lowest id first.
 
-    Partitioned and recurrent memory have room for every slot's window; unified memory has `n_pool` cells for all.
-    Low ids close together are what the decode speed needs in partitioned KV (a gap costs a graph run).
+    Partitioned and recurrent memory have room for every slot's window; unified memory has `n_pool` cells for all, and
+    what one slot has of another is counted once. Low ids close together are what the decode speed needs in partitioned
+    KV (a gap costs a graph run).
     """
 
-    __slots__ = ("_free", "_lent", "n_cells", "n_pool", "n_slots", "n_used", "n_window")
+    __slots__ = ("_blocks", "_free", "_lent", "n_cells", "n_pool", "n_slots", "n_used", "n_window")
 
     def __init__(self, n_slots: int, n_window: int, memory: Memory | None = None) -> None:
         self.n_slots = n_slots
@@ -29,6 +39,7 @@ class KvLedger:
         self.n_pool = memory.n_cells if memory and memory.kind == "unified" else n_slots * n_window
         self.n_cells = [0] * n_slots
         self.n_used = 0
+        self._blocks: list[list[_Block]] = [[] for _ in range(n_slots)]
         self._lent = [False] * n_slots
         self._free = [Slot(i) for i in range(n_slots)]
 
@@ -100,13 +111,71 @@ class KvLedger:
             )
         self.n_cells[slot] = n
         self.n_used += n_cells
+        if self.is_shared and n_cells:
+            blocks = self._blocks[slot]
+            if blocks and blocks[-1].n_slots == 1:
+                blocks[-1].n += n_cells
+            else:
+                blocks.append(_Block(n_cells))
 
     def trim(self, slot: Slot, n_cells: int) -> None:
         """Strike out all but the first `n_cells` cells of a slot."""
-        if n_cells > self.n_cells[slot]:
+        n_less = self.n_cells[slot] - n_cells
+        if n_less < 0:
             raise LedgerError(f"slot {slot} has {self.n_cells[slot]} cells, not {n_cells}")
-        self.n_used -= self.n_cells[slot] - n_cells
         self.n_cells[slot] = n_cells
+        self.n_used -= self._drop_blocks(slot, n_less) if self.is_shared else n_less
+
+    def share(self, source: Slot, slot: Slot, n_cells: int) -> None:
+        """Enter the first `n_cells` cells of one slot for another, empty one; in a pool they take no further room."""
+        if not self.is_shared:
+            self.add(slot, n_cells)
+            return
+        if not self._lent[slot] or self.n_cells[slot] or n_cells > self.n_cells[source]:
+            raise LedgerError(f"slot {slot} cannot have {n_cells} cells of slot {source}")
+        n = 0
+        for block in self._blocks[source]:
+            if n == n_cells:
+                break
+            if n + block.n > n_cells:
+                self._split(block, n_cells - n)
+            block.n_slots += 1
+            self._blocks[slot].append(block)
+            n += block.n
+        self.n_cells[slot] = n_cells
+
+    def n_own(self, slot: Slot) -> int:
+        """Return the cells that would be free if the slot were emptied."""
+        if not self.is_shared:
+            return self.n_cells[slot]
+        return sum(block.n for block in self._blocks[slot] if block.n_slots == 1)
+
+    def n_in_use(self) -> int:
+        """Return the cells of the slots that are lent, those of several counted once."""
+        lent = (i for i, is_lent in enumerate(self._lent) if is_lent)
+        return sum({id(b): b.n for i in lent for b in self._blocks[i]}.values())
+
+    def _drop_blocks(self, slot: Slot, n_less: int) -> int:
+        """Take `n_less` cells off the end of a slot; return how many of them nobody else has."""
+        blocks, n_freed = self._blocks[slot], 0
+        while n_less:
+            block = blocks[-1]
+            if block.n > n_less:
+                self._split(block, block.n - n_less)
+                continue
+            blocks.pop()
+            block.n_slots -= 1
+            n_less -= block.n
+            n_freed += 0 if block.n_slots else block.n
+        return n_freed
+
+    def _split(self, block: _Block, n: int) -> None:
+        """Make the cells of a block behind the first `n` one of their own, in every slot that has it."""
+        rest = _Block(block.n - n, block.n_slots)
+        block.n = n
+        for blocks in self._blocks:
+            if block in blocks:
+                blocks.insert(blocks.index(block) + 1, rest)
 
     def check(self) -> None:
         """Prove that the books balance.
@@ -121,5 +190,9 @@ class KvLedger:
             raise LedgerError(f"{len(lent)} lent and {len(self._free)} free of {self.n_slots}")
         if any(not 0 <= n <= self.n_window for n in self.n_cells):
             raise LedgerError(f"cells out of bounds: {self.n_cells} of {self.n_window}")
-        if sum(self.n_cells) != self.n_used or self.n_used > self.n_pool:
+        held = [b for blocks in self._blocks for b in blocks]
+        counted = {id(b): b.n for b in held} if self.is_shared else dict(enumerate(self.n_cells))
+        if sum(counted.values()) != self.n_used or self.n_used > self.n_pool:
             raise LedgerError(f"{self.n_cells} are not {self.n_used} of {self.n_pool} cells")
+        if any(b.n < 1 or b.n_slots != held.count(b) for b in held):
+            raise LedgerError("a block of cells is empty or has other slots than it says")

@@ -85,6 +85,7 @@ class ContinuousBatchScheduler:
     def admit(self, now: float) -> list[SequenceDriver]:
         """Let go whose time is over, take back what others need, and admit who fits then."""
         self.batcher.expire(now)
+        self.trials.group()  # who is cleared is so now: it may lose its cells in this plan
         if self._must_rebuild:
             return []
         is_short, self._has_made_room = self._has_preempted(), False
@@ -155,6 +156,7 @@ class ContinuousBatchScheduler:
         ledger, is_short = self.batcher.ledger, self._has_made_room
         while ledger.is_shared and (running := self._running()):
             n_rows = sum(d.n_pending == 1 for d in running)
+            self.batcher.cells.make_room(max(1, n_rows))
             if ledger.n_free_cells >= max(1, n_rows):
                 break
             is_short = True
@@ -177,6 +179,8 @@ class ContinuousBatchScheduler:
         """Return how many tokens each slot computes: 1 for every decode row, then the newcomers' shares."""
         shares: dict[int, int] = {}
         newcomers: list[SequenceDriver] = []
+        if self.batcher.ledger.is_shared:
+            self._make_room(order)
         n_free = self.batcher.ledger.n_free_cells
         for driver in order:
             if driver.slot is None:
@@ -200,6 +204,12 @@ class ContinuousBatchScheduler:
                 ]
                 even_out(shares, cut)
         return shares
+
+    def _make_room(self, order: Sequence[SequenceDriver]) -> None:
+        """Have cells that nobody needs give way to what those in a step can use, and to the steps after it."""
+        n_wanted = min(self._n_batch, sum(d.n_pending for d in order))
+        n_steps = min((d.n_left for d in order), default=0)
+        self.batcher.cells.make_room(n_wanted + min(N_STEPS_MAX, n_steps) * len(order))
 
     def _wanted(self, newcomers: Sequence[SequenceDriver]) -> list[int]:
         if self._n_piece:
@@ -318,9 +328,12 @@ class ContinuousBatchScheduler:
         }
         if result.code not in _UNCHANGED:
             self._settle_cells(drivers, result)
-        if result.code == 1 and self.batcher.ledger.is_shared and self.batcher.make_room():
-            self._has_made_room = True
-            return
+        if result.code == 1 and self.batcher.ledger.is_shared:
+            if self.batcher.cells.make_room(self.batcher.ledger.n_pool):
+                return
+            if self.batcher.make_room():
+                self._has_made_room = True
+                return
         is_again = not result.n_steps and bool(self.trials.group())
         if result.code < -1:
             self._note_failure(result.code)

@@ -93,6 +93,11 @@ class Sharing:
                 return (other, n_then) if n_then >= n_now + N_WORTH else None
         return None
 
+    def oldest_rest(self) -> Slot | None:
+        """Return the slot that nobody has whose cells are unused for longest, or None."""
+        rests = (s for s in self._ledger.free_slots if self._ledger.n_cells[s])
+        return min(rests, key=lambda s: self._used_at.get(s, 0), default=None)
+
     def place(self, source: Source | None) -> Slot:
         """Return which free slot to give: the source's own, else one beside those in use that was empty for longest."""
         if source is not None and self._running[source.slot] is None:

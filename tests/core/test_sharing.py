@@ -206,12 +206,32 @@ def test_memory_that_cannot_trim_goes_on_where_a_state_ends_and_nowhere_else() -
     assert [rig.results[id].usage.cached_tokens for id in "bc"] == [n_kept, 0]
 
 
-def test_shared_pool_gives_copies_and_keeps_nothing_of_those_that_ended() -> None:
-    rig = make_rig(memory=shared_pool(300))
-    rig.submit(*alike(3))
+def test_pool_counts_shared_cells_once() -> None:
+    rig = make_rig(memory=shared_pool(128, can_copy=True), n_slots=4)
+    rig.submit(*alike(4, max_tokens=10))  # 240 cells if each had its own
+    n_most = 0
+
+    def look(rig: Rig, _: object) -> None:
+        nonlocal n_most
+        n_most = max(n_most, rig.batcher.ledger.n_used)
+
+    drive(rig, after=look)
+    assert rig.stats.n_active_max == 4
+    assert n_most == 50 + 4 * 10  # a last token has no cell
+    assert rig.stats.n_prompt_tokens == 54
+
+
+def test_pool_keeps_cells_of_those_that_ended_until_somebody_needs_them() -> None:
+    rig = make_rig(memory=shared_pool(128, can_copy=True), n_slots=4)
+    rig.submit(make_request("a", COMMON, max_tokens=4), make_request("b", [7] * 30, max_tokens=4))
     drive(rig)
-    assert rig.stats.n_prompt_tokens == 3 * 51  # this pool cannot copy
-    assert rig.batcher.ledger.n_used == 0
+    assert rig.batcher.ledger.n_used == 53 + 33
+    rig.submit(make_request("c", [8] * 60, max_tokens=4))
+    drive(rig)
+    assert rig.batcher.ledger.n_used == 33 + 63  # the oldest gave way
+    rig.submit(make_request("d", [7] * 30, max_tokens=4))
+    drive(rig)
+    assert rig.results["d"].usage.cached_tokens == 29
 
 
 def test_exact_pieces_are_passed_on_whole_and_output_never() -> None:
