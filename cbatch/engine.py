@@ -295,6 +295,8 @@ class Engine:
 
         What it raises ends the engine, as any error between steps.
         """
+        if into is not None and not callable(into):
+            raise ConfigError(f"record_steps takes a function or None, not {into!r}")
         self._loop.call(partial(setattr, self._loop, "recorder", into))
 
     def step(self) -> bool:
@@ -342,7 +344,9 @@ class Engine:
 
     def _snapshot(self) -> EngineStats:
         batcher, stats = self._parts.batcher, self._parts.stats.copy()
-        stats.n_waiting, stats.n_running = batcher.n_waiting, batcher.ledger.n_lent
+        stats.n_waiting, stats.n_held = batcher.n_waiting, batcher.n_held
+        stats.n_running = batcher.ledger.n_lent - batcher.n_paused_in_slots
+        stats.n_paused = batcher.n_paused_in_slots
         return stats
 
 
@@ -373,7 +377,7 @@ def load(
             `use_mmap` (True), `use_mlock` (False),
             `chat_template`: "chatml" or a Jinja template, instead of the model's own;
             and those of `ScheduleOptions`: `policy`, `quantum`, `ageing_s`, `admission`, `max_queue`, `when_full`,
-            `prefill_budget`, `prefill_chunk`, `itl_ms`, `swap_mib`.
+            `prefill_budget`, `prefill_chunk`, `itl_ms`, `swap_mib`, `share_prefixes`.
 
     Raises:
         ConfigError: a wrong setting, or `exact=True` where it cannot hold; the message says why.

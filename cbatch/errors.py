@@ -34,7 +34,8 @@ class PromptTooLongError(RequestError):
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
         super().__init__(
             f"the prompt has {n_prompt} tokens and asks for {n_output} more, but one slot's window holds {n_limit}: "
-            "shorten it, lower max_tokens, raise ctx_per_seq, or use fewer slots (parallel) in the same n_ctx"
+            "shorten it, lower max_tokens, raise ctx_per_seq or n_ctx, or share n_ctx among fewer slots (parallel) "
+            "or in one pool (kv='unified')"
         )
 
 
@@ -67,12 +68,12 @@ class DeadlineError(RequestError):
 class QueueFullError(RequestError):
     """The queue is at its limit and the engine was told to reject; nothing was queued."""
 
-    def __init__(self, n_waiting: int, n_limit: int) -> None:
-        """Keep how many wait and how many may."""
-        self.n_waiting, self.n_limit = n_waiting, n_limit
+    def __init__(self, n_waiting: int, n_limit: int, n_new: int = 1) -> None:
+        """Keep how many wait, how many may, and how many more there would be."""
+        self.n_waiting, self.n_limit, self.n_new = n_waiting, n_limit, n_new
         super().__init__(
-            f"{n_waiting} requests wait already and max_queue is {n_limit}: try again later, raise max_queue, "
-            "or let run() wait (when_full='wait')"
+            f"no room for {n_new} more: {n_waiting} requests wait already and max_queue is {n_limit}: try again later, "
+            "submit fewer at once, raise max_queue, or let run() wait (when_full='wait')"
         )
 
 

@@ -149,8 +149,8 @@ class ScheduleOptions:
             with ageing; "shortest", the fewest prompt tokens; "round_robin", turns of `quantum` tokens.
         quantum: tokens of a turn in "round_robin"; not said: 64.
         ageing_s: seconds of waiting that count as much as one point of priority; not said: 10.
-        admission: in unified memory, "reserve" admits whom the pool can hold in the worst case; "optimistic" goes by
-            the output that is to be expected, and takes back the cells of some where the pool is full.
+        admission: in unified memory, "optimistic" goes by the output that is to be expected, and takes back the cells
+            of some where the pool is full; "reserve" admits whom it holds in the worst case. Not said: optimistic.
         max_queue: most requests that wait for a slot; not said: any number.
         when_full: at `max_queue`, "wait" in `run` until there is room, or "reject" with `QueueFullError`.
         prefill_budget: most prompt tokens in a step that also decodes. Not said: what keeps such a step within twice

@@ -105,6 +105,7 @@ def make_scheduler(
     swap: Callable[[int], bool] = NO_FAULTS.swap,
     memory: Memory | None = None,
     cost: Callable[[int, int], float] = A_SECOND_A_STEP,
+    n_piece: int = 0,
     **options: Any,
 ) -> Rig:
     backend = FakeBackend(
@@ -120,10 +121,11 @@ def make_scheduler(
     schedule = ScheduleOptions(**{"share_prefixes": False, **options})
     memory = backend.memory
     ledger = KvLedger(n_slots, n_window, memory)
-    batcher = MultiRequestBatcher(ledger, partial(tokenize, backend), schedule, memory)
+    backend.n_piece = n_piece
+    batcher = MultiRequestBatcher(ledger, partial(tokenize, backend), schedule, memory, n_piece)
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
-        batcher, n_batch, stats, schedule, can_trim=memory.can_trim
+        batcher, n_batch, stats, schedule, n_piece=n_piece, can_trim=memory.can_trim
     )
     return Rig(backend, batcher, scheduler, stats)
 
@@ -224,11 +226,13 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
         assert list(c.tokens) == driver.tokens[c.start : end]
         assert c.has_output == (end == driver.n_tokens)
         assert plan.n_steps <= driver.n_left
+        if rig.backend.n_piece:
+            check_shape(c, driver, rig.backend.n_piece)
     if plan.is_rebuild:
         assert not plan.chunks
         return
     if not ledger.is_shared:
-        assert not (rig.batcher.n_waiting and ledger.has_free_slot) or rig.batcher.has_followers
+        assert not (rig.batcher.n_waiting and ledger.has_free_slot) or rig.batcher.n_followers
     suspects = rig.scheduler.trials.group()
     if suspects:
         assert {by_slot[s] for s in slots} <= set(suspects)
@@ -236,10 +240,20 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
     if not ledger.is_shared:
         assert all(d.slot in shares for d in running if d.n_pending == 1)
     options = rig.scheduler.options
-    is_free = options.prefill_chunk is options.prefill_budget is options.itl_ms is None
+    limits = (options.prefill_chunk, options.prefill_budget, options.itl_ms)
+    is_free = limits == (None, None, None) and not rig.backend.n_piece
     n_used = n_tokens if ledger.is_shared else 2 * n_tokens  # chunks are evened out otherwise
     if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
         assert all(d.slot is not None and shares[d.slot] == d.n_pending for d in running)
+
+
+def check_shape(chunk: Chunk, driver: SequenceDriver, n_piece: int) -> None:
+    """A prompt is computed in whole pieces that begin at multiples of their size, output one by one."""
+    if chunk.start < driver.n_prompt:
+        assert chunk.start % n_piece == 0
+        assert len(chunk.tokens) == min(n_piece, driver.n_prompt - chunk.start)
+    else:
+        assert len(chunk.tokens) == 1
 
 
 def check_clears(rig: Rig) -> None:
@@ -250,7 +264,8 @@ def check_clears(rig: Rig) -> None:
         if driver is None:
             assert len(cells) == ledger.n_cells[slot]
             assert not cells or rig.scheduler.options.share_prefixes
-            assert not cells or (len(cells), Slot(slot)) in index.matches(cells)
+            known = [n for n, s in index.matches(cells) if s == slot]
+            assert not cells or known == [len(cells)] or (rig.backend.n_piece and known)
 
 
 def check_cells(rig: Rig) -> None:

@@ -73,7 +73,8 @@ def test_full_pool_pauses_some_and_loses_nobody(test_model: Path, swap_mib: int)
 
 
 def test_reserve_fills_the_pool_without_taking_anything_back(test_model: Path) -> None:
-    with load(test_model, parallel=8, kv="unified", n_ctx=512, ctx_per_seq=None) as engine:
+    settings = {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None, "admission": "reserve"}
+    with load(test_model, parallel=8, **settings) as engine:
         results = engine.run(PROMPTS, options={**GREEDY, "max_tokens": 150}).results()
         stats = engine.stats()
     assert {r.finish_reason for r in results} == {"length"}

@@ -192,12 +192,10 @@ class FakeBackend:
             self._set_cells(slot, [])
         for slot, n_cells in plan.trims:
             self._set_cells(slot, self.cells[slot][:n_cells])
-        for source, slot, n_cells in plan.copies:
+        unloaded = [key for slot, key in plan.loads if not self._load(slot, key)]
+        for source, slot, n_cells in () if unloaded else plan.copies:
             self._set_cells(slot, self.cells[source][:n_cells], self._shared[source][:n_cells])
-        for slot, key in plan.loads:
-            if not self._load(slot, key):
-                lost.append(key)
-        return tuple(lost)
+        return (*lost, *unloaded)
 
     def _save(self, slot: Slot, key: int) -> bool:
         if not self._faults.swap(key):

@@ -12,7 +12,7 @@ import numpy as np
 
 from cbatch.backend.context import available_cores, make_context, slot_window
 from cbatch.backend.log import llama_log
-from cbatch.backend.memory import LlamaCells, SavedCells, find_memory
+from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, has_states
 from cbatch.backend.native import NativeStepper, handshake
 from cbatch.core.plan import Chunk, Memory, Slot, StepPlan, StepResult
 from cbatch.errors import (
@@ -74,6 +74,10 @@ class LlamaBackend:
         handshake()
         if (options.n_threads or 0) > _N_THREADS_MAX:
             raise ConfigError(f"n_threads must be 1 … {_N_THREADS_MAX}, not {options.n_threads}")
+        if options.kv == "unified" and has_states(model):
+            raise ConfigError(
+                "kv='unified' is for cells, but this model keeps a state for each sequence: leave kv and admission out"
+            )
         self._model, self._owns_model, self._options = model, owns_model, options
         self._make_stepper = stepper or NativeStepper
         self._busy = threading.Lock()
@@ -227,11 +231,11 @@ class LlamaBackend:
             self._trim(slot, 0)
         for slot, n_cells in plan.trims:
             self._trim(slot, n_cells)
-        for source, slot, n_cells in plan.copies:
+        unloaded = [key for slot, key in plan.loads if not self._load(slot, key)]
+        for source, slot, n_cells in () if unloaded else plan.copies:
             self._cells.copy(source, slot, n_cells)
             self.n_cells[slot] = n_cells
             self._uncopied.add(slot)
-        unloaded = [key for slot, key in plan.loads if not self._load(slot, key)]
         return tuple(dict.fromkeys((*unsaved, *unloaded))), not unloaded
 
     def _trim(self, slot: Slot, n_cells: int) -> None:
@@ -249,7 +253,8 @@ class LlamaBackend:
 
     def _load(self, slot: Slot, key: int) -> bool:
         saved = self._saved.pop(key, None)
-        if saved is None or not self._cells.load(slot, saved):
+        # while bytes wait to be copied, what is loaded could be taken for them
+        if saved is None or self._uncopied or not self._cells.load(slot, saved):
             return False
         self.n_cells[slot] = saved.n_cells
         return True

@@ -237,6 +237,7 @@ class FakeServer:
     ) -> None:
         options = replace(options, share_prefixes=False)  # its prompts are all alike
         self.cost, self.options = cost, options
+        n_window = min(n_window, memory.n_cells) if memory is not None else n_window
         self.backend = FakeBackend(n_slots, n_window, n_batch, cost=self._cost, memory=memory)
         memory = self.backend.memory
         self.stats = EngineStats()

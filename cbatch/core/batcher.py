@@ -77,7 +77,7 @@ class MultiRequestBatcher:
         self.running: list[SequenceDriver | None] = [None] * ledger.n_slots
         """Who has each slot; a paused one may."""
         self.in_flight: dict[str, SequenceDriver] = {}
-        self.demand = Demand(ledger, is_optimistic=options.admission == "optimistic")
+        self.demand = Demand(ledger, is_optimistic=options.admission != "reserve")
         self.sharing = Sharing(
             ledger, self.running, memory, n_piece=n_piece, is_on=options.share_prefixes
         )
@@ -113,9 +113,9 @@ class MultiRequestBatcher:
         return sum(d is not None and d.status is Status.PAUSED for d in self.running)
 
     @property
-    def has_followers(self) -> bool:
-        """Whether somebody waits for another to compute the beginning of its prompt."""
-        return bool(self._followers)
+    def n_followers(self) -> int:
+        """Sequences that wait for another to compute what they share; for each of them a slot is free."""
+        return len(self._followers)
 
     @property
     def has_ended(self) -> bool:
@@ -346,7 +346,7 @@ class MultiRequestBatcher:
             self.retire(driver)
 
     def retire(self, driver: SequenceDriver) -> None:
-        """Take a finished sequence out of the books; its cells go with the next plan."""
+        """Take a finished sequence out of the books; what its cells are worth, its slot keeps."""
         del self.in_flight[driver.request.id]
         self._ended.append(driver)
         self.cells.forget(driver)

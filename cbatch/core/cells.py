@@ -50,7 +50,8 @@ class Cells:
         self._n_bytes_max = n_bytes_max
         self._keys = count()
         self._saved: dict[int, tuple[SequenceDriver, int]] = {}  # by key, with the bytes
-        self._loading: dict[int, SequenceDriver] = {}
+        self._loading = self.sharing.loading
+        self._copying: list[SequenceDriver] = []
         self._clears: list[Slot] = []
         self._trims: dict[Slot, int] = {}
         self._copies: list[tuple[Slot, Slot, int]] = []
@@ -103,6 +104,7 @@ class Cells:
         if source is not None:
             if not n_kept:
                 self._copies.append((source.slot, slot, source.n_cells))
+                self._copying.append(driver)
                 self.ledger.share(source.slot, slot, source.n_cells)
             driver.take_over(source.n_cells)
         self.sharing.enter(slot, driver)
@@ -159,18 +161,28 @@ class Cells:
         for driver, _ in list(self._saved.values()):
             self.forget(driver)
             driver.rewind()
+        self._forgets += self._loading
         self._loading.clear()
+        self._copying, self._copies, self._loads = [], [], []
 
     def settle(self, lost: Iterable[int]) -> None:
         """Take in what a run made of the orders; the tokens of lost cells are pending again."""
         for key in lost:
-            driver = self._loading.get(key) or self._saved[key][0]
-            if driver.saved_key is not None:
+            if key in self._loading:
+                self._lose(self._loading[key])
+                for driver in self._copying:  # nothing is copied then
+                    self._lose(driver)
+            else:
+                driver = self._saved[key][0]
                 self._drop(key)
-            driver.rewind()
-            if driver.slot is not None:
-                self.ledger.trim(driver.slot, 0)
+                self._lose(driver)
         self._loading.clear()
+        self._copying = []
+
+    def _lose(self, driver: SequenceDriver) -> None:
+        driver.rewind()
+        if driver.slot is not None:
+            self.ledger.trim(driver.slot, 0)
 
     def take(self) -> Orders:
         """Return the orders; each once."""

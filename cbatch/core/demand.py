@@ -24,7 +24,8 @@ _N_REMEMBERED = 32
 class Demand:
     """Decides whether a sequence fits, in the worst case or as far as can be expected.
 
-    The expectation is a share of the cap, `ratio`: it follows what ended, and rises where the pool was full.
+    The expectation is a share of the cap, `ratio`: it follows what ended, and rises where the pool was full. Without a
+    cap it is at first a slot's share of the pool: the rest of the window says nothing about an answer.
     """
 
     def __init__(self, ledger: KvLedger, *, is_optimistic: bool) -> None:
@@ -48,7 +49,8 @@ class Demand:
 
     def learn(self, driver: SequenceDriver) -> None:
         """Take in how much of its cap a sequence needed that ended by itself."""
-        if driver.finish_reason in ("stop", "length", "window"):
+        is_capped = driver.request.options.max_tokens is not None
+        if is_capped and driver.finish_reason in ("stop", "length"):
             self.ratio += (driver.n_output / driver.n_cap - self.ratio) / _N_REMEMBERED
 
     def raise_ratio(self) -> None:
@@ -56,4 +58,8 @@ class Demand:
         self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
 
     def _n_expected(self, driver: SequenceDriver, is_certain: bool) -> int:
-        return math.ceil((1.0 if is_certain else self.ratio) * driver.n_left)
+        if is_certain:
+            return driver.n_left
+        if driver.request.options.max_tokens is None:
+            return min(driver.n_left, self._ledger.n_pool // self._ledger.n_slots)
+        return math.ceil(self.ratio * driver.n_left)

@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, copy, load, bind, compute.
+    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, bind, compute.
 
     `chunks` are in ascending order of slot, one a slot at most. With `n_steps` > 1 every chunk has an output, and
     each further step computes the token that the step before sampled, one a slot. The run ends early after a step
@@ -100,7 +100,7 @@ class StepResult:
     n_kept: tuple[int, ...] = ()
     """After code 2 or below −1: how many cells each chunk's slot holds now, as far as is known."""
     lost: tuple[int, ...] = ()
-    """Keys that could not be saved or loaded. Where a load failed nothing was computed: `n_steps` is 0, `code` 0."""
+    """Keys that could not be saved or loaded. Where a load failed nothing was copied or computed: `n_steps` is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,7 @@ class ContinuousBatchScheduler:
         running = self._running()
         if not chunks or len(chunks) < len(running) or not all(c.has_output for c in chunks):
             return 1
-        if self.batcher.has_followers:
+        if self.batcher.n_followers:
             return 1
         n_steps = min(N_STEPS_MAX, *(d.n_left for d in running))
         if self._quantum and self.batcher.n_waiting:

@@ -48,6 +48,8 @@ class Sharing:
         self._can_trim = memory is not None and memory.can_trim
         self._can_copy = memory is not None and memory.can_copy
         self.is_on = is_on and memory is not None
+        self.loading: dict[int, SequenceDriver] = {}
+        """Whose cells the next plan puts back, by key: until then there is nothing to copy."""
         self._used_at: dict[Slot, int] = {}
         self._n_used = 0
 
@@ -73,6 +75,9 @@ class Sharing:
         best_rank = (0, True)
         for n, slot in self._matches(driver):
             holder, n_cells = self._running[slot], self._usable(n, slot)
+            n_lost = self._ledger.n_cells[slot] - n_cells
+            if holder is None and n_cells < N_WORTH <= n_lost:
+                continue  # a common first token is not worth what somebody else may come back for
             rank = (n_cells, holder is None)
             if rank > best_rank and (holder is None or self._can_copy_from(holder, n_cells)):
                 best, best_rank = Source(slot, n_cells), rank
@@ -122,12 +127,13 @@ class Sharing:
 
     def _can_copy_from(self, holder: SequenceDriver, n_cells: int) -> bool:
         """Whether it pays to copy from one that has a slot; a paused one may lose it in the same plan."""
-        return self._can_copy and n_cells >= N_WORTH and holder.status is Status.RUNNING
+        is_there = holder.status is Status.RUNNING and holder not in self.loading.values()
+        return self._can_copy and n_cells >= N_WORTH and is_there
 
     def _usable(self, n_common: int, slot: Slot) -> int:
         n_cells = self._ledger.n_cells[slot]
         if not self._can_trim:
-            return n_cells if n_cells <= n_common else 0
+            return n_cells if n_cells <= n_common and n_cells == self._whole(n_cells) else 0
         return self._whole(min(n_common, n_cells))
 
     def _whole(self, n: int) -> int:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
+from cbatch.errors import ConfigError
 from cbatch.response import Timings
 
 if TYPE_CHECKING:
@@ -59,7 +60,13 @@ class Percentiles:
         self.n += n
 
     def at(self, percent: float) -> float | None:
-        """Return the time that `percent` of all are not above, in seconds; None where nothing was counted."""
+        """Return the time that `percent` of all are not above, in seconds; None where nothing was counted.
+
+        Raises:
+            ConfigError: `percent` is not 0 … 100.
+        """
+        if not isinstance(percent, int | float) or not 0 <= percent <= 100:
+            raise ConfigError(f"a percentile is of 0 … 100, not {percent!r}")
         n_below, n_wanted = 0, self.n * percent / 100
         for bucket, n in sorted(self._n_by_bucket.items()):
             n_below += n
@@ -70,6 +77,11 @@ class Percentiles:
     def copy(self) -> Percentiles:
         """Return the same counts in an object of their own."""
         return Percentiles(self.n, dict(self._n_by_bucket))
+
+
+def _check_split(split: str) -> None:
+    if split not in ("whole", "proportional"):
+        raise ConfigError(f"split must be whole or proportional, not {split!r}")
 
 
 _N_PER_OCTAVE = 16
@@ -101,6 +113,10 @@ class EngineStats:
     """Times that a sequence lost its cells because a shared pool was full, of the requests that ended."""
     n_waiting: int = 0
     n_running: int = 0
+    n_paused: int = 0
+    """Paused ones that still have a slot."""
+    n_held: int = 0
+    """Without a slot and not in line for one: paused, or waiting for something else."""
     n_finished: dict[str, int] = field(default_factory=dict)
     decode_s: float = 0.0
     sample_s: float = 0.0
@@ -132,11 +148,13 @@ class EngineStats:
             split: what a step with prompt and decode tokens counts as. "whole": a decode step, its prompt tokens count
                 nowhere; "proportional": each kind has its share of the time.
         """
+        _check_split(split)
         seconds = self.any_decode_s if split == "whole" else self.decode_share_s
         return self.n_step_decode_tokens / seconds if seconds else 0.0
 
     def prompt_tps(self, *, split: Split = "whole") -> float:
         """Return prompt tokens per second of prefill: of steps without a decode token, or by share; 0 without any."""
+        _check_split(split)
         if split == "whole":
             return self.n_pure_tokens / self.pure_prefill_s if self.pure_prefill_s else 0.0
         n_tokens = self.n_step_tokens - self.n_step_decode_tokens
@@ -144,6 +162,8 @@ class EngineStats:
 
     def avg_concurrent_seq(self, *, by: Literal["step", "token"] = "step") -> float:
         """Return how many sequences a step had: the mean of all steps, or of all tokens; 0 without any step."""
+        if by not in ("step", "token"):
+            raise ConfigError(f"by must be step or token, not {by!r}")
         if by == "step":
             return self.n_active_steps / self.n_steps if self.n_steps else 0.0
         return self.n_active_tokens / self.n_step_tokens if self.n_step_tokens else 0.0

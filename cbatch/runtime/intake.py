@@ -210,8 +210,8 @@ class Intake:
             self._loop.submit_within(drivers, n_limit)
         except QueueFullError as error:
             raise ConfigError(
-                f"the queue is full (max_queue={n_limit}) and run() must not wait in an event loop: call it by "
-                "anyio.to_thread.run_sync or asyncio.to_thread, or choose when_full='reject'"
+                f"no room for {len(drivers)} more (max_queue={n_limit}), and run() must not wait in an event loop: "
+                "call it by anyio.to_thread.run_sync or asyncio.to_thread, or choose when_full='reject'"
             ) from error
 
     def fill(self) -> None:

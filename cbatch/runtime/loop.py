@@ -6,6 +6,8 @@ import heapq
 import math
 import os
 import threading
+import time
+from collections import deque
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import count, pairwise
@@ -14,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.core.driver import Status
 from cbatch.core.stats import StepRecord
-from cbatch.errors import EngineClosedError, QueueFullError
+from cbatch.errors import EngineClosedError, QueueFullError, RequestFailedError
+from cbatch.runtime.mailbox import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +33,9 @@ T = TypeVar("T")
 
 _LONGEST_SLEEP_S = 3600.0
 """A wait of years is more than a lock can count; waking once an hour costs nothing."""
+
+_LONGEST_DOZE_S = 0.05
+"""Without a thread, others may take a turn meanwhile and find work."""
 Route = tuple["Mailbox", int]
 
 
@@ -53,7 +59,8 @@ class Loop:
         self._error: BaseException | None = None
         self._closing = threading.Lock()
         # of an engine without a thread; two locks, so that a loop over `pump` lets others in
-        self._door, self._room = threading.Lock(), threading.RLock()
+        self._door, self._room = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
         self._is_interrupted = False
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._n_timers = count()
@@ -82,7 +89,7 @@ class Loop:
         def submit() -> None:
             n_waiting, n_room = self._queue_room(n_limit)
             if len(drivers) > n_room:
-                raise QueueFullError(n_waiting, n_limit)
+                raise QueueFullError(n_waiting, n_limit, len(drivers))
             self._submit(drivers)
 
         self.call(submit)
@@ -93,17 +100,23 @@ class Loop:
         One whose time is over meanwhile needs no room: it comes in to end.
         """
 
-        def submit_some() -> list[SequenceDriver]:
-            now, n_room = self._clock(), self._queue_room(n_limit)[1]
-            late = [d for d in drivers[n_room:] if d.request.deadline_s <= now]
-            self._submit([*drivers[:n_room], *late])
-            return [d for d in drivers[n_room:] if d.request.deadline_s > now]
+        todo = deque(drivers)
+        until_s = min((d.request.deadline_s for d in todo), default=math.inf)
 
-        while drivers:
-            n_before = len(drivers)
-            drivers = self.call(submit_some)
-            if len(drivers) == n_before:
-                self._wait_for_room(n_limit, min(d.request.deadline_s for d in drivers))
+        def submit_some() -> int:
+            nonlocal todo, until_s
+            now, n_room = self._clock(), self._queue_room(n_limit)[1]
+            some = [todo.popleft() for _ in range(min(n_room, len(todo)))]
+            if until_s <= now:
+                some += [d for d in todo if d.request.deadline_s <= now]
+                todo = deque(d for d in todo if d.request.deadline_s > now)
+                until_s = min((d.request.deadline_s for d in todo), default=math.inf)
+            self._submit(some)
+            return len(some)
+
+        while todo:
+            if not self.call(submit_some):
+                self._wait_for_room(n_limit, until_s)
 
     def forget(self, routes: Mapping[str, Route]) -> None:
         """End what came in of requests whose submission was broken off, and give up the rest. From any thread."""
@@ -142,7 +155,7 @@ class Loop:
     def _queue_room(self, n_limit: int) -> tuple[int, int]:
         """Return how many wait and how many more may: those that a slot is there for do not count."""
         batcher = self._scheduler.batcher
-        n_slots = batcher.ledger.n_free_slots + batcher.n_paused_in_slots
+        n_slots = batcher.ledger.n_free_slots + batcher.n_paused_in_slots - batcher.n_followers
         return batcher.n_waiting, max(0, n_limit + n_slots - batcher.n_waiting)
 
     def call(self, command: Callable[[], T]) -> T:
@@ -226,7 +239,7 @@ class Loop:
         stats.run_s += ran - built
         delivered = self._clock()
         stats.apply_s += delivered - ran
-        if self.recorder is not None:
+        if self.recorder is not None and plan.chunks:
             times = (start, admitted, built, ran, applied, delivered)
             self.recorder(_record(plan, result, self._scheduler.batcher.n_waiting, times))
         return True
@@ -244,14 +257,16 @@ class Loop:
             self.check_open()
             try:
                 self._restore()
-                return self.step()
+                if self.step():
+                    return True
             except Exception as error:
                 self._error, self._is_closed = error, True
                 self._end()
-                raise self._failure() from error
+                raise self._failure(error) from error
             except BaseException:  # Ctrl-C, or what a signal handler raised
                 self._is_interrupted = True
                 raise
+        return self._has_dozed()
 
     def check_open(self) -> None:
         """Refuse work that nobody would do.
@@ -297,12 +312,17 @@ class Loop:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have an engine without a thread to oneself; first come, first served."""
+        """Have an engine without a thread to oneself; first come, first served, but for who has it already."""
+        if self._owner == threading.get_ident():
+            yield
+            return
         with self._door:
             self._room.acquire()
+        self._owner = threading.get_ident()
         try:
             yield
         finally:
+            self._owner = None
             self._room.release()
 
     def _restore(self) -> None:
@@ -324,14 +344,22 @@ class Loop:
 
     def _sleep(self) -> None:
         """Wait for a command, or until somebody's time is over."""
+        with suppress(Empty):
+            self._commands.get(timeout=self._until_next())()
+
+    def _has_dozed(self) -> bool:
+        """Wait a little, in an engine without a thread, where somebody's time will be over; else return False."""
+        timeout = self._until_next()
+        if timeout is not None:
+            time.sleep(min(timeout, _LONGEST_DOZE_S))
+        return timeout is not None
+
+    def _until_next(self) -> float | None:
+        """Return the seconds until the next deadline or timer, or None."""
         next_s = self._scheduler.batcher.deadlines.next_s()
         if self._timers:
             next_s = min(self._timers[0][0], math.inf if next_s is None else next_s)
-        timeout = (
-            None if next_s is None else min(max(0.0, next_s - self._clock()), _LONGEST_SLEEP_S)
-        )
-        with suppress(Empty):
-            self._commands.get(timeout=timeout)()
+        return None if next_s is None else min(max(0.0, next_s - self._clock()), _LONGEST_SLEEP_S)
 
     def _do_timers(self, now: float) -> None:
         while self._timers and self._timers[0][0] <= now:
@@ -372,20 +400,27 @@ class Loop:
     def _end_requests(self) -> None:
         with self._room_freed:
             self._room_freed.notify_all()
-        batcher, now = self._scheduler.batcher, self._clock()
-        for id, driver in list(batcher.in_flight.items()):
-            if driver.status is Status.FINISHED:  # an error struck between its end and its leaving
-                batcher.retire(driver)
-            elif self._error is None:
-                batcher.cancel(id, now)
-            else:
-                driver.finish("error", now, self._failure())
-                batcher.retire(driver)
+        for id, driver in list(self._scheduler.batcher.in_flight.items()):
+            try:
+                self._end_request(driver)
+            except Exception as error:  # noqa: PERF203  # it struck again: told with fewer words
+                mailbox, i = self.routes.pop(id)
+                mailbox.deliver(*refused(id, i, self._failure(error)))
         self._deliver(())
 
-    def _failure(self) -> EngineClosedError:
-        error = EngineClosedError(f"the engine stopped: {self._error}")
-        error.__cause__ = self._error
+    def _end_request(self, driver: SequenceDriver) -> None:
+        batcher, now = self._scheduler.batcher, self._clock()
+        if driver.status is Status.FINISHED:  # an error struck between its end and its leaving
+            batcher.retire(driver)
+        elif self._error is None:
+            batcher.cancel(driver.request.id, now)
+        else:
+            driver.finish("error", now, self._failure(self._error))
+            batcher.retire(driver)
+
+    def _failure(self, cause: BaseException) -> EngineClosedError:
+        error = EngineClosedError(f"the engine stopped: {cause}")
+        error.__cause__ = cause
         return error
 
     def _deliver(self, changed: Sequence[SequenceDriver]) -> bool:
@@ -401,13 +436,26 @@ class Loop:
         for driver in ended:
             mailbox, i = self.routes.pop(driver.request.id)
             chunks, results = parcels.setdefault(mailbox, ([], []))
-            if chunk := driver.take_chunk():
-                chunks.append(chunk)
-            results.append((i, driver.result()))
+            last, ending = _outcome(driver, i)
+            chunks += last
+            results += ending
             self._scheduler.stats.count_end(driver)
         for mailbox, (chunks, results) in parcels.items():
             mailbox.deliver(chunks, results)
         return bool(parcels)
+
+
+def _outcome(
+    driver: SequenceDriver, place: int
+) -> tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]:
+    """Return the last chunk of a sequence that ended, and its result; text that cannot be made is its own failure."""
+    try:
+        last = driver.take_chunk()
+        return [last] if last else [], [(place, driver.result())]
+    except Exception as error:
+        failure = RequestFailedError(f"the answer could not be made into text: {error}")
+        failure.__cause__ = error
+        return refused(driver.request.id, place, failure)
 
 
 def _record(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import llama_cpp
 import pytest
@@ -16,7 +16,7 @@ from cbatch.backend.memory import LlamaCells
 from cbatch.backend.model import open_model
 from cbatch.backend.native import NativeStepper
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
-from cbatch.errors import EngineClosedError, ModelLoadError, PlanError
+from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
 from cbatch.options import GREEDY, EngineOptions
 
 if TYPE_CHECKING:
@@ -129,16 +129,16 @@ def test_memory_that_does_not_load_what_it_saved_cannot_save(
         backend.run(StepPlan((), saves=((Slot(0), 1),)))
 
 
-def test_window_of_recurrent_memory_is_its_part_even_where_a_pool_was_asked_for(
-    make: MakeBackend,
+def test_pool_for_a_model_that_keeps_states_is_refused(make: MakeBackend) -> None:
+    with pytest.raises(ConfigError, match="keeps a state"):
+        make("recurrent", kv="unified", n_ctx=1536)
+
+
+@pytest.mark.parametrize(("shape", "kv"), [("test", "unified"), ("mamba", "auto")])
+def test_described_window_is_the_backends(
+    synth: SynthFactory, shape: str, kv: Literal["unified", "auto"]
 ) -> None:
-    backend = make("recurrent", kv="unified", n_ctx=1536)
-    assert (backend.memory.kind, backend.n_window) == ("recurrent", 512)
-
-
-@pytest.mark.parametrize("shape", ["test", "mamba"])
-def test_described_window_is_the_backends(synth: SynthFactory, shape: str) -> None:
-    options = EngineOptions(parallel=4, kv="unified", n_ctx=1000, n_threads=1)
+    options = EngineOptions(parallel=4, kv=kv, n_ctx=1000, n_threads=1)
     with_context = LlamaBackend(open_model(synth(shape)), options)
     described = describe_model(synth(shape), options, asks_probe=False)
     assert described["n_window"] == with_context.n_window == (1024 if shape == "test" else 256)

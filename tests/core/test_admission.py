@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 def shared(n_pool: int, n_slots: int = 4, n_window: int | None = None, **options: Any) -> Rig:
     """A scheduler whose slots share `n_pool` cells."""
-    return make_scheduler(n_slots, n_window or n_pool, 64, memory=shared_pool(n_pool), **options)
+    said = {"admission": "reserve", **options}
+    return make_scheduler(n_slots, n_window or n_pool, 64, memory=shared_pool(n_pool), **said)
 
 
 def one_step(rig: Rig) -> None:
@@ -99,11 +100,18 @@ def test_pool_admits_by_the_worst_case_or_by_what_can_be_expected(
     assert len(rig.running()) == n_running
 
 
-def test_reserve_is_what_is_done_when_nothing_is_said() -> None:
-    rig = shared(32)
+def test_optimistic_is_what_is_done_when_nothing_is_said() -> None:
+    rig = shared(32, admission=None)
     rig.submit(*make_sequences(4, max_tokens=8))
     one_step(rig)
-    assert rig.running() == ["0", "1"]
+    assert rig.running() == ["0", "1", "2"]  # 4 + 0.7 × 8 each
+
+
+def test_without_a_cap_a_slots_share_of_the_pool_is_expected() -> None:
+    rig = shared(64, n_slots=4, n_window=64, admission=None)
+    rig.submit(*make_sequences(4))
+    one_step(rig)
+    assert rig.running() == ["0", "1", "2"]  # 4 + 64 / 4 each
 
 
 def test_reserve_never_preempts_and_every_answer_is_whole() -> None:

@@ -73,6 +73,7 @@ class Workload:
     interrupts: tuple[bool, ...]
     memory: Memory
     options: dict[str, Any]
+    n_piece: int
     lost_keys: frozenset[int]
 
 
@@ -94,7 +95,7 @@ PROMPTS = st.one_of(
     st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple),
     st.builds(  # several of these have a long beginning in common
         lambda n, end: (*range(n), *end),
-        st.integers(1, 60),
+        st.integers(30, 60),
         st.lists(st.integers(0, 2), max_size=3),
     ),
 )
@@ -141,7 +142,7 @@ def schedules(draw: st.DrawFn, n_batch: int, kind: str) -> dict[str, Any]:
 
 @st.composite
 def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
-    can_save = draw(st.booleans())
+    can_save = draw(st.sampled_from([True, True, False]))
     kind: Kind = draw(st.sampled_from(KINDS))
     n_cells = (
         draw(st.integers(n_window, n_slots * n_window)) if kind == "unified" else n_window * n_slots
@@ -151,7 +152,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
         n_cells,
         can_trim=kind != "recurrent",
         can_save=can_save,
-        can_copy=kind != "recurrent" and draw(st.booleans()),
+        can_copy=kind != "recurrent" and draw(st.sampled_from([True, True, False])),
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
     )
@@ -161,14 +162,20 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
 def workloads(draw: st.DrawFn) -> Workload:
     n_slots = draw(st.integers(1, 5))
     n_window = draw(st.integers(12, 64) | st.integers(64, 96))
-    n_batch = draw(st.integers(n_slots, n_slots + 2) | st.integers(n_slots, 24))
+    n_piece = draw(st.sampled_from([0, 0, 4, 16]))
+    n_least = n_slots + max(0, n_piece - 1)  # room for a piece beside the rows of all others
+    n_batch = draw(st.integers(n_least, n_least + 2) | st.integers(n_least, n_least + 20))
     memory = draw(memories(n_slots, n_window))
+    options = draw(schedules(n_batch, memory.kind))
+    if n_piece:
+        options.pop("prefill_chunk", None)
     return Workload(
         n_slots=n_slots,
         n_window=n_window,
         n_batch=n_batch,
         memory=memory,
-        options=draw(schedules(n_batch, memory.kind)),
+        options=options,
+        n_piece=n_piece,
         lost_keys=draw(st.frozensets(st.integers(0, 6), max_size=2)),
         n_vocab=draw(st.sampled_from([257, 300, 4096])),
         seed=draw(st.integers(0, 5)),
@@ -243,6 +250,7 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
         broken=trouble.broken,
         swap=lambda key: key not in workload.lost_keys,
         memory=workload.memory,
+        n_piece=workload.n_piece,
         **workload.options,
     )
     return rig, trouble, [_request(rig, str(i), item) for i, item in enumerate(workload.items)]

@@ -111,7 +111,7 @@ def test_follower_that_is_cancelled_or_paused_is_no_longer_one() -> None:
     rig.batcher.pause("2")
     for _ in range(3):
         step(rig)
-    assert not rig.batcher.has_followers
+    assert not rig.batcher.n_followers
     assert rig.drivers["2"].status is Status.PAUSED
     rig.batcher.resume("2")
     drive(rig)
@@ -235,9 +235,8 @@ def test_pool_keeps_cells_of_those_that_ended_until_somebody_needs_them() -> Non
 
 
 def test_exact_pieces_are_passed_on_whole_and_output_never() -> None:
-    rig = make_rig(n_slots=2)
+    rig = make_rig(n_slots=2, n_piece=16)
     sharing = rig.batcher.sharing
-    sharing._n_piece = 16
     rig.submit(make_request("a", COMMON, max_tokens=20))
     drive(rig)
     longer = make_request("b", [*COMMON, *rig.results["a"].token_ids, 5], max_tokens=2)
@@ -267,3 +266,62 @@ def test_slot_of_the_index_follows_every_change_of_hands() -> None:
         drive(rig)
     assert list(rig.batcher.sharing.index.matches([2] * 20)) == [(20, Slot(0))]
     assert list(rig.batcher.sharing.index.matches([1] * 20)) == []
+
+
+def test_cells_that_the_same_plan_puts_back_are_no_source() -> None:
+    rig = make_rig(n_slots=1, policy="round_robin", quantum=2, n_batch=128)
+    rig.submit(make_request("a", COMMON, max_tokens=9), make_request("b", [7] * 40, max_tokens=3))
+    for _ in range(3):
+        step(rig)
+    rig2 = make_rig(n_slots=3)
+    rig2.submit(*alike(2, max_tokens=30))
+    for _ in range(2):
+        rig2.backend.interrupt()
+        step(rig2)
+    rig2.batcher.pause("0")
+    rig2.batcher.pause("1")
+    rig2.batcher.park_paused()
+    rig2.batcher.park_paused()
+    step(rig2)
+    rig2.batcher.resume("0")
+    rig2.submit(*alike(2, first=5))
+    drive(rig)
+    rig2.batcher.resume("1")
+    drive(rig2)
+    for request in alike(2, max_tokens=30):
+        assert rig2.results[request.id].token_ids == tuple(rig2.alone(request, 30))
+
+
+def test_chats_with_a_common_first_token_do_not_drive_each_other_out() -> None:
+    rig = make_rig(n_slots=4)
+    for turn in range(3):
+        for chat in range(3):
+            prompt = [9, *[20 + chat] * 40, *range(turn)]
+            rig.submit(make_request(f"{chat}.{turn}", prompt, max_tokens=2))
+            drive(rig)
+    assert all(rig.results[f"{chat}.2"].usage.cached_tokens >= 41 for chat in range(3))
+
+
+def test_followers_slots_are_taken_already() -> None:
+    rig = make_rig(n_batch=26)
+    rig.submit(*alike(3))
+    step(rig)
+    assert (rig.batcher.n_followers, rig.batcher.ledger.n_free_slots) == (2, 3)
+
+
+def test_lost_load_takes_the_copies_of_its_plan_with_it() -> None:
+    is_broken = False
+    rig = make_rig(n_slots=3, swap=lambda _: not is_broken)
+    rig.submit(make_request("a", COMMON, max_tokens=30), make_request("b", [7] * 40, max_tokens=30))
+    rig.backend.interrupt()
+    step(rig)
+    rig.batcher.pause("b")
+    rig.batcher.park_paused()
+    rig.backend.interrupt()
+    step(rig)
+    rig.batcher.resume("b")
+    rig.submit(make_request("c", [*COMMON, 1], max_tokens=5))
+    is_broken = True
+    drive(rig)
+    assert {id: r.finish_reason for id, r in rig.results.items()} == dict.fromkeys("abc", "length")
+    assert rig.results["c"].token_ids == tuple(rig.alone(make_request("c", [*COMMON, 1]), 5))
