@@ -2,6 +2,7 @@
 
 import logging
 
+from cbatch.core.stats import EngineStats, StepRecord
 from cbatch.engine import Engine, load
 from cbatch.errors import (
     BatchError,
@@ -50,6 +51,7 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "EngineError",
+    "EngineStats",
     "FinishReason",
     "IncompatibleLlamaError",
     "ModelLoadError",
@@ -59,6 +61,7 @@ __all__ = [
     "RequestError",
     "RequestFailedError",
     "RunOptions",
+    "StepRecord",
     "Timings",
     "UnsupportedOptionError",
     "Usage",

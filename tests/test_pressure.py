@@ -747,3 +747,10 @@ def test_wrong_option_of_a_request_is_refused_and_nothing_is_queued(
     with pytest.raises(ConfigError, match=name):
         engine.run(["a", "b"], options={name: value})
     assert books(engine) == (0, 0, [])
+
+
+def test_priority_without_its_policy_is_an_error_that_says_so() -> None:
+    with Engine(FakeBackend(2, 64, 16)) as engine:
+        with pytest.raises(ConfigError, match="priority=5 has no effect with policy='fcfs'"):
+            engine.run(["a", "b"], options={"priority": 5})
+        assert engine.stats().n_submitted == 0

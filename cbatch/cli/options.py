@@ -51,6 +51,10 @@ Kv = Annotated[
         help="Memory: auto, partitioned (a part for each slot) or unified (one pool).", panel=_MODEL
     ),
 ]
+Policy = Annotated[
+    str,
+    option(help="Who comes next: fcfs, priority, shortest or round_robin.", panel=_MODEL),
+]
 Exact = Annotated[
     bool,
     option(

@@ -87,7 +87,6 @@ class MultiRequestBatcher:
         """Waiting sequences looked at since the beginning."""
         self.n_changes = 0
         """Grows whenever other sequences run than before."""
-        self._is_fair = options.policy == "round_robin"
         self._is_sorted_by_length = options.policy == "shortest"
         self._tokenize = tokenize
         self._queue = make_queue(options)

@@ -70,19 +70,6 @@ class StepPlan:
     is_rebuild: bool = False
     """Make the context anew first: every slot is empty and unbound then; saved cells stay."""
 
-    def __bool__(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(
-            self.chunks
-            or self.clears
-            or self.trims
-            or self.copies
-            or self.saves
-            or self.loads
-            or self.forgets
-            or self.is_rebuild
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -85,6 +85,11 @@ class Intake:
             raise ConfigError(
                 f"stop_token_ids has {highest}, which is not in the vocabulary of {vocab.n_vocab}"
             )
+        if options.priority is not None and self._schedule.policy != "priority":
+            raise ConfigError(
+                f"priority={options.priority} has no effect with policy={self._schedule.policy!r}: "
+                "load the engine with policy='priority'"
+            )
         own = () if options.ignore_eos else vocab.end_tokens
         stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
         sampling = options.sampling(self._backend.sampling_defaults, seed)
