@@ -293,7 +293,7 @@ class Engine:
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
         """Have `into` called after each run of steps, in the thread that computes: be quick. None ends it.
 
-        What it raises ends the engine, as any error between steps.
+        Where it raises, that is logged and it is called no more; requests do not notice.
         """
         if into is not None and not callable(into):
             raise ConfigError(f"record_steps takes a function or None, not {into!r}")

@@ -607,16 +607,27 @@ def test_records_come_while_they_are_asked_for(by_hand: MakeEngine) -> None:
         )
 
 
-def test_recorder_that_raises_ends_the_engine() -> None:
+def test_recorder_that_raises_is_called_no_more_and_harms_no_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    n_calls = 0
+
     def fail(record: StepRecord) -> None:
+        nonlocal n_calls
+        n_calls += 1
         raise ValueError(record.n_rows)
 
-    engine = Engine(GatedBackend(1, 64, 64), options=GREEDY)
-    engine.record_steps(fail)
-    [result] = all_results(engine.run(prompts("a")))
-    assert isinstance(result.error, EngineClosedError)
-    assert isinstance(result.error.__cause__, ValueError)
-    engine.close()
+    with Engine(GatedBackend(1, 64, 64), options=GREEDY) as engine:
+        engine.record_steps(fail)
+        [result] = all_results(engine.run(prompts("a", max_tokens=9)))
+    assert (result.finish_reason, n_calls) == ("length", 1)
+    assert "record_steps raised" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [5, "print"])
+def test_recorder_that_is_no_function_is_refused(wrong: Any) -> None:
+    with Engine(FakeBackend(1, 64, 64)) as engine, pytest.raises(ConfigError, match="function"):
+        engine.record_steps(wrong)
 
 
 def test_statistics_begun_anew_count_what_comes_later(by_hand: MakeEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import os
 import threading
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from cbatch.runtime.mailbox import Mailbox
 
 T = TypeVar("T")
+
+_log = logging.getLogger("cbatch")
 
 _LONGEST_SLEEP_S = 3600.0
 """A wait of years is more than a lock can count; waking once an hour costs nothing."""
@@ -241,8 +244,17 @@ class Loop:
         stats.apply_s += delivered - ran
         if self.recorder is not None and plan.chunks:
             times = (start, admitted, built, ran, applied, delivered)
-            self.recorder(_record(plan, result, self._scheduler.batcher.n_waiting, times))
+            self._report(_record(plan, result, self._scheduler.batcher.n_waiting, times))
         return True
+
+    def _report(self, record: StepRecord) -> None:
+        """Hand a record out; a recorder that raises is called no more, for requests are not to suffer by it."""
+        try:
+            if self.recorder is not None:
+                self.recorder(record)
+        except Exception:
+            self.recorder = None
+            _log.exception("the function given to record_steps raised and is called no more")
 
     def pump(self) -> bool:
         """Do one step in an engine without a thread, in the thread of whoever waits; see `step`.
