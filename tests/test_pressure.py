@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.options import EngineOptions, ScheduleOptions
-from tests.helpers import A_SECOND_A_STEP, shared_pool
+from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
 from tests.runtime.backends import PATIENCE_S, GatedBackend, all_results, in_thread, streams
 
 if TYPE_CHECKING:
@@ -765,3 +766,53 @@ def test_priority_without_its_policy_is_an_error_that_says_so() -> None:
         with pytest.raises(ConfigError, match="priority=5 has no effect with policy='fcfs'"):
             engine.run(["a", "b"], options={"priority": 5})
         assert engine.stats().n_submitted == 0
+
+
+def test_recorder_may_ask_for_statistics_while_another_thread_waits() -> None:
+    engine = Engine(GatedBackend(2, 4096, 32), options=GREEDY, threaded=False)
+    engine.record_steps(lambda _: engine.stats())
+    waits = [in_thread(engine.run(["ab"], options={"max_tokens": 60}).results) for _ in range(3)]
+    assert [len(wait()) for wait in waits] == [1, 1, 1]
+    engine.close()
+
+
+def test_error_that_strikes_again_at_the_end_is_told_to_everybody() -> None:
+    backend = FakeBackend(2, 512, 32)
+    piece, n_calls = backend.vocab.piece, count()
+
+    def fail_later(token: int) -> bytes:
+        if next(n_calls) > 5:
+            raise RuntimeError("no such piece")
+        return piece(token)
+
+    backend.vocab.piece = fail_later  # type: ignore[method-assign]
+    with Engine(backend, options=GREEDY) as engine:
+        results = all_results(engine.run(["ab", "cd"], options={"max_tokens": 40}))
+    assert len(results) == 2
+    assert "error" in {r.finish_reason for r in results}
+
+
+def test_paused_ones_time_is_waited_for_without_a_thread() -> None:
+    engine = Engine(FakeBackend(2, 512, 32), options=GREEDY, threaded=False)
+    response = engine.run(["ab"], options={"max_tokens": 400, "timeout_s": 0.05})
+    engine._backend.interrupt()
+    engine.step()
+    engine.pause("0")
+    assert [r.finish_reason for r in all_results(response)] == ["timeout"]
+    engine.close()
+
+
+def test_slots_that_followers_wait_for_are_no_room_in_the_queue() -> None:
+    backend = FakeBackend(4, 512, 32, memory=partitioned(4 * 512))
+    schedule = ScheduleOptions(max_queue=0, when_full="reject")
+    engine = Engine(backend, options=GREEDY, schedule=schedule, threaded=False)
+    n_in = 0
+    with suppress(QueueFullError):
+        while n_in < 20:
+            prompt = BatchPrompt(tokens=[*[9] * 200, n_in])
+            engine.run([prompt], options={"max_tokens": 300})
+            n_in += 1
+            backend.interrupt()
+            engine.step()
+    assert n_in == 4
+    engine.close()

@@ -269,27 +269,43 @@ def test_slot_of_the_index_follows_every_change_of_hands() -> None:
 
 
 def test_cells_that_the_same_plan_puts_back_are_no_source() -> None:
-    rig = make_rig(n_slots=1, policy="round_robin", quantum=2, n_batch=128)
-    rig.submit(make_request("a", COMMON, max_tokens=9), make_request("b", [7] * 40, max_tokens=3))
-    for _ in range(3):
-        step(rig)
-    rig2 = make_rig(n_slots=3)
-    rig2.submit(*alike(2, max_tokens=30))
-    for _ in range(2):
-        rig2.backend.interrupt()
-        step(rig2)
-    rig2.batcher.pause("0")
-    rig2.batcher.pause("1")
-    rig2.batcher.park_paused()
-    rig2.batcher.park_paused()
-    step(rig2)
-    rig2.batcher.resume("0")
-    rig2.submit(*alike(2, first=5))
+    rig = make_rig(n_slots=2)
+    first = make_request("a", [*COMMON, 100], max_tokens=40)
+    rig.submit(first)
+    rig.backend.interrupt()
+    step(rig)
+    rig.batcher.pause("a")
+    rig.submit(*(make_request(id, [200 + i] * 60, max_tokens=3) for i, id in enumerate("xy")))
+    rig.backend.interrupt()
+    step(rig)
+    assert rig.drivers["a"].saved_key is not None
+    rig.batcher.resume("a")
+    second = make_request("b", [*COMMON, 101], max_tokens=4)
+    rig.submit(second)
     drive(rig)
-    rig2.batcher.resume("1")
-    drive(rig2)
-    for request in alike(2, max_tokens=30):
-        assert rig2.results[request.id].token_ids == tuple(rig2.alone(request, 30))
+    assert rig.results["a"].token_ids == tuple(rig.alone(first, 40))
+    assert rig.results["b"].token_ids == tuple(rig.alone(second, 4))
+
+
+def test_start_over_gives_up_every_order_and_every_saved_cell() -> None:
+    rig = make_rig(n_slots=3)
+    rig.submit(*alike(2, max_tokens=20))
+    for _ in range(2):
+        rig.backend.interrupt()
+        step(rig)
+    rig.batcher.pause("0")
+    rig.batcher.park_paused()
+    rig.backend.interrupt()
+    step(rig)
+    rig.batcher.resume("0")
+    rig.submit(*alike(1, first=2, max_tokens=20))
+    rig.scheduler.admit(rig.now)  # a load and a copy that no plan has taken
+    rig.backend.run(rig.scheduler.start_over())
+    assert not rig.backend.saved
+    assert rig.backend.cells == [[], [], []]
+    drive(rig)
+    for request in alike(3, max_tokens=20):
+        assert rig.results[request.id].token_ids == tuple(rig.alone(request, 20))
 
 
 def test_chats_with_a_common_first_token_do_not_drive_each_other_out() -> None:
