@@ -149,9 +149,8 @@ class MultiRequestBatcher:
             driver.prepare(self._tokenize(driver.request.prompt), self.ledger.n_window)
         except CBatchError as error:
             driver.refusal = error
-        except (
-            Exception
-        ) as error:  # a template may raise anything: it is this request's own failure
+        except Exception as error:
+            # a template may raise anything: it is this request's own failure
             driver.refusal = RequestFailedError(f"the prompt could not be prepared: {error}")
             driver.refusal.__cause__ = error
 
@@ -167,9 +166,9 @@ class MultiRequestBatcher:
                 self._remove_waiting(driver)
                 self._end(driver, "error", now, driver.refusal)
             n_refusable -= len(refused)
-            fitting = None if refused else self._fitting(first)
-            if fitting is not None:
-                leader = self.sharing.leader(fitting)
+            found = None if refused else self._fitting(first)
+            if found is not None:
+                fitting, leader = found
                 if leader is None:
                     self._enter(fitting, now)
                     admitted.append(fitting)
@@ -191,14 +190,16 @@ class MultiRequestBatcher:
             self.prepare(driver)
         return first
 
-    def _fitting(self, waiting: Sequence[SequenceDriver]) -> SequenceDriver | None:
-        """Return the first that fits; the head lets some pass, but not for ever."""
+    def _fitting(
+        self, waiting: Sequence[SequenceDriver]
+    ) -> tuple[SequenceDriver, tuple[SequenceDriver, int] | None] | None:
+        """Return the first that fits or follows, with its leader; the head lets some pass, but not for ever."""
         head = waiting[0]
         for driver in waiting:
             leader = self.sharing.leader(driver)
             if leader is not None or self._fits(driver):
                 head.n_overtaken += driver is not head
-                return driver
+                return driver, leader
             driver.waits_for = Wait.CELLS
             if head.n_overtaken >= N_OVERTAKEN_MAX:
                 break
@@ -224,13 +225,14 @@ class MultiRequestBatcher:
 
     def _release_followers(self) -> None:
         """Let those go on whose leader has computed what they share, or stopped, or left: then the oldest leads."""
-        if not self._followers:
-            return
-        self._followers = [f for f in self._followers if f.driver.waits_for is Wait.LEADER]
-        for follower in self._followers:
-            if not follower.goes_on_waiting():
+        followers, self._followers = self._followers, []
+        for follower in followers:
+            if follower.driver.waits_for is not Wait.LEADER:
+                continue
+            if follower.goes_on_waiting():
+                self._followers.append(follower)
+            else:
                 self.release(follower.driver)
-        self._followers = [f for f in self._followers if f.driver.waits_for is Wait.LEADER]
 
     def make_room(self) -> bool:
         """Take slot and cells from a paused one, else from a victim, for want of cells; False if there is neither."""

@@ -119,9 +119,7 @@ class Cells:
         n_more = n_cells - self.ledger.n_cells[slot]
         if n_more > 0:
             self.ledger.add(slot, n_more)
-        else:
-            self.ledger.trim(slot, n_cells)
-        self._trims[slot] = n_cells
+        self._order_trim(slot, n_cells)
 
     def save(self, driver: SequenceDriver, slot: Slot) -> None:
         """Have the cells of a driver that leaves `slot` saved, if that can be."""

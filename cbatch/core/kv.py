@@ -24,7 +24,7 @@ class _Block:
 
 
 class KvLedger:
-    """`n_slots` slots of at most `n_window` cells each, lent lowest id first.
+    """`n_slots` slots of at most `n_window` cells each, lent lowest id first where none is asked for.
 
     Partitioned and recurrent memory have room for every slot's window; unified memory has `n_pool` cells for all, and
     what one slot has of another is counted once. Low ids close together are what the decode speed needs in partitioned

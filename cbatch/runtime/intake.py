@@ -24,7 +24,7 @@ from cbatch.errors import (
     RequestFailedError,
 )
 from cbatch.messages import BatchPrompt, Prompt, as_prompt, free_id, with_ids
-from cbatch.options import RunOptions, ScheduleOptions
+from cbatch.options import RunOptions, ScheduleOptions, check_seconds
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.mailbox import Mailbox, refused
 
@@ -93,9 +93,7 @@ class Intake:
         own = () if options.ignore_eos else vocab.end_tokens
         stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
         sampling = options.sampling(self._backend.sampling_defaults, seed)
-        deadline_s = min(
-            ends_s, now + (math.inf if options.timeout_s is None else options.timeout_s)
-        )
+        deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
         request = Request(str(item.id), item, options, sampling, stop_tokens, deadline_s)
         driver = SequenceDriver.of(request, vocab.piece, now)
         if self._schedule.policy == "shortest":
