@@ -6,6 +6,7 @@ from cbatch.core.stats import EngineStats, StepRecord
 from cbatch.engine import Engine, load
 from cbatch.errors import (
     BatchError,
+    CacheError,
     CBatchError,
     ConfigError,
     DeadlineError,
@@ -44,6 +45,7 @@ __all__ = [
     "BatchResponse",
     "BatchResult",
     "CBatchError",
+    "CacheError",
     "ConfigError",
     "DeadlineError",
     "DecodeError",

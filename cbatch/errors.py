@@ -77,6 +77,15 @@ class QueueFullError(RequestError):
         )
 
 
+class CacheError(RequestError):
+    """Cells kept on disk could not be used, written or found."""
+
+    def __init__(self, key: str, reason: str, *, is_missing: bool = False) -> None:
+        """Keep the cache key, what is wrong, and whether there is nothing under that key at all."""
+        self.key, self.reason, self.is_missing = key, reason, is_missing
+        super().__init__(f"cache {key!r}: {reason}")
+
+
 class UnsupportedOptionError(RequestError, ConfigError):
     """An option that this cbatch does not know or has not built."""
 

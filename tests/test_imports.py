@@ -12,7 +12,7 @@ import cbatch
 ROOT = Path(cbatch.__file__).parent
 
 ORDER = (
-    {"errors", "options", "messages", "response"},
+    {"errors", "options", "messages", "response", "store"},
     {"core"},
     {"runtime"},
     {"engine"},

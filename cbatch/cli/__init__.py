@@ -1,8 +1,9 @@
-"""The commands: `cbatch run`, `cbatch ask`, `cbatch info`, `cbatch synth`; one module each, and what they share."""
+"""The commands: `cbatch run`, `ask`, `info`, `synth` and `cache`; one module each, and what they share."""
 
-from cbatch.cli import ask, info, run, synth
+from cbatch.cli import ask, cache, info, run, synth
 from cbatch.cli.main import make_app
 
 app = make_app(run.run, ask.ask, info.info, synth.synth)
+app.add_typer(cache.app, name="cache")
 
 __all__ = ["app"]

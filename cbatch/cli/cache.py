@@ -1,0 +1,213 @@
+"""`cbatch cache`: what is kept on disk, whether it is whole, and away with it."""
+
+import json as encoding
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.cells import cell_len, set_cell_size
+
+from cbatch.cli.lines import stdin, stdout
+from cbatch.cli.main import Command, ExitCode, say, write
+from cbatch.cli.options import option
+from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cbatch.store import CacheFile, CacheStore
+
+_MIB = 2**20
+_HEADINGS = ("key", "tokens", "size", "last used", "model")
+_MOST_ON_TERMINAL = 32
+"""Columns of a key or a model, where a person reads it."""
+
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+
+CacheDir = Annotated[
+    Path | None,
+    option(
+        "--cache-dir",
+        metavar="DIR",
+        envvar="CBATCH_CACHE_DIR",
+        help="Folder of the files.",
+        default="cbatch/cells among the user's caches",
+    ),
+]
+
+
+@app.callback()
+def cache() -> None:
+    """Look after the cells that requests with a cache key have kept on disk.
+
+    The folder of every command: --cache-dir, or CBATCH_CACHE_DIR.
+
+    Example: cbatch cache ls
+    """
+
+
+@app.command(cls=Command)
+def ls(
+    *,
+    cache_dir: CacheDir = None,
+    json: Annotated[bool, option("--json", help="One JSON object a line instead.")] = False,
+) -> None:
+    """List the files, the most recently used first.
+
+    Example: cbatch cache ls --json
+    """
+    folder, store = _open(cache_dir)
+    files = store.files()
+    for line in map(_as_json, files) if json else table(files, is_narrow=stdout().isatty()):
+        write(f"{line}\n")
+    if not json:
+        say(f"{_counted(files)} in {folder}")
+
+
+@app.command(cls=Command)
+def rm(
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY", help="Whose files are to go.")
+    ] = None,
+    *,
+    all: Annotated[bool, option("--all", help="Remove every file; asks first.")] = False,
+    yes: Annotated[bool, option("--yes", "-y", help="Do not ask.")] = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Remove the files of these keys, of whatever model.
+
+    Example: cbatch cache rm system-prompt
+    """
+    if all == bool(keys):
+        raise ConfigError("give the keys whose files are to go, or --all, not both")
+    folder, store = _open(cache_dir)
+    if all:
+        _remove_all(folder, store, is_sure=yes)
+        return
+    unknown = [key for key in dict.fromkeys(keys or ()) if not store.remove(key)]
+    _say_unknown(unknown, folder)
+
+
+@app.command(cls=Command)
+def verify(
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY", help="Whose files to read; without one, all."),
+    ] = None,
+    *,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Read files from end to end and name those that are damaged.
+
+    Example: cbatch cache verify
+    """
+    folder, store = _open(cache_dir)
+    asked: list[str | None] = [*keys] if keys else [None]
+    found = {key: store.files(key) for key in asked}
+    files = [(key, file) for key, of_key in found.items() for file in of_key]
+    n_bad = 0
+    for key, file in files:
+        problem = store.verify(file)
+        if problem is not None:
+            write(f"{shown(file.key or key or 'unknown key')}: {file.path} {problem}\n")
+            n_bad += 1
+    say(f"{_counted([file for _, file in files])} in {folder}, {n_bad} bad")
+    _say_unknown([key for key, of_key in found.items() if key is not None and not of_key], folder)
+    if n_bad:
+        raise typer.Exit(ExitCode.SOME_FAILED)
+
+
+def table(files: "list[CacheFile]", *, is_narrow: bool = False) -> Iterator[str]:
+    """Yield aligned lines, none of no files; of a terminal's width, long keys and models are cut."""
+    if not files:
+        return
+    rows = [_HEADINGS, *map(_row, files)]
+    if is_narrow:
+        rows = [(_cut(key), *middle, _cut(model)) for key, *middle, model in rows]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for key, tokens, size, used, model in rows:
+        cells = (
+            set_cell_size(key, widths[0]),
+            tokens.rjust(widths[1]),
+            size.rjust(widths[2]),
+            used.ljust(widths[3]),
+            model,
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def shown(text: str) -> str:
+    """Return a text as it is, or as Python writes it where a terminal would obey it."""
+    return text if text.isprintable() else repr(text)
+
+
+def _open(cache_dir: Path | None) -> "tuple[Path, CacheStore]":
+    from cbatch.store import CacheStore, default_folder  # numpy is slow to import
+
+    folder = default_folder() if cache_dir is None else cache_dir
+    return folder, CacheStore(folder, n_bytes_max=0)
+
+
+def _row(file: "CacheFile") -> tuple[str, ...]:
+    used = _time(file.used_at)
+    size = _mib(file.n_bytes)
+    if file.problem is not None:
+        return "?", "?", size, used, f"{file.path.name} {file.problem}"
+    model = shown(file.fingerprint.get("model", ""))
+    return shown(file.key) or "''", f"{file.n_tokens:,}", size, used, model
+
+
+def _as_json(file: "CacheFile") -> str:
+    """Return one line in ASCII: a terminal obeys none of it."""
+    said = {
+        "key": file.key,
+        "n_tokens": file.n_tokens,
+        "n_bytes": file.n_bytes,
+        "used_at": file.used_at,
+        "fingerprint": dict(file.fingerprint),
+        "path": str(file.path),
+        "problem": file.problem,
+    }
+    return encoding.dumps(said)
+
+
+def _cut(text: str) -> str:
+    if cell_len(text) <= _MOST_ON_TERMINAL:
+        return text
+    return f"{set_cell_size(text, _MOST_ON_TERMINAL - 1)}…"
+
+
+def _time(used_at: float) -> str:
+    try:
+        return datetime.fromtimestamp(used_at).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):  # beyond the calendar
+        return "?"
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / _MIB:,.1f} MiB"
+
+
+def _counted(files: "list[CacheFile]") -> str:
+    plural = "s" * (len(files) != 1)
+    return f"{len(files)} file{plural}, {_mib(sum(file.n_bytes for file in files))}"
+
+
+def _remove_all(folder: Path, store: "CacheStore", *, is_sure: bool) -> None:
+    if not is_sure and not _agrees(f"remove {_counted(store.files())} in {folder}?"):
+        say("cbatch: nothing removed")
+        raise typer.Exit(ExitCode.SOME_FAILED)
+    store.remove_all()
+
+
+def _agrees(question: str) -> bool:
+    answers = stdin()
+    typer.echo(f"{question} [y/N] ", err=True, nl=False)
+    return answers.readline().strip().lower() in (b"y", b"yes")
+
+
+def _say_unknown(keys: list[str], folder: Path) -> None:
+    if keys:
+        say(f"cbatch: nothing is kept in {folder} under {', '.join(map(repr, keys))}")
+        raise typer.Exit(ExitCode.SOME_FAILED)

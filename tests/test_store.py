@@ -1,0 +1,1104 @@
+"""Cells on disk: found by key and fingerprint, whole or not there, no larger together than they may be."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cbatch.store
+from cbatch.errors import CacheError
+from cbatch.store import CachedCells, CacheStore, default_folder
+from tests.test_imports import inside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cbatch.store import CacheFile
+
+F16 = {"model": "sha256:ab", "type_k": "f16"}
+Q8 = {"model": "sha256:ab", "type_k": "q8_0"}
+SMALL = 1000
+"""Bytes of cells; the rest of a file is some 200."""
+MIB = 2**20
+
+
+class Clock:
+    """Unix time by hand: each look is a second later."""
+
+    def __init__(self, now_s: float = 1e9) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def cells(n_bytes: int = SMALL, *, seed: int = 0, n_tokens: int = 7) -> CachedCells:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 32000, n_tokens, dtype=np.int32)
+    return CachedCells(tokens, n_tokens // 2, rng.integers(0, 256, n_bytes, dtype=np.uint8))
+
+
+def same(a: CachedCells, b: CachedCells) -> bool:
+    return (
+        a.n_prompt == b.n_prompt
+        and a.tokens.dtype == b.tokens.dtype
+        and np.array_equal(a.tokens, b.tokens)
+        and np.array_equal(a.data, b.data)
+    )
+
+
+def make_store(folder: Path, n_bytes_max: int = MIB, clock: Clock | None = None) -> CacheStore:
+    return CacheStore(folder, n_bytes_max, clock=clock or Clock())
+
+
+def keys(store: CacheStore) -> list[str]:
+    return [file.key for file in store.files()]
+
+
+def only(store: CacheStore) -> CacheFile:
+    [file] = store.files()
+    return file
+
+
+def fails(store: CacheStore, key: str = "a", fingerprint: dict[str, str] = F16) -> str:
+    """Return why this key cannot be read."""
+    with pytest.raises(CacheError) as caught:
+        store.read(key, fingerprint)
+    assert caught.value.key == key
+    return caught.value.reason
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob(".*.part"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "of the user" / "cells"
+
+
+@pytest.fixture
+def store(folder: Path) -> CacheStore:
+    return make_store(folder)
+
+
+# ---- what is written is read ----
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, SMALL, 3 * MIB])
+@pytest.mark.parametrize("n_tokens", [0, 1, 5000])
+def test_read_gives_what_was_written(folder: Path, n_bytes: int, n_tokens: int) -> None:
+    store, written = make_store(folder, 4 * MIB), cells(n_bytes, n_tokens=n_tokens)
+    store.write("a", written, F16)
+    assert same(store.read("a", F16), written)
+    tokens = store.tokens("a", F16)
+    assert tokens is not None
+    assert tokens.dtype == np.int32
+    assert np.array_equal(tokens, written.tokens)
+    assert store.verify(only(store)) is None
+
+
+def test_read_of_a_large_file_takes_several_pieces(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cbatch.store, "_PIECE", 64)
+    written = cells(SMALL + 1)
+    store.write("a", written, F16)
+    assert same(store.read("a", F16), written)
+    assert store.verify(only(store)) is None
+
+
+def test_system_that_reads_and_writes_less_than_asked_loses_nothing(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, readv = os.write, os.readv
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:37]))
+    monkeypatch.setattr(os, "readv", lambda fd, buffers: readv(fd, [buffers[0][:41]]))
+    written = cells()
+    store.write("a", written, F16)
+    assert same(store.read("a", F16), written)
+
+
+def test_cells_may_be_read_only_or_every_other_byte_of_something(store: CacheStore) -> None:
+    written = cells()
+    written.data.flags.writeable = False
+    store.write("a", written, F16)
+    assert same(store.read("a", F16), written)
+    strided = CachedCells(written.tokens[::2], 1, written.data[::2])
+    store.write("a", strided, F16)
+    assert same(store.read("a", F16), strided)
+
+
+def test_write_again_replaces(store: CacheStore) -> None:
+    for seed in range(3):
+        store.write("a", cells(seed=seed), F16)
+    assert same(store.read("a", F16), cells(seed=2))
+    assert keys(store) == ["a"]
+
+
+def test_fresh_store_creates_nothing(store: CacheStore, folder: Path) -> None:
+    assert store.files() == []
+    assert store.remove("a") == store.remove_all() == 0
+    assert store.tokens("a", F16) is None
+    assert fails(store) == f"nothing is kept under this key in {folder}"
+    assert not folder.exists()
+
+
+def test_reading_a_large_file_needs_its_size_once(folder: Path) -> None:
+    store, n_bytes = make_store(folder, 64 * MIB), 32 * MIB
+    store.write("a", CachedCells(np.arange(9, dtype=np.int32), 9, np.ones(n_bytes, np.uint8)), F16)
+    tracemalloc.start()
+    try:
+        store.read("a", F16)
+        assert tracemalloc.get_traced_memory()[1] < 1.1 * n_bytes
+        tracemalloc.reset_peak()
+        assert store.verify(only(store)) is None
+        assert tracemalloc.get_traced_memory()[1] < n_bytes / 2
+        tracemalloc.reset_peak()
+        store.tokens("a", F16)
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_writing_a_large_file_copies_no_cells(folder: Path) -> None:
+    store, written = make_store(folder, 64 * MIB), cells(32 * MIB)
+    tracemalloc.start()
+    try:
+        store.write("a", written, F16)
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+
+
+# ---- names ----
+
+NASTY = [
+    "../../etc/passwd", "/etc/passwd", ".", "..", "", "a/b", "a\\b", "nul\0l", "\x1b[2J", "\n", "é\u202eb", "\ud800",
+    "\ud83d\ude00", "😀", "CON", " ", "k" * 1024, "🐈" * 1024,
+]  # fmt: skip
+
+
+def test_any_text_is_a_key_and_names_a_file_of_the_folder(store: CacheStore, folder: Path) -> None:
+    for seed, key in enumerate(NASTY):
+        store.write(key, cells(seed=seed), F16)
+    for seed, key in enumerate(NASTY):
+        assert same(store.read(key, F16), cells(seed=seed))
+    assert keys(store) == NASTY[::-1]
+    assert [path.name for path in folder.parent.iterdir()] == ["cells"]
+    assert all(cbatch.store._FILE.fullmatch(path.name) for path in folder.iterdir())
+    assert [store.remove(key) for key in NASTY] == [1] * len(NASTY)
+    assert list(folder.iterdir()) == []
+
+
+@settings(max_examples=30)
+@given(st.text(st.characters()), st.dictionaries(st.text(st.characters()), st.text(), max_size=3))
+def test_any_key_and_fingerprint_is_found_again(
+    tmp_path_factory: pytest.TempPathFactory, key: str, fingerprint: dict[str, str]
+) -> None:
+    store = make_store(tmp_path_factory.mktemp("cells"))
+    store.write(key, cells(), fingerprint)
+    assert same(store.read(key, dict(reversed(fingerprint.items()))), cells())
+    assert (only(store).key, only(store).fingerprint) == (key, fingerprint)
+
+
+def test_name_of_a_file_does_not_tell_its_key(store: CacheStore) -> None:
+    store.write("secret", cells(), F16)
+    assert "secret" not in only(store).path.name
+
+
+def test_default_folder_is_among_the_users_caches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder().parts[-2:] == ("cbatch", "cells")
+    if sys.platform == "linux":
+        assert default_folder() == tmp_path / "cbatch" / "cells"
+
+
+def test_store_depends_on_errors_alone() -> None:
+    assert inside("store") == {"errors"}
+
+
+# ---- fingerprints ----
+
+
+def test_one_key_of_two_fingerprints_is_two_files(store: CacheStore) -> None:
+    store.write("a", cells(seed=1), F16)
+    store.write("a", cells(seed=2), Q8)
+    assert same(store.read("a", F16), cells(seed=1))
+    assert same(store.read("a", Q8), cells(seed=2))
+    assert len(store.files()) == len(store.files("a")) == 2
+    assert store.files("b") == []
+    assert store.remove("a") == 2
+
+
+def test_key_of_another_fingerprint_names_each_difference(store: CacheStore) -> None:
+    store.write("a", cells(), F16)
+    assert fails(store, fingerprint=Q8) == "type_k is q8_0, was saved with f16"
+    other = {"model": "sha256:cd", "type_k": "f16", "lora": "x"}
+    assert fails(store, fingerprint=other) == (
+        "lora is x, was saved with nothing; model is sha256:cd, was saved with sha256:ab"
+    )
+    assert fails(store, fingerprint={"model": "sha256:ab"}) == (
+        "type_k is nothing, was saved with f16"
+    )
+    assert store.tokens("a", Q8) is None
+
+
+def test_key_of_several_fingerprints_names_the_nearest(store: CacheStore) -> None:
+    for fingerprint in ({"model": "x", "type_k": "f32"}, F16, {"model": "x", "type_k": "q4_0"}):
+        store.write("a", cells(), fingerprint)
+    assert fails(store, fingerprint=Q8) == "type_k is q8_0, was saved with f16"
+
+
+def test_file_that_came_while_it_was_missed_differs_in_nothing(
+    store: CacheStore, folder: Path
+) -> None:
+    store.write("a", cells(), F16)
+    assert store._missing("a", F16).reason == f"nothing is kept under this key in {folder}"
+    store.write("a", cells(), Q8)
+    assert store._missing("a", F16).reason == "type_k is f16, was saved with q8_0"
+
+
+def test_values_in_an_error_cannot_command_a_terminal(store: CacheStore) -> None:
+    store.write("a", cells(), {"type_k\n": "\x1b[2J"})
+    assert fails(store, fingerprint={}) == r"'type_k\n' is nothing, was saved with '\x1b[2J'"
+
+
+def test_other_fingerprint_in_a_bad_file_is_as_none(store: CacheStore, folder: Path) -> None:
+    store.write("a", cells(), F16)
+    only(store).path.write_bytes(b"x")
+    assert fails(store, fingerprint=Q8) == f"nothing is kept under this key in {folder}"
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (CachedCells(np.array([3, -1], np.int32), 1, np.zeros(9, np.uint8)), "no token -1"),
+        (CachedCells(np.array([3], np.int32), 2, np.zeros(9, np.uint8)), "1 tokens 2 cannot be"),
+        (CachedCells(np.array([3], np.int32), -1, np.zeros(9, np.uint8)), "1 tokens -1 cannot be"),
+        (CachedCells(np.array([2**32]), 1, np.zeros(9, np.uint8)), "int32"),
+        (CachedCells(np.array([[3]], np.int32), 1, np.zeros(9, np.uint8)), "one row"),
+        (CachedCells(np.array([3], np.int32), 1, np.zeros(9, np.int32)), "uint8"),
+        (CachedCells(np.array([3], np.int32), 1, np.zeros((3, 3), np.uint8)), "one of uint8"),
+    ],
+    ids=str,
+)
+def test_cells_that_cannot_be_are_refused(
+    store: CacheStore, folder: Path, wrong: CachedCells, words: str
+) -> None:
+    with pytest.raises(CacheError, match=words):
+        store.write("a", wrong, F16)
+    assert not folder.exists()
+
+
+def test_fingerprint_beyond_the_header_is_refused(store: CacheStore, folder: Path) -> None:
+    store.write("a", cells(), {"model": "x" * 65_000})
+    assert same(store.read("a", {"model": "x" * 65_000}), cells())
+    with pytest.raises(CacheError, match=r"more than 65,536 bytes"):
+        store.write("b", cells(), {"model": "x" * 65_536})
+    assert keys(store) == ["a"]
+
+
+def test_file_larger_than_the_limit_is_refused_before_anything_is_written(folder: Path) -> None:
+    make_store(folder).write("a", cells(), F16)
+    size = only(make_store(folder)).n_bytes
+    exact, tight = make_store(folder, size), make_store(folder, size - 1)
+    exact.write("a", cells(), F16)
+    before = list(folder.iterdir())
+    with pytest.raises(
+        CacheError, match=rf"{size:,} bytes are more than the {size - 1:,} .* cache_mib"
+    ):
+        tight.write("a", cells(seed=1), F16)
+    assert list(folder.iterdir()) == before
+    assert same(tight.read("a", F16), cells())
+
+
+# ---- damage ----
+
+
+def test_every_cut_is_an_error(store: CacheStore) -> None:
+    store.write("a", cells(40), F16)
+    path = only(store).path
+    data = path.read_bytes()
+    for n_bytes in range(len(data)):
+        path.write_bytes(data[:n_bytes])
+        assert fails(store)
+        assert store.verify(only(store))
+    path.write_bytes(data)
+    assert same(store.read("a", F16), cells(40))
+
+
+def test_every_flipped_byte_is_an_error(store: CacheStore) -> None:
+    store.write("a", cells(40), F16)
+    path = only(store).path
+    data = path.read_bytes()
+    for i in range(len(data)):
+        path.write_bytes(data[:i] + bytes([data[i] ^ 0x20]) + data[i + 1 :])
+        assert fails(store)
+        assert store.verify(only(store))
+
+
+Damage = st.one_of(
+    st.tuples(st.just("flip"), st.integers(0, 10**6), st.integers(1, 255)),
+    st.tuples(st.just("cut"), st.integers(0, 10**6), st.just(0)),
+    st.tuples(st.just("append"), st.binary(min_size=1, max_size=99), st.just(0)),
+    st.tuples(st.just("replace"), st.binary(max_size=400), st.just(0)),
+)
+
+
+def damaged(data: bytes, how: str, what: Any, mask: int) -> bytes:
+    if how == "flip":
+        i = what % len(data)
+        return data[:i] + bytes([data[i] ^ mask]) + data[i + 1 :]
+    if how == "cut":
+        return data[: what % len(data)]
+    return data + what if how == "append" else bytes(what)
+
+
+@settings(max_examples=200)
+@given(Damage, st.integers(0, 300))
+def test_any_damage_is_a_cache_error(
+    tmp_path_factory: pytest.TempPathFactory, damage: tuple[str, Any, int], n_bytes: int
+) -> None:
+    store = make_store(tmp_path_factory.mktemp("cells"))
+    store.write("a", cells(n_bytes), F16)
+    path = only(store).path
+    path.write_bytes(damaged(path.read_bytes(), *damage))
+    assert fails(store)
+    assert store.verify(only(store))
+
+
+def test_token_bytes_are_checked_without_reading_the_cells(store: CacheStore) -> None:
+    store.write("a", cells(40, n_tokens=3), F16)
+    path = only(store).path
+    data = path.read_bytes()
+    i_data = len(data) - 32 - 40
+    path.write_bytes(data[: i_data + 1] + b"\0\0\0" + data[i_data + 4 :])
+    assert store.tokens("a", F16) is not None
+    assert "digest" in fails(store)
+    assert "digest" in str(store.verify(only(store)))
+    i_tokens = i_data - 32 - 12
+    path.write_bytes(data[:i_tokens] + b"\1\1\1\1" + data[i_tokens + 4 :])
+    with pytest.raises(CacheError, match="digest"):
+        store.tokens("a", F16)
+
+
+def forged(header: object, *, tokens: bytes = b"", n_data: int = 0, version: int = 1) -> bytes:
+    """Return a file with right digests of whatever header this is."""
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    head = b"\x93CBCELLS" + struct.pack("<II", version, len(encoded)) + encoded + tokens
+    head += hashlib.sha256(head).digest() + bytes(n_data)
+    return head + hashlib.sha256(head).digest()
+
+
+GOOD = {"key": "a", "fingerprint": F16, "n_tokens": 1, "n_prompt": 1, "n_data": 3}
+TOKEN = struct.pack("<i", 5)
+
+
+def put(store: CacheStore, data: bytes) -> None:
+    """Put a file of these bytes where the cells of ("a", F16) are."""
+    path = store._path("a", F16)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def test_forged_file_is_as_one_that_was_written(store: CacheStore) -> None:
+    put(store, forged({**GOOD, "later": 1}, tokens=TOKEN, n_data=3))
+    found = store.read("a", F16)
+    assert (found.tokens.tolist(), found.n_prompt, found.data.tolist()) == ([5], 1, [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"", b"null", b"[]", b"{}", b"{", b"\xff\xfe", b"[" * 60_000, b'{"n_tokens":' + b"9" * 60_000 + b"}",
+        json.dumps(GOOD).encode().replace(b'"n_data": 3', b'"n_data": ' + b"9" * 4300),
+        json.dumps(GOOD).encode().replace(b'"n_tokens": 1', b'"n_tokens": ' + b"9" * 4299),
+        json.dumps(GOOD).encode().replace(b'"n_data": 3', b'"n_data": 1e999'),
+        {**GOOD, "n_tokens": -1}, {**GOOD, "n_data": -3}, {**GOOD, "n_prompt": 2}, {**GOOD, "n_prompt": -1},
+        {**GOOD, "n_tokens": 1.0}, {**GOOD, "n_tokens": "1"}, {**GOOD, "n_data": None}, {**GOOD, "key": 7},
+        {**GOOD, "fingerprint": []}, {**GOOD, "fingerprint": {"model": 1}},
+        {k: v for k, v in GOOD.items() if k != "n_prompt"},
+    ],
+    ids=lambda header: str(header)[:60],
+)  # fmt: skip
+def test_header_that_says_nonsense_is_an_error(store: CacheStore, header: object) -> None:
+    put(store, forged(header, tokens=TOKEN, n_data=3))
+    assert fails(store).endswith("has a damaged header")
+    assert only(store).problem == store.verify(only(store)) == "has a damaged header"
+    with pytest.raises(CacheError):
+        store.tokens("a", F16)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is no file of cells"),
+        (b"GGUF" + bytes(400), "is no file of cells"),
+        (forged(GOOD, tokens=TOKEN, n_data=3, version=2), "is of version 2, and this cbatch reads 1"),
+        (forged(GOOD, tokens=TOKEN, n_data=4), "bytes where"),
+        (forged(GOOD, tokens=TOKEN, n_data=2), "bytes where"),
+        (forged({**GOOD, "n_tokens": 2**62}, tokens=TOKEN, n_data=3), "bytes where"),
+        (forged({**GOOD, "n_data": 2**62}, tokens=TOKEN, n_data=3), "bytes where"),
+        (forged(GOOD, tokens=struct.pack("<i", -1), n_data=3), "tokens that are none"),
+        (forged({**GOOD, "key": "b"}, tokens=TOKEN, n_data=3), "another key or fingerprint"),
+        (forged({**GOOD, "fingerprint": Q8}, tokens=TOKEN, n_data=3), "another key or fingerprint"),
+        (b"\x93CBCELLS" + struct.pack("<II", 1, 2**32 - 1) + bytes(99), "has a damaged header"),
+        (b"\x93CBCELLS" + struct.pack("<II", 1, 200) + bytes(99), "is cut off"),
+        (b"\x93CBCELLS" + struct.pack("<II", 1, 2**16 + 1) + bytes(2**17), "has a damaged header"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_file_that_is_not_what_it_says_is_an_error(
+    store: CacheStore, data: bytes, words: str
+) -> None:
+    put(store, data)
+    assert words in fails(store)
+    assert words in (only(store).problem or "")
+
+
+def test_file_of_one_key_under_the_name_of_another_is_an_error(store: CacheStore) -> None:
+    store.write("a", cells(), F16)
+    store._path("a", F16).rename(store._path("b", F16))
+    assert "another key" in fails(store, "b")
+    assert "nothing is kept" in fails(store, "a")
+
+
+def test_lengths_beyond_the_file_allocate_nothing(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, forged({**GOOD, "n_data": 2**40}, tokens=TOKEN, n_data=3))
+    asked: list[int] = []
+    empty = np.empty
+
+    def note(n: int, dtype: Any) -> Any:
+        asked.append(n)
+        return empty(n, dtype)
+
+    monkeypatch.setattr(np, "empty", note)
+    fails(store)
+    assert max(asked) < 1000
+
+
+def test_file_beyond_the_memory_is_an_error(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("a", cells(), F16)
+    take = cbatch.store._Reader.take
+
+    def refuse(reader: Any, n_bytes: int) -> Any:
+        if n_bytes == SMALL:
+            raise MemoryError
+        return take(reader, n_bytes)
+
+    monkeypatch.setattr(cbatch.store._Reader, "take", refuse)
+    assert fails(store).endswith("is larger than the memory there is")
+
+
+def test_file_cut_off_while_it_is_read_is_an_error(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("a", cells(), F16)
+    head = cbatch.store._Reader.head
+
+    def cut(reader: Any) -> Any:
+        found = head(reader)
+        os.truncate(store._path("a", F16), 300)
+        return found
+
+    monkeypatch.setattr(cbatch.store._Reader, "head", cut)
+    assert fails(store).endswith("was cut off meanwhile")
+
+
+def as_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def as_link(path: Path) -> None:
+    target = path.rename(path.parent / "elsewhere")
+    path.symlink_to(target)
+
+
+def as_folder(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (as_fifo, "is not a regular file"),
+        (as_link, "is a symbolic link"),
+        (as_folder, "is not a regular file"),
+    ],
+)
+def test_what_is_no_file_is_an_error_and_never_waited_for(
+    store: CacheStore, folder: Path, make: Callable[[Path], None], words: str
+) -> None:
+    store.write("a", cells(), F16)
+    path = only(store).path
+    if make is not as_link:
+        path.unlink()
+    make(path)
+    assert fails(store).endswith(words)
+    assert only(store).problem == store.verify(only(store)) == words
+    with pytest.raises(CacheError, match=words):
+        store.tokens("a", F16)
+
+
+def test_write_replaces_a_link_and_not_what_it_leads_to(store: CacheStore, tmp_path: Path) -> None:
+    store.write("a", cells(), F16)
+    path, precious = only(store).path, tmp_path / "precious"
+    precious.write_text("mine")
+    path.unlink()
+    path.symlink_to(precious)
+    store.write("a", cells(seed=1), F16)
+    assert same(store.read("a", F16), cells(seed=1))
+    assert precious.read_text() == "mine"
+
+
+def test_write_over_a_folder_is_an_error(store: CacheStore, folder: Path) -> None:
+    path = store._path("a", F16)
+    path.mkdir(parents=True)
+    with pytest.raises(CacheError, match="cannot be written"):
+        store.write("a", cells(), F16)
+    with pytest.raises(CacheError, match="cannot be removed"):
+        store.remove("a")
+    with pytest.raises(CacheError, match="cannot be removed"):
+        store.remove_all()
+    assert parts(folder) == []
+
+
+def test_descriptors_are_closed_whatever_happens(store: CacheStore, folder: Path) -> None:
+    store.write("a", cells(), F16)
+    store.write("b", cells(), F16)
+    put(store, b"bad")
+    n_before = len(os.listdir("/dev/fd"))
+    for _ in range(20):
+        store.read("b", F16)
+        fails(store)
+        fails(store, "c")
+        store.tokens("b", F16)
+        store.files()
+        store.write("b", cells(), F16)
+    assert len(os.listdir("/dev/fd")) <= n_before + 3
+
+
+# ---- private, whole ----
+
+
+def test_folder_and_files_are_the_owners_alone(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        make_store(folder).write("a", cells(), F16)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600]
+
+
+def test_file_is_private_from_its_first_byte(
+    store: CacheStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []
+    write = os.write
+
+    def look(fd: int, data: Any) -> int:
+        modes.append(stat.S_IMODE(os.fstat(fd).st_mode))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", look)
+    store.write("a", cells(), F16)
+    assert set(modes) == {0o600}
+
+
+def test_write_brings_the_file_to_the_disk_then_renames_it_then_brings_its_name(
+    store: CacheStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def note_fsync(fd: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+        done.append("folder" if is_folder else f"file of {os.fstat(fd).st_size}")
+        fsync(fd)
+
+    def note_replace(path: Path, target: Path) -> Path:
+        assert path.parent == target.parent == folder
+        done.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    store.write("a", cells(), F16)
+    assert done == [f"file of {only(store).n_bytes}", "rename", "folder"]
+
+
+def test_folder_that_cannot_be_synced_harms_nothing(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def refuse(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    store.write("a", cells(), F16)
+    assert same(store.read("a", F16), cells())
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "words"),
+    [
+        ("write", errno.ENOSPC, "No space left on device: make room there, remove files with `cbatch cache rm`"),
+        ("write", errno.EDQUOT, "or give another folder (cache_dir)"),
+        ("fsync", errno.EIO, "Input/output error"),
+        ("open", errno.EACCES, "Permission denied"),
+        ("mkdir", errno.EACCES, "Permission denied"),
+        ("scandir", errno.EACCES, "Permission denied"),
+    ],
+)  # fmt: skip
+def test_write_that_fails_says_why_and_leaves_the_former_file(
+    store: CacheStore,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    number: int,
+    words: str,
+) -> None:
+    store.write("a", cells(), F16)
+
+    def refuse(*args: object, **more: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path if call == "mkdir" else os, call, refuse)
+        with pytest.raises(CacheError) as caught:
+            store.write("a", cells(seed=1), F16)
+    assert f"cannot be written to {folder}: " in caught.value.reason
+    assert words in caught.value.reason
+    assert isinstance(caught.value.__cause__, OSError)
+    assert same(store.read("a", F16), cells())
+    assert parts(folder) == []
+
+
+def test_folder_that_is_a_file_is_an_error_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    store = make_store(path)
+    for call in (
+        lambda: store.write("a", cells(), F16),
+        lambda: store.read("a", F16),
+        lambda: store.tokens("a", F16),
+        lambda: store.files(),
+        lambda: store.remove("a"),
+        lambda: store.remove_all(),
+    ):
+        with pytest.raises(CacheError, match="cannot be"):
+            call()
+
+
+def test_interrupted_write_leaves_the_former_file(
+    store: CacheStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("a", cells(), F16)
+
+    def press(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", press)
+        with pytest.raises(KeyboardInterrupt):
+            store.write("a", cells(seed=1), F16)
+    assert same(store.read("a", F16), cells())
+    assert parts(folder) == []
+
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+from cbatch.errors import CacheError
+from cbatch.store import CachedCells, CacheStore
+folder, how = Path(sys.argv[1]), sys.argv[2]
+new = CachedCells(np.arange(5, dtype=np.int32), 5, np.ones(100_000, np.uint8))
+really = getattr(os, how, None)
+def stop(*args, **more):
+    if how == "write":
+        really(args[0], args[1][: len(args[1]) // 2])
+    print("here", flush=True)
+    time.sleep(600)
+if how == "limit":
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+elif how == "replace":
+    Path.replace = stop
+else:
+    setattr(os, how, stop)
+try:
+    CacheStore(folder, 2**20).write("a", new, {"model": "sha256:ab", "type_k": "f16"})
+except CacheError as error:
+    print(error)
+"""
+
+
+def start_child(folder: Path, how: str) -> subprocess.Popen[bytes]:
+    root = Path(str(cbatch.__file__)).parent.parent
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder), how],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+
+
+@pytest.mark.parametrize("how", ["write", "utime", "fsync", "replace"])
+def test_killed_write_leaves_the_former_file(store: CacheStore, folder: Path, how: str) -> None:
+    store.write("a", cells(), F16)
+    with start_child(folder, how) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"here\n"
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    assert same(store.read("a", F16), cells())
+    assert keys(store) == ["a"]
+    assert len(parts(folder)) == 1
+
+
+def test_file_that_may_not_grow_so_far_leaves_the_former_one(
+    store: CacheStore, folder: Path
+) -> None:
+    store.write("a", cells(), F16)
+    with start_child(folder, "limit") as child:
+        said, _ = child.communicate()
+    assert child.returncode == 0
+    assert b"File too large: make room there" in said
+    assert same(store.read("a", F16), cells())
+    assert parts(folder) == []
+
+
+def test_left_over_of_a_killed_write_goes_after_an_hour(folder: Path) -> None:
+    clock = Clock()
+    store = make_store(folder, clock=clock)
+    store.write("a", cells(), F16)
+    path = only(store).path
+    old = folder / f".{path.name}.0123456789abcdef.part"
+    young, foreign = old.with_name(f".{path.name}.fedcba9876543210.part"), folder / ".note.part"
+    for left, age_s in ((old, 3700), (young, 3500), (foreign, 10**6)):
+        left.write_bytes(b"half")
+        os.utime(left, (clock.now_s - age_s, clock.now_s - age_s))
+    store.write("a", cells(), F16)
+    assert parts(folder) == sorted([young, foreign])
+    clock.now_s += 200
+    store.write("b", cells(), F16)
+    assert parts(folder) == [foreign]
+
+
+# ---- the limit ----
+
+
+def size_of_one(folder: Path) -> int:
+    store = make_store(folder.with_name("other"))
+    store.write("a", cells(), F16)
+    return only(store).n_bytes
+
+
+@pytest.mark.parametrize("n_room", [1, 2, 3, 5])
+def test_least_recently_used_go_first(folder: Path, n_room: int) -> None:
+    store = make_store(folder, n_room * size_of_one(folder))
+    for key in "abcde":
+        store.write(key, cells(), F16)
+    assert keys(store) == list("edcba")[:n_room]
+
+
+def test_one_byte_less_than_all_need_removes_one(folder: Path) -> None:
+    store = make_store(folder, 3 * size_of_one(folder) - 1)
+    for key in "abc":
+        store.write(key, cells(), F16)
+    assert keys(store) == ["c", "b"]
+
+
+def test_reading_is_use_and_looking_is_not(folder: Path) -> None:
+    store = make_store(folder, 3 * size_of_one(folder))
+    for key in "abc":
+        store.write(key, cells(), F16)
+    store.read("a", F16)
+    store.tokens("b", F16)
+    assert store.verify(store.files("b")[0]) is None
+    assert keys(store) == ["a", "c", "b"]
+    store.write("d", cells(), F16)
+    assert keys(store) == ["d", "a", "c"]
+
+
+def test_use_is_told_in_the_time_of_the_clock(folder: Path) -> None:
+    clock = Clock(5e8)
+    store = make_store(folder, clock=clock)
+    store.write("a", cells(), F16)
+    assert only(store).used_at == clock.now_s
+    clock.now_s = 6e8
+    store.read("a", F16)
+    assert only(store).used_at == clock.now_s == 6e8 + 1
+
+
+def test_file_just_written_stays_also_where_it_is_the_oldest(folder: Path) -> None:
+    clock = Clock()
+    store = make_store(folder, 2 * size_of_one(folder), clock)
+    for key in "ab":
+        store.write(key, cells(), F16)
+    clock.now_s = 1.0  # somebody set the clock back
+    store.write("c", cells(), F16)
+    assert keys(store) == ["b", "c"]
+
+
+def test_large_file_takes_the_place_of_several(folder: Path) -> None:
+    store = make_store(folder, 5 * size_of_one(folder))
+    for key in "abcde":
+        store.write(key, cells(), F16)
+    store.write("f", cells(3 * SMALL), F16)
+    assert keys(store)[0] == "f"
+    assert sum(file.n_bytes for file in store.files()) <= 5 * size_of_one(folder)
+    assert len(store.files()) >= 2
+
+
+def test_what_is_not_ours_is_neither_counted_nor_removed(folder: Path) -> None:
+    store = make_store(folder, 2 * size_of_one(folder))
+    store.write("a", cells(), F16)
+    for name in ("note.txt", "x.cells", f"{only(store).path.name}.bak"):
+        (folder / name).write_bytes(bytes(10 * MIB))
+        os.utime(folder / name, (0, 0))
+    for key in "bc":
+        store.write(key, cells(), F16)
+    assert keys(store) == ["c", "b"]
+    assert len(list(folder.iterdir())) == 5
+    assert store.remove_all() == 2
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_what_is_no_file_is_neither_counted_nor_removed(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store(folder, 2 * size_of_one(folder))
+    fifo, inner = store._path("x", F16), store._path("y", F16)
+    inner.mkdir(parents=True)
+    os.mkfifo(fifo)
+    for path in (fifo, inner):
+        os.utime(path, (0, 0))
+    for key in "abc":
+        store.write(key, cells(), F16)
+    assert [file.key for file in store.files() if file.problem is None] == ["c", "b"]
+    assert fifo.is_fifo()
+    assert inner.is_dir()
+    assert caplog.text == ""
+
+
+def test_file_that_may_not_be_removed_is_passed_over(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store(folder, 2 * size_of_one(folder))
+    for key in "ab":
+        store.write(key, cells(), F16)
+    kept, unlink = store._path("a", F16), Path.unlink
+
+    def refuse(path: Path, **more: Any) -> None:
+        if path == kept:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        unlink(path, **more)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    store.write("c", cells(), F16)
+    assert keys(store) == ["c", "a"]
+    assert f"{kept} cannot be removed: Permission denied" in caplog.text
+    with pytest.raises(CacheError, match="cannot be removed: Permission denied"):
+        store.remove("a")
+
+
+# ---- company ----
+
+
+def vanish_after_scan(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let files vanish between their listing and what comes next."""
+    found = CacheStore._found
+
+    def remove(store: CacheStore, *args: Any) -> Any:
+        entries = found(store, *args)
+        for entry in entries:
+            if entry.name in names:
+                Path(entry).unlink(missing_ok=True)
+        return entries
+
+    monkeypatch.setattr(CacheStore, "_found", remove)
+
+
+def test_file_that_vanishes_meanwhile_is_no_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(folder, 2 * size_of_one(folder))
+    for key in "ab":
+        store.write(key, cells(), F16)
+    gone = store.files("a")[0]
+    vanish_after_scan(monkeypatch, gone.path.name)
+    assert keys(store) == ["b"]
+    assert store.verify(gone) is None
+    store.write("c", cells(), F16)
+    assert keys(store) == ["c", "b"]
+    store.write("a", cells(), F16)
+    assert store.remove("a") == 0
+
+
+def test_trim_takes_one_that_vanishes_for_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(folder, 2 * size_of_one(folder))
+    for key in "ab":
+        store.write(key, cells(), F16)
+    unlink = Path.unlink
+
+    def be_late(path: Path, **more: Any) -> None:
+        unlink(path, missing_ok=True)
+        unlink(path, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", be_late)
+        store.write("c", cells(), F16)
+    assert keys(store) == ["c", "b"]
+
+
+def test_reader_keeps_the_file_that_is_replaced_meanwhile(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("a", cells(), F16)
+    head = cbatch.store._Reader.head
+
+    def replace(reader: Any) -> Any:
+        monkeypatch.setattr(cbatch.store._Reader, "head", head)
+        store.write("a", cells(seed=1), F16)
+        return head(reader)
+
+    monkeypatch.setattr(cbatch.store._Reader, "head", replace)
+    assert same(store.read("a", F16), cells())
+    assert same(store.read("a", F16), cells(seed=1))
+
+
+def test_use_that_may_not_be_marked_harms_no_reading(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("a", cells(), F16)
+
+    def refuse(*args: object, **more: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert same(store.read("a", F16), cells())
+
+
+def test_threads_write_and_read_one_key_whole(folder: Path) -> None:
+    store, rows = CacheStore(folder, 100 * MIB), [cells(200_000, seed=seed) for seed in range(4)]
+    store.write("a", rows[0], F16)
+
+    def write(i: int) -> None:
+        for _ in range(10):
+            store.write("a", rows[i], F16)
+
+    def read(_: int) -> None:
+        for _ in range(20):
+            found = store.read("a", F16)
+            assert any(same(found, row) for row in rows)
+
+    with ThreadPoolExecutor(8) as pool:
+        for task in [pool.submit(f, i) for f in (write, read) for i in range(4)]:
+            task.result()
+    assert keys(store) == ["a"]
+    assert parts(folder) == []
+
+
+def test_threads_that_write_in_a_small_folder_each_find_their_own(folder: Path) -> None:
+    store = CacheStore(folder, 2 * size_of_one(folder))
+    start = threading.Barrier(4)
+
+    def write(i: int) -> None:
+        start.wait()
+        for _ in range(20):
+            store.write(f"{i}", cells(seed=i), F16)
+
+    with ThreadPoolExecutor(4) as pool:
+        for task in [pool.submit(write, i) for i in range(4)]:
+            task.result()
+    assert len(keys(store)) == 2
+
+
+def test_thread_that_trims_spares_what_another_is_about_to_count(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, trim = CacheStore(folder, size_of_one(folder)), CacheStore._trim
+    is_trimming, others = threading.Event(), []
+
+    def look(self: CacheStore, kept: str) -> None:
+        others.append(is_trimming.is_set())
+        is_trimming.set()
+        trim(self, kept)
+        assert [file.path.name for file in self.files()] == [kept]
+        is_trimming.clear()
+
+    monkeypatch.setattr(CacheStore, "_trim", look)
+    with ThreadPoolExecutor(4) as pool:
+        for task in [pool.submit(store.write, chr(48 + i), cells(), F16) for i in range(40)]:
+            task.result()
+    assert not any(others)
+    assert len(others) == 40
+
+
+# ---- listing, removing ----
+
+
+def test_listing_tells_what_there_is(store: CacheStore, folder: Path) -> None:
+    store.write("a", cells(), F16)
+    file = only(store)
+    assert (file.key, file.n_tokens, file.fingerprint, file.problem) == ("a", 7, F16, None)
+    assert file.n_bytes == file.path.stat().st_size
+    assert file.path.parent == folder
+
+
+def test_bad_file_is_listed_with_its_problem_and_can_be_removed_by_its_key(
+    store: CacheStore,
+) -> None:
+    store.write("a", cells(), F16)
+    store.write("b", cells(), F16)
+    path = store._path("a", F16)
+    path.write_bytes(path.read_bytes()[:-1])
+    [bad] = store.files("a")
+    assert bad in store.files()
+    assert (bad.key, bad.n_tokens, bad.fingerprint) == ("", 0, {})
+    assert "bytes where" in (bad.problem or "")
+    assert store.remove("a") == 1
+    assert keys(store) == ["b"]
+
+
+def test_remove_all_takes_unfinished_writes_too(store: CacheStore, folder: Path) -> None:
+    store.write("a", cells(), F16)
+    store.write("b", cells(), F16)
+    (folder / f".{store._path('a', F16).name}.0123456789abcdef.part").write_bytes(b"half")
+    assert store.remove_all() == 2
+    assert list(folder.iterdir()) == []
