@@ -61,12 +61,12 @@ def _round(model: LlamaModel, options: EngineOptions, n_steps: int) -> Round:
     backend = run_aside(partial(LlamaBackend, model, options, owns_model=False))
     with Engine(backend) as engine:
         results = engine.run(
-            _rows(options.parallel), options={**_CHAIN, "max_tokens": n_steps}
+            _rows(options.n_slots), options={**_CHAIN, "max_tokens": n_steps}
         ).results()
         stats = engine.stats()
     engine_s = max(r.timings.total_s for r in results)
     return Round(
-        options.parallel * n_steps / bare_s,
+        options.n_slots * n_steps / bare_s,
         stats.n_output_tokens / engine_s,
         1e3 * engine_s / stats.n_steps,
         1e3 * stats.decode_s / stats.n_steps,
