@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
@@ -22,6 +23,7 @@ from cbatch.errors import (
     EngineClosedError,
 )
 from cbatch.messages import (
+    LookAhead,
     Prompt,
     as_prompts,
     is_source,
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.stats import StepRecord
+    from cbatch.response import BatchResult
     from cbatch.runtime.intake import Run
+    from cbatch.runtime.keeper import Keeper, Post
     from cbatch.runtime.progress import Progress, View
 
 
@@ -73,6 +77,8 @@ class Engine:
         schedule: ScheduleOptions | None = None,
         threaded: bool = True,
         opener: Callable[[], tuple[Backend, Exactness]] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_mib: int = 10_240,
     ) -> None:
         """Take over `backend`, or what `opener` returns when it is first needed; `close` frees it.
 
@@ -82,6 +88,8 @@ class Engine:
             schedule: who runs when.
             threaded: compute in a thread of its own; without, work is done by `step` and by waiting readers.
             opener: loads a backend; returns it and what finds out its exactness.
+            cache_dir: folder of cells kept on disk; None for the user's own.
+            cache_mib: most that is kept there; then what is unused for longest goes.
 
         Raises:
             ConfigError: an option is wrong.
@@ -90,6 +98,7 @@ class Engine:
         self._schedule = schedule or ScheduleOptions()
         self._threaded = threaded
         self._opener = opener
+        self._cache_dir, self._cache_mib = cache_dir, cache_mib
         self._made: _Parts | None = None
         self._opening = threading.RLock()
         self._exactness_found = ""
@@ -162,13 +171,22 @@ class Engine:
             schedule,
             n_piece=backend.n_piece,
             can_trim=memory.can_trim,
+            has_adapters=bool(backend.adapters),
         )
-        loop = Loop(backend, scheduler, time.perf_counter)
+        loop = Loop(backend, scheduler, time.perf_counter, self._make_keeper(backend))
         intake = Intake(backend, batcher, loop, schedule, is_threaded=self._threaded)
         self._finalizer = weakref.finalize(self, loop.close)
         self._made = _Parts(backend, batcher, loop, intake, stats, exactness)
         if self._threaded:
             loop.start()
+
+    def _make_keeper(self, backend: Backend) -> Callable[[Post], Keeper]:
+        from cbatch.runtime.keeper import Keeper  # numpy is slow to import
+        from cbatch.store import CacheStore, default_folder
+
+        folder = Path(self._cache_dir).expanduser() if self._cache_dir else default_folder()
+        store = CacheStore(folder, self._cache_mib * 2**20)
+        return partial(Keeper, store, backend, is_threaded=self._threaded)
 
     @property
     def _parts(self) -> _Parts:
@@ -248,6 +266,26 @@ class Engine:
     ) -> BatchResponse:
         """Queue one prompt: a batch of one, for `response.result()`. Raises as `run` does."""
         return self.run([prompt], options=options)
+
+    def extend(self, result: BatchResult, n_tokens: int) -> BatchResponse:
+        """Go on from a result of this engine that ended by its cap, by `cancel` or for want of time.
+
+        Its prompt is not computed again while its cells are in memory. The new result has the whole answer, the
+        earlier part first: the same as one run with the greater `max_tokens`. Id and options are those of the first
+        request; a generator with a seed goes on where it was.
+
+        Args:
+            result: as `response.result()` returned it.
+            n_tokens: most tokens to add, at least 1.
+
+        Raises:
+            ConfigError: a result of another engine, one that ended by itself, or no number of tokens.
+            DuplicateIdError: its id is in flight.
+            EngineClosedError: the engine is closed.
+        """
+        self._loop.check_open()
+        run = self._parts.intake.extend(result, n_tokens, self._mailbox)
+        return BatchResponse(run.ids, run.mailbox, None)
 
     def cancel(self, id: str) -> bool:
         """Cancel one request: it ends with its partial text, or with an error where it never ran.
@@ -355,6 +393,7 @@ def load(
     *,
     options: RunOptions | Mapping[str, Any] | None = None,
     threaded: bool = True,
+    look_ahead: LookAhead | None = None,
     **settings: Any,
 ) -> Engine:
     """Load a GGUF model and return an engine that runs `parallel` requests at once.
@@ -366,16 +405,27 @@ def load(
             without one, the small model that ships inside.
         options: defaults for every request.
         threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
+        look_ahead: prompts that will come, with their options: windows are made to their measure.
         settings: by name, those of `EngineOptions`:
-            `parallel` (16): slots, 1 … 256;
+            `parallel`: slots, 1 … 256; default: 16, or as many as the memory holds;
             `n_ctx`: cells in total, or `ctx_per_seq`: one slot's window; default: a window of 2,048 or what the model
-            was trained for; llama.cpp rounds a slot's window up to a multiple of 256;
-            `kv` ("auto"): "partitioned" or "unified" memory; auto is partitioned;
+            was trained for, or what `look_ahead` needs, or what the memory holds; llama.cpp rounds a slot's window up
+            to a multiple of 256;
+            `memory_mib`: most memory for cells, where the sizes are not said; default: half of what is free;
+            `kv` ("auto"): "partitioned" or "unified" memory; auto is partitioned, but where prompts of `look_ahead`
+            have much in common;
+            `cache_type_k`, `cache_type_v` ("f16"): how keys and values are stored: f32, f16, bf16, q8_0, q5_1, q5_0,
+            q4_1, q4_0 or iq4_nl;
             `exact` (False): promise that tokens do not depend on company: proven by a probe, else refused;
             `flash_attn` ("auto"), `n_batch` (2048, most tokens in a step), `n_ubatch` (512, most in a graph run),
-            `n_threads` (the cores this process may use), `n_gpu_layers` (llama.cpp's default: all),
-            `use_mmap` (True), `use_mlock` (False),
+            `n_threads` (the cores this process may use), `use_mmap` (True), `use_mlock` (False),
+            `n_gpu_layers` (llama.cpp's default: all), `offload_kqv` (True), `split_mode`, `main_gpu`, `tensor_split`,
+            `rpc_servers`: which devices hold the layers and their cells;
+            `rope_scaling`, `rope_freq_base`, `rope_freq_scale`, `yarn_ext_factor`, `yarn_attn_factor`,
+            `yarn_beta_fast`, `yarn_beta_slow`, `yarn_orig_ctx`: positions, where the model's own do not do;
             `chat_template`: "chatml" or a Jinja template, instead of the model's own;
+            `adapters`: LoRA files by the names that requests give; `cache_dir`, `cache_mib` (10,240): the folder for
+            cells that requests keep, and the most that it may hold;
             and those of `ScheduleOptions`: `policy`, `quantum`, `ageing_s`, `admission`, `max_queue`, `when_full`,
             `prefill_budget`, `prefill_chunk`, `itl_ms`, `swap_mib`, `share_prefixes`.
 
@@ -385,14 +435,23 @@ def load(
         IncompatibleLlamaError: the installed llama-cpp-python does not fit.
     """
     engine_options = EngineOptions.of(settings)
-    opener = partial(_open_backend, model, engine_options)
-    engine = Engine(options=options, schedule=engine_options, threaded=threaded, opener=opener)
+    opener = partial(_open_backend, model, engine_options, look_ahead)
+    engine = Engine(
+        options=options,
+        schedule=engine_options,
+        threaded=threaded,
+        opener=opener,
+        cache_dir=engine_options.cache_dir,
+        cache_mib=engine_options.cache_mib,
+    )
     if not is_in_event_loop():
         engine.open()
     return engine
 
 
-def _open_backend(model: Any, options: EngineOptions) -> tuple[Backend, Exactness]:
+def _open_backend(
+    model: Any, options: EngineOptions, look_ahead: LookAhead | None
+) -> tuple[Backend, Exactness]:
     from cbatch.backend.load import load_backend  # llama_cpp is slow to import
 
-    return load_backend(model, options)
+    return load_backend(model, options, look_ahead)

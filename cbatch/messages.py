@@ -53,6 +53,32 @@ class BatchPrompt:
             object.__setattr__(self, "tokens", _tokens(self.tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class LookAhead:
+    """Prompts that will come, for a context to be made to their measure.
+
+    Args:
+        prompts: some of them, each with the options that hold for it.
+        is_all: whether no others will come.
+
+    Raises:
+        ConfigError: not pairs of a prompt and its options.
+    """
+
+    prompts: Sequence[tuple[BatchPrompt, RunOptions]]
+    is_all: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the pairs."""
+        for pair in self.prompts:
+            prompt, options = pair if isinstance(pair, tuple) and len(pair) == 2 else (pair, None)
+            if not (isinstance(prompt, BatchPrompt) and isinstance(options, RunOptions)):
+                raise ConfigError(
+                    f"look_ahead is pairs of a BatchPrompt and its RunOptions, not {type(prompt).__name__} "
+                    f"and {type(options).__name__}"
+                )
+
+
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[BatchPrompt]:
     """Return what `Engine.run` was given as a list: one string, chat or BatchPrompt is a batch of one.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 from cbatch.errors import ConfigError, UnsupportedOptionError
 
@@ -13,8 +14,25 @@ MAX_SEED = 2**64 - 1
 MAX_PARALLEL = 256
 """llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""
 
+DEFAULT_PARALLEL = 16
+"""Slots where the machine has room for them. Source: measured; on CPUs 8 or 16 rows decode far faster a token."""
+
+CellType: TypeAlias = Literal[
+    "f16", "f32", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
+]
+"""What keys or values are stored as. Source: llama.cpp common/arg.cpp, kv_cache_types."""
+
+MAX_RPC_SERVERS = 16
+"""Source: ggml/include/ggml-rpc.h, GGML_RPC_MAX_SERVERS."""
+
 
 MAX_PRIORITY = 100
+MAX_KEY_LENGTH = 1024
+"""Characters of a cache key: a name, not a prompt."""
+
+AdapterSet: TypeAlias = "tuple[tuple[str, float], ...]"
+"""Names of LoRA adapters with their scales, in order of names; empty for the model alone."""
+
 MAX_TIME_S = 1e9
 """Some thirty years: for ever, and yet a number that clocks can add."""
 
@@ -56,9 +74,18 @@ class RunOptions:
         seed: 0 … 2⁶⁴ − 1; 0 is a seed like any other. Not said: one is drawn and reported in the result.
         priority: −100 … 100, the higher the sooner, for an engine with `policy="priority"`. Not said: 0.
         timeout_s: seconds from submission on, queue time included; then it ends `timeout` with its partial text.
+        cache_key: begin with the cells that are kept on disk under this name, as far as the prompt begins with their
+            tokens; without `save_cache` any number of requests may read one key.
+        save_cache: keep the cells of prompt and answer on disk under `cache_key` when it ends.
+        cache_required: fail where nothing to begin with is kept under `cache_key`; not said: compute it, and warn.
+        prefill_only: compute the prompt and sample nothing; for the cells, which stay in memory and, saved, on disk.
+        n_discard: where the window is full, take so many tokens out of it, those behind the first `n_keep`, and go on;
+            0 and not said: end `window`. Only where the model's memory can shift.
+        n_keep: tokens that are never taken out, −1 for the whole prompt. Not said: a chat's first message, else 1.
+        adapter: LoRA adapter to answer with, by the name it was loaded by, or a mapping of names to scales.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range.
+        ConfigError: a value of the wrong type, out of range, or at odds with another.
         UnsupportedOptionError: a name that is not listed above.
 
     Source of the names: the OpenAI API and llama.cpp; of the defaults: llama.cpp `common/common.h`.
@@ -77,6 +104,13 @@ class RunOptions:
     seed: int | None = None
     priority: int | None = None
     timeout_s: float | None = None
+    cache_key: str | None = None
+    save_cache: bool | None = None
+    cache_required: bool | None = None
+    prefill_only: bool | None = None
+    n_keep: int | None = None
+    n_discard: int | None = None
+    adapter: str | Mapping[str, float] | None = None
 
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""
@@ -104,8 +138,12 @@ class RunOptions:
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         _check_float("timeout_s", self.timeout_s, 0.0, MAX_TIME_S)
-        _check_bool("include_stop", self.include_stop)
-        _check_bool("ignore_eos", self.ignore_eos)
+        for name in ("include_stop", "ignore_eos", "save_cache", "cache_required", "prefill_only"):
+            _check_bool(name, getattr(self, name))
+        _check_text("cache_key", self.cache_key, MAX_KEY_LENGTH)
+        _check_int("n_keep", self.n_keep, -1, 2**31 - 1)
+        _check_int("n_discard", self.n_discard, 0, 2**31 - 1)
+        self._settle("adapter", _adapters(self.adapter))
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -131,6 +169,12 @@ class RunOptions:
         if not said:
             return other
         return RunOptions(**{name: said.get(name, getattr(other, name)) for name in _NAMES})
+
+    @property
+    def adapters(self) -> AdapterSet:
+        """The adapters to answer with; one of scale 0 changes nothing and is left out."""
+        scales = self.adapter if isinstance(self.adapter, Mapping) else {}
+        return tuple((name, scale) for name, scale in scales.items() if scale)
 
     def sampling(self, defaults: Mapping[str, float], seed: int) -> Sampling:
         """Return the settled sampling values: these, then the model's `defaults`, then llama.cpp's."""
@@ -233,42 +277,110 @@ class EngineOptions(ScheduleOptions):
                 raise UnsupportedOptionError(name, known)
         return cls(**settings)
 
-    parallel: int = 16
+    parallel: int | None = None
     n_ctx: int | None = None
     ctx_per_seq: int | None = None
+    memory_mib: int | None = None
     kv: Literal["auto", "partitioned", "unified"] = "auto"
+    cache_type_k: CellType = "f16"
+    cache_type_v: CellType = "f16"
     exact: bool = False
     flash_attn: Literal["auto", "on", "off"] = "auto"
     n_batch: int = 2048
     n_ubatch: int = 512
     n_threads: int | None = None
     n_gpu_layers: int | None = None
+    offload_kqv: bool = True
+    split_mode: Literal["none", "layer", "row", "tensor"] | None = None
+    main_gpu: int | None = None
+    tensor_split: Sequence[float] | None = None
+    rpc_servers: Sequence[str] | None = None
+    rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None = None
+    rope_freq_base: float | None = None
+    rope_freq_scale: float | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_orig_ctx: int | None = None
     use_mmap: bool = True
     use_mlock: bool = False
     chat_template: str | None = None
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_mib: int = 10_240
 
     def __post_init__(self) -> None:
         """Check what can be checked without the model."""
         ScheduleOptions.__post_init__(self)
         _check_int("parallel", self.parallel, 1, MAX_PARALLEL)
-        for name in ("n_ctx", "ctx_per_seq", "n_threads"):
+        for name in ("n_ctx", "ctx_per_seq", "n_threads", "memory_mib", "cache_mib"):
             _check_int(name, getattr(self, name), 1, 2**31 - 1)
         _check_int("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
         _check_int("n_batch", self.n_batch, 1, 2**20)
-        if self.n_batch < self.parallel:
-            raise ConfigError(
-                f"n_batch={self.n_batch} is less than parallel={self.parallel}: a step holds every row"
-            )
         _check_int("n_ubatch", self.n_ubatch, 1, 2**20)
         _check_choice("kv", self.kv, ("auto", "partitioned", "unified"))
         _check_choice("flash_attn", self.flash_attn, ("auto", "on", "off"))
-        for name in ("exact", "use_mmap", "use_mlock"):
+        for name in ("cache_type_k", "cache_type_v"):
+            _check_choice(name, getattr(self, name), get_args(CellType))
+        for name in ("exact", "use_mmap", "use_mlock", "offload_kqv"):
             _check_bool(name, getattr(self, name))
         if not isinstance(self.chat_template, str | None):
             raise ConfigError(f"chat_template must be a string, not {self.chat_template!r}")
+        self._check_places()
+        self._check_rope()
         self._check_sizes()
+        self._check_flash_attn()
         self._check_exact()
         self._check_schedule()
+
+    @property
+    def n_slots(self) -> int:
+        """Slots as they are said, or as many as there are where the machine has room for them."""
+        return self.parallel or DEFAULT_PARALLEL
+
+    @property
+    def has_quantised_values(self) -> bool:
+        """Whether values are stored in blocks, which llama.cpp reads with flash attention alone."""
+        return is_quantised(self.cache_type_v)
+
+    def _check_places(self) -> None:
+        _check_choice("split_mode", self.split_mode, (None, "none", "layer", "row", "tensor"))
+        _check_int("main_gpu", self.main_gpu, 0, 2**31 - 1)
+        for name, settle in (
+            ("tensor_split", _shares),
+            ("rpc_servers", _servers),
+            ("adapters", _files),
+        ):
+            object.__setattr__(self, name, settle(name, getattr(self, name)))
+        if self.cache_dir is not None:
+            _check_path("cache_dir", self.cache_dir)
+        if self.tensor_split is not None and self.split_mode == "none":
+            raise ConfigError(
+                f"tensor_split={list(self.tensor_split)} is for several devices, "
+                "split_mode='none' takes one: leave one of them out"
+            )
+
+    def _check_rope(self) -> None:
+        _check_choice(
+            "rope_scaling", self.rope_scaling, (None, "none", "linear", "yarn", "longrope")
+        )
+        _check_float("rope_freq_base", self.rope_freq_base, 1.0, 1e12)
+        _check_float("rope_freq_scale", self.rope_freq_scale, 1e-6, 1e6)
+        _check_int("yarn_orig_ctx", self.yarn_orig_ctx, 1, 2**31 - 1)
+        yarn = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
+        for name in yarn:
+            _check_float(name, getattr(self, name), 0.0, 1e6)
+        if self.rope_scaling == "none" and self.rope_freq_scale is not None:
+            raise ConfigError(
+                f"rope_freq_scale={self.rope_freq_scale} has no effect with rope_scaling='none': "
+                "use 'linear' or 'yarn', or leave it out"
+            )
+        for name in (*yarn, "yarn_orig_ctx"):
+            if getattr(self, name) is not None and self.rope_scaling not in (None, "yarn"):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} needs rope_scaling='yarn', not {self.rope_scaling!r}"
+                )
 
     def _check_sizes(self) -> None:
         if self.n_ctx is not None and self.ctx_per_seq is not None and self.kv != "unified":
@@ -280,10 +392,32 @@ class EngineOptions(ScheduleOptions):
             raise ConfigError(
                 f"ctx_per_seq={self.ctx_per_seq} is more than the pool has: n_ctx={self.n_ctx}"
             )
-        if self.n_ctx is not None and self.n_ctx < 2 * self.parallel:
+        if self.n_batch < self.n_slots:
             raise ConfigError(
-                f"n_ctx={self.n_ctx} leaves {self.n_ctx // self.parallel} cells for each of "
-                f"{self.parallel} slots: raise it, or use fewer slots (parallel)"
+                f"n_batch={self.n_batch} is less than parallel={self.n_slots}: a step holds every row"
+            )
+        if self.n_ctx is not None and self.n_ctx < 2 * self.n_slots:
+            raise ConfigError(
+                f"n_ctx={self.n_ctx} leaves {self.n_ctx // self.n_slots} cells for each of "
+                f"{self.n_slots} slots: raise it, or use fewer slots (parallel)"
+            )
+
+    def _check_flash_attn(self) -> None:
+        if self.flash_attn == "off" and self.has_quantised_values:
+            raise ConfigError(
+                f"cache_type_v={self.cache_type_v!r} needs flash attention: "
+                "leave flash_attn='off' out, or use 'f16', 'bf16' or 'f32'"
+            )
+        if self.split_mode != "tensor":
+            return
+        if self.flash_attn == "off":
+            raise ConfigError(
+                "split_mode='tensor' needs flash attention: leave flash_attn='off' out"
+            )
+        if self.exact and not self.has_quantised_values:
+            raise ConfigError(
+                "split_mode='tensor' needs flash attention, which exact=True turns off: "
+                "use cache_type_k='q8_0' and cache_type_v='q8_0', or another split_mode"
             )
 
     def _check_exact(self) -> None:
@@ -292,9 +426,15 @@ class EngineOptions(ScheduleOptions):
                 "exact=True cannot hold with kv='unified': the place of a cell changes the rounding; "
                 "use kv='partitioned'"
             )
-        if self.exact and self.flash_attn == "on":
+        if self.exact and self.flash_attn == "on" and not self.has_quantised_values:
             raise ConfigError(
-                "exact=True cannot hold with flash_attn='on': its kernel depends on the shape of a step"
+                "exact=True cannot hold with flash_attn='on': its kernel depends on the shape of a step; "
+                "leave it out, or use cache_type_k='q8_0' and cache_type_v='q8_0'"
+            )
+        if self.exact and self.adapters:
+            raise ConfigError(
+                f"exact=True cannot hold with adapters ({', '.join(self.adapters)}): their f16 or f32 weights "
+                "take other kernels in narrow steps; merge one into the model, or leave exact out"
             )
         if self.exact and self.admission == "optimistic":
             raise ConfigError(
@@ -375,6 +515,32 @@ def _strings(name: str, value: object) -> tuple[str, ...] | None:
     return tuple(s for s in items if s)
 
 
+def _check_text(name: str, value: object, n_most: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str) or not 0 < len(value) <= n_most:
+        raise ConfigError(f"{name} must be a string of 1 … {n_most} characters, not {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} holds half of a surrogate pair: {value!r}") from None
+
+
+def _adapters(value: object) -> Mapping[str, float] | None:
+    """Return names with their scales, in order of names; a name alone has scale 1."""
+    if value is None:
+        return None
+    scales = {value: 1.0} if isinstance(value, str) else value
+    if not isinstance(scales, Mapping) or not all(isinstance(name, str) for name in scales):
+        raise ConfigError(f"adapter must be a name or a mapping of names to scales, not {value!r}")
+    for name in sorted(scales):
+        _check_text("an adapter's name", name, MAX_KEY_LENGTH)
+        if scales[name] is None:
+            raise ConfigError(f"adapter {name!r} has no scale: give a number")
+        _check_float(f"the scale of adapter {name!r}", scales[name], -100.0, 100.0)
+    return {name: float(scales[name]) for name in sorted(scales)}
+
+
 def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
@@ -385,6 +551,59 @@ def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
     ):
         raise ConfigError(f"{name} must be a list of token ids (0 and above), not {value!r}")
     return tuple(value)
+
+
+def is_quantised(cell_type: str) -> bool:
+    """Return whether a type of cells stores blocks of numbers rather than each by itself."""
+    return cell_type not in ("f16", "f32", "bf16")
+
+
+def _shares(name: str, value: object) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
+        raise ConfigError(f"{name} must be a list of shares, one a device, not {value!r}")
+    for share in value:
+        if share is None:
+            raise ConfigError(f"{name} holds None: give a device that takes no part a share of 0")
+        _check_float(f"a share in {name}", share, 0.0, 1e6)
+    if not any(value):
+        raise ConfigError(f"{name} has no share above 0: leave it out to split by free memory")
+    return tuple(float(share) for share in value)
+
+
+def _servers(name: str, value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ConfigError(f"{name} must be a list of 'host:port', not {value!r}")
+    if len(value) > MAX_RPC_SERVERS:
+        raise ConfigError(f"{name} has {len(value)} servers, the most is {MAX_RPC_SERVERS}")
+    for server in value:
+        host, _, port = server.partition(":") if isinstance(server, str) else ("", "", "")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+            raise ConfigError(
+                f"{name}: a server is 'host:port' with a port of 1 … 65535, not {server!r}"
+            )
+    return tuple(value)
+
+
+def _files(name: str, value: object) -> dict[str, str | os.PathLike[str]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a mapping of names to files, not {value!r}")
+    for key, path in value.items():
+        if key is None:
+            raise ConfigError(f"{name} has the name None: give a string")
+        _check_text(f"a name in {name}", key, MAX_KEY_LENGTH)
+        _check_path(f"the file of {name} {key!r}", path)
+    return dict(value)
+
+
+def _check_path(name: str, value: object) -> None:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigError(f"{name} must be a path, not {value!r}")
 
 
 _NAMES = frozenset(f.name for f in fields(RunOptions))

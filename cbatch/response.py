@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from cbatch.errors import BatchError, CBatchError, ConfigError
@@ -29,11 +29,15 @@ class BatchOutputChunk:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request: prompt, sampled (the ending token counts), prompt tokens that were not computed again."""
+    """Tokens of one request: prompt, sampled (the ending token counts), prompt tokens that were not computed again.
+
+    `context_shifts` is how often tokens were taken out of the full window, with `n_discard`.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    context_shifts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class BatchResult:
     timings: Timings
     seed: int
     warnings: tuple[str, ...] = ()
+    origin: object = field(default=None, repr=False, compare=False)
+    """What `Engine.extend` goes on from."""
 
 
 class Inbox(Protocol):

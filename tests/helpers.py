@@ -7,19 +7,25 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cbatch.backend.fake import FakeBackend, Faults, StepCost
 from cbatch.core.batcher import N_LOOK, N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.demand import N_PREEMPTED_MAX
 from cbatch.core.driver import Request, SequenceDriver, Status
+from cbatch.core.holds import Fetch, Found
 from cbatch.core.kv import KvLedger
-from cbatch.core.plan import Memory, Slot
+from cbatch.core.plan import Binding, Memory, Slot
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
+from cbatch.errors import CacheError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, ScheduleOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from cbatch.core.plan import Chunk, StepPlan
     from cbatch.response import BatchOutputChunk, BatchResult
@@ -56,6 +62,9 @@ class Rig:
     drivers: dict[str, SequenceDriver] = field(default_factory=dict)
     chunks: dict[str, list[BatchOutputChunk]] = field(default_factory=dict)
     results: dict[str, BatchResult] = field(default_factory=dict)
+    disk: dict[Fetch, tuple[Found, NDArray[np.uint8]]] = field(default_factory=dict)
+    storing: list[SequenceDriver] = field(default_factory=list)
+    fetching: list[Fetch] = field(default_factory=list)
 
     @property
     def now(self) -> float:
@@ -80,9 +89,28 @@ class Rig:
     def alone(self, request: Request, n_output: int) -> list[int]:
         """The tokens of a request run alone, its end included."""
         tokens = tokenize(self.backend, request.prompt)
-        probe = SequenceDriver.of(request, self.backend.vocab.piece, 0.0)
-        probe.n_prompt = len(tokens)
-        return self.backend.expected(tokens, probe.binding(Slot(0)), n_output)
+        binding = Binding(Slot(0), len(tokens), request.sampling, request.stop_tokens)
+        if not request.options.n_discard:
+            return self.backend.expected(tokens, binding, n_output, request.adapters)
+        return self._alone_in_a_moving_window(request, tokens, n_output)
+
+    def _alone_in_a_moving_window(
+        self, request: Request, tokens: Sequence[int], n_output: int
+    ) -> list[int]:
+        """As `alone`, where `n_discard` tokens behind the first `n_keep` go whenever the window is full."""
+        options, n_window = request.options, self.backend.n_window
+        context, output = list(tokens), list[int]()
+        n_keep = min(1 if options.n_keep is None else options.n_keep, len(tokens), n_window - 2)
+        n_discard = min(options.n_discard or 0, n_window - n_keep - 1)
+        while len(output) < n_output and not (output and output[-1] in request.stop_tokens):
+            if len(context) > n_window:
+                del context[n_keep : n_keep + n_discard]
+            i_output = len(context) - len(output)
+            binding = Binding(Slot(0), i_output, request.sampling, request.stop_tokens)
+            [token] = self.backend.expected(context, binding, 1, request.adapters)
+            context.append(token)
+            output.append(token)
+        return output
 
 
 def tokenize(backend: FakeBackend, prompt: BatchPrompt) -> Sequence[int]:
@@ -106,6 +134,7 @@ def make_scheduler(
     memory: Memory | None = None,
     cost: Callable[[int, int], float] = A_SECOND_A_STEP,
     n_piece: int = 0,
+    adapters: tuple[str, ...] = (),
     **options: Any,
 ) -> Rig:
     backend = FakeBackend(
@@ -121,11 +150,17 @@ def make_scheduler(
     schedule = ScheduleOptions(**{"share_prefixes": False, **options})
     memory = backend.memory
     ledger = KvLedger(n_slots, n_window, memory)
-    backend.n_piece = n_piece
+    backend.n_piece, backend.adapters = n_piece, adapters
     batcher = MultiRequestBatcher(ledger, partial(tokenize, backend), schedule, memory, n_piece)
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
-        batcher, n_batch, stats, schedule, n_piece=n_piece, can_trim=memory.can_trim
+        batcher,
+        n_batch,
+        stats,
+        schedule,
+        n_piece=n_piece,
+        can_trim=memory.can_trim,
+        has_adapters=bool(adapters),
     )
     return Rig(backend, batcher, scheduler, stats)
 
@@ -137,7 +172,8 @@ def make_request(
     said = RunOptions(**{"ignore_eos": True, **options})
     given = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": prompt}
     stops = (() if said.ignore_eos else (256,)) + tuple(said.stop_token_ids or ())
-    return Request(id, BatchPrompt(**given), said, said.sampling({}, seed), stops)
+    sampling = said.sampling({}, seed)
+    return Request(id, BatchPrompt(**given), said, sampling, stops, adapters=said.adapters)
 
 
 def with_deadline(request: Request, now: float) -> Request:
@@ -156,8 +192,10 @@ def make_sequences(n: int, n_prompt: int = 4, **options: Any) -> list[Request]:
 
 def step(rig: Rig) -> StepPlan | None:
     """Plan, run and apply once, check everything, and take what came out."""
+    settle_disk(rig)
     n_visited, n_preempted = rig.batcher.n_visited, n_preemptions(rig)
     plan = rig.scheduler.plan(rig.now)
+    rig.fetching = rig.batcher.fetches.take_orders()
     assert rig.batcher.n_visited - n_visited <= n_visited_max(rig)
     if plan is not None:
         check_plan(rig, plan, has_preempted=n_preemptions(rig) > n_preempted)
@@ -169,11 +207,39 @@ def step(rig: Rig) -> StepPlan | None:
         for driver in touched:
             if driver.finish_reason is None:
                 _take_chunk(rig, driver)
+        store(rig)
     for driver in rig.batcher.take_ended():
         _take_end(rig, driver)
     check_cells(rig)
     check_invariants(rig)
     return plan
+
+
+def settle_disk(rig: Rig) -> None:
+    """Let those go on whose cells were read or written since the last step."""
+    for fetch in rig.fetching:
+        missing = CacheError(fetch.key, "there is none", is_missing=True)
+        found, data = rig.disk.get(fetch, (missing, np.empty(0, np.uint8)))
+        drivers, keys = rig.batcher.fetches.arrive(fetch, found)
+        for key, n_cells in keys:
+            rig.backend.keep(key, data, n_cells)
+        for driver in drivers:
+            rig.batcher.release(driver)
+    for driver in rig.storing:
+        rig.batcher.end_stored(driver)
+    rig.fetching, rig.storing = [], []
+
+
+def store(rig: Rig) -> None:
+    """Write what was copied out."""
+    for stored in rig.batcher.cells.take_stored():
+        driver, n = stored.driver, stored.n_cells
+        data = None if stored.key is None else rig.backend.take(stored.key)
+        if data is not None:
+            fetch = Fetch(driver.request.options.cache_key or "", driver.request.adapters)
+            rig.disk[fetch] = Found(driver.tokens[:n], min(n, driver.n_prompt)), data
+            rig.batcher.fetches.learn(fetch, rig.disk[fetch][0])
+        rig.storing.append(driver)
 
 
 def n_preemptions(rig: Rig) -> int:
@@ -198,6 +264,8 @@ def drive(
         if before is not None:
             before(rig)
         plan = step(rig)
+        if plan is None and (rig.fetching or rig.storing):
+            continue
         if plan is None:
             assert rig.scheduler.is_idle, "requests in flight, but nothing to compute"
             assert set(rig.results) == set(rig.drivers)
@@ -216,7 +284,7 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
     n_tokens, ledger = sum(shares.values()), rig.batcher.ledger
     assert n_tokens <= rig.backend.n_batch
     assert n_tokens + (plan.n_steps - 1) * len(slots) <= ledger.n_free_cells
-    assert not (has_preempted and plan.binds)
+    assert not has_preempted or {b.slot for b in plan.binds} == {s for s, _, _ in plan.shifts}
     running = [d for d in rig.batcher.running if d is not None and d.status is Status.RUNNING]
     by_slot = {d.slot: d for d in running}
     for c in plan.chunks:
@@ -224,19 +292,21 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
         end = c.start + len(c.tokens)
         assert c.start == driver.n_computed
         assert list(c.tokens) == driver.tokens[c.start : end]
-        assert c.has_output == (end == driver.n_tokens)
-        assert plan.n_steps <= driver.n_left
+        assert driver.request.adapters == plan.adapters
+        assert c.has_output == (end == driver.n_tokens and driver.n_cap > 0)
+        assert plan.n_steps <= max(1, driver.n_room)
         if rig.backend.n_piece:
             check_shape(c, driver, rig.backend.n_piece)
     if plan.is_rebuild:
         assert not plan.chunks
         return
     if not ledger.is_shared:
-        assert not (rig.batcher.n_waiting and ledger.has_free_slot) or rig.batcher.n_followers
+        assert not (rig.batcher.n_waiting and ledger.has_free_slot) or rig.batcher.n_awaited
     suspects = rig.scheduler.trials.group()
     if suspects:
         assert {by_slot[s] for s in slots} <= set(suspects)
         return
+    running = [d for d in running if d.request.adapters == plan.adapters]
     if not ledger.is_shared:
         assert all(d.slot in shares for d in running if d.n_pending == 1)
     options = rig.scheduler.options
@@ -256,14 +326,20 @@ def check_shape(chunk: Chunk, driver: SequenceDriver, n_piece: int) -> None:
         assert len(chunk.tokens) == 1
 
 
+def plain(cells: Sequence[int]) -> list[int]:
+    """The tokens of fake cells, whatever they were computed with."""
+    return [cell & 0xFFFFFF for cell in cells]
+
+
 def check_clears(rig: Rig) -> None:
     """A slot that nobody has holds what the books say once the plan's orders are done, and the index knows it."""
-    ledger, index = rig.batcher.ledger, rig.batcher.sharing.index
+    ledger, sharing = rig.batcher.ledger, rig.batcher.sharing
     for slot, driver in enumerate(rig.batcher.running):
-        cells = rig.backend.cells[slot]
-        if driver is None:
+        cells = plain(rig.backend.cells[slot])
+        if driver is None and slot not in rig.batcher.cells._clears:
             assert len(cells) == ledger.n_cells[slot]
             assert not cells or rig.scheduler.options.share_prefixes
+            index = sharing.index(sharing._adapters_at.get(Slot(slot), ()))
             known = [n for n, s in index.matches(cells) if s == slot]
             assert not cells or known == [len(cells)] or (rig.backend.n_piece and known)
 
@@ -275,7 +351,7 @@ def check_cells(rig: Rig) -> None:
         if driver is None or driver.slot is None:
             continue
         n = 0 if driver.slot in cells._clears else cells._trims.get(driver.slot)
-        assert rig.backend.cells[driver.slot][:n] == driver.tokens[: driver.n_computed]
+        assert plain(rig.backend.cells[driver.slot])[:n] == driver.tokens[: driver.n_computed]
     if rig.batcher.ledger.is_shared and not cells._clears and not cells._trims:
         assert rig.backend.n_used == rig.batcher.ledger.n_used
     new, old = {key for _, key in cells._saves}, set(cells._forgets)
@@ -283,9 +359,10 @@ def check_cells(rig: Rig) -> None:
     for key, (driver, n_bytes) in cells._saved.items():
         assert driver.slot is None
         assert driver.saved_key == key
-        assert n_bytes == rig.backend.memory.n_saved_bytes(driver.n_computed)
+        assert n_bytes in (0, rig.backend.memory.n_saved_bytes(driver.n_computed))
         if key not in new:
-            assert rig.backend.saved[key] == driver.tokens[: driver.n_computed]
+            n = driver.n_computed
+            assert plain(rig.backend.saved[key])[:n] == driver.tokens[:n]
 
 
 def check_invariants(rig: Rig) -> None:
@@ -300,11 +377,14 @@ def check_invariants(rig: Rig) -> None:
             assert driver.slot == slot
             assert driver.status in (Status.RUNNING, Status.PAUSED)
             assert driver.n_pending >= 1
-            assert driver.n_tokens <= rig.backend.n_window
+            assert driver.n_tokens <= rig.backend.n_window + bool(driver.request.options.n_discard)
     status = Counter(d.status for d in batcher.in_flight.values())
     assert status[Status.FINISHED] == 0
     assert len(having) + batcher.n_waiting + batcher.n_held == len(batcher.in_flight)
-    assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results)
+    leaving = [*rig.storing, *(d for d, _ in batcher.cells._storing.values())]
+    storing = {d.request.id for d in leaving}
+    assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing
+    assert len(batcher.storing) == len(leaving)
     sums = sum(n for _, n in batcher.cells._saved.values())
     assert sums == batcher.cells.n_saved_bytes <= rig.scheduler.options.swap_mib * 2**20
     for driver in batcher.in_flight.values():

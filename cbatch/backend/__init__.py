@@ -9,7 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from cbatch.core.plan import Memory, StepPlan, StepResult
+    from cbatch.options import AdapterSet
 
 Message = Mapping[str, object]
 """One chat message: at least `role` and `content`."""
@@ -77,6 +81,29 @@ class Backend(Protocol):
         Raises:
             PlanError: the plan breaks a rule of `StepPlan` or exceeds a size above; nothing was done.
             ModelLoadError: the context could not be made anew.
+        """
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of LoRA adapters that a plan may ask for."""
+
+    def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
+        """Return what cells computed with `adapters` depend on, by readable names. From any thread; may read files."""
+
+    def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
+        """Take cells that `take` handed out once, here or elsewhere, for a plan to load under `key`. Owner thread.
+
+        Args:
+            key: new.
+            data: (n_bytes,) uint8, kept until they are loaded or forgotten.
+            n_cells: how many cells it holds at least.
+        """
+
+    def take(self, key: int) -> NDArray[np.uint8] | None:
+        """Hand out what a plan saved under `key` and forget it; None where it was lost. Owner thread.
+
+        Returns:
+            (n_bytes,) uint8.
         """
 
     def interrupt(self) -> None:

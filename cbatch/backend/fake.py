@@ -7,14 +7,21 @@ that is not clean gives a wrong token, so equality of streams proves the schedul
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Memory, Slot, StepPlan, StepResult
 from cbatch.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from cbatch.options import AdapterSet
 
 END_TOKEN = 256
 _MASK = 2**64 - 1
@@ -112,10 +119,12 @@ class FakeBackend:
         self.vocab = FakeVocab(n_vocab)
         self.cells: list[list[int]] = [[] for _ in range(n_slots)]
         self.saved: dict[int, list[int]] = {}
+        self.adapters: tuple[str, ...] = ()
         self.now_s = 0.0
         self.n_steps = 0
         self.n_rebuilt = -1
         self.plans: list[StepPlan] = []
+        self._tag = 0
         self._states = [0] * n_slots
         self._shared: list[list[int]] = [[] for _ in range(n_slots)]  # which cell each one is
         self._n_made = 0
@@ -131,9 +140,10 @@ class FakeBackend:
         self._check_positions(plan)
         self.plans.append(plan)
         lost = self._do_orders(plan)
+        self._tag = _tag(plan.adapters)
         self._bindings.update((b.slot, b) for b in plan.binds)
         tokens: list[list[int]] = [[] for _ in plan.chunks]
-        if any(key in lost for _, key in plan.loads):
+        if any(key in lost for _, key, _ in plan.loads):
             return StepResult(tokens, 0, lost=lost)
         start_s, first_s = self.now_s, 0.0
         chunks, n_done, code = list(plan.chunks), 0, 0
@@ -171,15 +181,31 @@ class FakeBackend:
             return sum(map(len, self.cells))
         return len(set().union(*self._shared))
 
-    def expected(self, prompt: Sequence[int], binding: Binding, n_output: int) -> list[int]:
+    def expected(
+        self, prompt: Sequence[int], binding: Binding, n_output: int, adapters: AdapterSet = ()
+    ) -> list[int]:
         """Return the first `n_output` tokens of a sequence run alone, its end included: the reference for tests."""
-        state, output = self._after(prompt), list[int]()
+        tag = _tag(adapters)
+        state, output = self._after([token | tag for token in prompt]), list[int]()
         while len(output) < n_output:
             output.append(self._token(state, binding, len(prompt) + len(output)))
             if output[-1] in binding.stop_tokens:
                 break
-            state = _mix(state, output[-1])
+            state = _mix(state, output[-1] | tag)
         return output
+
+    def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
+        """Return what cells depend on."""
+        return {"seed": str(self._seed), "kind": self.memory.kind, "adapters": repr(adapters)}
+
+    def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
+        """Take cells that were saved elsewhere; what is not a whole list of them is empty."""
+        self.saved[key] = data.view(np.int64).tolist() if len(data) % 8 == 0 else []
+
+    def take(self, key: int) -> NDArray[np.uint8] | None:
+        """Hand out saved cells and forget them."""
+        cells = self.saved.pop(key, None)
+        return None if cells is None else np.array(cells, np.int64).view(np.uint8)
 
     def _do_orders(self, plan: StepPlan) -> tuple[int, ...]:
         """Do what comes before computing; return the keys of cells that were lost."""
@@ -192,9 +218,13 @@ class FakeBackend:
             self._set_cells(slot, [])
         for slot, n_cells in plan.trims:
             self._set_cells(slot, self.cells[slot][:n_cells])
-        unloaded = [key for slot, key in plan.loads if not self._load(slot, key)]
+        unloaded = [key for slot, key, n in plan.loads if not self._load(slot, key, n)]
         for source, slot, n_cells in () if unloaded else plan.copies:
             self._set_cells(slot, self.cells[source][:n_cells], self._shared[source][:n_cells])
+        for slot, n_kept, n in plan.shifts:
+            cells = self.cells[slot]
+            if len(cells) >= n_kept + n:  # else they were lost
+                self._set_cells(slot, cells[:n_kept] + cells[n_kept + n :])
         return (*lost, *unloaded)
 
     def _save(self, slot: Slot, key: int) -> bool:
@@ -203,11 +233,11 @@ class FakeBackend:
         self.saved[key] = list(self.cells[slot])
         return True
 
-    def _load(self, slot: Slot, key: int) -> bool:
+    def _load(self, slot: Slot, key: int, n_cells: int) -> bool:
         cells = self.saved.pop(key, None)
-        if cells is None or not self._faults.swap(key):
+        if cells is None or len(cells) < n_cells or not self._faults.swap(key):
             return False
-        self._set_cells(slot, cells)
+        self._set_cells(slot, cells[:n_cells])
         return True
 
     def _renew(self) -> None:
@@ -251,9 +281,10 @@ class FakeBackend:
                 if code in (1, -1)
                 else (len(chunk.tokens) + 1) // 2
             )
-            for token in chunk.tokens[:n]:
-                self._states[chunk.slot] = _mix(self._states[chunk.slot], token)
-            self.cells[chunk.slot].extend(chunk.tokens[:n])
+            cells = [token | self._tag for token in chunk.tokens[:n]]
+            for cell in cells:
+                self._states[chunk.slot] = _mix(self._states[chunk.slot], cell)
+            self.cells[chunk.slot].extend(cells)
             if self.memory.kind == "unified":
                 self._number(chunk.slot)
         return code
@@ -294,6 +325,8 @@ class FakeBackend:
             raise PlanError(f"more than {self.n_batch} tokens: {plan}")
         if plan.n_steps > 1 and not all(c.has_output for c in plan.chunks):
             raise PlanError(f"only steps with outputs can be repeated: {plan}")
+        if any(name not in self.adapters for name, _ in plan.adapters):
+            raise PlanError(f"no such adapter: {plan}")
         self._check_orders(plan)
 
     def _check_orders(self, plan: StepPlan) -> None:
@@ -306,7 +339,7 @@ class FakeBackend:
             raise PlanError(f"this memory cannot trim: {plan}")
         if any(n > len(self.cells[slot]) for slot, n in plan.trims):
             raise PlanError(f"nothing to trim: {plan}")
-        if any(key not in self.saved.keys() | new for _, key in plan.loads):
+        if any(key not in self.saved.keys() | new for _, key, _ in plan.loads):
             raise PlanError(f"nothing to load: {plan}")
         n_cells = [len(cells) for cells in self.cells]
         for slot, n in (*((s, 0) for s in plan.clears), *plan.trims):
@@ -316,18 +349,29 @@ class FakeBackend:
                 raise PlanError(f"cannot copy {n} cells of slot {source} to {slot}: {plan}")
             n_cells[slot] = n
         emptied = range(self.n_slots) if plan.is_rebuild else plan.clears
-        if any(self.cells[slot] and slot not in emptied for slot, _ in plan.loads):
+        if any(self.cells[slot] and slot not in emptied for slot, _, _ in plan.loads):
             raise PlanError(f"a slot to load into is not empty: {plan}")
+
+    def _check_shift(self, plan: StepPlan, slot: Slot, n_kept: int, n: int, n_cells: int) -> None:
+        """Refuse to take out what is not there, or what others have too: in a pool they would move with it."""
+        if not self.memory.can_shift or n < 1 or not 0 <= n_kept <= n_cells - n:
+            raise PlanError(f"cannot take {n} cells out of slot {slot}: {plan}")
+        others = [set(s) for i, s in enumerate(self._shared) if i != slot]
+        is_copied = self.memory.kind == "unified" and any(slot in c[:2] for c in plan.copies)
+        if is_copied or set(self._shared[slot][n_kept:]) & set().union(*others):
+            raise PlanError(f"cells of slot {slot} belong to others too: {plan}")
 
     def _check_positions(self, plan: StepPlan) -> None:
         bound = {b.slot for b in plan.binds}
         if not plan.is_rebuild:
             bound |= self._bindings.keys()
         changed = dict.fromkeys(plan.clears, 0)
-        n_saved = {key: len(self.cells[slot]) for slot, key in plan.saves}
-        n_saved |= {key: len(cells) for key, cells in self.saved.items()}
-        changed |= dict(plan.trims) | {slot: n_saved[key] for slot, key in plan.loads}
+        changed |= dict(plan.trims) | {slot: n for slot, _, n in plan.loads}
         changed |= {slot: n_cells for _, slot, n_cells in plan.copies}
+        for slot, n_kept, n in plan.shifts:
+            n_cells = changed.get(slot, len(self.cells[slot]))
+            self._check_shift(plan, slot, n_kept, n, n_cells)
+            changed[slot] = n_cells - n
         for c in plan.chunks:
             n_cells = changed.get(c.slot, 0 if plan.is_rebuild else len(self.cells[c.slot]))
             if c.start != n_cells:
@@ -341,6 +385,11 @@ class FakeBackend:
 def _mix(state: int, key: int) -> int:
     state = ((state ^ key) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
     return state ^ state >> 29
+
+
+def _tag(adapters: AdapterSet) -> int:
+    """Return bits above those of a token that tell apart cells computed with other adapters."""
+    return zlib.crc32(repr(adapters).encode()) << 24 if adapters else 0
 
 
 def _next_chunk(chunk: Chunk, token: int) -> Chunk:

@@ -9,39 +9,50 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
+from cbatch.backend.adapters import Adapters
 from cbatch.backend.aside import run_aside
 from cbatch.backend.context import context_cells, slot_window
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import has_states
-from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.model import LlamaModel, Placement, open_model
 from cbatch.backend.native import handshake
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.backend.shipped import shipped_model
+from cbatch.backend.sizing import find_room, settle
 from cbatch.errors import ConfigError
+from cbatch.messages import LookAhead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from cbatch.backend.sizing import Room
     from cbatch.options import EngineOptions
 
 
-def load_backend(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Callable[[], str]]:
+def load_backend(
+    model: Any, options: EngineOptions, look_ahead: LookAhead | None = None
+) -> tuple[LlamaBackend, Callable[[], str]]:
     """Load `model` and make its context; return the backend and what asks the exactness probe.
 
     Whatever this computes, it computes aside; see `cbatch.backend.aside`.
+
+    Args:
+        model: path of a GGUF file, a `llama_cpp.Llama`, or None for the model that ships inside.
+        options: what was said; slots, window and kind of memory are settled here, see `cbatch.backend.sizing`.
+        look_ahead: prompts that will come, to settle them by.
 
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: `exact` was asked for and the probe found a difference.
     """
-    return run_aside(partial(_load, model, options))
+    return run_aside(partial(_load, model, options, look_ahead))
 
 
 def describe_model(
     model: str | os.PathLike[str] | None, options: EngineOptions, *, asks_probe: bool
 ) -> dict[str, Any]:
-    """Return what a model file is and what a slot would hold, as JSON values; no context of that size is made.
+    """Return what a model file is and what a slot would hold, as JSON values; weights are read for the probe alone.
 
     Args:
         model: path of a GGUF file; None for the one that ships inside.
@@ -57,9 +68,9 @@ def describe_model(
 
 def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str, Any]:
     model = shipped_model() if model is None else model
-    with _opened(model, options, will_compute=asks_probe) as loaded, closing(loaded):
-        n_cells = context_cells(loaded, options)
-        is_pool = options.kv == "unified" and not has_states(loaded)
+    with _opened(model, options, has_weights=asks_probe) as loaded, closing(loaded):
+        room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
+        settled = settle(loaded, options, room)
         return {
             "path": loaded.name,
             "name": loaded.metadata.get("general.name", ""),
@@ -72,37 +83,64 @@ def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str,
             "n_vocab": loaded.vocab.n_vocab,
             "end_tokens": list(loaded.vocab.end_tokens),
             "sampling_defaults": dict(loaded.sampling_defaults),
-            "parallel": options.parallel,
-            "n_window": slot_window(options, n_cells, loaded.n_ctx_train, is_pool=is_pool),
-            "n_cells": n_cells,
-            "exactness": probe(loaded, options) if asks_probe else None,
+            **_sizes(loaded, settled, room),
+            "exactness": probe(loaded, settled) if asks_probe else None,
         }
 
 
-def _load(model: Any, options: EngineOptions) -> tuple[LlamaBackend, Callable[[], str]]:
+def _sizes(loaded: LlamaModel, options: EngineOptions, room: Room) -> dict[str, Any]:
+    """Return what settled options take of the memory, and what else it would hold."""
+    n_cells, cost = context_cells(loaded, options), room.footprint
+    is_pool = options.kv == "unified" and not has_states(loaded)
+    n_most = loaded.n_ctx_train or n_cells
+    return {
+        "parallel": options.n_slots,
+        "n_window": slot_window(options, n_cells, loaded.n_ctx_train, is_pool=is_pool),
+        "n_cells": n_cells,
+        "kv": options.kv,
+        "cache_type_k": options.cache_type_k,
+        "cache_type_v": options.cache_type_v,
+        "n_cell_bytes": cost and cost.n_cell_bytes,
+        "n_state_bytes": cost and cost.n_state_bytes,
+        "is_about": cost is None or cost.is_about,
+        "n_memory_bytes": cost and cost.of(options.n_slots, n_cells),
+        "n_weight_bytes": loaded.n_bytes,
+        "n_free_bytes": room.n_free,
+        "n_budget_bytes": room.n_budget,
+        "n_slots_fit": room.most_slots(n_cells // options.n_slots),
+        "n_window_fit": room.most_window(options.n_slots, n_most),
+    }
+
+
+def _load(
+    model: Any, options: EngineOptions, look_ahead: LookAhead | None
+) -> tuple[LlamaBackend, Callable[[], str]]:
     model = shipped_model() if model is None else model
     if not isinstance(model, str | os.PathLike | llama_cpp.Llama):
         raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
-    with _opened(model, options, will_compute=True) as loaded:
-        return _make_backend(loaded, options)
+    if not isinstance(look_ahead, LookAhead | None):
+        raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
+    with _opened(model, options) as loaded:
+        settled = settle(loaded, options, find_room(loaded, options), look_ahead)
+        return _make_backend(loaded, settled)
 
 
 @contextmanager
-def _opened(model: Any, options: EngineOptions, *, will_compute: bool) -> Iterator[LlamaModel]:
-    """Open a model and keep llama.cpp's log meanwhile; where the block fails, close it.
-
-    Where nothing will be computed, the weights stay in the file: not repacked, none on a GPU.
-    """
+def _opened(
+    model: Any, options: EngineOptions, *, has_weights: bool = True
+) -> Iterator[LlamaModel]:
+    """Open a model and keep llama.cpp's log meanwhile; where the block fails, close it."""
     handshake()
     log = llama_log()
     log.install()
     try:
         loaded = open_model(
             model,
-            n_gpu_layers=options.n_gpu_layers if will_compute else 0,
+            placement=_placement(options),
             use_mmap=options.use_mmap,
             use_mlock=options.use_mlock,
-            use_extra_bufts=False if options.exact or not will_compute else None,
+            use_extra_bufts=False if options.exact else None,
+            has_weights=has_weights,
             chat_template=options.chat_template,
             recent_errors=log.drain,
         )
@@ -115,6 +153,16 @@ def _opened(model: Any, options: EngineOptions, *, will_compute: bool) -> Iterat
         log.remove()
 
 
+def _placement(options: EngineOptions) -> Placement:
+    return Placement(
+        n_gpu_layers=options.n_gpu_layers,
+        split_mode=options.split_mode,
+        main_gpu=options.main_gpu,
+        tensor_split=options.tensor_split,
+        rpc_servers=options.rpc_servers or (),
+    )
+
+
 def _make_backend(
     loaded: LlamaModel, options: EngineOptions
 ) -> tuple[LlamaBackend, Callable[[], str]]:
@@ -124,4 +172,9 @@ def _make_backend(
         if found != BITWISE:
             raise ConfigError(f"exact=True cannot hold for this model: {found}")
         ask = partial(str, found)
-    return LlamaBackend(loaded, options), ask
+    adapters = Adapters(loaded, options.adapters or {})
+    try:
+        return LlamaBackend(loaded, options, adapters=adapters), ask
+    except BaseException:
+        adapters.close()
+        raise

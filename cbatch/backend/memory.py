@@ -28,6 +28,7 @@ class SavedCells:
     data: NDArray[np.uint8]
     """(n_bytes,) uint8."""
     n_cells: int
+    """How many there are at least."""
 
 
 class LlamaCells:
@@ -55,6 +56,11 @@ class LlamaCells:
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
         self.trim(target, n_cells)
 
+    def shift(self, slot: int, n_kept: int, n: int) -> None:
+        """Take out the `n` cells behind the first `n_kept`. The rest moves up at the next decode: save not before."""
+        llama_cpp.llama_memory_seq_rm(self._memory, slot, n_kept, n_kept + n)
+        llama_cpp.llama_memory_seq_add(self._memory, slot, n_kept + n, -1, -n)
+
     def n_saved_bytes(self, slot: int) -> int:
         """Return the size of a slot's saved cells; 0 where llama.cpp cannot say."""
         return int(llama_cpp.llama_state_seq_get_size(self._ctx, slot))
@@ -75,7 +81,7 @@ class LlamaCells:
         """Put saved cells into a slot; return whether it was done. Where it was not the slot is empty."""
         n_bytes = len(saved.data)
         n_read = llama_cpp.llama_state_seq_set_data(self._ctx, _bytes_of(saved.data), n_bytes, slot)
-        if n_read == n_bytes and self.count(slot) == saved.n_cells:
+        if n_read == n_bytes and self.count(slot) >= saved.n_cells:
             return True
         self.trim(slot, 0)
         return False
@@ -128,6 +134,8 @@ def find_memory(ctx: Any, model: LlamaModel, *, n_slots: int, is_unified: bool) 
         can_trim=can_trim,
         can_save=can_save,
         can_copy=can_copy,
+        can_shift=can_trim
+        and bool(llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(ctx))),
         saved_bytes=max(0, sizes[0] - n_per_cell) if can_save else 0,
         saved_bytes_per_cell=n_per_cell if can_save else 0,
     )

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import os
 import threading
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
 from cbatch.backend.chat import parse_override
-from cbatch.backend.gguf_check import check_file
+from cbatch.backend.devices import add_servers
+from cbatch.backend.gguf_check import _Cursor, _DamagedError, _read_header, check_file
 from cbatch.backend.vocab import LlamaVocab
-from cbatch.errors import EngineClosedError, ModelLoadError
+from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     RecentErrors = Callable[[], list[str]]
 
@@ -29,23 +32,53 @@ _SAMPLING_KEYS = {
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
 }
+# Source: include/llama.h, enum llama_split_mode.
+_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
+_N_MAGIC = 8  # bytes of a GGUF before its counts: its name and version
 _N_QUOTED = 3  # llama.cpp says the cause first, then that loading failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Which devices hold a model's layers; what is not said is llama.cpp's choice.
+
+    Args:
+        n_gpu_layers: layers to put on GPUs, -1 for all.
+        split_mode: "none" for one device, "layer", "row" or "tensor" for several.
+        main_gpu: the device that "none" takes.
+        tensor_split: shares of the devices.
+        rpc_servers: "host:port" of ggml's RPC servers, whose devices come before the own ones.
+    """
+
+    n_gpu_layers: int | None = None
+    split_mode: str | None = None
+    main_gpu: int | None = None
+    tensor_split: Sequence[float] | None = None
+    rpc_servers: Sequence[str] = ()
 
 
 class LlamaModel:
     """Owns a `llama_model *`, or borrows a `llama_cpp.Llama`'s, which it then never frees."""
 
     def __init__(
-        self, pointer: Any, name: str, *, owner: object = None, template: str | None = None
+        self,
+        pointer: Any,
+        name: str,
+        *,
+        placement: Placement | None = None,
+        owner: object = None,
+        template: str | None = None,
     ) -> None:
         """Read the model's metadata and vocabulary.
 
         Args:
             pointer: `llama_model *` as ctypes gives it.
-            name: what error messages call it.
+            name: what error messages call it: its path.
+            placement: where its layers were put.
             owner: who frees it; `None` for this object.
             template: Jinja that replaces the model's own chat template.
         """
+        self.placement = placement or Placement()
         self._pointer: Any = pointer
         self._owner = owner
         self.busy = threading.Lock()
@@ -89,6 +122,24 @@ class LlamaModel:
             if value is not None and 0 <= value <= (1 if name.endswith("_p") else 2**31 - 1)
         }
 
+    @property
+    def n_layers(self) -> int:
+        """Layers, without the output's."""
+        return int(llama_cpp.llama_model_n_layer(self.pointer))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all weights."""
+        return int(llama_cpp.llama_model_size(self.pointer))
+
+    @cached_property
+    def integers(self) -> Mapping[str, tuple[int, ...]]:
+        """The file's arrays of whole numbers, which llama.cpp reads and does not show; empty without the file."""
+        try:
+            return _read_integers(Path(self.name))
+        except (OSError, ValueError, _DamagedError):
+            return {}
+
     def close(self) -> None:
         """Free the model, unless it is borrowed. Twice is harmless; no context may be using it."""
         with self.busy:
@@ -102,10 +153,11 @@ class LlamaModel:
 def open_model(
     model: str | os.PathLike[str] | llama_cpp.Llama,
     *,
-    n_gpu_layers: int | None = None,
+    placement: Placement | None = None,
     use_mmap: bool = True,
     use_mlock: bool = False,
     use_extra_bufts: bool | None = None,
+    has_weights: bool = True,
     chat_template: str | None = None,
     recent_errors: RecentErrors | None = None,
 ) -> LlamaModel:
@@ -113,16 +165,17 @@ def open_model(
 
     Args:
         model: the file (of a split model, the first one), or the `Llama`, taken as it was loaded.
-        n_gpu_layers: layers to put on the GPU, -1 for all; not said: llama.cpp's default.
+        placement: which devices hold it; not said: llama.cpp's choice.
         use_mmap: map the file rather than read it.
         use_mlock: keep the weights in memory.
         use_extra_bufts: whether weights are repacked for the CPU; not said: llama.cpp's default.
+        has_weights: read the weights; without, nothing can be computed.
         chat_template: "chatml" or Jinja, instead of the model's own.
         recent_errors: returns llama.cpp's last error lines, to be quoted.
 
     Raises:
         ModelLoadError: no such file, damaged, refused by llama.cpp, or unable to generate text.
-        ConfigError: `chat_template` does not compile.
+        ConfigError: `chat_template` does not compile, or a placement that this llama-cpp-python cannot do.
     """
     template = None if chat_template is None else parse_override(chat_template)
     if isinstance(model, llama_cpp.Llama):
@@ -131,29 +184,79 @@ def open_model(
     check_file(path)
     _init_backend()
     params = llama_cpp.llama_model_default_params()
-    params.load_mode = _load_mode(use_mmap=use_mmap, use_mlock=use_mlock)
-    if n_gpu_layers is not None:
-        params.n_gpu_layers = n_gpu_layers
+    params.load_mode = _load_mode(
+        use_mmap=use_mmap and has_weights, use_mlock=use_mlock and has_weights
+    )
+    params.no_alloc = not has_weights
     if use_extra_bufts is not None:
         params.use_extra_bufts = use_extra_bufts
+    placement = placement or Placement()
+    place(params, placement)
     pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not pointer:
         raise ModelLoadError(_refusal(path, recent_errors))
-    return _checked(pointer, str(path), owner=None, template=template)
+    return _checked(pointer, str(path), placement=placement, template=template)
+
+
+def place(params: Any, placement: Placement) -> None:
+    """Write a placement into `llama_model_params`; register its servers.
+
+    Raises:
+        ConfigError: more shares than llama.cpp has devices for, or see `add_servers`.
+    """
+    add_servers(placement.rpc_servers)
+    if placement.n_gpu_layers is not None:
+        params.n_gpu_layers = placement.n_gpu_layers
+    if placement.split_mode is not None:
+        params.split_mode = _SPLIT_MODES[placement.split_mode]
+    if placement.main_gpu is not None:
+        params.main_gpu = placement.main_gpu
+    if placement.tensor_split is not None:
+        params.tensor_split = _shares(placement.tensor_split)
+
+
+def _shares(shares: Sequence[float]) -> Any:
+    n_most = int(llama_cpp.llama_max_devices())
+    if len(shares) > n_most:
+        raise ConfigError(
+            f"tensor_split has {len(shares)} shares, llama.cpp knows up to {n_most} devices"
+        )
+    return (ctypes.c_float * n_most)(*shares)  # ctypes keeps it alive with the struct
 
 
 def _borrow(llama: Any, template: str | None) -> LlamaModel:
     pointer = llama._model.model
     if pointer is None:
         raise ModelLoadError(f"{llama.model_path}: this llama_cpp.Llama is closed")
-    return _checked(pointer, str(llama.model_path), owner=llama, template=template)
+    return _checked(
+        pointer,
+        str(llama.model_path),
+        placement=_placement_of(llama.model_params),
+        owner=llama,
+        template=template,
+    )
 
 
-def _checked(pointer: Any, name: str, *, owner: object, template: str | None) -> LlamaModel:
+def _placement_of(params: Any) -> Placement:
+    return Placement(
+        n_gpu_layers=params.n_gpu_layers,
+        split_mode={mode: name for name, mode in _SPLIT_MODES.items()}.get(params.split_mode),
+        main_gpu=params.main_gpu,
+    )
+
+
+def _checked(
+    pointer: Any,
+    name: str,
+    *,
+    placement: Placement,
+    template: str | None,
+    owner: object = None,
+) -> LlamaModel:
     """Return the model if it can generate text; otherwise free what is ours to free."""
     reason = _why_not_generative(pointer)
     if reason is None:
-        return LlamaModel(pointer, name, owner=owner, template=template)
+        return LlamaModel(pointer, name, placement=placement, owner=owner, template=template)
     if owner is None:
         llama_cpp.llama_model_free(pointer)
     raise ModelLoadError(f"{name}: {reason}; give a causal language model")
@@ -209,6 +312,11 @@ def _read_metadata(pointer: Any) -> dict[str, str]:
         )
         for i in range(llama_cpp.llama_model_meta_count(pointer))
     }
+
+
+def _read_integers(path: Path) -> Mapping[str, tuple[int, ...]]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _read_header(_Cursor(data, at=_N_MAGIC)).integers
 
 
 def _read_text(read: Callable[..., int], *args: Any) -> str:

@@ -55,8 +55,8 @@ def probe(model: LlamaModel, options: EngineOptions) -> str:
 
     Works on a context of its own, so an engine on the same model is not disturbed. Computes about 4,000 tokens.
     """
-    n_slots = min(options.parallel, max(WIDTHS) + 1)
-    wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.parallel
+    n_slots = min(options.n_slots, max(WIDTHS) + 1)
+    wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.n_slots
     n_window = max(_N_LEAST, min(wanted, model.n_ctx_train or wanted, _N_LONG + 16))
     small = replace(options, parallel=n_slots, n_ctx=None, ctx_per_seq=n_window)
     try:

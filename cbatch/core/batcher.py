@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,9 @@ from cbatch.core.cells import Cells
 from cbatch.core.deadlines import Deadlines
 from cbatch.core.demand import N_PREEMPTED_MAX, Demand
 from cbatch.core.driver import SequenceDriver, Status, Wait
+from cbatch.core.holds import Fetches, Followers
 from cbatch.core.plan import Slot
+from cbatch.core.prefix import n_common
 from cbatch.core.queue import make_queue
 from cbatch.core.sharing import Sharing
 from cbatch.errors import CBatchError, LedgerError, RequestFailedError
@@ -22,6 +24,7 @@ from cbatch.options import ScheduleOptions
 if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory
+    from cbatch.options import AdapterSet
     from cbatch.response import FinishReason
 
 Tokenize = Callable[[BatchPrompt], Sequence[int]]
@@ -36,24 +39,8 @@ N_REFUSED_MAX = 64
 """Most requests that one plan ends without computing them: a step must not wait for a long row of bad ones."""
 
 
-@dataclass(eq=False, slots=True)
-class _Follower:
-    """One that waits until another has `n_cells` cells; not longer than that one gets on with it."""
-
-    driver: SequenceDriver
-    leader: SequenceDriver
-    n_cells: int
-    n_seen: int = -1
-
-    def goes_on_waiting(self) -> bool:
-        """Whether the leader is still on the way; asked once a plan."""
-        n_computed, self.n_seen, n_before = (
-            self.leader.n_computed,
-            self.leader.n_computed,
-            self.n_seen,
-        )
-        is_running = self.leader.status is Status.RUNNING
-        return is_running and n_before < n_computed < self.n_cells
+N_WORTH_MOVE = 8
+"""Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
 
 
 class MultiRequestBatcher:
@@ -87,12 +74,17 @@ class MultiRequestBatcher:
         """Waiting sequences looked at since the beginning."""
         self.n_changes = 0
         """Grows whenever other sequences run than before."""
+        self.storing: dict[str, SequenceDriver] = {}
+        """Those that ended and wait for their cells to be on disk."""
         self._is_sorted_by_length = options.policy == "shortest"
         self._tokenize = tokenize
         self._queue = make_queue(options)
         self._returning: list[tuple[int, SequenceDriver]] = []
         self._held: dict[int, SequenceDriver] = {}
-        self._followers: list[_Follower] = []
+        self.followers = Followers()
+        self.fetches = Fetches(self.sharing, self.cells)
+        self.last_adapters: AdapterSet = ()
+        """What the last step was computed with."""
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
 
@@ -112,9 +104,9 @@ class MultiRequestBatcher:
         return sum(d is not None and d.status is Status.PAUSED for d in self.running)
 
     @property
-    def n_followers(self) -> int:
-        """Sequences that wait for another to compute what they share; for each of them a slot is free."""
-        return len(self._followers)
+    def n_awaited(self) -> int:
+        """Sequences that wait for what they can begin with; for each of them a slot is free."""
+        return len(self.followers) + self.fetches.n_waiting
 
     @property
     def has_ended(self) -> bool:
@@ -146,7 +138,10 @@ class MultiRequestBatcher:
         if driver.is_prepared:
             return
         try:
-            driver.prepare(self._tokenize(driver.request.prompt), self.ledger.n_window)
+            tokens = self._tokenize(driver.request.prompt)
+            driver.prepare(tokens, self.ledger.n_window)
+            if driver.request.options.n_discard:
+                driver.keep_in_window(self._n_first_message(driver.request.prompt, tokens))
         except CBatchError as error:
             driver.refusal = error
         except Exception as error:
@@ -154,12 +149,28 @@ class MultiRequestBatcher:
             driver.refusal = RequestFailedError(f"the prompt could not be prepared: {error}")
             driver.refusal.__cause__ = error
 
-    def admit(self, now: float) -> list[SequenceDriver]:
-        """Give free slots to those whose turn it is and whose cells fit; return who got one, in order of slots."""
+    def _n_first_message(self, prompt: BatchPrompt, tokens: Sequence[int]) -> int:
+        """Return how many tokens the first message of a chat takes; the first token of what is no chat."""
+        if prompt.messages is None:
+            return 1
+        try:
+            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]))
+        except Exception:  # a template may refuse a lone message
+            return 1
+        return max(1, n_common(first, tokens, 0))
+
+    def admit(self, now: float, n_copied_max: int | None = None) -> list[SequenceDriver]:
+        """Give free slots to those whose turn it is and whose cells fit; return who got one.
+
+        Nobody gets one behind whom more than `n_copied_max` cells are to be copied already.
+        """
         admitted: list[SequenceDriver] = []
-        self._release_followers()
+        for driver in self.followers.take_released(self.last_adapters):
+            self.release(driver)
         n_refusable = N_REFUSED_MAX
         while self.n_waiting and (self.ledger.has_free_slot or self.park_paused()):
+            if n_copied_max is not None and self.cells.n_to_copy > n_copied_max:
+                break
             first = self._first(N_LOOK if self.ledger.is_shared else 1)
             refused = [d for d in first if d.refusal is not None]
             for driver in refused:
@@ -168,18 +179,33 @@ class MultiRequestBatcher:
             n_refusable -= len(refused)
             found = None if refused else self._fitting(first)
             if found is not None:
-                fitting, leader = found
-                if leader is None:
-                    self._enter(fitting, now)
-                    admitted.append(fitting)
-                elif len(self._followers) < self.ledger.n_free_slots:
-                    self.hold(fitting, Wait.LEADER)
-                    self._followers.append(_Follower(fitting, *leader))
-                else:  # there would be no slot for it when the leader is through
+                if not self._lets_in(*found, now, admitted):
                     break
             elif n_refusable <= 0 or not (refused or self.park_paused()):
                 break
         return admitted
+
+    def _lets_in(
+        self,
+        driver: SequenceDriver,
+        leader: tuple[SequenceDriver, int] | None,
+        now: float,
+        admitted: list[SequenceDriver],
+    ) -> bool:
+        """Give a slot to one that fits, or hold it until it can begin further on; False if none would be free then."""
+        if leader is None and not self.fetches.is_needed(driver):
+            self._enter(driver, now)
+            admitted.append(driver)
+            return True
+        if self.ledger.n_free_slots <= self.n_awaited:
+            return False
+        if leader is not None:
+            self.hold(driver, Wait.LEADER)
+            self.followers.add(driver, *leader)
+        else:
+            self.hold(driver, Wait.CACHE)
+            self.fetches.add(driver)
+        return True
 
     def _first(self, n: int) -> list[SequenceDriver]:
         """Return the next `n` of those that wait, prepared."""
@@ -217,22 +243,39 @@ class MultiRequestBatcher:
     def _enter(self, driver: SequenceDriver, now: float) -> None:
         self._remove_waiting(driver)
         source = self.sharing.best(driver) if driver.saved_key is None else None
-        slot = self.ledger.lend(self.sharing.place(source))
+        place = self.sharing.place(source, is_alone=self._has_room_beside(driver))
+        slot = self.ledger.lend(place)
         driver.admit(slot, now)
         self.running[slot] = driver
         self.n_changes += 1
         self.cells.enter(driver, slot, source)
 
-    def _release_followers(self) -> None:
-        """Let those go on whose leader has computed what they share, or stopped, or left: then the oldest leads."""
-        followers, self._followers = self._followers, []
-        for follower in followers:
-            if follower.driver.waits_for is not Wait.LEADER:
-                continue
-            if follower.goes_on_waiting():
-                self._followers.append(follower)
-            else:
-                self.release(follower.driver)
+    def _has_room_beside(self, driver: SequenceDriver) -> bool:
+        """Whether nobody else wants a slot, and the pool can leave what there is as it is."""
+        n_free = self.ledger.n_free_cells
+        return not self.n_waiting and (not self.ledger.is_shared or n_free > driver.n_tokens)
+
+    def close_gap(self) -> SequenceDriver | None:
+        """Move the sequence of the highest slot into a gap below it; return it, or None where that cannot be or pay.
+
+        In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one.
+        """
+        memory, n_lent = self.ledger.memory, self.ledger.n_lent
+        if memory is None or memory.kind != "partitioned" or not memory.can_copy:
+            return None
+        highest = max((d for d in self.running if d), key=slot_of, default=None)
+        if highest is None or slot_of(highest) == n_lent - 1 or not _is_worth_moving(highest):
+            return None
+        source, gap = slot_of(highest), min(self.ledger.free_slots)
+        if not self.ledger.n_cells[source]:
+            return None
+        self.ledger.lend(gap)
+        self.cells.move(highest, source, gap)
+        self.ledger.give_back(source)
+        self.running[gap], self.running[source] = highest, None
+        highest.slot = gap
+        self.n_changes += 1
+        return highest
 
     def make_room(self) -> bool:
         """Take slot and cells from a paused one, else from a victim, for want of cells; False if there is neither."""
@@ -347,14 +390,36 @@ class MultiRequestBatcher:
             self.retire(driver)
 
     def retire(self, driver: SequenceDriver) -> None:
-        """Take a finished sequence out of the books; what its cells are worth, its slot keeps."""
+        """Take a finished sequence out of the books; what its cells are worth, its slot keeps.
+
+        One whose cells go to disk has not ended before `end_stored`.
+        """
         del self.in_flight[driver.request.id]
-        self._ended.append(driver)
+        if not self._stores(driver):
+            self._ended.append(driver)
         self.cells.forget(driver)
         self.deadlines.note_end(driver)
         self.demand.learn(driver)
         if driver.slot is not None:
             self._vacate(driver, driver.slot)
+
+    def _stores(self, driver: SequenceDriver) -> bool:
+        """Whether the cells of one that ended are going to be stored."""
+        if not driver.request.options.save_cache or driver.error is not None:
+            return False
+        if driver.slot is None:
+            driver.warnings.append("the cells were not saved: it had no slot when it ended")
+            return False
+        if self.cells.store(driver, driver.slot):
+            self.storing[driver.request.id] = driver
+        return driver.request.id in self.storing
+
+    def end_stored(self, driver: SequenceDriver, problem: str | None = None) -> None:
+        """Let one end whose cells are on disk, or could not be put there."""
+        if problem is not None:
+            driver.warnings.append(problem)
+        del self.storing[driver.request.id]
+        self._ended.append(driver)
 
     def drop_cells(self, driver: SequenceDriver) -> None:
         """Have a running sequence's slot emptied; all its tokens are pending again."""
@@ -387,6 +452,10 @@ class MultiRequestBatcher:
 
     def _withdraw(self, driver: SequenceDriver) -> None:
         """Take a sequence without a slot from wherever it waits."""
+        if driver.waits_for is Wait.LEADER:
+            self.followers.drop(driver)
+        elif driver.waits_for is Wait.CACHE:
+            self.fetches.drop(driver)
         if self._held.pop(driver.number, None) is None and driver.status is Status.WAITING:
             self._remove_waiting(driver)
 
@@ -402,6 +471,11 @@ class MultiRequestBatcher:
     ) -> None:
         driver.finish(reason, now, error)
         self.retire(driver)
+
+
+def _is_worth_moving(driver: SequenceDriver) -> bool:
+    """Whether one has enough left to compute, and nothing in its slot is about to move."""
+    return driver.status is Status.RUNNING and driver.n_left >= N_WORTH_MOVE and not driver.n_shifts
 
 
 def slot_of(driver: SequenceDriver) -> Slot:

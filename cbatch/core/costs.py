@@ -10,11 +10,12 @@ _SAME_WIDTH = 1.5
 
 
 class StepCosts:
-    """Seconds of a decoding step by its width, and of one prompt token that joins it."""
+    """Seconds of a decoding step by its width, of one prompt token that joins it, and of a cell that is copied."""
 
     def __init__(self, n_rows_max: int) -> None:
         self._decode_s = [0.0] * (n_rows_max + 1)  # by width; 0 where none was seen
         self._token_s = 0.0
+        self._copy_s = 0.0
 
     def learn_decode(self, n_rows: int, seconds: float) -> None:
         """Take in what one step of `n_rows` decoding rows took."""
@@ -25,6 +26,15 @@ class StepCosts:
         decode_s = self.decode_s(n_rows) if n_rows else 0.0
         if decode_s is not None and seconds > decode_s:
             self._token_s = _smooth(self._token_s, (seconds - decode_s) / n_prompt)
+
+    def learn_copy(self, n_cells: int, seconds: float) -> None:
+        """Take in what copying so many cells from slot to slot took."""
+        if n_cells:
+            self._copy_s = _smooth(self._copy_s, seconds / n_cells)
+
+    def n_copied_within(self, seconds: float) -> int | None:
+        """Return how many cells are copied in this time; None while too little is known."""
+        return int(seconds / self._copy_s) if self._copy_s and seconds else None
 
     def decode_s(self, n_rows: int) -> float | None:
         """Return what a step of `n_rows` decoding rows takes; None where none was seen.

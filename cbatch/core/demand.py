@@ -44,12 +44,14 @@ class Demand:
             d.n_preempted >= N_PREEMPTED_MAX for d in (driver, *others)
         )
         n_coming = sum(d.n_pending + self._n_expected(d, is_certain) for d in others)
-        n_new = driver.n_tokens - n_shared + self._n_expected(driver, is_certain)
+        n_new = (
+            min(driver.n_tokens, driver.n_window) - n_shared + self._n_expected(driver, is_certain)
+        )
         return self._ledger.n_in_use() + n_coming + n_new <= self._ledger.n_pool
 
     def learn(self, driver: SequenceDriver) -> None:
         """Take in how much of its cap a sequence needed that ended by itself."""
-        is_capped = driver.request.options.max_tokens is not None
+        is_capped = driver.request.options.max_tokens is not None and driver.n_cap > 0
         if is_capped and driver.finish_reason in ("stop", "length"):
             self.ratio += (driver.n_output / driver.n_cap - self.ratio) / _N_REMEMBERED
 
@@ -58,8 +60,9 @@ class Demand:
         self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
 
     def _n_expected(self, driver: SequenceDriver, is_certain: bool) -> int:
+        n_left = max(0, min(driver.n_left, driver.n_window - driver.n_tokens))
         if is_certain:
-            return driver.n_left
+            return n_left
         if driver.request.options.max_tokens is None:
-            return min(driver.n_left, self._ledger.n_pool // self._ledger.n_slots)
-        return math.ceil(self.ratio * driver.n_left)
+            return min(n_left, self._ledger.n_pool // self._ledger.n_slots)
+        return min(n_left, math.ceil(self.ratio * driver.n_left))

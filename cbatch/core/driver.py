@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.messages import BatchPrompt
-    from cbatch.options import RunOptions, Sampling
+    from cbatch.options import AdapterSet, RunOptions, Sampling
 
 
 class Status(Enum):
@@ -43,6 +43,8 @@ class Wait(Enum):
     """its grammar"""
     LEADER = "leader"
     """another sequence that computes the same prefix"""
+    CACHE = "cache"
+    """its cells, which are read from disk"""
     RESTORE = "restore"
     """its cells, which stand in host memory or have to be computed again"""
     CELLS = "cells"
@@ -74,6 +76,10 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
 """Every change of status there is; a pair that is not here raises and changes nothing."""
 
 
+MAX_OUTPUT = 2**31 - 1
+"""Stands for an output without end, where the window moves on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What was asked, settled: the options are merged and the seed is drawn."""
@@ -85,6 +91,21 @@ class Request:
     stop_tokens: tuple[int, ...] = ()
     deadline_s: float = math.inf
     """When it ends whatever it is doing, in seconds of the engine's clock."""
+    adapters: AdapterSet = ()
+    owner: str = ""
+    """Whose request it is: the mark of an engine."""
+    output: tuple[int, ...] = ()
+    """What it goes on from: tokens that an earlier request with this prompt sampled."""
+    continues: int | None = None
+    """The number of that request's sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a result comes from: what there is to go on from."""
+
+    request: Request
+    number: int
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +114,9 @@ class SequenceDriver:
 
     # [0, n_prompt) given   [n_prompt, n_tokens) sampled
     # [0, n_computed) have cells   [n_computed, n_tokens) pending
+
+    Where the window was full and tokens were taken out of it, they are no more in `tokens` and its counters; `output`
+    keeps all that was sampled.
     """
 
     request: Request
@@ -104,9 +128,17 @@ class SequenceDriver:
     """Its place in the order of submission, never used again: who is older has the lower one."""
     slot: Slot | None = None
     tokens: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
     n_prompt: int = 0
+    n_given: int = 0
+    """Tokens of the prompt, those included that were taken out of the window."""
     n_computed: int = 0
     n_cap: int = 0
+    n_window: int = 0
+    n_keep: int = 0
+    """Tokens that are not taken out of the window."""
+    n_shifts: int = 0
+    warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
     refusal: CBatchError | None = None
@@ -117,6 +149,8 @@ class SequenceDriver:
     """How often its slot was taken for want of cells."""
     n_overtaken: int = 0
     """How many were admitted before it while it waited for cells at the head of the queue."""
+    has_fetched: bool = False
+    """Whether cells on disk were asked for."""
     n_cached: int = 0
     """Prompt tokens whose cells it took over when it first got a slot."""
     n_reached: int = 0
@@ -151,12 +185,28 @@ class SequenceDriver:
     @property
     def n_output(self) -> int:
         """Tokens sampled so far."""
-        return len(self.tokens) - self.n_prompt
+        return len(self.output)
 
     @property
     def n_left(self) -> int:
         """Tokens that may still be sampled."""
-        return self.n_cap + self.n_prompt - len(self.tokens)
+        return self.n_cap - len(self.output)
+
+    @property
+    def n_room(self) -> int:
+        """Tokens that may still be sampled before some are taken out of the window."""
+        return min(self.n_left, self.n_window + 1 - len(self.tokens))
+
+    @property
+    def n_discard(self) -> int:
+        """Tokens to take out of a full window at once; 0 where it ends there."""
+        asked = self.request.options.n_discard or 0
+        return min(asked, self.n_window - self.n_keep - 1)
+
+    @property
+    def is_over_window(self) -> bool:
+        """Whether the next token has no place before others are taken out."""
+        return len(self.tokens) > self.n_window
 
     def n_to_boundary(self, n_piece: int) -> int:
         """Return how many pending tokens reach the next boundary: prompts end at multiples of `n_piece`.
@@ -181,7 +231,12 @@ class SequenceDriver:
     @property
     def is_held(self) -> bool:
         """Whether it waits for something that its turn does not bring."""
-        return self.waits_for in (Wait.COMPILE, Wait.LEADER)
+        return self.waits_for in (Wait.COMPILE, Wait.LEADER, Wait.CACHE)
+
+    @property
+    def n_lasting(self) -> int:
+        """Tokens whose cells are as any text that begins so would compute them: those before what was moved."""
+        return min(self.n_computed, self.n_keep if self.n_shifts else self.n_tokens)
 
     @property
     def is_prepared(self) -> bool:
@@ -195,15 +250,48 @@ class SequenceDriver:
             RequestFailedError: the prompt has no token.
             PromptTooLongError: prompt and cap do not fit the window. Nothing has changed then.
         """
-        cap = self.request.options.max_tokens
-        n_prompt = len(tokens)
+        options = self.request.options
+        n_prompt, cap = len(tokens), 0 if options.prefill_only else options.max_tokens
         if not n_prompt:
             raise RequestFailedError("the prompt is empty: it has no token")
-        if n_prompt + (cap or 1) > n_window:
-            raise PromptTooLongError(n_prompt, n_window, cap or 1)
-        self.tokens = list(tokens)
-        self.n_prompt = n_prompt
-        self.n_cap = cap or n_window - n_prompt
+        n_least = 1 if cap is None or options.n_discard else cap
+        if n_prompt + n_least > n_window:
+            raise PromptTooLongError(n_prompt, n_window, n_least)
+        self.tokens = [*tokens, *self.request.output]
+        self.output = list(self.request.output)
+        self.n_prompt = self.n_given = n_prompt
+        self.n_window = n_window
+        endless = MAX_OUTPUT if options.n_discard else n_window - n_prompt
+        self.n_cap = endless if cap is None else cap
+
+    def keep_in_window(self, n_default: int) -> None:
+        """Settle what may be taken out of the window: all but `n_keep` tokens, or `n_default` where nothing is said."""
+        options = self.request.options
+        if not options.n_discard:
+            return
+        asked = n_default if options.n_keep is None else options.n_keep
+        n_all = self.n_prompt if asked < 0 else min(asked, self.n_prompt)
+        self.n_keep = min(n_all, self.n_window - 2)
+        if self.n_keep < n_all:
+            self.warnings.append(
+                f"n_keep is {self.n_keep}, not {n_all}: the window has {self.n_window}"
+            )
+        if self.n_discard < options.n_discard:
+            self.warnings.append(
+                f"n_discard is {self.n_discard}, not {options.n_discard}: "
+                f"the window has {self.n_window} and {self.n_keep} are kept"
+            )
+
+    def shift(self) -> tuple[int, int]:
+        """Take tokens out of the full window; return how many are kept before them, and how many cells go with them."""
+        n_keep, n_discard = self.n_keep, self.n_discard
+        n_cells = max(0, min(n_discard, self.n_computed - n_keep))
+        del self.tokens[n_keep : n_keep + n_discard]
+        self.n_prompt = max(n_keep, self.n_prompt - n_discard)
+        self.n_computed -= n_cells
+        self.n_reached = max(self.n_computed, self.n_reached - n_discard)
+        self.n_shifts += 1
+        return n_keep, n_cells
 
     def admit(self, slot: Slot, now: float) -> None:
         """Enter `slot`: for the first time, or again."""
@@ -235,14 +323,17 @@ class SequenceDriver:
     def binding(self, slot: Slot) -> Binding:
         """Return what the backend must know of this sequence in `slot`."""
         request = self.request
-        return Binding(slot, self.n_prompt, request.sampling, request.stop_tokens)
+        # from which the place of a token in the output is counted, whatever left the window
+        i_output = len(self.tokens) - len(self.output)
+        return Binding(slot, i_output, request.sampling, request.stop_tokens)
 
     def chunk(self, slot: Slot, n_tokens: int) -> Chunk:
         """Return the next `n_tokens` pending tokens as a part of a plan; changes nothing."""
         start, end = self.n_computed, self.n_computed + n_tokens
+        has_output = end == len(self.tokens) and self.n_cap > 0
         if n_tokens == 1:
-            return Chunk(slot, start, (self.tokens[start],), end == len(self.tokens))
-        return Chunk(slot, start, self.tokens[start:end], end == len(self.tokens))
+            return Chunk(slot, start, (self.tokens[start],), has_output)
+        return Chunk(slot, start, self.tokens[start:end], has_output)
 
     def accept(self, n_chunk: int, sampled: list[int], now: float) -> None:
         """Take what a run brought: `n_chunk` tokens of the plan got cells, then `sampled` came one a step.
@@ -252,6 +343,8 @@ class SequenceDriver:
         self.n_computed += n_chunk + max(0, len(sampled) - 1)
         self.n_reached = max(self.n_reached, self.n_computed)
         if not sampled:
+            if self.n_computed == len(self.tokens):  # nothing is to be sampled
+                self.finish("length", now)
             return
         is_broken = sampled[-1] == BROKEN_ROW
         good = sampled[:-1] if is_broken else sampled
@@ -259,6 +352,7 @@ class SequenceDriver:
             if self.clock.first_token_s is None:
                 self.clock.first_token_s = now
             self.tokens.extend(good)
+            self.output.extend(good)
             self._check_end(now)
         if is_broken and self.finish_reason is None:
             self.finish("error", now, RequestFailedError("the model's logits are not numbers"))
@@ -266,9 +360,18 @@ class SequenceDriver:
     def take_over(self, n_cells: int) -> None:
         """Begin with `n_cells` cells that somebody else computed."""
         if not self.n_reached:
-            self.n_cached = n_cells
+            self.n_cached = min(n_cells, self.n_prompt)
         self.n_computed = n_cells
         self.n_reached = max(self.n_reached, n_cells)
+
+    def adopt(self, key: int, n_cells: int) -> None:
+        """Wait with `n_cells` cells that were read from disk and stand in host memory under `key`."""
+        self.saved_key = key
+        self.take_over(n_cells)
+
+    def lose_adopted(self) -> None:
+        """Take in that the cells from disk could not be put into a slot: they have to be computed."""
+        self.n_cached = self.n_reached = 0
 
     def rewind(self, n_computed: int = 0) -> None:
         """Forget the cells behind the first `n_computed`: their tokens are pending again."""
@@ -295,10 +398,10 @@ class SequenceDriver:
 
     def feed_text(self) -> None:
         """Bring the text up to the tokens; costs what is new since the last time."""
-        start = self.n_prompt + self.text.n_fed
-        end = len(self.tokens) - (self.has_end_token and not self.request.options.include_stop)
+        start = self.text.n_fed
+        end = len(self.output) - (self.has_end_token and not self.request.options.include_stop)
         if start < end and not self.text.is_stopped:
-            self.text.feed(self.tokens[start:end])
+            self.text.feed(self.output[start:end])
 
     def take_chunk(self) -> BatchOutputChunk | None:
         """Return what is new for a reader since the last call, or None; the last one has the finish reason."""
@@ -306,27 +409,29 @@ class SequenceDriver:
         parts, n_tokens = self.text.parts, self.text.n_fed
         if self.n_given_parts == len(parts) and self.finish_reason is None:
             return None
-        start, end = self.n_prompt + self.n_given_tokens, self.n_prompt + n_tokens
+        start, end = self.n_given_tokens, n_tokens
         new = "".join(parts[self.n_given_parts :])
         self.n_given_parts, self.n_given_tokens = len(parts), n_tokens
         return BatchOutputChunk(
-            self.request.id, new, tuple(self.tokens[start:end]), 0, self.finish_reason
+            self.request.id, new, tuple(self.output[start:end]), 0, self.finish_reason
         )
 
     def result(self) -> BatchResult:
         """Return the outcome of a finished sequence."""
         if self.finish_reason is None:
             raise SequenceStateError(f"{self.request.id!r} has not finished")
-        token_ids = tuple(self.tokens[self.n_prompt : self.n_prompt + self.text.n_fed])
+        n_new = self.n_output - len(self.request.output)
         return BatchResult(
             id=self.request.id,
             text="".join(self.text.parts),
-            token_ids=token_ids,
+            token_ids=tuple(self.output[: self.text.n_fed]),
             finish_reason=self.finish_reason,
             error=self.error,
-            usage=Usage(self.n_prompt, self.n_output, self.n_cached),
-            timings=self.clock.timings(self.n_prompt, self.n_output),
+            usage=Usage(self.n_given, self.n_output, self.n_cached, self.n_shifts),
+            timings=self.clock.timings(self.n_given, n_new),
             seed=self.request.sampling.seed,
+            warnings=tuple(self.warnings),
+            origin=Origin(self.request, self.number),
         )
 
     def _check_end(self, now: float) -> None:
@@ -335,7 +440,8 @@ class SequenceDriver:
         if self.text.has_stops:
             self.feed_text()
         if self.text.is_stopped:
-            del self.tokens[self.n_prompt + self.text.n_fed :]  # sampled past the stop string
+            n_past = len(self.output) - self.text.n_fed  # sampled past the stop string
+            del self.output[len(self.output) - n_past :], self.tokens[len(self.tokens) - n_past :]
         if self.text.is_stopped or self.has_end_token:
             self.finish("stop", now)
         elif self.n_left <= 0:

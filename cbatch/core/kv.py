@@ -31,9 +31,20 @@ class KvLedger:
     KV (a gap costs a graph run).
     """
 
-    __slots__ = ("_blocks", "_free", "_lent", "n_cells", "n_pool", "n_slots", "n_used", "n_window")
+    __slots__ = (
+        "_blocks",
+        "_free",
+        "_lent",
+        "memory",
+        "n_cells",
+        "n_pool",
+        "n_slots",
+        "n_used",
+        "n_window",
+    )
 
     def __init__(self, n_slots: int, n_window: int, memory: Memory | None = None) -> None:
+        self.memory = memory
         self.n_slots = n_slots
         self.n_window = n_window
         self.n_pool = memory.n_cells if memory and memory.kind == "unified" else n_slots * n_window

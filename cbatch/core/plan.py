@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NewType
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.options import Sampling
+    from cbatch.options import AdapterSet, Sampling
 
 Slot = NewType("Slot", int)
 
@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, bind, compute.
+    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
 
     `chunks` are in ascending order of slot, one a slot at most. With `n_steps` > 1 every chunk has an output, and
     each further step computes the token that the step before sampled, one a slot. The run ends early after a step
@@ -63,10 +63,15 @@ class StepPlan:
     """(from, to, n): have the first n cells of one slot in another, empty one too. Only where `Memory.can_copy`."""
     saves: tuple[tuple[Slot, int], ...] = ()
     """(slot, key): copy its cells to host memory under a new key. Only where `Memory.can_save`."""
-    loads: tuple[tuple[Slot, int], ...] = ()
-    """(slot, key): put saved cells into an empty slot; the key is gone then."""
+    loads: tuple[tuple[Slot, int, int], ...] = ()
+    """(slot, key, n): put the first n of saved cells into an empty slot; the key is gone then."""
+    shifts: tuple[tuple[Slot, int, int], ...] = ()
+    """(slot, n_keep, n): take the `n` cells behind the first `n_keep` out; those behind move up. `Memory.can_shift`.
+    Not done where the slot's cells were lost by a load that failed."""
     forgets: tuple[int, ...] = ()
     """Keys of saved cells that nobody will load; a key that there is not does no harm."""
+    adapters: AdapterSet = ()
+    """What all chunks are computed with."""
     is_rebuild: bool = False
     """Make the context anew first: every slot is empty and unbound then; saved cells stay."""
 
@@ -88,6 +93,8 @@ class StepResult:
     """After code 2 or below −1: how many cells each chunk's slot holds now, as far as is known."""
     lost: tuple[int, ...] = ()
     """Keys that could not be saved or loaded. Where a load failed nothing was copied or computed: `n_steps` is 0."""
+    move_s: float = 0.0
+    """Copying cells from slot to slot, as far as it was done before decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,8 @@ class Memory:
     """Whether a sequence's cells can be copied out and into another slot."""
     can_copy: bool = False
     """Whether the beginning of one sequence can be had in another slot. Implies `can_trim`."""
+    can_shift: bool = False
+    """Whether cells can be taken out of the middle of a sequence. Implies `can_trim`."""
     saved_bytes: int = 0
     """Host memory of a saved sequence, without its cells."""
     saved_bytes_per_cell: int = 0

@@ -31,6 +31,11 @@ class PrefixIndex:
         self._root = _Node([], None)
         self._ends: dict[Slot, _Node] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no slot is in it."""
+        return not self._ends
+
     def put(self, slot: Slot, tokens: Sequence[int]) -> None:
         """Say what stands in a slot, instead of what was said before."""
         self.remove(slot)

@@ -10,7 +10,7 @@ from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
 from cbatch.core.shape import even_out, split_budget, whole_pieces
 from cbatch.core.trials import Trials
-from cbatch.errors import DecodeError, PlanError, RequestFailedError
+from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
 from cbatch.options import ScheduleOptions
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import Binding
     from cbatch.core.stats import EngineStats
+    from cbatch.options import AdapterSet
 
 N_STEPS_MAX = 64
 """Most steps in one run. A run also ends after about 20 ms, so this only sizes the buffers."""
@@ -57,6 +58,7 @@ class ContinuousBatchScheduler:
         *,
         n_piece: int = 0,
         can_trim: bool = True,
+        has_adapters: bool = False,
     ) -> None:
         self.batcher = batcher
         self.stats = stats
@@ -67,6 +69,8 @@ class ContinuousBatchScheduler:
         self._can_even = not (n_piece or batcher.ledger.is_shared)
         is_fair = self.options.policy == "round_robin"
         self._quantum = (self.options.quantum or DEFAULT_QUANTUM) if is_fair else 0
+        self._has_adapters = has_adapters
+        self._turns: dict[AdapterSet, int] = {}
         self._order: list[SequenceDriver] = []
         self._n_changes = -1
         self._n_failures = 0
@@ -83,22 +87,32 @@ class ContinuousBatchScheduler:
         return self.build(admitted)
 
     def admit(self, now: float) -> list[SequenceDriver]:
-        """Let go whose time is over, take back what others need, and admit who fits then."""
+        """Let go whose time is over, take back what others need, and admit who fits then.
+
+        Returns:
+            Who has to be bound: those new in their slots, and those whose window moved.
+        """
         self.batcher.expire(now)
         self.trials.group()  # who is cleared is so now: it may lose its cells in this plan
         if self._must_rebuild:
             return []
+        full = self._shift_full_windows()
         is_short, self._has_made_room = self._has_preempted(), False
+        shifted = [d for d in full if d.slot is not None]
         if is_short and self._running():  # who just lost its cells would take them back
-            return []
+            return shifted
         self._end_turns()
-        return self.batcher.admit(now)
+        admitted = self.batcher.admit(now, self._n_copied_max())
+        if not (admitted or shifted or self.batcher.n_waiting or self.batcher.n_awaited):
+            moved = self.batcher.close_gap()
+            return [] if moved is None else [moved]
+        return [*(d for d in shifted if d.slot is not None and d not in admitted), *admitted]
 
     def build(self, admitted: Sequence[SequenceDriver]) -> StepPlan | None:
-        """Return the step for those that run now, of whom `admitted` are new in their slots."""
+        """Return the step for those that run now, of whom `admitted` have to be bound."""
         if self._must_rebuild:
             return self._rebuild()
-        order = self.trials.group() or self._running()
+        order = self._of_one_turn(self.trials.group() or self._running())
         shares = self._shares(order)
         chunks = tuple(
             driver.chunk(Slot(i), shares[i])
@@ -111,7 +125,9 @@ class ContinuousBatchScheduler:
             if not (admitted or orders):
                 return None
         binds = tuple(d.binding(d.slot) for d in admitted if d.slot is not None)
-        return StepPlan(chunks, self._n_steps(chunks), binds=binds, **orders)
+        self.batcher.last_adapters = adapters = order[0].request.adapters if order else ()
+        n_steps = 1 if self.trials.group() else self._n_steps(chunks, order)
+        return StepPlan(chunks, n_steps, binds=binds, adapters=adapters, **orders)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceDriver]:
         """Take a run's result; return the sequences that have something new, the ended ones included.
@@ -120,7 +136,7 @@ class ContinuousBatchScheduler:
             DecodeError: steps go on failing, whoever is in them: the engine cannot go on.
         """
         drivers = [self._at(chunk.slot) for chunk in plan.chunks]
-        self.batcher.cells.settle(result.lost)
+        self._settle_orders(plan, result, now)
         if result.n_steps:
             self._n_failures, self._has_rebuilt = 0, False
             self._count(drivers, plan, result, now)
@@ -150,6 +166,28 @@ class ContinuousBatchScheduler:
             self._order = sorted(running, key=lambda d: d.number)
             self._n_changes = self.batcher.n_changes
         return self._order
+
+    def _of_one_turn(self, order: list[SequenceDriver]) -> list[SequenceDriver]:
+        """Return those of one set of adapters: a step is computed with one, and each set has its turn."""
+        sets = dict.fromkeys(d.request.adapters for d in order) if self._has_adapters else {}
+        if len(sets) < 2:
+            return order
+        turns = {adapters: self._turns.get(adapters, -1) for adapters in sets}
+        next_one = min(turns, key=lambda adapters: turns[adapters])
+        self._turns = turns | {next_one: max(turns.values()) + 1}
+        return [d for d in order if d.request.adapters == next_one]
+
+    def _shift_full_windows(self) -> list[SequenceDriver]:
+        """Have tokens taken out of windows that are full, where that was asked for; return whose."""
+        full = [d for d in self._running() if d.is_over_window]
+        for driver in full:
+            self.batcher.cells.shift(driver, slot_of(driver))
+        return full
+
+    def _n_copied_max(self) -> int | None:
+        """Return how many cells may be copied in a step: no more than take as long as decoding, where others wait."""
+        n_rows = sum(d.n_pending == 1 for d in self._running())
+        return self.costs.n_copied_within(self.costs.seen_s(n_rows)) if n_rows else None
 
     def _has_preempted(self) -> bool:
         """Take back cells of a shared pool until each decoding row can have one; return whether any was taken."""
@@ -208,7 +246,7 @@ class ContinuousBatchScheduler:
     def _make_room(self, order: Sequence[SequenceDriver]) -> None:
         """Have cells that nobody needs give way to what those in a step can use, and to the steps after it."""
         n_wanted = min(self._n_batch, sum(d.n_pending for d in order))
-        n_steps = min((d.n_left for d in order), default=0)
+        n_steps = min((d.n_room for d in order), default=0)
         self.batcher.cells.make_room(n_wanted + min(N_STEPS_MAX, n_steps) * len(order))
 
     def _wanted(self, newcomers: Sequence[SequenceDriver]) -> list[int]:
@@ -244,14 +282,13 @@ class ContinuousBatchScheduler:
         n_tokens = self.costs.n_prompt_within(n_rows, limit_s)
         return None if n_tokens is None else max(N_PROMPT_MIN, n_tokens)
 
-    def _n_steps(self, chunks: Sequence[Chunk]) -> int:
+    def _n_steps(self, chunks: Sequence[Chunk], running: Sequence[SequenceDriver]) -> int:
         """Return how often this plan can be done: while no row ends, no turn ends, and nobody is left out."""
-        running = self._running()
         if not chunks or len(chunks) < len(running) or not all(c.has_output for c in chunks):
             return 1
-        if self.batcher.n_followers:
+        if len(self.batcher.followers):
             return 1
-        n_steps = min(N_STEPS_MAX, *(d.n_left for d in running))
+        n_steps = min(N_STEPS_MAX, *(d.n_room for d in running))
         if self._quantum and self.batcher.n_waiting:
             n_steps = min(n_steps, *(max(1, self._quantum - d.n_turn) for d in running))
         if self.batcher.ledger.is_shared:
@@ -265,9 +302,8 @@ class ContinuousBatchScheduler:
         Raises:
             PlanError: nothing runs although somebody waits, or nobody that runs can be computed.
         """
-        if self._running() or (
-            self.batcher.n_waiting and not admitted and not self.batcher.has_ended
-        ):
+        is_idle = admitted or self.batcher.has_ended or self.batcher.n_awaited
+        if self._running() or (self.batcher.n_waiting and not is_idle):
             raise PlanError(
                 f"no progress: {len(self._running())} run, {self.batcher.n_waiting} wait, "
                 f"{self.batcher.ledger.n_free_cells} cells and {self.batcher.ledger.n_free_slots} slots are free"
@@ -280,6 +316,19 @@ class ContinuousBatchScheduler:
         if driver is None:
             raise PlanError(f"slot {slot} is in the plan but nothing runs there")
         return driver
+
+    def _settle_orders(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Take in what became of saved and copied cells; who wanted nothing but what was lost fails."""
+        for driver in self.batcher.cells.settle(result.lost):
+            options = driver.request.options
+            error = CacheError(options.cache_key or "", "llama.cpp cannot take these cells")
+            if options.cache_required:
+                driver.finish("error", now, error)
+                self.batcher.retire(driver)
+            else:
+                driver.warnings.append(str(error))
+        if result.move_s:
+            self.costs.learn_copy(sum(n for _, _, n in plan.copies), result.move_s)
 
     def _accept(self, driver: SequenceDriver, n_chunk: int, sampled: list[int], now: float) -> None:
         n_computed = driver.n_computed

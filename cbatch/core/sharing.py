@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.prefix import PrefixIndex
+from cbatch.core.prefix import PrefixIndex, n_common
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory, Slot
+    from cbatch.options import AdapterSet
 
 N_WORTH = 32
 """Cells worth a copy, or waiting for: fewer are computed in about the time of one small step."""
@@ -30,7 +31,8 @@ class Sharing:
     """Finds what a newcomer can take over: from a slot that nobody has, or by a copy from one that is in use.
 
     `n_piece` as of a backend: only whole pieces of prompts are the same bits whoever computes them, so with it
-    beginnings end at its multiples, and output is nothing to take over.
+    beginnings end at its multiples, and output is nothing to take over but for who goes on from it. What was computed
+    with other adapters is another text.
     """
 
     def __init__(
@@ -42,37 +44,74 @@ class Sharing:
         n_piece: int = 0,
         is_on: bool = True,
     ) -> None:
-        self.index = PrefixIndex()
         self._ledger, self._running = ledger, running
         self._n_piece = n_piece
         self._can_trim = memory is not None and memory.can_trim
         self._can_copy = memory is not None and memory.can_copy
+        self._is_pool = memory is not None and memory.kind == "unified"
         self.is_on = is_on and memory is not None
         self.loading: dict[int, SequenceDriver] = {}
         """Whose cells the next plan puts back, by key: until then there is nothing to copy."""
+        self._indexes: dict[AdapterSet, PrefixIndex] = {}
+        self._adapters_at: dict[Slot, AdapterSet] = {}
+        self._rests: dict[Slot, int] = {}  # whose cells, by number
         self._used_at: dict[Slot, int] = {}
         self._n_used = 0
 
+    @property
+    def can_copy(self) -> bool:
+        """Whether one slot can have the cells of another."""
+        return self._can_copy and self.is_on
+
+    def index(self, adapters: AdapterSet = ()) -> PrefixIndex:
+        """Return what stands in the slots that are computed with `adapters`."""
+        return self._indexes.setdefault(adapters, PrefixIndex())
+
     def enter(self, slot: Slot, driver: SequenceDriver) -> None:
         """Take in that a driver has a slot, with its prompt."""
+        self.use(slot)
+        self._put(slot, driver, driver.tokens[: driver.n_prompt])
+
+    def use(self, slot: Slot) -> None:
+        """Take in that a slot is needed now: of those that nobody has it is emptied last."""
         self._n_used += 1
         self._used_at[slot] = self._n_used
-        if self.is_on:
-            self.index.put(slot, driver.tokens[: driver.n_prompt])
 
-    def leave(self, slot: Slot, tokens: Sequence[int], n_prompt: int) -> None:
-        """Take in what a slot still holds that nobody has any more."""
-        if self.is_on and self._ledger.n_cells[slot]:
-            self.index.put(slot, tokens[:n_prompt] if self._n_piece else tokens)
+    def leave(self, slot: Slot, driver: SequenceDriver, n_cells: int) -> None:
+        """Take in that a slot still holds the first `n_cells` of a driver that ended or lost it."""
+        self.leave_copy(slot, driver, n_cells)
+        self._rests[slot] = driver.number
+
+    def leave_copy(self, slot: Slot, driver: SequenceDriver, n_cells: int) -> None:
+        """Take in that a slot still holds the first `n_cells` of a driver that went on to another."""
+        n_known = min(n_cells, driver.n_prompt) if self._n_piece else n_cells
+        self._put(slot, driver, driver.tokens[:n_known])
 
     def forget(self, slot: Slot) -> None:
-        """Take in that a slot was emptied."""
-        self.index.remove(slot)
+        """Take in that a slot was emptied, or holds what is no text's beginning."""
+        self._rests.pop(slot, None)
+        adapters = self._adapters_at.pop(slot, None)
+        if adapters is None:
+            return
+        index = self._indexes[adapters]
+        index.remove(slot)
+        if index.is_empty:
+            del self._indexes[adapters]
+
+    def is_private(self, driver: SequenceDriver) -> bool:
+        """Whether a driver's cells must be nobody else's: those of its window that are moved would move for all."""
+        return self._is_pool and bool(driver.request.options.n_discard)
+
+    def _put(self, slot: Slot, driver: SequenceDriver, tokens: Sequence[int]) -> None:
+        self.forget(slot)
+        if self.is_on and not self.is_private(driver):
+            self._adapters_at[slot] = driver.request.adapters
+            self.index(driver.request.adapters).put(slot, tokens)
 
     def best(self, driver: SequenceDriver) -> Source | None:
         """Return where most of a prompt's beginning is computed; in a free slot if there is as good a one."""
-        best: Source | None = None
-        best_rank = (0, True)
+        best = self._own_rest(driver)
+        best_rank = (best.n_cells, True) if best else (0, True)
         for n, slot in self._matches(driver):
             holder, n_cells = self._running[slot], self._usable(n, slot)
             n_lost = self._ledger.n_cells[slot] - n_cells
@@ -82,6 +121,17 @@ class Sharing:
             if rank > best_rank and (holder is None or self._can_copy_from(holder, n_cells)):
                 best, best_rank = Source(slot, n_cells), rank
         return best
+
+    def _own_rest(self, driver: SequenceDriver) -> Source | None:
+        """Return what is left of the request that a driver goes on from, where it still has a slot to itself."""
+        number = driver.request.continues
+        if number is None or not self.is_on or self.is_private(driver):
+            return None
+        for slot, owner in self._rests.items():
+            n_cells = self._ledger.n_cells[slot]
+            if owner == number and self._running[slot] is None and 0 < n_cells < driver.n_tokens:
+                return Source(slot, n_cells)
+        return None
 
     def leader(self, driver: SequenceDriver) -> tuple[SequenceDriver, int] | None:
         """Return who is about to compute much more of a prompt's beginning than there is, and how much then."""
@@ -93,21 +143,47 @@ class Sharing:
             other = self._running[slot]
             if n < n_now + N_WORTH:
                 return None
-            if other is not None and other.status is Status.RUNNING and other.n_computed < n:
+            if other is not None and self._is_on_the_way(other, n):
                 n_then = self._whole(n)
                 return (other, n_then) if n_then >= n_now + N_WORTH else None
         return None
 
-    def oldest_rest(self) -> Slot | None:
-        """Return the slot that nobody has whose cells are unused for longest, or None."""
-        rests = (s for s in self._ledger.free_slots if self._ledger.n_cells[s])
+    def _is_on_the_way(self, other: SequenceDriver, n_cells: int) -> bool:
+        """Whether a sequence is about to have so many cells: it computes them, or they come from host memory."""
+        is_coming = other.n_computed < n_cells or other in self.loading.values()
+        return other.status is Status.RUNNING and is_coming
+
+    def n_usable(self, driver: SequenceDriver, tokens: Sequence[int], n_given: int) -> int:
+        """Return how many saved cells are the beginning of a prompt; of their `tokens` `n_given` were a prompt."""
+        n_most = n_given if self._n_piece else len(tokens)
+        n = self._whole(n_common(tokens[:n_most], driver.tokens[: self._n_most(driver)], 0))
+        return n if self._can_trim or n == len(tokens) else 0
+
+    def oldest_rest(self, needed: Container[Slot] = ()) -> Slot | None:
+        """Return the slot that nobody has or needs whose cells are unused for longest, or None."""
+        n_cells = self._ledger.n_cells
+        rests = (s for s in self._ledger.free_slots if n_cells[s] and s not in needed)
         return min(rests, key=lambda s: self._used_at.get(s, 0), default=None)
 
-    def place(self, source: Source | None) -> Slot:
-        """Return which free slot to give: the source's own, else one beside those in use that was empty for longest."""
-        if source is not None and self._running[source.slot] is None:
+    def place(self, source: Source | None, *, is_alone: bool = False) -> Slot:
+        """Return which free slot to give: the source's own, else one beside those in use that was empty for longest.
+
+        Where nobody else waits, what the source's slot holds beyond the common beginning is left there for who may
+        come back, if another slot is empty or unused for longer.
+        """
+        best = min(self._ledger.free_slots, key=self._place_rank)
+        if source is None or self._running[source.slot] is not None:
+            return best
+        if not is_alone or not self._can_copy_rest(source) or best == source.slot:
             return source.slot
-        return min(self._ledger.free_slots, key=self._place_rank)
+        is_older = not self._ledger.n_cells[best] or (
+            self._used_at.get(best, 0) < self._used_at.get(source.slot, 0)
+        )
+        return best if is_older else source.slot
+
+    def _can_copy_rest(self, source: Source) -> bool:
+        n_lost = self._ledger.n_cells[source.slot] - source.n_cells
+        return self._can_copy and n_lost >= N_WORTH and source.n_cells >= N_WORTH
 
     def _place_rank(self, slot: Slot) -> tuple[int, int, int]:
         """Rank by neighbours in use, for a gap costs a graph run; then by what is lost; then by number."""
@@ -119,11 +195,15 @@ class Sharing:
         return -n_beside, used_at, slot
 
     def _matches(self, driver: SequenceDriver) -> Iterator[tuple[int, Slot]]:
-        """Yield what the index has for a prompt, but for its last token: it is computed for its logits."""
-        if not self.is_on:
+        """Yield what the index has for a prompt."""
+        index = self._indexes.get(driver.request.adapters)
+        if index is None or self.is_private(driver):
             return iter(())
-        n_most = driver.n_prompt if self._n_piece else driver.n_tokens
-        return self.index.matches(driver.tokens[: n_most - 1])
+        return index.matches(driver.tokens[: self._n_most(driver)])
+
+    def _n_most(self, driver: SequenceDriver) -> int:
+        """Return the most tokens to take over: not the last one, which is computed for its logits."""
+        return (driver.n_prompt if self._n_piece else driver.n_tokens) - 1
 
     def _can_copy_from(self, holder: SequenceDriver, n_cells: int) -> bool:
         """Whether it pays to copy from one that has a slot; a paused one may lose it in the same plan."""

@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from anyio.lowlevel import current_token
 
-from cbatch.core.driver import Request, SequenceDriver
+from cbatch.core.driver import Origin, Request, SequenceDriver
 from cbatch.errors import (
+    CacheError,
     CBatchError,
     ConfigError,
+    DuplicateIdError,
     EngineClosedError,
     QueueFullError,
     RequestFailedError,
 )
 from cbatch.messages import BatchPrompt, Prompt, as_prompt, free_id, with_ids
 from cbatch.options import RunOptions, ScheduleOptions, check_seconds
+from cbatch.response import BatchResult
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.mailbox import Mailbox, refused
 
@@ -69,6 +72,8 @@ class Intake:
     ) -> None:
         self._backend, self._batcher, self._loop = backend, batcher, loop
         self._schedule, self._is_threaded = schedule, is_threaded
+        self._mark = secrets.token_hex(8)
+        self._saving: dict[str, tuple[Mailbox, int]] = {}
         self._submitting = threading.Lock()
         self._n_runs = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
@@ -80,22 +85,24 @@ class Intake:
         options = RunOptions.of(item.options).over(run_options)
         seed = secrets.randbits(32) if options.seed is None else options.seed
         vocab = self._backend.vocab
-        highest = max(options.stop_token_ids or (0,))
-        if highest >= vocab.n_vocab:
-            raise ConfigError(
-                f"stop_token_ids has {highest}, which is not in the vocabulary of {vocab.n_vocab}"
-            )
-        if options.priority is not None and self._schedule.policy != "priority":
-            raise ConfigError(
-                f"priority={options.priority} has no effect with policy={self._schedule.policy!r}: "
-                "load the engine with policy='priority'"
-            )
+        check_fits(options, self._backend, self._schedule)
         own = () if options.ignore_eos else vocab.end_tokens
         stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
         sampling = options.sampling(self._backend.sampling_defaults, seed)
         deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
-        request = Request(str(item.id), item, options, sampling, stop_tokens, deadline_s)
-        driver = SequenceDriver.of(request, vocab.piece, now)
+        request = Request(
+            str(item.id),
+            item,
+            options,
+            sampling,
+            stop_tokens,
+            deadline_s,
+            options.adapters,
+            owner=self._mark,
+        )
+        return self._prepared(SequenceDriver.of(request, vocab.piece, now))
+
+    def _prepared(self, driver: SequenceDriver) -> SequenceDriver:
         if self._schedule.policy == "shortest":
             self._batcher.prepare(driver)  # here, for the thread that computes must not wait
         return driver
@@ -113,11 +120,55 @@ class Intake:
             number = next(self._n_runs)
             prompts = with_ids(prompts, self._loop.routes, number)
             drivers = [self._driver(prompt, options, now, ends_s) for prompt in prompts]
+            self._check_keys(drivers)
             ids = [d.request.id for d in drivers]
             run = Run(number, options, make_mailbox(len(ids)), ids, {}, ends_s)
             routes = self._route(run.mailbox, drivers)
         self._submit(drivers, routes, is_fed=False)
         return run
+
+    def extend(self, result: BatchResult, n_tokens: int, make_mailbox: MakeMailbox) -> Run:
+        """Submit what goes on from a result. See `Engine.extend`."""
+        if not isinstance(result, BatchResult):
+            raise ConfigError(f"extend takes a BatchResult, not {type(result).__name__}")
+        origin = result.origin
+        if not isinstance(origin, Origin) or origin.request.owner != self._mark:
+            raise ConfigError(f"result {result.id!r} is not of this engine: it cannot be extended")
+        check_extension(result, n_tokens)
+        now, old = time.perf_counter(), origin.request
+        n_all = len(result.token_ids) + n_tokens
+        deadline_s = now + check_seconds("timeout_s", old.options.timeout_s)
+        with self._submitting:
+            if old.id in self._loop.routes:
+                raise DuplicateIdError(old.id)
+            request = replace(
+                old,
+                options=RunOptions(max_tokens=n_all, prefill_only=False).over(old.options),
+                deadline_s=deadline_s,
+                output=result.token_ids,
+                continues=origin.number,
+            )
+            driver = self._prepared(SequenceDriver.of(request, self._backend.vocab.piece, now))
+            self._check_keys([driver])
+            run = Run(next(self._n_runs), request.options, make_mailbox(1), [old.id], {})
+            routes = self._route(run.mailbox, [driver])
+        self._submit([driver], routes, is_fed=False)
+        return run
+
+    def _check_keys(self, drivers: Sequence[SequenceDriver]) -> None:
+        """Refuse a second request that would save under a key which one in flight will save.
+
+        Raises:
+            CacheError: it stands twice, or is in flight. Nothing has changed then.
+        """
+        keys = [d.request.options.cache_key for d in drivers if d.request.options.save_cache]
+        if not keys:
+            return
+        routes = self._loop.routes.values()
+        self._saving = {key: route for key, route in self._saving.items() if route in routes}
+        for i, key in enumerate(keys):
+            if key in self._saving or key in keys[:i]:
+                raise CacheError(str(key), "two requests in flight would save it: one at a time")
 
     def feed(
         self,
@@ -166,6 +217,7 @@ class Intake:
                 [prompt] = with_ids([prompt], taken, run.number)
                 run.ids[place] = str(prompt.id)
                 driver = self._driver(prompt, run.options, time.perf_counter(), run.ends_s)
+                self._check_keys([driver])
                 return driver, self._route(run.mailbox, [driver], place)
             finally:
                 run.given[run.ids[place]] = None
@@ -176,6 +228,8 @@ class Intake:
         """Make ids known, with where their output goes; return what was added."""
         routes = {d.request.id: (mailbox, i) for i, d in enumerate(drivers, first_place)}
         self._loop.routes.update(routes)
+        saving = [d.request for d in drivers if d.request.options.save_cache]
+        self._saving.update((str(r.options.cache_key), routes[r.id]) for r in saving)
         return routes
 
     def _submit(
@@ -226,6 +280,66 @@ class Intake:
         """Read no more prompts one by one; what was read goes on."""
         for feed in list(self._feeds.values()):
             feed.end()
+
+
+def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions) -> None:
+    """Refuse options that this engine cannot do.
+
+    Raises:
+        ConfigError: one that its model, its memory or its schedule does not have.
+    """
+    n_vocab, memory = backend.vocab.n_vocab, backend.memory
+    highest = max(options.stop_token_ids or (0,))
+    if highest >= n_vocab:
+        raise ConfigError(
+            f"stop_token_ids has {highest}, which is not in the vocabulary of {n_vocab}"
+        )
+    if options.priority is not None and schedule.policy != "priority":
+        raise ConfigError(
+            f"priority={options.priority} has no effect with policy={schedule.policy!r}: "
+            "load the engine with policy='priority'"
+        )
+    if (options.save_cache or options.cache_required) and options.cache_key is None:
+        raise ConfigError("save_cache and cache_required need a cache_key: a name for the cells")
+    if options.cache_key is not None and not memory.can_save:
+        raise ConfigError(
+            f"cache_key={options.cache_key!r}: this model's memory cannot be copied out"
+        )
+    if options.n_keep is not None and not options.n_discard:
+        raise ConfigError(f"n_keep={options.n_keep} has no effect without n_discard")
+    if options.n_discard and (not memory.can_shift or backend.n_piece):
+        why = "exact=True" if memory.can_shift else "this model's memory, which"
+        raise ConfigError(
+            f"n_discard={options.n_discard} cannot be had with {why}: "
+            + ("what is moved is not what would be computed" if memory.can_shift else "cannot move")
+        )
+    for name, _ in options.adapters:
+        if name not in backend.adapters:
+            known = ", ".join(backend.adapters) or "none"
+            raise ConfigError(f"adapter {name!r} is not loaded; loaded are: {known}")
+
+
+def check_extension(result: BatchResult, n_tokens: int) -> None:
+    """Refuse to go on from what has ended by itself.
+
+    Raises:
+        ConfigError: `n_tokens` is no number of tokens, or the result has an end.
+    """
+    if isinstance(n_tokens, bool) or not isinstance(n_tokens, int) or n_tokens < 1:
+        raise ConfigError(f"extend takes a number of tokens, at least 1, not {n_tokens!r}")
+    if result.error is not None or result.finish_reason not in EXTENSIBLE:
+        raise ConfigError(
+            f"result {result.id!r} ended by {result.finish_reason!r}: only "
+            f"{', '.join(EXTENSIBLE)} leave something to go on from"
+        )
+    if result.usage.context_shifts:
+        raise ConfigError(
+            f"result {result.id!r} had tokens taken out of its window: what it was computed from is gone"
+        )
+
+
+EXTENSIBLE = ("length", "cancelled", "timeout")
+"""How a result may have ended that there is something to go on from."""
 
 
 def _end_feed(mailbox: weakref.ref[Mailbox]) -> None:

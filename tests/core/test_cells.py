@@ -94,7 +94,7 @@ def test_saved_cells_come_back_into_another_slot_without_a_token_pending_more() 
     assert cells.take() == {"clears": (0,), "saves": ((0, 0),), "loads": (), "forgets": ()}
     running(cells, 2)
     assert enter(cells, driver) == 1
-    assert cells.take() == {"saves": (), "loads": ((1, 0),), "forgets": ()}
+    assert cells.take() == {"saves": (), "loads": ((1, 0, 5),), "forgets": ()}
     assert (driver.n_computed, driver.saved_key, cells.n_saved_bytes) == (5, None, 0)
     assert cells.ledger.n_cells == [2, 5, 0, 0]
 

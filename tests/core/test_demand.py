@@ -23,7 +23,8 @@ def demand(n_pool: int, *, is_optimistic: bool = False) -> Demand:
 def sequence(n_prompt: int, n_left: int, n_output: int = 0, **given: Any) -> SequenceDriver:
     driver = SequenceDriver.of(make_request(**given), FakeVocab(320).piece, 0.0)
     driver.tokens, driver.n_prompt = [1] * (n_prompt + n_output), n_prompt
-    driver.n_cap = n_output + n_left
+    driver.output = [1] * n_output
+    driver.n_cap, driver.n_window = n_output + n_left, n_prompt + n_output + n_left
     return driver
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,8 @@ from cbatch.errors import (
     RequestCancelledError,
     RequestFailedError,
 )
+from cbatch.options import RunOptions
+from cbatch.runtime.intake import EXTENSIBLE
 from tests.helpers import (
     Rig,
     drive,
@@ -59,6 +62,19 @@ class Item:
     timeout_s: float | None
     pauses: tuple[tuple[int, int], ...]
     """(plans after its arrival, plans until it is resumed)"""
+    adapter: str | None = None
+    prefill_only: bool = False
+    moves: tuple[int, int] | None = None
+    """(n_keep, n_discard): a window that moves on."""
+    cache_key: str | None = None
+    save_cache: bool = False
+    extend_by: int | None = None
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """How its window moves; not where failures are placed by positions in it."""
+        is_placed = self.broken_at is not None or self.guilty_at is not None
+        return None if is_placed or self.cap is None or self.prefill_only else self.moves
 
 
 @dataclass(frozen=True)
@@ -105,7 +121,7 @@ ITEMS = st.builds(
     prompt=PROMPTS,
     arrives=st.integers(0, 12),
     seed=st.integers(0, 3),
-    cap=st.one_of(st.none(), st.integers(1, 12), st.integers(1, 40)),
+    cap=st.one_of(st.none(), st.integers(1, 12), st.integers(1, 40), st.integers(40, 150)),
     ignore_eos=st.booleans(),
     include_stop=st.booleans(),
     stop_token_at=_rarely(st.integers(0, 12)),
@@ -117,6 +133,12 @@ ITEMS = st.builds(
     priority=st.integers(-3, 3),
     timeout_s=_rarely(st.integers(0, 30)),
     pauses=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=2).map(tuple),
+    adapter=st.sampled_from([None, None, None, "a", "b"]),
+    prefill_only=st.integers(0, 7).map(lambda i: i == 7),
+    moves=st.none() | st.tuples(st.integers(0, 70), st.integers(1, 100)),
+    cache_key=st.sampled_from([None, None, "k", "l"]),
+    save_cache=st.booleans(),
+    extend_by=_rarely(st.integers(1, 8)),
 )
 
 
@@ -153,6 +175,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
         can_trim=kind != "recurrent",
         can_save=can_save,
         can_copy=kind != "recurrent" and draw(st.sampled_from([True, True, False])),
+        can_shift=kind != "recurrent",
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
     )
@@ -232,7 +255,7 @@ class Trouble:
         return driver.request.id
 
     def _item(self, chunk: Chunk) -> Item:
-        return self.workload.items[int(self._id(chunk))]
+        return self.workload.items[int(self._id(chunk).rstrip("+"))]
 
     def _i_output(self, chunk: Chunk) -> int:
         return chunk.start + len(chunk.tokens) - len(self._item(chunk).prompt)
@@ -251,6 +274,7 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
         swap=lambda key: key not in workload.lost_keys,
         memory=workload.memory,
         n_piece=workload.n_piece,
+        adapters=("a", "b"),
         **workload.options,
     )
     return rig, trouble, [_request(rig, str(i), item) for i, item in enumerate(workload.items)]
@@ -258,7 +282,10 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
 
 def _request(rig: Rig, id: str, item: Item) -> Request:
     """Return an item's request; its stops are cut from the stream that it gives without them."""
-    plain = make_request(id, item.prompt, seed=item.seed, ignore_eos=True)
+    said: dict[str, Any] = {"adapter": item.adapter}
+    if item.window and rig.backend.memory.can_shift and not rig.backend.n_piece:
+        said["n_keep"], said["n_discard"] = item.window
+    plain = make_request(id, item.prompt, seed=item.seed, ignore_eos=True, **said)
     stream = rig.alone(plain, 16)
     text = _text(rig, stream).replace("\ufffd", "")
     stops = [s for i, n in item.stop_text_at if (s := text[i : i + n])]
@@ -274,6 +301,10 @@ def _request(rig: Rig, id: str, item: Item) -> Request:
         stop_token_ids=[] if at is None else [stream[at]],
         priority=item.priority,
         timeout_s=item.timeout_s,
+        prefill_only=item.prefill_only,
+        cache_key=item.cache_key if rig.backend.memory.can_save else None,
+        save_cache=item.save_cache and rig.backend.memory.can_save and item.cache_key is not None,
+        **said,
     )
 
 
@@ -284,6 +315,8 @@ def _text(rig: Rig, tokens: Sequence[int]) -> str:
 def alone(rig: Rig, request: Request) -> Outcome:
     """Return what a request gives alone, by looking at all of its bytes again after every token."""
     options = request.options
+    if options.prefill_only:
+        return Outcome("length", (), "", 0)
     cap = options.max_tokens or rig.backend.n_window - len(tokenize(rig.backend, request.prompt))
     stream = rig.alone(request, cap)
     for n in range(1, len(stream) + 1):
@@ -309,13 +342,16 @@ def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) ->
     if result.finish_reason in ("cancelled", "timeout"):
         _check_cut_short(rig, request, result)
         return
-    if n_prompt + (item.cap or 1) > rig.backend.n_window:
+    options = request.options
+    n_least = 0 if options.prefill_only else 1 if options.n_discard else options.max_tokens or 1
+    if n_prompt + n_least > rig.backend.n_window:
         assert isinstance(result.error, PromptTooLongError)
         assert (result.error.n_prompt, result.error.n_limit) == (n_prompt, rig.backend.n_window)
         return
     whole = alone(rig, request)
-    ends = [max(0, k) for k in (item.broken_at, item.guilty_at) if k is not None]
-    if ends and min(ends) < whole.n_sampled:
+    broken_at = None if options.prefill_only else item.broken_at  # it has no row to be broken
+    ends = [max(0, k) for k in (broken_at, item.guilty_at) if k is not None]
+    if ends and min(ends) < whole.n_sampled + options.prefill_only:
         tokens = whole.tokens[: min(ends)]
         assert isinstance(result.error, RequestFailedError)
         is_guilty = item.guilty_at is not None and max(0, item.guilty_at) == min(ends)
@@ -380,11 +416,40 @@ def _pause(rig: Rig, id: str) -> None:
         assert rig.batcher.pause(id) is False
 
 
+def extensions(
+    rig: Rig, workload: Workload, requests: Sequence[Request]
+) -> Iterator[tuple[Request, Item]]:
+    """Yield requests that go on from those that ended by their cap, by a cancel or for want of time."""
+    for request, item in zip(requests, workload.items, strict=True):
+        result = rig.results[request.id]
+        is_open = result.error is None and result.finish_reason in EXTENSIBLE
+        if item.extend_by is None or not is_open or result.usage.context_shifts:
+            continue
+        n_all = len(result.token_ids) + item.extend_by
+        said = RunOptions(max_tokens=n_all, prefill_only=False, timeout_s=None, priority=0)
+        yield (
+            replace(
+                request,
+                id=f"{request.id}+",
+                options=said.over(replace(request.options, timeout_s=None)),
+                deadline_s=math.inf,
+                output=result.token_ids,
+                continues=rig.drivers[request.id].number,
+            ),
+            replace(item, cap=n_all, prefill_only=False),
+        )
+
+
 @given(workloads())
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_workload_gives_every_request_its_solo_stream(workload: Workload) -> None:
     rig, requests = play(workload)
     for request, item in zip(requests, workload.items, strict=True):
+        check_result(rig, request, item, rig.results[request.id])
+    more = [*extensions(rig, workload, requests)]
+    rig.submit(*(request for request, _ in more))
+    drive(rig)
+    for request, item in more:
         check_result(rig, request, item, rig.results[request.id])
 
 

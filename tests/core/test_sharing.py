@@ -111,7 +111,7 @@ def test_follower_that_is_cancelled_or_paused_is_no_longer_one() -> None:
     rig.batcher.pause("2")
     for _ in range(3):
         step(rig)
-    assert not rig.batcher.n_followers
+    assert not len(rig.batcher.followers)
     assert rig.drivers["2"].status is Status.PAUSED
     rig.batcher.resume("2")
     drive(rig)
@@ -243,7 +243,7 @@ def test_exact_pieces_are_passed_on_whole_and_output_never() -> None:
     rig.submit(longer)
     drive(rig)
     assert rig.results["b"].usage.cached_tokens == 48
-    assert max(n for n, _ in sharing.index.matches([*COMMON, 200])) == 50
+    assert max(n for n, _ in sharing.index().matches([*COMMON, 200])) == 50
 
 
 def test_rebuilt_context_has_nothing_to_pass_on() -> None:
@@ -264,8 +264,8 @@ def test_slot_of_the_index_follows_every_change_of_hands() -> None:
     for i in range(3):
         rig.submit(make_request(str(i), [i] * 20, max_tokens=3))
         drive(rig)
-    assert list(rig.batcher.sharing.index.matches([2] * 20)) == [(20, Slot(0))]
-    assert list(rig.batcher.sharing.index.matches([1] * 20)) == []
+    assert list(rig.batcher.sharing.index().matches([2] * 20)) == [(20, Slot(0))]
+    assert list(rig.batcher.sharing.index().matches([1] * 20)) == []
 
 
 def test_cells_that_the_same_plan_puts_back_are_no_source() -> None:
@@ -322,7 +322,7 @@ def test_followers_slots_are_taken_already() -> None:
     rig = make_rig(n_batch=26)
     rig.submit(*alike(3))
     step(rig)
-    assert (rig.batcher.n_followers, rig.batcher.ledger.n_free_slots) == (2, 3)
+    assert (len(rig.batcher.followers), rig.batcher.ledger.n_free_slots) == (2, 3)
 
 
 def test_lost_load_takes_the_copies_of_its_plan_with_it() -> None:

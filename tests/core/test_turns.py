@@ -46,8 +46,8 @@ def watch_turns(rig: Rig) -> list[Turn]:
     turns: list[Turn] = []
     admit = rig.batcher.admit
 
-    def watched(now: float) -> list[SequenceDriver]:
-        admitted = admit(now)
+    def watched(now: float, n_copied_max: int | None = None) -> list[SequenceDriver]:
+        admitted = admit(now, n_copied_max)
         waiting = {id for id, d in rig.batcher.in_flight.items() if d.slot is None}
         turns.extend(Turn(d.request.id, waiting, {*rig.running()}) for d in admitted)
         return admitted

@@ -1,0 +1,115 @@
+"""The devices that ggml has beside the CPU: their free memory, and servers that lend theirs."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+
+from cbatch.errors import ConfigError, ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Source: ggml/include/ggml-backend.h, enum ggml_backend_dev_type.
+_GPU, _SHARED_GPU = 1, 2
+_CONNECT_S = 5.0
+"""A server in the same building answers within milliseconds."""
+
+_size, _pointer, _text = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p
+# Source: ggml/include/ggml-backend.h.
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ggml_backend_dev_count": (_size,),
+    "ggml_backend_dev_get": (_pointer, _size),
+    "ggml_backend_dev_type": (ctypes.c_int, _pointer),
+    "ggml_backend_dev_name": (_text, _pointer),
+    "ggml_backend_dev_memory": (None, _pointer, _pointer, _pointer),
+    "ggml_backend_dev_backend_reg": (_pointer, _pointer),
+    "ggml_backend_reg_name": (_text, _pointer),
+    "ggml_backend_reg_by_name": (_pointer, _text),
+    "ggml_backend_reg_get_proc_address": (_pointer, _pointer, _text),
+    "ggml_backend_register": (None, _pointer),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that holds layers, and its bytes free now."""
+
+    name: str
+    n_free: int
+
+
+def list_devices() -> list[Device]:
+    """Return the devices that layers are put on, in llama.cpp's order; none where there is but the CPU.
+
+    Source: src/llama.cpp, llama_prepare_model_devices: servers, then GPUs, and those that share the host's memory
+    where there are no others.
+    """
+    if not llama_cpp.llama_supports_gpu_offload():
+        return []
+    handles = [_ggml("ggml_backend_dev_get", i) for i in range(_ggml("ggml_backend_dev_count"))]
+    kinds = [(_ggml("ggml_backend_dev_type", h), _is_server(h), h) for h in handles]
+    servers = [h for kind, is_server, h in kinds if kind == _GPU and is_server]
+    gpus = [h for kind, is_server, h in kinds if kind == _GPU and not is_server]
+    shared = [h for kind, _, h in kinds if kind == _SHARED_GPU]
+    return [_device(h) for h in (*servers, *(gpus or shared))]
+
+
+def add_servers(servers: Sequence[str]) -> None:
+    """Register ggml's RPC servers, "host:port" each, with this process; those that it knows already stay.
+
+    Raises:
+        ConfigError: this llama-cpp-python is built without RPC.
+        ModelLoadError: a server does not answer, which would end the process, or has no device.
+    """
+    if servers and not llama_cpp.llama_supports_rpc():
+        raise ConfigError(
+            "rpc_servers needs a llama-cpp-python with ggml's RPC backend: "
+            'CMAKE_ARGS="-DGGML_RPC=on" pip install --force-reinstall --no-cache-dir '
+            "--no-binary llama-cpp-python llama-cpp-python"
+        )
+    for server in servers:
+        _check_answers(server)
+        _register(server)
+
+
+def _check_answers(server: str) -> None:
+    host, _, port = server.partition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ModelLoadError(
+            f"rpc_servers: {server} does not answer: {error}; start rpc-server there, or leave it out"
+        ) from error
+
+
+def _register(server: str) -> None:
+    # Source: common/arg.cpp, add_rpc_devices; what is registered twice is there once
+    backend = _ggml("ggml_backend_reg_by_name", b"RPC")
+    address = _ggml("ggml_backend_reg_get_proc_address", backend, b"ggml_backend_rpc_add_server")
+    add = ctypes.CFUNCTYPE(_pointer, _text)(address)
+    added = add(server.encode())
+    if not added:
+        raise ModelLoadError(f"rpc_servers: {server} has no device")
+    _ggml("ggml_backend_register", added)
+
+
+def _device(handle: Any) -> Device:
+    n_free, n_total = _size(), _size()
+    _ggml("ggml_backend_dev_memory", handle, ctypes.byref(n_free), ctypes.byref(n_total))
+    return Device(_ggml("ggml_backend_dev_name", handle).decode(), n_free.value)
+
+
+def _is_server(handle: Any) -> bool:
+    backend = _ggml("ggml_backend_dev_backend_reg", handle)
+    return bool(_ggml("ggml_backend_reg_name", backend) == b"RPC")
+
+
+def _ggml(name: str, *args: Any) -> Any:
+    """Call a function of the ggml that llama.cpp itself uses; a wheel may bring another copy, with other devices."""
+    result, *kinds = _SIGNATURES[name]
+    return ctypes.CFUNCTYPE(result, *kinds)((name, llama_cpp.llama_cpp._lib))(*args)

@@ -1,0 +1,183 @@
+"""Who waits for something that a free slot does not bring: another's prefix, or cells that stand on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cbatch.core.driver import SequenceDriver, Status
+from cbatch.core.sharing import N_WORTH
+from cbatch.errors import CacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.core.cells import Cells
+    from cbatch.core.sharing import Sharing
+    from cbatch.options import AdapterSet
+
+_N_KNOWN_MAX = 256
+"""Files on disk whose tokens are remembered, so that what is in memory anyway is not read again."""
+
+
+@dataclass(eq=False, slots=True)
+class _Follower:
+    """One that waits until another has `n_cells` cells; not longer than that one gets on with it."""
+
+    driver: SequenceDriver
+    leader: SequenceDriver
+    n_cells: int
+    n_seen: int = -1
+
+    def goes_on_waiting(self, adapters: AdapterSet) -> bool:
+        n_computed, n_before = self.leader.n_computed, self.n_seen
+        if self.leader.request.adapters == adapters:  # else it was not its turn
+            self.n_seen = n_computed
+        is_running = self.leader.status is Status.RUNNING
+        return is_running and n_before < n_computed < self.n_cells
+
+
+class Followers:
+    """Those that wait for another to compute what they share."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Follower] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, driver: SequenceDriver, leader: SequenceDriver, n_cells: int) -> None:
+        """Have a held driver wait until `leader` has `n_cells` cells."""
+        self._waiting.append(_Follower(driver, leader, n_cells))
+
+    def take_released(self, adapters: AdapterSet) -> list[SequenceDriver]:
+        """Return those whose leader has computed what they share, or stopped, or left; asked once a plan.
+
+        Args:
+            adapters: what the last step was computed with: who was left out of it has not stopped.
+        """
+        followers, self._waiting = self._waiting, []
+        released = []
+        for follower in followers:
+            if follower.goes_on_waiting(adapters):
+                self._waiting.append(follower)
+            else:
+                released.append(follower.driver)
+        return released
+
+    def drop(self, driver: SequenceDriver) -> None:
+        """Forget one that waits no more; nothing happens where it never did."""
+        self._waiting = [f for f in self._waiting if f.driver is not driver]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A file of cells to read: its key, and what they were computed with."""
+
+    key: str
+    adapters: AdapterSet = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The tokens of a file of cells, `n_given` of them a prompt's."""
+
+    tokens: Sequence[int]
+    n_given: int
+
+
+class Fetches:
+    """Those that wait for cells from disk; each file is read once for all who want it at that time."""
+
+    def __init__(self, sharing: Sharing, cells: Cells) -> None:
+        self._sharing, self._cells = sharing, cells
+        self._waiting: dict[Fetch, list[SequenceDriver]] = {}
+        self._orders: list[Fetch] = []
+        self._known: dict[Fetch, Found] = {}
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that wait; for each of them a slot is free."""
+        return sum(map(len, self._waiting.values()))
+
+    def is_needed(self, driver: SequenceDriver) -> bool:
+        """Whether a driver that could enter a slot should wait for cells from disk first."""
+        options = driver.request.options
+        if options.cache_key is None or driver.has_fetched or driver.has_run or driver.output:
+            return False
+        found = self._known.get(_fetch_of(driver))
+        return found is None or not self._is_in_memory(driver, found)
+
+    def add(self, driver: SequenceDriver) -> None:
+        """Have a held driver wait for its file."""
+        fetch = _fetch_of(driver)
+        driver.has_fetched = True
+        if fetch not in self._waiting:
+            self._orders.append(fetch)
+        self._waiting.setdefault(fetch, []).append(driver)
+
+    def take_orders(self) -> list[Fetch]:
+        """Return the files to read; each once."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def arrive(
+        self, fetch: Fetch, found: Found | CacheError
+    ) -> tuple[list[SequenceDriver], list[tuple[int, int]]]:
+        """Take in what reading a file brought.
+
+        Returns:
+            Who waited for it and goes on now, and (key, cells) under which the backend is to get the file's cells.
+        """
+        drivers = [d for d in self._waiting.pop(fetch, []) if d.status is not Status.FINISHED]
+        if not isinstance(found, Found):
+            self._known.pop(fetch, None)
+            for driver in drivers:
+                _go_without(driver, found)
+            return drivers, []
+        self.learn(fetch, found)
+        keys: list[tuple[int, int]] = []
+        for driver in drivers:
+            n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
+            if not n_cells:
+                _go_without(driver, _no_beginning(fetch, found))
+            elif not self._is_in_memory(driver, found) and not (keys and self._sharing.can_copy):
+                keys.append((self._cells.adopt(driver, n_cells), len(found.tokens)))
+        return drivers, keys
+
+    def learn(self, fetch: Fetch, found: Found) -> None:
+        """Take in what a file holds now."""
+        self._known.pop(fetch, None)
+        self._known[fetch] = found
+        if len(self._known) > _N_KNOWN_MAX:
+            del self._known[next(iter(self._known))]
+
+    def drop(self, driver: SequenceDriver) -> None:
+        """Forget one that waits no more; nothing happens where it never did."""
+        for drivers in self._waiting.values():
+            if driver in drivers:
+                drivers.remove(driver)
+
+    def _is_in_memory(self, driver: SequenceDriver, found: Found) -> bool:
+        """Whether slots hold about as much of a prompt's beginning as the file does, which is something."""
+        n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
+        best = self._sharing.best(driver)
+        return n_cells > 0 and best is not None and n_cells < best.n_cells + N_WORTH
+
+
+def _fetch_of(driver: SequenceDriver) -> Fetch:
+    return Fetch(driver.request.options.cache_key or "", driver.request.adapters)
+
+
+def _no_beginning(fetch: Fetch, found: Found) -> CacheError:
+    n = len(found.tokens)
+    return CacheError(fetch.key, f"the prompt does not begin with any of its {n} tokens to be had")
+
+
+def _go_without(driver: SequenceDriver, error: CacheError) -> None:
+    """Fail a request that wants nothing but cells from disk; warn another, but for who is the first to save them."""
+    options = driver.request.options
+    if options.cache_required:
+        driver.refusal = error
+    elif not (error.is_missing and options.save_cache):
+        driver.warnings.append(str(error))
