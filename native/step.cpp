@@ -404,7 +404,7 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, int32_t n_prompt, 
     }
     binding & b = s->bindings[slot];
     sample_rule rule;
-    if (n_prompt < 0 || n_stop < 0 || !sample_rule_init(*sampling, &rule)) {
+    if (n_stop < 0 || !sample_rule_init(*sampling, &rule)) {
         return CBATCH_BAD_SAMPLING;
     }
     try {

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,7 +180,7 @@ def test_sampling_takes_options_then_the_model_then_llama_cpp() -> None:
     [
         ("parallel", 0),
         ("parallel", 257),
-        ("parallel", None),
+        ("parallel", True),
         ("n_ctx", 0),
         ("ctx_per_seq", -5),
         ("n_batch", 15),
@@ -191,6 +192,49 @@ def test_sampling_takes_options_then_the_model_then_llama_cpp() -> None:
         ("flash_attn", True),
         ("exact", 1),
         ("use_mmap", None),
+        ("memory_mib", 0),
+        ("cache_type_k", "q2_k"),
+        ("cache_type_v", None),
+        ("offload_kqv", 1),
+        ("split_mode", "column"),
+        ("main_gpu", -1),
+        ("tensor_split", 1.0),
+        ("tensor_split", []),
+        ("tensor_split", "12"),
+        ("tensor_split", [1, -1]),
+        ("tensor_split", [1, math.nan]),
+        ("tensor_split", [1, None]),
+        ("tensor_split", [0, 0.0]),
+        ("rpc_servers", "host:1"),
+        ("rpc_servers", []),
+        ("rpc_servers", ["host"]),
+        ("rpc_servers", [":1"]),
+        ("rpc_servers", ["host:0"]),
+        ("rpc_servers", ["host:65536"]),
+        ("rpc_servers", ["host:²"]),
+        ("rpc_servers", ["::1:50052"]),
+        ("rpc_servers", [50052]),
+        ("rpc_servers", ["host:1"] * 17),
+        ("rope_scaling", "dynamic"),
+        ("rope_freq_base", 0),
+        ("rope_freq_scale", 0.0),
+        ("yarn_ext_factor", -1.0),
+        ("yarn_attn_factor", math.inf),
+        ("yarn_beta_fast", "32"),
+        ("yarn_beta_slow", -0.5),
+        ("yarn_orig_ctx", 0),
+        ("adapters", "lora.gguf"),
+        ("adapters", ["lora.gguf"]),
+        ("adapters", {"": "lora.gguf"}),
+        ("adapters", {None: "lora.gguf"}),
+        ("adapters", {1: "lora.gguf"}),
+        ("adapters", {"a": 1}),
+        ("adapters", {"a": ""}),
+        ("adapters", {"a": None}),
+        ("cache_dir", 1),
+        ("cache_dir", ""),
+        ("cache_mib", 0),
+        ("cache_mib", None),
     ],
 )
 def test_wrong_engine_value_is_refused_by_its_name(name: str, value: object) -> None:
@@ -205,12 +249,63 @@ def test_wrong_engine_value_is_refused_by_its_name(name: str, value: object) -> 
         ({"n_ctx": 31, "parallel": 16}, "fewer slots"),
         ({"exact": True, "kv": "unified"}, "partitioned"),
         ({"exact": True, "flash_attn": "on"}, "flash_attn"),
+        ({"exact": True, "flash_attn": "on", "cache_type_k": "q8_0"}, "cache_type_v='q8_0'"),
+        ({"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v='q8_0' needs flash"),
+        ({"split_mode": "tensor", "flash_attn": "off"}, "split_mode='tensor' needs flash"),
+        ({"split_mode": "tensor", "exact": True}, "cache_type_v='q8_0', or another split_mode"),
+        ({"split_mode": "none", "tensor_split": [1, 2]}, "takes one"),
+        ({"rope_scaling": "none", "rope_freq_scale": 0.5}, "no effect with rope_scaling='none'"),
+        (
+            {"rope_scaling": "linear", "yarn_orig_ctx": 4},
+            "yarn_orig_ctx=4 needs rope_scaling='yarn'",
+        ),
+        ({"rope_scaling": "linear", "yarn_beta_slow": 1}, "yarn_beta_slow=1 needs"),
+        ({"n_batch": 15}, "n_batch=15 is less than parallel=16"),
+        ({"n_ctx": 31}, "each of 16 slots"),
         ({"n_batch": 7, "parallel": 8}, "n_batch=7 is less than parallel=8"),
     ],
 )
 def test_engine_values_at_odds_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         EngineOptions.of(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"exact": True, "flash_attn": "on", "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+        {"exact": True, "cache_type_v": "q5_1"},
+        {"cache_type_k": "q8_0", "flash_attn": "off"},
+        {"split_mode": "tensor", "exact": True, "cache_type_v": "q8_0"},
+        {"rope_freq_scale": 0.5},
+        {"rope_scaling": "yarn", "rope_freq_scale": 0.5, "yarn_ext_factor": 0, "yarn_orig_ctx": 1},
+        {"yarn_beta_fast": 32},
+        {"tensor_split": (0, 1), "split_mode": "row", "main_gpu": 0},
+        {"rpc_servers": ["gpu-1.local:50052", "10.0.0.2:65535"]},
+        {"adapters": {"red": "red.gguf", "blue": Path("blue.gguf")}, "cache_dir": Path("cache")},
+        {"adapters": {}},
+        {"parallel": None},
+    ],
+    ids=str,
+)
+def test_engine_values_that_go_together_are_taken(settings: dict[str, Any]) -> None:
+    EngineOptions.of(settings)
+
+
+def test_lists_and_mappings_of_the_engine_are_copied() -> None:
+    split, servers, adapters = [1, 2], ["a:1"], {"red": "red.gguf"}
+    options = EngineOptions(tensor_split=split, rpc_servers=servers, adapters=adapters)
+    split.append(3)
+    servers.append("b:2")
+    adapters["blue"] = "blue.gguf"
+    assert (options.tensor_split, options.rpc_servers) == ((1.0, 2.0), ("a:1",))
+    assert options.adapters == {"red": "red.gguf"}
+    assert EngineOptions.of({"adapters": options.adapters}).adapters == options.adapters
+
+
+def test_slots_are_those_that_were_said_or_sixteen() -> None:
+    assert (EngineOptions().parallel, EngineOptions().n_slots) == (None, 16)
+    assert EngineOptions(parallel=3).n_slots == 3
 
 
 def test_unknown_engine_option_is_refused_by_name() -> None:

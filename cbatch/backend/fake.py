@@ -119,6 +119,7 @@ class FakeBackend:
         self.vocab = FakeVocab(n_vocab)
         self.cells: list[list[int]] = [[] for _ in range(n_slots)]
         self.saved: dict[int, list[int]] = {}
+        self._n_said: dict[int, int] = {}  # of those that were kept
         self.adapters: tuple[str, ...] = ()
         self.now_s = 0.0
         self.n_steps = 0
@@ -201,6 +202,7 @@ class FakeBackend:
     def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         """Take cells that were saved elsewhere; what is not a whole list of them is empty."""
         self.saved[key] = data.view(np.int64).tolist() if len(data) % 8 == 0 else []
+        self._n_said[key] = n_cells
 
     def take(self, key: int) -> NDArray[np.uint8] | None:
         """Hand out saved cells and forget them."""
@@ -211,7 +213,8 @@ class FakeBackend:
         """Do what comes before computing; return the keys of cells that were lost."""
         for key in plan.forgets:
             self.saved.pop(key, None)
-        lost = [key for slot, key in plan.saves if not self._save(slot, key)]
+        wanted = [(slot, key) for slot, key in plan.saves if key not in plan.forgets]
+        lost = [key for slot, key in wanted if not self._save(slot, key)]
         if plan.is_rebuild:
             self._renew()
         for slot in plan.clears:
@@ -327,30 +330,48 @@ class FakeBackend:
             raise PlanError(f"only steps with outputs can be repeated: {plan}")
         if any(name not in self.adapters for name, _ in plan.adapters):
             raise PlanError(f"no such adapter: {plan}")
-        self._check_orders(plan)
+        self._check_slots(plan)
 
-    def _check_orders(self, plan: StepPlan) -> None:
-        new = {key for _, key in plan.saves}
-        if len(new) < len(plan.saves) or new & self.saved.keys():
-            raise PlanError(f"a key stands for two sequences: {plan}")
-        if any(not self.cells[slot] for slot, _ in plan.saves):
-            raise PlanError(f"nothing to save: {plan}")
-        if plan.trims and not self.memory.can_trim:
-            raise PlanError(f"this memory cannot trim: {plan}")
-        if any(n > len(self.cells[slot]) for slot, n in plan.trims):
-            raise PlanError(f"nothing to trim: {plan}")
-        if any(key not in self.saved.keys() | new for _, key, _ in plan.loads):
-            raise PlanError(f"nothing to load: {plan}")
-        n_cells = [len(cells) for cells in self.cells]
-        for slot, n in (*((s, 0) for s in plan.clears), *plan.trims):
+    def _check_slots(self, plan: StepPlan) -> None:
+        named: list[int] = [*plan.clears, *(b.slot for b in plan.binds)]
+        named += [slot for slot, *_ in (*plan.trims, *plan.saves, *plan.loads, *plan.shifts)]
+        named += [slot for source, target, _ in plan.copies for slot in (source, target)]
+        if any(not 0 <= slot < self.n_slots for slot in named):
+            raise PlanError(f"slots are 0 … {self.n_slots - 1}: {plan}")
+
+    def _saved_after(self, plan: StepPlan) -> dict[int, int]:
+        """Return how many cells are said to be under each key when loading begins, or refuse to save."""
+        saved = {key: self._n_said.get(key, len(cells)) for key, cells in self.saved.items()}
+        for slot, key in plan.saves:
+            if not self.memory.can_save or key in saved or not self.cells[slot]:
+                raise PlanError(f"slot {slot} cannot be saved under {key}: {plan}")
+            saved[key] = len(self.cells[slot])
+        for key in plan.forgets:
+            saved.pop(key, None)
+        return saved
+
+    def _cells_after(self, plan: StepPlan) -> list[int]:
+        """Return what each slot holds when computing begins, or refuse an order that cannot be done."""
+        saved = self._saved_after(plan)
+        n_cells = [0 if plan.is_rebuild else len(cells) for cells in self.cells]
+        for slot in plan.clears:
+            n_cells[slot] = 0
+        for slot, n in plan.trims:
+            if not self.memory.can_trim or not 0 <= n <= n_cells[slot]:
+                raise PlanError(f"slot {slot} cannot be cut to {n} cells: {plan}")
             n_cells[slot] = n
         for source, slot, n in plan.copies:
             if not self.memory.can_copy or n_cells[slot] or not 0 < n <= n_cells[source]:
                 raise PlanError(f"cannot copy {n} cells of slot {source} to {slot}: {plan}")
             n_cells[slot] = n
-        emptied = range(self.n_slots) if plan.is_rebuild else plan.clears
-        if any(self.cells[slot] and slot not in emptied for slot, _, _ in plan.loads):
-            raise PlanError(f"a slot to load into is not empty: {plan}")
+        for slot, key, n in plan.loads:
+            if n_cells[slot] or not 0 < n <= min(saved.pop(key, 0), self.n_window):
+                raise PlanError(f"cannot load {n} cells of {key} into slot {slot}: {plan}")
+            n_cells[slot] = n
+        for slot, n_kept, n in plan.shifts:
+            self._check_shift(plan, slot, n_kept, n, n_cells[slot])
+            n_cells[slot] -= n
+        return n_cells
 
     def _check_shift(self, plan: StepPlan, slot: Slot, n_kept: int, n: int, n_cells: int) -> None:
         """Refuse to take out what is not there, or what others have too: in a pool they would move with it."""
@@ -365,17 +386,10 @@ class FakeBackend:
         bound = {b.slot for b in plan.binds}
         if not plan.is_rebuild:
             bound |= self._bindings.keys()
-        changed = dict.fromkeys(plan.clears, 0)
-        changed |= dict(plan.trims) | {slot: n for slot, _, n in plan.loads}
-        changed |= {slot: n_cells for _, slot, n_cells in plan.copies}
-        for slot, n_kept, n in plan.shifts:
-            n_cells = changed.get(slot, len(self.cells[slot]))
-            self._check_shift(plan, slot, n_kept, n, n_cells)
-            changed[slot] = n_cells - n
+        held = self._cells_after(plan)
         for c in plan.chunks:
-            n_cells = changed.get(c.slot, 0 if plan.is_rebuild else len(self.cells[c.slot]))
-            if c.start != n_cells:
-                raise PlanError(f"slot {c.slot} holds {n_cells} cells: {plan}")
+            if c.start != held[c.slot]:
+                raise PlanError(f"slot {c.slot} holds {held[c.slot]} cells: {plan}")
             if c.start + len(c.tokens) + plan.n_steps - 1 > self.n_window:
                 raise PlanError(f"past the window of {self.n_window}: {plan}")
             if c.has_output and c.slot not in bound:

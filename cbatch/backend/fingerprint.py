@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -47,38 +46,35 @@ def fingerprint(model: LlamaModel, options: EngineOptions) -> dict[str, str]:
 
 
 def _digest_of(path: Path) -> str:
-    stat = path.stat()
-    return file_digest(path, stat.st_size, stat.st_mtime_ns)
+    stats = [(part, part.stat()) for part in _parts(path)]
+    return file_digest(tuple((part, stat.st_size, stat.st_mtime_ns) for part, stat in stats))
 
 
 @lru_cache(maxsize=8)
-def file_digest(path: Path, n_bytes: int, changed_ns: int) -> str:
+def file_digest(parts: tuple[tuple[Path, int, int], ...]) -> str:
     """Return a digest of a model's parts: their sizes, the headers, and samples spread over the weights.
 
     Two models that share a beginning of 16 MiB and each of 256 places in the weights count as one.
 
     Args:
-        path: the first part.
-        n_bytes: its size, and
-        changed_ns: when it was written: another file of that name is read anew.
+        parts: each file, its size, and when it was written in ns: another file of that name is read anew.
     """
     digest = hashlib.sha256()
-    for part in _parts(path):
-        n = part.stat().st_size
-        digest.update(n.to_bytes(8, "little"))
+    for part, n_bytes, _ in parts:
+        digest.update(n_bytes.to_bytes(8, "little"))
         with part.open("rb") as file:
             digest.update(file.read(_N_HEAD_BYTES))
             for i in range(_N_SAMPLES):
-                file.seek(i * n // _N_SAMPLES)
+                file.seek(i * n_bytes // _N_SAMPLES)
                 digest.update(file.read(_N_SAMPLE_BYTES))
     return f"sha256:{digest.hexdigest()}"
 
 
 def _parts(path: Path) -> list[Path]:
     """Return the files of a split model, or the one. Source: llama.cpp, llama_split_path: NAME-00001-of-00003.gguf."""
-    match = re.fullmatch(r"(.*-)00001(-of-\d{5}\.gguf)", path.name)
+    match = re.fullmatch(r"(.*-)00001(-of-(\d{5})\.gguf)", path.name)
     if match is None:
         return [path]
-    names = sorted(os.listdir(path.parent))
-    before, behind = match.groups()
-    return [path.parent / n for n in names if n.startswith(before) and n.endswith(behind)]
+    before, behind, n = match.groups()
+    parts = [path.with_name(f"{before}{i:05}{behind}") for i in range(1, int(n) + 1)]
+    return [part for part in parts if part.exists()]

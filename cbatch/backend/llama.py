@@ -139,7 +139,13 @@ class LlamaBackend:
                 f"one decoded token gave code {code} and last position {before}, {after} when removed; "
                 f"expected 0, 0, -1 (llama-cpp-python {llama_cpp.__version__})"
             )
-        return find_memory(self._ctx, self._model, n_slots=self.n_slots, is_unified=self.is_unified)
+        return find_memory(
+            self._ctx,
+            self._model,
+            n_slots=self.n_slots,
+            is_unified=self.is_unified,
+            cache_type_k=self._options.cache_type_k,
+        )
 
     @property
     def vocab(self) -> Vocab:
@@ -297,7 +303,9 @@ class LlamaBackend:
         # while bytes wait to be copied, what is loaded could be taken for them
         if saved is None or self._uncopied or not self._cells.load(slot, saved):
             return False
-        if self._cells.count(slot) > n_cells and not self._cells.trim(slot, n_cells):
+        if self._cells.count(slot) > n_cells:
+            self._cells.trim(slot, n_cells)
+        if self._cells.count(slot) != n_cells:
             self._cells.trim(slot, 0)
             return False
         self.n_cells[slot] = n_cells
@@ -319,7 +327,13 @@ class LlamaBackend:
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""
-        said = {"pieces": str(self.n_piece), "layout": self.memory.kind}
+        # llama.cpp writes how many streams there are and takes no other number: src/llama-kv-cache.cpp, state_read
+        n_streams = self.n_slots if self.memory.kind == "partitioned" else 1
+        said = {
+            "pieces": str(self.n_piece),
+            "memory": self.memory.kind,
+            "parallel": str(n_streams) if n_streams > 1 else "any",
+        }
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]
             said["adapters"] = ", ".join(digests)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
 
+from cbatch.backend.layout import CELL_TYPES, read_layout
 from cbatch.core.plan import Memory
 from cbatch.errors import IncompatibleLlamaError
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 _N_KEPT = 3
 """Cells of the sequence that is cut short, saved and loaded when a memory is tried."""
+
+_N_ROTATED = 64
+"""Heads of a multiple of this width are stored rotated. Source: src/llama-kv-cache.cpp, attn_rot_k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,9 @@ def has_states(model: LlamaModel) -> bool:
     )
 
 
-def find_memory(ctx: Any, model: LlamaModel, *, n_slots: int, is_unified: bool) -> Memory:
+def find_memory(
+    ctx: Any, model: LlamaModel, *, n_slots: int, is_unified: bool, cache_type_k: str
+) -> Memory:
     """Find out what the memory of an empty context can do, by five one-token decodes. Leaves it empty.
 
     Where layers look back over some positions only, llama.cpp reuses cells that fell out of their sight and does not
@@ -134,11 +141,25 @@ def find_memory(ctx: Any, model: LlamaModel, *, n_slots: int, is_unified: bool) 
         can_trim=can_trim,
         can_save=can_save,
         can_copy=can_copy,
-        can_shift=can_trim
-        and bool(llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(ctx))),
+        can_shift=can_trim and _can_shift(ctx, model, cache_type_k),
         saved_bytes=max(0, sizes[0] - n_per_cell) if can_save else 0,
         saved_bytes_per_cell=n_per_cell if can_save else 0,
     )
+
+
+def _can_shift(ctx: Any, model: LlamaModel, cache_type_k: str) -> bool:
+    """Whether keys can be turned to other positions; llama.cpp ends the process where it cannot, so it is not tried.
+
+    It cannot with bf16, nor with blocks but in heads of one width that 64 divides, unless its variable says otherwise.
+    Source: src/llama-kv-cache.cpp, attn_rot_k and build_rope_shift (ggml-org/llama.cpp#25636); ggml-cpu/ops.cpp, rope.
+    """
+    if not llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(ctx)):
+        return False
+    if CELL_TYPES[cache_type_k].n_block == 1:
+        return cache_type_k != "bf16"
+    widths = read_layout(model).key_widths
+    is_rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") == "0"
+    return is_rotated and len(widths) == 1 and not max(widths) % _N_ROTATED
 
 
 def _copies(ctx: Any, cells: LlamaCells, target: int, undisturbed: int, model: LlamaModel) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.engine import Engine, load
-from cbatch.messages import BatchPrompt
+from cbatch.messages import BatchPrompt, LookAhead
+from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,8 +71,10 @@ def main() -> None:
     a = parser.parse_args()
     settings = {"ctx_per_seq": a.ctx_per_seq, "n_batch": a.n_batch, "exact": a.exact, "kv": a.kv}
     settings["share_prefixes"] = not a.no_share
-    with load(a.model, parallel=a.parallel, **settings) as engine:
-        found = measure(engine, read(a.requests))
+    requests = read(a.requests)
+    ahead = LookAhead([(r, RunOptions.of(r.options)) for r in requests], is_all=True)
+    with load(a.model, parallel=a.parallel, look_ahead=ahead, **settings) as engine:
+        found = measure(engine, requests)
     sys.stdout.write(json.dumps(found) + "\n")
 
 

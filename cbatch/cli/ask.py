@@ -13,11 +13,16 @@ import cbatch
 from cbatch.cli.lines import stdin
 from cbatch.cli.main import ExitCode, say, write
 from cbatch.cli.options import (
+    Adapters,
+    CacheTypeK,
+    CacheTypeV,
     ChatTemplate,
     CtxPerSeq,
+    FlashAttn,
     GpuLayers,
     IgnoreEos,
     MaxTokens,
+    MemoryMib,
     MinP,
     ModelPath,
     Seed,
@@ -28,6 +33,7 @@ from cbatch.cli.options import (
     TopP,
     answer_options,
     name_of,
+    named_adapters,
     option,
     said,
 )
@@ -48,8 +54,13 @@ def ask(
         str | None, option(help="What the model is told before.", default="nothing")
     ] = None,
     ctx_per_seq: CtxPerSeq = None,
+    cache_type_k: CacheTypeK = EngineOptions.cache_type_k,
+    cache_type_v: CacheTypeV = EngineOptions.cache_type_v,
+    flash_attn: FlashAttn = EngineOptions.flash_attn,
+    memory_mib: MemoryMib = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
+    adapter: Adapters = None,
     chat_template: ChatTemplate = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -67,7 +78,9 @@ def ask(
 
     Example: cbatch ask "Why is the sky blue?" -m model.gguf --max-tokens 64
     """
+    adapters = named_adapters(adapter)
     options = answer_options(
+        adapter=None if adapters is None or len(adapters) > 1 else next(iter(adapters)),
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -80,8 +93,13 @@ def ask(
     settings = said(
         parallel=1,
         ctx_per_seq=ctx_per_seq,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        flash_attn=flash_attn,
+        memory_mib=memory_mib,
         n_threads=threads,
         n_gpu_layers=gpu_layers,
+        adapters=adapters,
         chat_template=chat_template,
     )
     EngineOptions.of(settings)

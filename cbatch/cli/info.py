@@ -11,10 +11,21 @@ import typer
 
 from cbatch.cli.lines import stdout
 from cbatch.cli.main import write
-from cbatch.cli.options import CtxPerSeq, Parallel, Threads, option, said
+from cbatch.cli.options import (
+    CacheTypeK,
+    CacheTypeV,
+    CtxPerSeq,
+    FlashAttn,
+    Kv,
+    MemoryMib,
+    Parallel,
+    Threads,
+    option,
+    said,
+)
 from cbatch.options import EngineOptions
 
-_MIB = 2**20
+_MIB, _GIB = 2**20, 2**30
 
 
 def info(
@@ -25,8 +36,13 @@ def info(
         ),
     ] = None,
     *,
-    parallel: Parallel = EngineOptions.parallel,
+    parallel: Parallel = None,
     ctx_per_seq: CtxPerSeq = None,
+    kv: Kv = EngineOptions.kv,
+    cache_type_k: CacheTypeK = EngineOptions.cache_type_k,
+    cache_type_v: CacheTypeV = EngineOptions.cache_type_v,
+    flash_attn: FlashAttn = EngineOptions.flash_attn,
+    memory_mib: MemoryMib = None,
     exactness: Annotated[
         bool,
         option(
@@ -39,11 +55,21 @@ def info(
     threads: Threads = None,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
-    """Tell what a model file is, and what each slot would hold.
+    """Tell what a model file is, what each slot would hold, and what that takes.
 
-    Example: cbatch info model.gguf --parallel 8
+    Example: cbatch info model.gguf --parallel 8 --cache-type-k q8_0
     """
-    settings = said(parallel=parallel, ctx_per_seq=ctx_per_seq, exact=exact, n_threads=threads)
+    settings = said(
+        parallel=parallel,
+        ctx_per_seq=ctx_per_seq,
+        kv=kv,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        flash_attn=flash_attn,
+        memory_mib=memory_mib,
+        exact=exact,
+        n_threads=threads,
+    )
     options = EngineOptions.of(settings)
     from cbatch.backend.load import describe_model  # llama_cpp is slow to import
 
@@ -85,8 +111,41 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "sampling", _listed(f"{k} {v:g}" for k, v in found["sampling_defaults"].items())
     yield "slots", f"{found['parallel']}"
     yield "window", f"{n_window:,} cells per slot, {n_cells:,} in all"
+    yield "weights", _size(found["n_weight_bytes"])
+    yield "cells", _cells(found)
+    yield (
+        "memory",
+        f"{_size(found['n_free_bytes'])} free for cells, {_size(found['n_budget_bytes'])} budget",
+    )
+    yield "room", _room(found)
     if found["exactness"] is not None:
         yield "exactness", found["exactness"]
+
+
+def _cells(found: Mapping[str, Any]) -> str:
+    """Return what one cell, one state and all of them take."""
+    if found["n_cell_bytes"] is None:
+        return "the file does not tell what they take"
+    about = "about " * found["is_about"]
+    parts = [f"{found['n_cell_bytes']:,} bytes a token"] * (found["n_cell_bytes"] > 0)
+    parts += [f"{found['n_state_bytes']:,} bytes a slot"] * (found["n_state_bytes"] > 0)
+    types = f"(keys {found['cache_type_k']}, values {found['cache_type_v']}, {found['kv']})"
+    return f"{about}{' and '.join(parts)}, {about}{_size(found['n_memory_bytes'])} in all {types}"
+
+
+def _room(found: Mapping[str, Any]) -> str:
+    if found["n_cell_bytes"] is None or found["n_budget_bytes"] is None:
+        return "not known"
+    return (
+        f"{found['n_slots_fit']} slots of this window, "
+        f"or a window of {found['n_window_fit']:,} in this many slots"
+    )
+
+
+def _size(n_bytes: int | None) -> str:
+    if n_bytes is None:
+        return "not known"
+    return f"{n_bytes / _MIB:,.1f} MiB" if n_bytes < _GIB else f"{n_bytes / _GIB:,.1f} GiB"
 
 
 def _listed(words: Iterator[str]) -> str:

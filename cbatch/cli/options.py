@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 
 _MODEL = "Model"
@@ -33,12 +34,19 @@ ModelPath = Annotated[
     Path | None,
     option("--model", "-m", help="A GGUF file.", default="the one that ships inside", panel=_MODEL),
 ]
-Parallel = Annotated[int, option(help="Slots: requests that run at once.", panel=_MODEL)]
+Parallel = Annotated[
+    int | None,
+    option(
+        help="Slots: requests that run at once.",
+        default="16, or what the memory holds",
+        panel=_MODEL,
+    ),
+]
 CtxPerSeq = Annotated[
     int | None,
     option(
         help="Tokens, prompt and answer, that one slot holds.",
-        default="2048, or what the model was trained for",
+        default="2048, or what the model was trained for or the memory holds",
         panel=_MODEL,
     ),
 ]
@@ -49,6 +57,28 @@ Kv = Annotated[
     str,
     option(
         help="Memory: auto, partitioned (a part for each slot) or unified (one pool).", panel=_MODEL
+    ),
+]
+CacheTypeK = Annotated[
+    str,
+    option(
+        help="How keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl.",
+        panel=_MODEL,
+    ),
+]
+CacheTypeV = Annotated[
+    str,
+    option(
+        help="How values are stored; all but f16, bf16, f32 need flash attention.", panel=_MODEL
+    ),
+]
+FlashAttn = Annotated[str, option(help="Flash attention: auto, on or off.", panel=_MODEL)]
+MemoryMib = Annotated[
+    int | None,
+    option(
+        help="Most memory for cells, where sizes are not said.",
+        default="half of what is free",
+        panel=_MODEL,
     ),
 ]
 Policy = Annotated[
@@ -66,6 +96,15 @@ Threads = Annotated[
 ]
 GpuLayers = Annotated[
     int | None, option(help="Layers on the GPU.", default="llama.cpp's: all", panel=_MODEL)
+]
+Adapters = Annotated[
+    list[str] | None,
+    option(
+        "--adapter",
+        metavar="[NAME=]FILE",
+        help="A LoRA adapter; one alone answers all, of several each line's options name one.",
+        panel=_MODEL,
+    ),
 ]
 ChatTemplate = Annotated[
     str | None, option(help='"chatml" or Jinja.', default="the model's own", panel=_MODEL)
@@ -114,6 +153,17 @@ IgnoreEos = Annotated[
 def said(**values: Any) -> dict[str, Any]:
     """Return the values that were given."""
     return {name: value for name, value in values.items() if value is not None}
+
+
+def named_adapters(given: list[str] | None) -> dict[str, str] | None:
+    """Return files by name; a file alone is called as it is without folder and ending."""
+    if not given:
+        return None
+    pairs = [text.partition("=") if "=" in text else (Path(text).stem, "", text) for text in given]
+    files = {name: file for name, _, file in pairs}
+    if len(files) < len(pairs):
+        raise ConfigError(f"two adapters have one name: {', '.join(given)}; give NAME=FILE")
+    return files
 
 
 def name_of(model: Path | None) -> str:

@@ -1,6 +1,6 @@
 """`cbatch run`: a batch file in, a file of answers out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,18 @@ from cbatch.cli.demo import demo_prompts, write_shown
 from cbatch.cli.lines import STDOUT, check_target, is_pipe, open_target, read_prompts, write_result
 from cbatch.cli.main import ExitCode, say
 from cbatch.cli.options import (
+    Adapters,
+    CacheTypeK,
+    CacheTypeV,
     ChatTemplate,
     CtxPerSeq,
     Exact,
+    FlashAttn,
     GpuLayers,
     IgnoreEos,
     Kv,
     MaxTokens,
+    MemoryMib,
     MinP,
     ModelPath,
     NCtx,
@@ -34,9 +39,11 @@ from cbatch.cli.options import (
     TopP,
     answer_options,
     name_of,
+    named_adapters,
     option,
     said,
 )
+from cbatch.messages import LookAhead
 from cbatch.options import EngineOptions, check_seconds
 from cbatch.runtime.progress import choose_view, summary_lines
 
@@ -61,14 +68,19 @@ def run(
         bool, option("--demo", help="Ask 64 chats that show what the model inside can do.")
     ] = False,
     model: ModelPath = None,
-    parallel: Parallel = EngineOptions.parallel,
+    parallel: Parallel = None,
     ctx_per_seq: CtxPerSeq = None,
     n_ctx: NCtx = None,
     kv: Kv = EngineOptions.kv,
+    cache_type_k: CacheTypeK = EngineOptions.cache_type_k,
+    cache_type_v: CacheTypeV = EngineOptions.cache_type_v,
+    flash_attn: FlashAttn = EngineOptions.flash_attn,
+    memory_mib: MemoryMib = None,
     policy: Policy = EngineOptions.policy,
     exact: Exact = False,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
+    adapter: Adapters = None,
     chat_template: ChatTemplate = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -100,7 +112,9 @@ def run(
 
     Example: cbatch run chats.jsonl -m model.gguf -o answers.jsonl --max-tokens 64
     """
+    adapters = named_adapters(adapter)
     options = answer_options(
+        adapter=None if adapters is None or len(adapters) > 1 else next(iter(adapters)),
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -117,10 +131,15 @@ def run(
         ctx_per_seq=ctx_per_seq,
         n_ctx=n_ctx,
         kv=kv,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        flash_attn=flash_attn,
+        memory_mib=memory_mib,
         policy=policy,
         exact=exact,
         n_threads=threads,
         n_gpu_layers=gpu_layers,
+        adapters=adapters,
         chat_template=chat_template,
     )
     EngineOptions.of(settings)
@@ -131,7 +150,9 @@ def run(
     view = choose_view(summary_lines, is_quiet=quiet, has_free_terminal=not is_pipe(target))
     view.say(f"loading {name_of(model)} for {len(prompts)} item{'s' * (len(prompts) != 1)}")
     with (
-        cbatch.load(model, options=options, **settings) as engine,
+        cbatch.load(
+            model, options=options, look_ahead=look_ahead(prompts, options), **settings
+        ) as engine,
         open_target(target, force=force) as file,
     ):
         write = write_shown(prompts) if output is None else write_result
@@ -140,6 +161,13 @@ def run(
     if n_failed:
         say(f'cbatch: {n_failed} of {len(prompts)} items failed: see "error" in their lines')
         raise typer.Exit(ExitCode.SOME_FAILED)
+
+
+def look_ahead(prompts: Sequence[cbatch.BatchPrompt], options: cbatch.RunOptions) -> LookAhead:
+    """Return the prompts of a run with the options that hold for each."""
+    return LookAhead(
+        [(p, cbatch.RunOptions.of(p.options).over(options)) for p in prompts], is_all=True
+    )
 
 
 def _check_call(source: Path | None, output: Path | None, *, demo: bool) -> None:

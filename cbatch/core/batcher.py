@@ -193,13 +193,12 @@ class MultiRequestBatcher:
         admitted: list[SequenceDriver],
     ) -> bool:
         """Give a slot to one that fits, or hold it until it can begin further on; False if none would be free then."""
+        if self.ledger.n_free_slots <= self.n_awaited:
+            return False
         if leader is None and not self.fetches.is_needed(driver):
             self._enter(driver, now)
             admitted.append(driver)
-            return True
-        if self.ledger.n_free_slots <= self.n_awaited:
-            return False
-        if leader is not None:
+        elif leader is not None:
             self.hold(driver, Wait.LEADER)
             self.followers.add(driver, *leader)
         else:

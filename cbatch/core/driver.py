@@ -11,6 +11,7 @@ from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot
 from cbatch.core.stats import RequestClock
 from cbatch.core.text import TextStream
 from cbatch.errors import (
+    CacheError,
     CBatchError,
     DeadlineError,
     PromptTooLongError,
@@ -151,6 +152,8 @@ class SequenceDriver:
     """How many were admitted before it while it waited for cells at the head of the queue."""
     has_fetched: bool = False
     """Whether cells on disk were asked for."""
+    beside: tuple[SequenceDriver, ...] = ()
+    """Who waits to copy what it begins with from disk."""
     n_cached: int = 0
     """Prompt tokens whose cells it took over when it first got a slot."""
     n_reached: int = 0
@@ -254,7 +257,7 @@ class SequenceDriver:
         n_prompt, cap = len(tokens), 0 if options.prefill_only else options.max_tokens
         if not n_prompt:
             raise RequestFailedError("the prompt is empty: it has no token")
-        n_least = 1 if cap is None or options.n_discard else cap
+        n_least = 1 if cap is None else min(1, cap) if options.n_discard else cap
         if n_prompt + n_least > n_window:
             raise PromptTooLongError(n_prompt, n_window, n_least)
         self.tokens = [*tokens, *self.request.output]
@@ -363,6 +366,14 @@ class SequenceDriver:
             self.n_cached = min(n_cells, self.n_prompt)
         self.n_computed = n_cells
         self.n_reached = max(self.n_reached, n_cells)
+
+    def go_without(self, error: CacheError) -> None:
+        """Begin without cells from disk: refused where it wants nothing else, else warned, but for who saves first."""
+        options = self.request.options
+        if options.cache_required:
+            self.refusal = error
+        elif not (error.is_missing and options.save_cache):
+            self.warnings.append(str(error))
 
     def adopt(self, key: int, n_cells: int) -> None:
         """Wait with `n_cells` cells that were read from disk and stand in host memory under `key`."""

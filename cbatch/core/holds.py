@@ -133,16 +133,17 @@ class Fetches:
         if not isinstance(found, Found):
             self._known.pop(fetch, None)
             for driver in drivers:
-                _go_without(driver, found)
+                driver.go_without(found)
             return drivers, []
         self.learn(fetch, found)
         keys: list[tuple[int, int]] = []
         for driver in drivers:
             n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
             if not n_cells:
-                _go_without(driver, _no_beginning(fetch, found))
+                driver.go_without(_no_beginning(fetch, found))
             elif not self._is_in_memory(driver, found) and not (keys and self._sharing.can_copy):
                 keys.append((self._cells.adopt(driver, n_cells), len(found.tokens)))
+                driver.beside = tuple(d for d in drivers if d is not driver)
         return drivers, keys
 
     def learn(self, fetch: Fetch, found: Found) -> None:
@@ -172,12 +173,3 @@ def _fetch_of(driver: SequenceDriver) -> Fetch:
 def _no_beginning(fetch: Fetch, found: Found) -> CacheError:
     n = len(found.tokens)
     return CacheError(fetch.key, f"the prompt does not begin with any of its {n} tokens to be had")
-
-
-def _go_without(driver: SequenceDriver, error: CacheError) -> None:
-    """Fail a request that wants nothing but cells from disk; warn another, but for who is the first to save them."""
-    options = driver.request.options
-    if options.cache_required:
-        driver.refusal = error
-    elif not (error.is_missing and options.save_cache):
-        driver.warnings.append(str(error))

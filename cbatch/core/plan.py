@@ -20,8 +20,8 @@ BROKEN_ROW = -1
 class Binding:
     """What the backend must know of a sequence that enters a slot; it holds until the slot is bound again.
 
-    `i_output` of a sampled token is its position minus `n_prompt`: the generator is keyed by it, so a
-    sequence that is computed again draws the same tokens.
+    `i_output` of a sampled token is its position minus `n_prompt`: the generator is keyed by it, so a sequence that is
+    computed again draws the same tokens. Where tokens were taken out of the window `n_prompt` is less by as many.
     """
 
     slot: Slot

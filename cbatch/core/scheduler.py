@@ -322,6 +322,9 @@ class ContinuousBatchScheduler:
         for driver in self.batcher.cells.settle(result.lost):
             options = driver.request.options
             error = CacheError(options.cache_key or "", "llama.cpp cannot take these cells")
+            for other in driver.beside:
+                if other.status is Status.WAITING:
+                    other.go_without(error)
             if options.cache_required:
                 driver.finish("error", now, error)
                 self.batcher.retire(driver)

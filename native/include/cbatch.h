@@ -30,7 +30,7 @@ extern "C" {
 #define CBATCH_BAD_SIZES 2      // a size below 1, or an instruction set that this machine or build has not
 #define CBATCH_NO_MEMORY 3      // allocation failed
 #define CBATCH_BAD_SLOT 4       // slot out of range; in a run also: not ascending, or one slot twice
-#define CBATCH_BAD_SAMPLING 5   // a sampling value out of its range, or a negative n_prompt or n_stop
+#define CBATCH_BAD_SAMPLING 5   // a sampling value out of its range, or a negative n_stop
 #define CBATCH_BAD_CHUNK 6      // no chunk, a chunk without tokens, a start below 0 or too far up
 #define CBATCH_BAD_TOKEN 7      // a token id outside [0, n_vocab)
 #define CBATCH_BATCH_FULL 8     // more tokens than n_batch
@@ -114,7 +114,8 @@ CBATCH_EXPORT int32_t cbatch_stepper_init(const cbatch_api * api, void * ctx, co
 CBATCH_EXPORT void cbatch_stepper_free(cbatch_stepper * s) CBATCH_NOEXCEPT;
 
 // Say how `slot` is sampled from now on. Everything is copied.
-//   n_prompt: prompt tokens; the generator's counter is the sampled token's position minus n_prompt.
+//   n_prompt: prompt tokens; the generator's counter is the sampled token's position minus n_prompt. Negative where more
+//             tokens were taken out of the window than the prompt had.
 //   stop: n_stop token ids that end a run, or NULL with n_stop 0.
 // Returns CBATCH_OK, _BAD_SLOT, _BAD_SAMPLING or _NO_MEMORY.
 CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, int32_t n_prompt,

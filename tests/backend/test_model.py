@@ -13,7 +13,7 @@ import pytest
 
 import cbatch
 from cbatch.backend.gguf_check import check_file
-from cbatch.backend.model import open_model
+from cbatch.backend.model import Placement, open_model
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ def test_sampling_default_out_of_range_is_left_out(synth: SynthFactory) -> None:
 
 
 def test_close_twice_is_harmless(test_model: Path) -> None:
-    model = open_model(test_model, use_mmap=False, use_extra_bufts=False, n_gpu_layers=0)
+    model = open_model(
+        test_model, use_mmap=False, use_extra_bufts=False, placement=Placement(n_gpu_layers=0)
+    )
     model.close()
     model.close()
     with pytest.raises(EngineClosedError, match=test_model.name):
@@ -218,7 +220,7 @@ def test_metadata_that_llama_only_asserts_is_refused(
 
 FUZZ = """
 import random, sys, pathlib
-from cbatch.backend.model import open_model
+from cbatch.backend.model import Placement, open_model
 from cbatch.errors import ModelLoadError
 base, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 data, rng, path = base.read_bytes(), random.Random(seed), base.with_name(f"damaged-{seed}.gguf")

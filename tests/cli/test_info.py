@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -61,6 +64,95 @@ def test_info_tells_the_window_of_a_loaded_engine(
         assert found["n_cells"] == engine.parallel * engine.n_window
 
 
+@pytest.mark.parametrize(
+    ("args", "settings"),
+    [
+        (
+            ("--cache-type-k", "q8_0", "--cache-type-v", "q4_0"),
+            {"cache_type_k": "q8_0", "cache_type_v": "q4_0"},
+        ),
+        (("--memory-mib", 12), {"memory_mib": 12}),
+        (("--kv", "unified", "--parallel", 3), {"kv": "unified", "parallel": 3}),
+    ],
+    ids=str,
+)
+def test_info_says_what_a_setting_takes(
+    test_model: Path, args: tuple[object, ...], settings: dict[str, Any]
+) -> None:
+    found = info(test_model, *args)
+    with cbatch.load(test_model, n_threads=1, **settings) as engine:
+        memory = engine._backend.memory
+        assert (found["parallel"], found["n_window"]) == (engine.parallel, engine.n_window)
+    assert found["n_cells"] == memory.n_cells
+    assert 0 <= memory.saved_bytes_per_cell - found["n_cell_bytes"] <= 12
+    assert found["n_memory_bytes"] == memory.n_cells * found["n_cell_bytes"]
+    assert not found["is_about"]
+
+
+def test_info_says_what_else_would_fit(synth: SynthFactory) -> None:
+    found = info(synth("test"), "--memory-mib", 4, "--ctx-per-seq", 512, "--parallel", 4)
+    assert found["n_cell_bytes"] == 256
+    assert found["n_budget_bytes"] == 4 * 2**20
+    assert found["n_slots_fit"] == 4 * 2**20 // (512 * 256) == 32
+    assert found["n_window_fit"] == 4 * 2**20 // (4 * 256) == 4096
+    assert found["n_weight_bytes"] <= found["n_bytes"]
+    assert found["n_free_bytes"] > 0
+    wide = info(synth("test"), "--parallel", 4)
+    assert wide["n_budget_bytes"] == pytest.approx(wide["n_free_bytes"] / 2, abs=1)
+    assert wide["n_window_fit"] == wide["n_ctx_train"]
+
+
+def test_info_of_a_model_with_states_counts_them_by_slot(synth: SynthFactory) -> None:
+    found = info(synth("mamba"), "--parallel", 3)
+    assert found["n_cell_bytes"] == 0
+    assert found["n_memory_bytes"] == 3 * found["n_state_bytes"] > 0
+    said = invoke("info", synth("mamba"), "--parallel", 3).stdout
+    assert f"cells          {found['n_state_bytes']:,} bytes a slot, " in said
+
+
+def test_info_of_a_file_that_does_not_tell_says_so(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.backend.sizing.footprint", lambda *args: None)
+    found = info(test_model)
+    assert (found["n_cell_bytes"], found["n_memory_bytes"], found["is_about"]) == (None, None, True)
+    said = as_text(found)
+    assert "cells          the file does not tell what they take" in said
+    assert "room           not known" in said
+
+
+def test_info_marks_an_estimate(synth: SynthFactory) -> None:
+    said = as_text({**info(synth("test")), "is_about": True})
+    assert "cells          about 256 bytes a token, about 8.0 MiB in all" in said
+
+
+def test_info_reads_no_weights(synth: SynthFactory) -> None:
+    """What it reads of a file with weights of 13 MB is its header, by the pages that came into memory."""
+    model = synth("tiny")
+    with model.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident(model):
+        pytest.skip("this file system keeps its files in memory")
+    assert info(model)["n_weight_bytes"] > 10**7
+    assert resident(model) < model.stat().st_size / 2
+    assert info(model, "--exactness", "--threads", 1)["exactness"]
+    assert resident(model) > 10**7
+
+
+def resident(path: Path) -> int:
+    """The bytes of a file that are in memory."""
+    libc, n = ctypes.CDLL(None), path.stat().st_size
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    with path.open("rb") as file:
+        at = ctypes.c_void_p(libc.mmap(None, n, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0))
+    pages = (ctypes.c_ubyte * -(-n // mmap.PAGESIZE))()
+    libc.mincore(at, ctypes.c_size_t(n), pages)
+    libc.munmap(at, ctypes.c_size_t(n))
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
 def test_info_makes_no_context(test_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise MemoryError("a context was made")
@@ -76,6 +168,7 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     assert [line[:15].strip() for line in lines] == [
         *("name", "architecture", "file type", "file size", "parameters", "trained for"),
         *("chat template", "vocabulary", "end tokens", "sampling", "slots", "window"),
+        *("weights", "cells", "memory", "room"),
     ]
     assert all(line[13:15] == "  " and line[15] != " " for line in lines)
     assert "window         256 cells per slot, 512 in all" in lines
@@ -131,6 +224,9 @@ def test_info_answers_what_the_engine_answers(synth: SynthFactory) -> None:
         ((".",), "cbatch: ."),
         (("none.gguf", "--parallel", 0), "parallel must be 1 … 256, not 0"),
         (("none.gguf", "--ctx-per-seq", -1), "ctx_per_seq must be 1 …"),
+        (("none.gguf", "--cache-type-k", "q3"), "cache_type_k must be one of f16, f32, "),
+        (("none.gguf", "--flash-attn", "off", "--cache-type-v", "q8_0"), "needs flash attention"),
+        (("none.gguf", "--memory-mib", 0), "memory_mib must be 1 …"),
     ],
     ids=str,
 )

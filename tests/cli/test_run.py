@@ -20,10 +20,13 @@ from tests.cli.conftest import Done, forbid_opening, invoke, parse, start
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.conftest import SynthFactory
+
     WriteInput = Callable[..., Path]
 
 CHAT = [{"role": "user", "content": "Say red."}]
 SHORT = {"max_tokens": 3, "ignore_eos": True}
+STOPS = {"timeout_s": 0.05}
 SMALL = ("--parallel", 2, "--threads", 1)
 
 
@@ -56,6 +59,63 @@ def test_run_answers_every_kind_of_prompt(
         assert (line["finish_reason"], line["error"]) == ("length", None)
         assert line["usage"]["completion_tokens"] == 3
     assert lines["ids"]["usage"]["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("requests", "args", "n_window"),
+    [
+        ([{"tokens": [5] * 300, "options": SHORT}, {"prompt": "a", "options": STOPS}], (), 2048),
+        ([{"tokens": [5] * 300, "options": SHORT}, {"prompt": "a", "options": SHORT}], (), 512),
+        ([{"tokens": [5] * 300}, {"prompt": "a"}], ("--max-tokens", 9), 512),
+        ([{"tokens": [5] * 3000, "options": SHORT}], (), 3072),
+    ],
+    ids=["uncapped", "short", "short by the run's cap", "long"],
+)
+def test_windows_are_made_to_the_measure_of_the_file(
+    write_input: WriteInput,
+    out: Path,
+    synth: SynthFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    requests: list[dict[str, Any]],
+    args: tuple[object, ...],
+    n_window: int,
+) -> None:
+    loaded: list[int] = []
+    really_run = cbatch.Engine.run
+
+    def run_noted(engine: cbatch.Engine, *args: Any, **more: Any) -> cbatch.BatchResponse:
+        loaded.append(engine.n_window)
+        return really_run(engine, *args, **more)
+
+    monkeypatch.setattr(cbatch.Engine, "run", run_noted)
+    result = run(write_input(*requests), out, synth("test"), *args)
+    assert (result.exit_code, loaded) == (0, [n_window])
+    assert all(line["error"] is None for line in parse(out.read_bytes()))
+
+
+def test_settings_of_memory_reach_the_engine(
+    write_input: WriteInput, out: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    really_load = cbatch.load
+
+    def load_noted(*args: Any, **settings: Any) -> cbatch.Engine:
+        given.update(settings)
+        return really_load(*args, **settings)
+
+    monkeypatch.setattr(cbatch, "load", load_noted)
+    options = ("--cache-type-k", "q8_0", "--cache-type-v", "q5_0", "--flash-attn", "on")
+    source = write_input({"prompt": "a", "options": SHORT})
+    assert run(source, out, test_model, *options, "--memory-mib", 50).exit_code == 0
+    expected = {
+        "cache_type_k": "q8_0",
+        "cache_type_v": "q5_0",
+        "flash_attn": "on",
+        "memory_mib": 50,
+    }
+    assert {name: given[name] for name in expected} == expected
+    [(prompt, asked)] = given["look_ahead"].prompts
+    assert (prompt.prompt, asked.max_tokens, given["look_ahead"].is_all) == ("a", 3, True)
 
 
 def test_run_writes_what_the_library_answers(

@@ -339,7 +339,6 @@ def test_native_run_with_numbers_beyond_32_bits_raises(chunks: list[Chunk]) -> N
     [
         Binding(Slot(N_SLOTS), 0, GREEDY, ()),
         Binding(Slot(-1), 0, GREEDY, ()),
-        Binding(Slot(0), -1, GREEDY, ()),
         Binding(Slot(0), 0, Sampling(temperature=-1.0), ()),
         Binding(Slot(0), 0, Sampling(top_p=2.0), ()),
         Binding(Slot(0), 0, Sampling(top_k=-5), ()),

@@ -1,0 +1,245 @@
+"""What is said of a context reaches llama.cpp, and what it would refuse, or end the process over, is refused before."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import pytest
+
+import cbatch
+from cbatch.backend.context import (
+    _ROPE_SCALING,
+    _params,
+    check_cell_types,
+    context_cells,
+    flash_attn_type,
+)
+from cbatch.backend.layout import CELL_TYPES
+from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.model import open_model
+from cbatch.backend.probe import BITWISE, probe
+from cbatch.errors import ConfigError, ModelLoadError
+from cbatch.options import EngineOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cbatch.backend.model import LlamaModel
+    from tests.conftest import SynthFactory
+
+SMALL: dict[str, Any] = {"parallel": 2, "ctx_per_seq": 256, "n_threads": 1}
+PROMPT = cbatch.BatchPrompt(
+    tokens=[300 + 7 * i for i in range(40)], options={"max_tokens": 12, "temperature": 0}
+)
+
+
+@pytest.fixture(scope="module")
+def model(synth: SynthFactory) -> Iterator[LlamaModel]:
+    with closing(open_model(synth("test"), use_extra_bufts=False)) as opened:
+        yield opened
+
+
+def options(**settings: Any) -> EngineOptions:
+    return EngineOptions.of({**SMALL, **settings})
+
+
+def answer(path: Path, **settings: Any) -> tuple[int, ...]:
+    with cbatch.load(path, **SMALL, **settings) as engine:
+        return engine.submit(PROMPT).result().token_ids
+
+
+# ---- what reaches llama.cpp ----
+
+
+def test_nothing_said_is_llama_s_own(model: LlamaModel) -> None:
+    params, own = _params(model, options(), 1), llama_cpp.llama_context_default_params()
+    for name in (
+        *("type_k", "type_v", "flash_attn_type", "offload_kqv", "rope_scaling_type"),
+        *("rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"),
+        *("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "kv_unified"),
+    ):
+        assert getattr(params, name) == getattr(own, name), name
+
+
+def test_what_is_said_is_passed_on(model: LlamaModel) -> None:
+    said: dict[str, Any] = {
+        "rope_freq_base": 5000.0,
+        "rope_freq_scale": 0.5,
+        "yarn_ext_factor": 0.75,
+        "yarn_attn_factor": 1.5,
+        "yarn_beta_fast": 16.0,
+        "yarn_beta_slow": 2.0,
+        "yarn_orig_ctx": 1024,
+        "offload_kqv": False,
+    }
+    params = _params(model, options(**said, rope_scaling="yarn", cache_type_k="q5_1"), 3)
+    assert {name: getattr(params, name) for name in said} == said
+    assert params.rope_scaling_type == llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN
+    assert (params.type_k, params.type_v) == (CELL_TYPES["q5_1"].id, CELL_TYPES["f16"].id)
+    assert (params.n_seq_max, params.n_outputs_max, params.n_ctx) == (2, 2, 512)
+    assert (params.n_threads, params.n_threads_batch) == (3, 3)
+
+
+def test_zero_is_something_said(model: LlamaModel) -> None:
+    assert _params(model, options(yarn_ext_factor=0), 1).yarn_ext_factor == 0
+
+
+def test_scalings_are_llama_s() -> None:
+    for name, value in _ROPE_SCALING.items():
+        word = "UNSPECIFIED" if name is None else name.upper()
+        assert getattr(llama_cpp, f"LLAMA_ROPE_SCALING_TYPE_{word}") == value
+
+
+def test_slots_that_were_not_said_are_sixteen(model: LlamaModel) -> None:
+    assert context_cells(model, EngineOptions()) == 16 * 2048
+    assert _params(model, EngineOptions(), 1).n_seq_max == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        ({}, -1),
+        ({"flash_attn": "on"}, 1),
+        ({"flash_attn": "off"}, 0),
+        ({"exact": True}, 0),
+        ({"exact": True, "cache_type_k": "q8_0"}, 0),
+        ({"exact": True, "cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 1),
+        ({"exact": True, "cache_type_v": "q4_0"}, 1),
+        ({"cache_type_v": "q8_0"}, -1),
+    ],
+    ids=str,
+)
+def test_exact_takes_flash_attention_for_values_in_blocks_alone(
+    settings: dict[str, Any], number: int
+) -> None:
+    assert flash_attn_type(options(**settings)) == number
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_changed"),
+    [
+        ({"rope_freq_base": 500.0}, True),
+        ({"rope_scaling": "linear", "rope_freq_scale": 0.25}, True),
+        ({"rope_scaling": "yarn", "rope_freq_scale": 0.25, "yarn_orig_ctx": 64}, True),
+        ({"cache_type_k": "q4_0", "cache_type_v": "q4_0"}, True),
+        ({"offload_kqv": False}, False),
+        ({"split_mode": "layer", "main_gpu": 0, "tensor_split": [1.0]}, False),
+    ],
+    ids=str,
+)
+def test_what_is_said_shows_in_the_tokens(
+    synth: SynthFactory, settings: dict[str, Any], is_changed: bool
+) -> None:
+    path = synth("test")
+    assert (answer(path, **settings) != answer(path)) == is_changed
+
+
+@pytest.mark.parametrize("cell_type", CELL_TYPES)
+def test_every_type_of_cells_answers(synth: SynthFactory, cell_type: str) -> None:
+    settings: dict[str, Any] = {"cache_type_k": cell_type, "cache_type_v": cell_type}
+    assert len(answer(synth("test"), **settings)) == 12
+
+
+# ---- exactness ----
+
+
+@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("f16", "f16")])
+def test_exact_holds_with_either_kind_of_attention(
+    model: LlamaModel, types: tuple[str, str]
+) -> None:
+    found = probe(model, options(exact=True, cache_type_k=types[0], cache_type_v=types[1]))
+    assert found == BITWISE
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize("name", ["cache_type_k", "cache_type_v"])
+@pytest.mark.parametrize("flash_attn", ["auto", "on"])
+def test_blocks_that_do_not_divide_the_heads_are_refused(
+    synth: SynthFactory, name: str, flash_attn: str
+) -> None:
+    path = synth("test", n_embd=96, n_head=2, n_kv_head=2, type="f32")
+    settings: dict[str, Any] = {name: "q8_0", "flash_attn": flash_attn}
+    with pytest.raises(
+        ConfigError, match=f"{name}='q8_0' stores blocks of 32 .* heads of 48: use 'f16'"
+    ):
+        cbatch.load(path, **SMALL, **settings)
+
+
+def test_keys_that_llama_would_end_the_process_over_are_refused(synth: SynthFactory) -> None:
+    """Without flash attention llama.cpp does not look: heads of 48 give no numbers, of 24 an abort."""
+    for n_embd, n_kv_head in ((96, 2), (48, 1)):
+        path = synth("test", n_embd=n_embd, n_head=2, n_kv_head=n_kv_head, type="f32")
+        with pytest.raises(ConfigError, match=f"heads of {n_embd // 2}"):
+            cbatch.load(path, **SMALL, cache_type_k="q4_0", flash_attn="off")
+
+
+def test_refusal_comes_from_every_way_to_a_context(synth: SynthFactory) -> None:
+    path = synth("test", n_embd=96, n_head=2, n_kv_head=2, type="f32")
+    with closing(open_model(path)) as opened, pytest.raises(ConfigError, match="heads of 48"):
+        LlamaBackend(opened, options(cache_type_v="q4_1"), owns_model=False)
+
+
+def test_model_that_stores_both_in_one_wants_one_type(synth: SynthFactory) -> None:
+    latent = {"llama.attention.key_length_mla": 32, "llama.attention.value_length_mla": 32}
+    with closing(open_model(synth("test", metadata=latent))) as opened:
+        check_cell_types(opened, options(cache_type_k="q8_0", cache_type_v="q8_0"))
+        with pytest.raises(ConfigError, match="must be one type: a model of architecture 'llama'"):
+            check_cell_types(opened, options(cache_type_v="q8_0"))
+
+
+def test_values_in_blocks_are_refused_where_flash_attention_cannot_be(
+    synth: SynthFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_model(synth("test"))) as opened:
+        opened.metadata = {
+            key.replace("llama.", "grok."): value for key, value in opened.metadata.items()
+        } | {"general.architecture": "grok"}
+        check_cell_types(opened, options(cache_type_k="q8_0"))
+        with pytest.raises(ConfigError, match="which grok models cannot have"):
+            check_cell_types(opened, options(cache_type_v="q8_0"))
+
+
+def test_context_that_cannot_be_made_names_its_numbers(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_init_from_model", lambda *args: None)
+    with pytest.raises(ModelLoadError, match=r"context of 512 cells for 2 sequences.*ctx_per_seq"):
+        LlamaBackend(model, options(), owns_model=False)
+
+
+@pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")
+def test_refusal_of_a_placement_quotes_llama(synth: SynthFactory) -> None:
+    with pytest.raises(ModelLoadError, match="SPLIT_MODE_TENSOR needs >= 1 devices"):
+        cbatch.load(synth("test"), **SMALL, split_mode="tensor")
+
+
+def test_borrowed_model_is_where_its_owner_put_it(test_model: Path) -> None:
+    llama = llama_cpp.Llama(
+        str(test_model), n_ctx=64, n_gpu_layers=3, split_mode=0, main_gpu=0, verbose=False
+    )
+    with closing(open_model(llama)) as borrowed:
+        placement = borrowed.placement
+        assert (placement.n_gpu_layers, placement.split_mode, placement.main_gpu) == (3, "none", 0)
+    llama.close()
+
+
+def test_model_without_its_weights_tells_all_but_computes_nothing(test_model: Path) -> None:
+    with (
+        closing(open_model(test_model, has_weights=False, use_mlock=True)) as told,
+        closing(open_model(test_model)) as whole,
+    ):
+        for name in ("n_ctx_train", "n_bytes", "n_layers", "metadata", "integers", "description"):
+            assert getattr(told, name) == getattr(whole, name), name
+        assert told.vocab.tokenize("Hi") == whole.vocab.tokenize("Hi")
+
+
+def test_settled_options_are_still_options() -> None:
+    settled = replace(EngineOptions(), parallel=4, ctx_per_seq=512)
+    assert settled.n_slots == 4
+    assert EngineOptions().n_slots == 16

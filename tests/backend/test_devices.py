@@ -1,0 +1,154 @@
+"""Devices: their order, and servers that are asked before llama.cpp ends the process over them."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import pytest
+
+from cbatch.backend import devices
+from cbatch.backend.devices import Device, add_servers, list_devices
+from cbatch.backend.model import Placement, open_model, place
+from cbatch.errors import ConfigError, ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+CPU, GPU, SHARED_GPU = 0, 1, 2
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what makes ggml have these devices: names by kind and whether a server lends them."""
+
+    def have(*found: tuple[str, int, bool]) -> None:
+        def ggml(name: str, *args: Any) -> Any:
+            if name == "ggml_backend_dev_memory":
+                args[1]._obj.value = 100 + args[0]
+            answers: dict[str, Callable[..., Any]] = {
+                "ggml_backend_dev_count": lambda: len(found),
+                "ggml_backend_dev_get": lambda i: i,
+                "ggml_backend_dev_type": lambda i: found[i][1],
+                "ggml_backend_dev_name": lambda i: found[i][0].encode(),
+                "ggml_backend_dev_memory": lambda *args: None,
+                "ggml_backend_dev_backend_reg": lambda i: i,
+                "ggml_backend_reg_name": lambda i: b"RPC" if found[i][2] else b"CUDA",
+            }
+            return answers[name](*args)
+
+        monkeypatch.setattr(devices, "_ggml", ggml)
+        monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
+
+    return have
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port where somebody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_servers_come_first_and_shared_memory_only_without_others(
+    pretend: Callable[..., None],
+) -> None:
+    cpu, shared = ("CPU", CPU, False), ("Vulkan0", SHARED_GPU, False)
+    pretend(cpu, ("CUDA0", GPU, False), shared, ("RPC0", GPU, True))
+    assert list_devices() == [Device("RPC0", 103), Device("CUDA0", 101)]
+    pretend(cpu, shared, ("RPC0", GPU, True))
+    assert [d.name for d in list_devices()] == ["RPC0", "Vulkan0"]
+
+
+def test_signatures_are_those_of_the_library() -> None:
+    n = devices._ggml("ggml_backend_dev_count")
+    assert n >= 1
+    first = devices._ggml("ggml_backend_dev_get", 0)
+    assert devices._device(first).name
+    assert devices._is_server(first) is False
+    assert not devices._ggml("ggml_backend_reg_by_name", b"none")
+
+
+@pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")
+def test_build_without_gpus_has_no_devices() -> None:
+    assert list_devices() == []
+
+
+@pytest.mark.skipif(llama_cpp.llama_supports_rpc(), reason="this build has RPC")
+def test_servers_without_rpc_are_refused_with_the_build_that_has_it(test_model: Path) -> None:
+    with pytest.raises(ConfigError, match="-DGGML_RPC=on"):
+        open_model(test_model, placement=Placement(rpc_servers=("localhost:50052",)))
+
+
+def test_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_supports_rpc", lambda: True)
+    added: list[str] = []
+    monkeypatch.setattr(devices, "_register", added.append)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        silent = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(ModelLoadError, match=f"{silent} does not answer"):
+        add_servers([f"127.0.0.1:{port}", silent])
+    assert added == [f"127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize("has_device", [True, False])
+def test_server_is_registered_by_the_backend_s_own_function(
+    monkeypatch: pytest.MonkeyPatch, has_device: bool
+) -> None:
+    calls: list[object] = []
+
+    def note(server: bytes) -> int:
+        calls.append(server)
+        return 7 if has_device else 0
+
+    add = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(note)
+
+    def ggml(name: str, *args: Any) -> Any:
+        calls.append((name, *args))
+        return ctypes.cast(add, ctypes.c_void_p).value if name.endswith("address") else 5
+
+    monkeypatch.setattr(devices, "_ggml", ggml)
+    if not has_device:
+        with pytest.raises(ModelLoadError, match="h:1 has no device"):
+            devices._register("h:1")
+        return
+    devices._register("h:1")
+    assert calls == [
+        ("ggml_backend_reg_by_name", b"RPC"),
+        ("ggml_backend_reg_get_proc_address", 5, b"ggml_backend_rpc_add_server"),
+        b"h:1",
+        ("ggml_backend_register", 7),
+    ]
+
+
+def test_placement_reaches_llama_s_parameters() -> None:
+    params = llama_cpp.llama_model_default_params()
+    place(params, Placement(n_gpu_layers=3, split_mode="row", main_gpu=1, tensor_split=(1.0, 3.0)))
+    assert (params.n_gpu_layers, params.split_mode, params.main_gpu) == (3, 2, 1)
+    n_most = llama_cpp.llama_max_devices()
+    assert list(params.tensor_split[:n_most]) == [1.0, 3.0, *[0.0] * (n_most - 2)]
+
+
+def test_placement_of_nothing_is_llama_s_own() -> None:
+    params, default = (llama_cpp.llama_model_default_params() for _ in range(2))
+    place(params, Placement())
+    for name in ("n_gpu_layers", "split_mode", "main_gpu"):
+        assert getattr(params, name) == getattr(default, name)
+    assert not params.tensor_split
+
+
+def test_split_modes_are_llama_s() -> None:
+    from cbatch.backend.model import _SPLIT_MODES
+
+    for name, mode in _SPLIT_MODES.items():
+        assert getattr(llama_cpp, f"LLAMA_SPLIT_MODE_{name.upper()}") == mode
+
+
+def test_more_shares_than_devices_are_refused() -> None:
+    n_most = llama_cpp.llama_max_devices()
+    params = llama_cpp.llama_model_default_params()
+    with pytest.raises(ConfigError, match=f"{n_most + 1} shares, llama.cpp knows up to {n_most}"):
+        place(params, Placement(tensor_split=[1.0] * (n_most + 1)))

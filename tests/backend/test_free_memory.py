@@ -1,0 +1,171 @@
+"""What is free: the machine's and the control groups' word, weights that stay, and where the cells would be."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend import free_memory
+from cbatch.backend.devices import Device
+from cbatch.backend.free_memory import free_for_cells, host_free
+from cbatch.backend.model import Placement, open_model
+from cbatch.options import EngineOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Pretend = Callable[..., None]
+
+
+@dataclass
+class Model:
+    """As much of a loaded model as is asked here."""
+
+    placement: Placement
+    n_layers: int = 4
+    name: str = "model.gguf"
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a system that has 1,000 KiB free and no groups."""
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemFree:  5 kB\nMemAvailable:   1000 kB\n")
+    (proc / "self/maps").write_text("")
+    (proc / "self/cgroup").write_text("4:memory:/old\n0::/a/b\n")
+    monkeypatch.setattr(free_memory, "_PROC", proc)
+    monkeypatch.setattr(free_memory, "_CGROUPS", tmp_path / "groups")
+    return tmp_path
+
+
+def limit(group: Path, most: str, taken: int, of_files: int = 0) -> None:
+    group.mkdir(parents=True, exist_ok=True)
+    (group / "memory.max").write_text(f"{most}\n")
+    (group / "memory.current").write_text(f"{taken}\n")
+    (group / "memory.stat").write_text(f"anon 7\nactive_file {of_files}\ninactive_file 1\n")
+
+
+def test_machine_tells_what_is_free(system: Path) -> None:
+    assert host_free("m") == 1000 * 1024
+
+
+@pytest.mark.parametrize("group", ["", "a", "a/b"])
+def test_narrowest_group_around_the_process_counts(system: Path, group: str) -> None:
+    for folder in ("", "a", "a/b"):
+        limit(system / "groups" / folder, "max", 10**9)
+    limit(system / "groups/a/b/c", "1", 0)
+    limit(system / "groups" / group, "500000", 200_000)
+    assert host_free("m") == 300_001
+
+
+def test_files_in_memory_count_as_free(system: Path) -> None:
+    limit(system / "groups/a/b", "500000", 400_000, of_files=300_000)
+    assert host_free("m") == 400_001
+
+
+def test_group_that_is_full_leaves_nothing(system: Path) -> None:
+    limit(system / "groups/a/b", "100", 200)
+    assert host_free("m") == 0
+
+
+def test_mapped_weights_stay_in_memory(system: Path) -> None:
+    own = system / "a model with spaces"
+    lines = [
+        f"7f0000000000-7f0000010000 r--s 00000000 fd:01 12 {own}",
+        "7f0000010000-7f0000012000 r--s 00000000 fd:01 13 /models/other.gguf",
+        "7f0000020000-7f0000090000 r-xp 00000000 fd:01 14 /lib/libc.so",
+        "7f0000090000-7f00000a0000 rw-p 00000000 00:00 0",
+    ]
+    (system / "proc/self/maps").write_text("\n".join(lines))
+    assert host_free(str(own)) == 1000 * 1024 - 0x12000
+
+
+def test_mapping_of_a_real_model_is_found(test_model: Path) -> None:
+    with closing(open_model(test_model, use_extra_bufts=False)) as model:
+        assert 0.9 * model.n_bytes < free_memory._mapped(str(test_model))
+    assert free_memory._mapped(str(test_model)) == 0
+
+
+def test_system_that_does_not_tell_is_asked_elsewhere(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (system / "proc/meminfo").unlink()
+    monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert host_free("m") == 3 * 4096
+
+    def refuse(name: str) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr("os.sysconf", refuse)
+    assert host_free("m") is None
+
+
+# ---- where cells are ----
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Return what sets the free bytes of the host and of devices."""
+
+    def have(host: int | None, *devices: int) -> None:
+        found = [Device(f"GPU{i}", n) for i, n in enumerate(devices)]
+        monkeypatch.setattr(free_memory, "host_free", lambda path: host)
+        monkeypatch.setattr(free_memory, "list_devices", lambda: found)
+
+    return have
+
+
+def free(n_unloaded: int = 0, offload_kqv: bool = True, **placement: Any) -> int | None:
+    model: Any = Model(Placement(**placement))
+    return free_for_cells(model, EngineOptions(offload_kqv=offload_kqv), n_unloaded=n_unloaded)
+
+
+def test_cells_are_on_the_host_without_devices(pretend: Pretend) -> None:
+    pretend(1000)
+    assert free() == 1000
+    assert free(n_gpu_layers=99) == 1000
+    assert free(n_unloaded=300) == 700
+    assert free(n_unloaded=3000) == 0
+
+
+def test_cells_are_on_all_devices_together(pretend: Pretend) -> None:
+    pretend(10, 600, 400)
+    assert free() == free(n_gpu_layers=-1) == free(n_gpu_layers=5) == 1000
+    assert free(n_unloaded=100) == 900
+
+
+def test_cells_stay_on_the_host_when_asked(pretend: Pretend) -> None:
+    pretend(10, 600, 400)
+    assert free(offload_kqv=False) == free(n_gpu_layers=0) == 10
+    assert free(n_gpu_layers=1) == 10  # the output's layer is the first to go
+
+
+def test_scarcer_place_of_layers_on_both_decides(pretend: Pretend) -> None:
+    pretend(300, 400)
+    assert free(n_gpu_layers=3) == 600  # two layers of four on each side
+    pretend(900, 400)
+    assert free(n_gpu_layers=3) == 800
+
+
+def test_one_device_is_the_one_that_was_named(pretend: Pretend) -> None:
+    pretend(10, 600, 400)
+    assert free(split_mode="none", main_gpu=1) == 400
+    assert free(split_mode="none") == 600
+
+
+def test_shares_of_devices_decide_by_the_scarcest(pretend: Pretend) -> None:
+    pretend(10, 600, 400)
+    assert free(tensor_split=(1.0, 3.0)) == 533
+    assert free(tensor_split=(1.0,)) == 600
+
+
+def test_free_memory_that_nobody_tells_is_no_limit(pretend: Pretend) -> None:
+    pretend(None)
+    assert free() is None
+    pretend(None, 400)
+    assert free(n_gpu_layers=3) == 800

@@ -1,0 +1,406 @@
+"""Slots and windows: as many as fit, what was said as it was said, and the measure of prompts that come."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cbatch
+from cbatch.backend import sizing
+from cbatch.backend.layout import Footprint
+from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.load import describe_model, load_backend
+from cbatch.backend.model import open_model
+from cbatch.backend.sizing import (
+    SHARE_FOR_UNIFIED,
+    Demand,
+    Room,
+    Sizes,
+    choose_kv,
+    choose_sizes,
+    common_share,
+    find_room,
+    read_demand,
+    settle,
+    trained_window,
+    wanted_window,
+)
+from cbatch.errors import ConfigError, ModelLoadError
+from cbatch.messages import BatchPrompt, LookAhead
+from cbatch.options import EngineOptions, RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch.backend.model import LlamaModel
+    from tests.conftest import SynthFactory
+
+ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
+MIB = 2**20
+KIB_A_CELL = 1024
+
+
+def room(n_cells: int | None, n_state_bytes: int = 0) -> Room:
+    """Room for so many cells of a KiB; None for one that nobody knows."""
+    n_budget = None if n_cells is None else n_cells * KIB_A_CELL
+    return Room(Footprint(KIB_A_CELL, n_state_bytes), n_budget)
+
+
+@pytest.fixture(scope="module")
+def model(synth: SynthFactory) -> Iterator[LlamaModel]:
+    """A model of 256 bytes a cell, trained for 32,768 positions."""
+    with closing(open_model(synth("test"))) as opened:
+        yield opened
+
+
+def look(*prompts: BatchPrompt, is_all: bool = True, **options: Any) -> LookAhead:
+    return LookAhead(
+        [(p, RunOptions.of(p.options).over(RunOptions(**options))) for p in prompts], is_all
+    )
+
+
+def tokens(n: int, first: int = 300, **options: Any) -> BatchPrompt:
+    return BatchPrompt(tokens=[first, *[301] * (n - 1)], options=options)
+
+
+# ---- what fits ----
+
+
+@pytest.mark.parametrize(
+    ("parallel", "n_cells", "chosen"),
+    [
+        (None, 16 * 2048, Sizes(16, 2048)),
+        (None, 10**9, Sizes(16, 2048)),
+        (None, 16 * 2048 - 1, Sizes(15, 2048)),
+        (None, 2 * 2048 - 1, Sizes(1, 2048)),
+        (None, 2048 - 1, Sizes(1, 1792)),
+        (None, 256, Sizes(1, 256)),
+        (8, 8 * 2048, Sizes(8, 2048)),
+        (8, 8 * 2048 - 1, Sizes(8, 1792)),
+        (64, 64 * 256, Sizes(64, 256)),
+        (100, 100 * 2048, Sizes(100, 2048)),
+    ],
+)
+def test_slots_give_way_unless_they_were_said_and_then_the_window(
+    parallel: int | None, n_cells: int, chosen: Sizes
+) -> None:
+    assert choose_sizes(parallel, 2048, room(n_cells)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("parallel", "n_cells"), [(None, 255), (None, 0), (2, 511), (64, 64 * 255)]
+)
+def test_nothing_that_fits_is_an_error_with_numbers_and_ways_out(
+    parallel: int | None, n_cells: int
+) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        choose_sizes(parallel, 2048, room(n_cells))
+    words = str(caught.value)
+    assert words.startswith(f"{parallel or 1} slot")
+    for part in (
+        f"{(parallel or 1) * 256 / 1024:,.1f} MiB",
+        f"{n_cells / 1024:,.1f} MiB",
+        *("memory_mib", "parallel", "cache_type_k", "ctx_per_seq"),
+    ):
+        assert part in words
+
+
+@pytest.mark.parametrize("unknown", [room(None), Room(None, 5), Room(None, None)])
+def test_what_nobody_knows_is_no_limit(unknown: Room) -> None:
+    assert choose_sizes(None, 4096, unknown) == Sizes(16, 4096)
+    assert choose_sizes(256, 4096, unknown) == Sizes(256, 4096)
+
+
+def test_states_count_for_each_slot() -> None:
+    few = room(8 * 2048 + 8, n_state_bytes=KIB_A_CELL)
+    assert choose_sizes(None, 2048, few) == Sizes(8, 2048)
+    states_alone = Room(Footprint(0, 100), 1000)
+    assert choose_sizes(None, 2048, states_alone) == Sizes(10, 2048)
+
+
+def test_window_counts_as_llama_rounds_it_up() -> None:
+    assert room(4 * 512).most_slots(300) == 4
+    assert room(4 * 512 - 1).most_slots(300) == 3
+
+
+@given(st.integers(1, 20), st.integers(1, 5000), st.integers(0, 40_000))
+def test_widest_window_fits_and_the_next_does_not(n_slots: int, n_most: int, n_cells: int) -> None:
+    fits = room(n_cells)
+    found = fits.most_window(n_slots, n_most)
+    steps = [n for n in range(256, n_most + 1, 256) if fits.holds(n_slots, n)]
+    assert found == (n_most if fits.holds(n_slots, n_most) else max(steps, default=0))
+
+
+# ---- the window that is wanted ----
+
+
+@pytest.mark.parametrize(
+    ("demand", "n_trained", "n_window"),
+    [
+        (Demand(), 32768, 2048),
+        (Demand(), 100, 100),
+        (Demand(), 0, 2048),
+        (Demand(700, is_all=True), 32768, 768),
+        (Demand(700), 32768, 2048),
+        (Demand(5000), 32768, 5120),
+        (Demand(5000, is_all=True), 32768, 5120),
+        (Demand(5000, is_all=True), 4096, 4096),
+        (Demand(700, is_all=True), 0, 768),
+        (Demand(is_all=True), 32768, 2048),
+    ],
+)
+def test_window_is_what_prompts_need(demand: Demand, n_trained: int, n_window: int) -> None:
+    assert wanted_window(demand, n_trained) == n_window
+
+
+def test_yarn_widens_what_a_model_is_made_for(model: LlamaModel) -> None:
+    assert trained_window(model, EngineOptions()) == 32768
+    yarn = EngineOptions(rope_scaling="yarn", rope_freq_scale=0.25)
+    assert trained_window(model, yarn) == 4 * 32768
+    assert trained_window(model, EngineOptions(rope_scaling="yarn")) == 32768
+    said = EngineOptions(rope_scaling="yarn", rope_freq_scale=0.5, yarn_orig_ctx=1000)
+    assert trained_window(model, said) == 2000
+
+
+def test_llama_corrects_its_own_number_as_we_do(synth: SynthFactory) -> None:
+    settings: Any = {"rope_scaling": "yarn", "rope_freq_scale": 0.25}
+    options = EngineOptions(parallel=1, ctx_per_seq=256, n_threads=1, **settings)
+    with closing(open_model(synth("test"))) as opened:
+        n_expected = trained_window(opened, options)
+        with closing(LlamaBackend(opened, options, owns_model=False)):
+            assert llama_cpp.llama_model_n_ctx_train(opened.pointer) == n_expected
+
+
+# ---- prompts that come ----
+
+
+def test_demand_is_that_of_the_longest_with_its_output(model: LlamaModel) -> None:
+    ahead = look(tokens(100, max_tokens=50), tokens(90, max_tokens=70), max_tokens=7)
+    assert read_demand(model.vocab, ahead) == Demand(160, 0.0 + 90 / 190, is_all=True)
+    assert read_demand(model.vocab, look(tokens(100), max_tokens=7)).n_window == 107
+
+
+def test_prompt_without_a_cap_may_go_on_as_far_as_ever(model: LlamaModel) -> None:
+    assert read_demand(model.vocab, look(tokens(100))).n_window == 2048
+    assert read_demand(model.vocab, look(tokens(3000))).n_window == 3000 + 512
+
+
+def test_text_and_chats_are_read_as_the_model_does(model: LlamaModel) -> None:
+    chat = [{"role": "user", "content": "Say red."}]
+    n_text, n_chat = len(model.vocab.tokenize("Say red.")), len(model.vocab.render(chat))
+    assert n_chat > n_text
+    assert (
+        read_demand(model.vocab, look(BatchPrompt(prompt="Say red."), max_tokens=1)).n_window
+        == n_text + 1
+    )
+    assert read_demand(model.vocab, look(BatchPrompt(chat), max_tokens=1)).n_window == n_chat + 1
+
+
+def test_prompt_that_cannot_be_read_is_left_to_its_own_error(model: LlamaModel) -> None:
+    bad = BatchPrompt(prompt="half \ud83d")
+    assert read_demand(model.vocab, look(bad, tokens(10), max_tokens=5)).n_window == 15
+    assert read_demand(model.vocab, look(bad)) == Demand(is_all=True)
+
+
+def test_no_more_prompts_are_read_than_are_looked_at(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "N_LOOKED_AT", 2)
+    ahead = look(tokens(10), tokens(20), tokens(3000), max_tokens=1)
+    assert read_demand(model.vocab, ahead) == Demand(21, 10 / 30, is_all=False)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "share"),
+    [
+        ([], 0.0),
+        ([[1, 2, 3]], 0.0),
+        ([[1, 2], [3, 4]], 0.0),
+        ([[1, 2, 3, 4], [1, 2, 9, 9]], 2 / 8),
+        ([[1, 2, 3], [1, 2, 3]], 3 / 6),
+        ([[5], [1, 2, 3, 4], [6], [1, 2, 3, 5], [1, 2, 3]], 6 / 13),
+        ([[1, 2], [1, 2, 3, 4]], 2 / 6),
+    ],
+)
+def test_common_beginnings_are_counted_once_for_each_that_need_not_compute_them(
+    prompts: list[list[int]], share: float
+) -> None:
+    assert common_share(prompts) == pytest.approx(share)
+
+
+def test_one_pool_is_for_much_in_common_where_it_may_be() -> None:
+    assert choose_kv(SHARE_FOR_UNIFIED, can_share_pool=True) == "unified"
+    assert choose_kv(SHARE_FOR_UNIFIED - 0.01, can_share_pool=True) == "partitioned"
+    assert choose_kv(1.0, can_share_pool=False) == "partitioned"
+
+
+def test_look_ahead_of_other_things_is_refused() -> None:
+    wrong: list[Any] = [[BatchPrompt(prompt="a")], [("a", RunOptions())], [(tokens(3), {})], [1]]
+    for pairs in wrong:
+        with pytest.raises(ConfigError, match="pairs of a BatchPrompt"):
+            LookAhead(pairs)
+
+
+# ---- options, settled ----
+
+ALIKE = (tokens(100), tokens(100), tokens(100))
+
+
+@pytest.mark.parametrize(
+    ("settings", "ahead", "settled"),
+    [
+        ({}, None, {"parallel": 16, "ctx_per_seq": 2048, "n_ctx": None, "kv": "partitioned"}),
+        ({"parallel": 3}, None, {"parallel": 3, "ctx_per_seq": 2048}),
+        ({"kv": "unified"}, None, {"parallel": 16, "ctx_per_seq": None, "n_ctx": 32768}),
+        ({"n_ctx": 4096}, None, {"parallel": 16, "ctx_per_seq": None, "n_ctx": 4096}),
+        ({"ctx_per_seq": 300}, None, {"parallel": 16, "ctx_per_seq": 300, "n_ctx": None}),
+        (
+            {"kv": "unified", "ctx_per_seq": 300, "n_ctx": 999},
+            None,
+            {"parallel": 16, "ctx_per_seq": 300, "n_ctx": 999},
+        ),
+        ({"kv": "unified", "ctx_per_seq": 300}, None, {"ctx_per_seq": 300, "n_ctx": None}),
+        ({}, look(tokens(9), max_tokens=9), {"ctx_per_seq": 256, "kv": "partitioned"}),
+        ({}, look(tokens(9000), max_tokens=9), {"ctx_per_seq": 9216, "parallel": 16}),
+        ({}, look(*ALIKE), {"kv": "unified", "n_ctx": 32768, "ctx_per_seq": None}),
+        ({"exact": True}, look(*ALIKE), {"kv": "partitioned", "ctx_per_seq": 2048}),
+        ({"kv": "partitioned"}, look(*ALIKE), {"kv": "partitioned"}),
+        ({"ctx_per_seq": 512}, look(tokens(9000)), {"ctx_per_seq": 512}),
+        ({"n_ctx": 8192}, look(*ALIKE), {"kv": "unified", "n_ctx": 8192}),
+    ],
+)
+def test_what_was_not_said_is_settled(
+    model: LlamaModel, settings: dict[str, Any], ahead: LookAhead | None, settled: dict[str, Any]
+) -> None:
+    found = settle(model, EngineOptions.of(settings), Room(Footprint(256), 10**9), ahead)
+    assert {name: getattr(found, name) for name in settled} == settled
+
+
+def test_recurrent_model_keeps_states_of_its_own_whatever_comes(synth: SynthFactory) -> None:
+    with closing(open_model(synth("mamba"))) as mamba:
+        assert settle(mamba, EngineOptions(), Room(None, None), look(*ALIKE)).kv == "partitioned"
+
+
+def test_window_that_was_said_is_tried_even_where_it_does_not_fit(model: LlamaModel) -> None:
+    tight = Room(Footprint(256), 3 * 512 * 256)
+    assert settle(model, EngineOptions(ctx_per_seq=512), tight).parallel == 3
+    assert settle(model, EngineOptions(ctx_per_seq=4096), tight).parallel == 1
+    assert settle(model, EngineOptions(ctx_per_seq=4096, parallel=5), tight).parallel == 5
+
+
+def test_less_than_wanted_is_said_in_the_log(
+    model: LlamaModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "cbatch"):
+        settle(model, EngineOptions(), Room(Footprint(256), 16 * 2048 * 256))
+        settle(model, EngineOptions(parallel=3, ctx_per_seq=256), Room(Footprint(256), 10**9))
+        assert not caplog.records
+        settle(model, EngineOptions(), Room(Footprint(256), 3 * MIB))
+        settle(model, EngineOptions(parallel=8), Room(Footprint(256), 3 * MIB))
+        settle(model, EngineOptions(ctx_per_seq=4096), Room(Footprint(256), 3 * MIB))
+    slots, window, said = (r.getMessage() for r in caplog.records)
+    assert "6 slots of 2048 tokens, for 16 of 2048 would take 8.0 MiB" in slots
+    assert "budget is 3.0 MiB: memory_mib sets another" in slots
+    assert window.startswith("8 slots of 1536 tokens, for 8 of 2048")
+    assert said.startswith("3 slots of 4096 tokens, for 16 of 4096")
+
+
+@pytest.mark.parametrize(("settings", "n_budget"), [({}, 5000), ({"memory_mib": 7}, 7 * MIB)])
+def test_budget_is_what_was_said_or_half_of_what_is_free(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], n_budget: int
+) -> None:
+    asked: list[int] = []
+
+    def free(model: object, options: object, *, n_unloaded: int) -> int:
+        asked.append(n_unloaded)
+        return 10_000
+
+    monkeypatch.setattr(sizing, "free_for_cells", free)
+    found = find_room(model, EngineOptions.of(settings), n_unloaded=3)
+    assert (found.n_budget, found.n_free, asked) == (n_budget, 10_000, [3])
+    assert found.footprint == Footprint(256)
+
+
+def test_free_memory_that_nobody_tells_gives_no_budget(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "free_for_cells", lambda *args, **more: None)
+    assert find_room(model, EngineOptions()).n_budget is None
+
+
+# ---- from load on ----
+
+
+def test_engine_has_the_slots_that_its_budget_holds(test_model: Path) -> None:
+    n_cell_bytes = describe_model(test_model, EngineOptions(), asks_probe=False)["n_cell_bytes"]
+    n_mib = -(-5 * 2048 * n_cell_bytes // MIB)
+    with cbatch.load(test_model, memory_mib=n_mib, n_threads=1) as engine:
+        assert (engine.parallel, engine.n_window) == (5, 2048)
+    with cbatch.load(test_model, memory_mib=1, n_threads=1) as engine:
+        assert (engine.parallel, engine.n_window) == (1, 256)
+    with pytest.raises(
+        ModelLoadError, match=r"3 slots of 256 cells, .* the memory budget is 1.0 MiB"
+    ):
+        cbatch.load(test_model, memory_mib=1, parallel=3)
+
+
+def test_cells_take_the_memory_that_sizing_says(synth: SynthFactory) -> None:
+    """A context of 32 times the cells is larger by their bytes; what it computes in does not grow with them."""
+    path = synth("tiny")
+    sizes = [rss_of_a_load(path, n) for n in (1024, 64 * 1024)]
+    n_cell_bytes = describe_model(path, EngineOptions(), asks_probe=False)["n_cell_bytes"]
+    n_expected = 63 * 1024 * n_cell_bytes
+    assert sizes[1] - sizes[0] == pytest.approx(n_expected, rel=0.15)
+
+
+def rss_of_a_load(path: Path, n_ctx: int) -> int:
+    """Bytes of a process of its own with an engine of one slot of so many cells, whose buffers llama.cpp clears."""
+    code = (
+        "import sys, cbatch\n"
+        "with cbatch.load(sys.argv[1], parallel=1, n_ctx=int(sys.argv[2]), n_threads=1, flash_attn='on'):\n"
+        "    words = open('/proc/self/status').read().split()\n"
+        "    print(words[words.index('RssAnon:') + 1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(n_ctx)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return int(done.stdout) * 1024
+
+
+def test_engine_is_made_to_the_measure_of_prompts(test_model: Path) -> None:
+    short = look(tokens(200, max_tokens=100), tokens(20, 305, max_tokens=100))
+    with cbatch.load(test_model, look_ahead=short, n_threads=1) as engine:
+        assert (engine.parallel, engine.n_window) == (16, 512)
+    some = LookAhead(short.prompts)
+    with cbatch.load(test_model, look_ahead=some, parallel=2, n_threads=1) as engine:
+        assert engine.n_window == 2048
+    with cbatch.load(test_model, look_ahead=short, ctx_per_seq=300, n_threads=1) as engine:
+        assert engine.n_window == 512
+
+
+def test_prompts_with_much_in_common_share_one_pool(test_model: Path) -> None:
+    options = EngineOptions(parallel=2, n_threads=1)
+    backend, _ = load_backend(test_model, options, look(*ALIKE, max_tokens=9))
+    with closing(backend):
+        assert backend.memory.kind == "unified"
+        assert backend.memory.n_cells == 2 * 256
+
+
+def test_look_ahead_of_another_type_is_refused(test_model: Path) -> None:
+    wrong: Any = ["a"]
+    with pytest.raises(ConfigError, match="look_ahead"):
+        cbatch.load(test_model, look_ahead=wrong)
