@@ -23,7 +23,7 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
-from cbatch.messages import BatchPrompt
+from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 from cbatch.response import (
     BatchOutputChunk,
@@ -56,6 +56,7 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "IncompatibleLlamaError",
+    "LookAhead",
     "ModelLoadError",
     "PromptTooLongError",
     "QueueFullError",

@@ -14,7 +14,7 @@ import numpy as np
 from cbatch.backend.context import available_cores, make_context, slot_window
 from cbatch.backend.fingerprint import fingerprint
 from cbatch.backend.log import llama_log
-from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, has_states
+from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
 from cbatch.backend.native import NativeStepper, handshake
 from cbatch.core.plan import Chunk, Memory, Slot, StepPlan, StepResult
 from cbatch.errors import (
@@ -86,6 +86,7 @@ class LlamaBackend:
         self._model, self._owns_model, self._options = model, owns_model, options
         self._make_stepper = stepper or NativeStepper
         self._adapters = adapters
+        self._is_state = bool(llama_cpp.llama_model_is_recurrent(model.pointer))
         self._is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
         self._busy = threading.Lock()
         self._is_closed = False
@@ -313,7 +314,8 @@ class LlamaBackend:
 
     def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         """Take cells that were saved; see `Backend.keep`."""
-        self._saved[key] = SavedCells(data, n_cells)
+        fit = fitted(data, n_cells, self.memory, n_slots=self.n_slots, is_state=self._is_state)
+        self._saved[key] = SavedCells(fit, n_cells)
 
     def take(self, key: int) -> NDArray[np.uint8] | None:
         """Hand out what was saved; see `Backend.take`."""
@@ -327,12 +329,11 @@ class LlamaBackend:
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""
-        # llama.cpp writes how many streams there are and takes no other number: src/llama-kv-cache.cpp, state_read
-        n_streams = self.n_slots if self.memory.kind == "partitioned" else 1
+        is_fitted = self.memory.can_trim or self._is_state  # see `fitted`
         said = {
             "pieces": str(self.n_piece),
             "memory": self.memory.kind,
-            "parallel": str(n_streams) if n_streams > 1 else "any",
+            "parallel": "any" if is_fitted else str(self.n_slots),
         }
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]

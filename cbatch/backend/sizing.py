@@ -32,8 +32,10 @@ N_LOOKED_AT = 1024
 OUTPUT_UNSAID = 512
 """Tokens to have room for behind a prompt that has no `max_tokens`."""
 
-SHARE_FOR_UNIFIED = 0.5
-"""Share of common beginnings from which one pool pays. Provisional: not measured yet."""
+COMMON_FOR_UNIFIED = 256
+SHARE_FOR_UNIFIED = 2 / 3
+"""Common tokens, and their share of a request's cells, from which one pool is faster. Source: measured on two models,
+0 … 1,024 common tokens and 8 … 128 of output; see docs/performance.md."""
 
 _MIB = 2**20
 _log = logging.getLogger("cbatch")
@@ -45,12 +47,14 @@ class Demand:
 
     Args:
         n_window: tokens of the longest prompt with its output; 0 where none could be read.
-        share: of the prompts' tokens, those that begin another prompt too, 0 … 1.
+        n_common: tokens of a prompt that begin another one too, on average.
+        n_cells: tokens of a prompt with its output, on average.
         is_all: whether these were all prompts.
     """
 
     n_window: int = 0
-    share: float = 0.0
+    n_common: float = 0.0
+    n_cells: float = 0.0
     is_all: bool = False
 
 
@@ -192,35 +196,37 @@ def trained_window(model: LlamaModel, options: EngineOptions) -> int:
     return model.n_ctx_train
 
 
-def choose_kv(share: float, *, can_share_pool: bool) -> Literal["partitioned", "unified"]:
-    """Return the kind of memory for prompts of which this share are common beginnings.
+def choose_kv(
+    n_common: float, n_cells: float, *, can_share_pool: bool
+) -> Literal["partitioned", "unified"]:
+    """Return the kind of memory that is faster for prompts with such common beginnings.
 
     Args:
-        share: of the prompts' tokens, those that begin another prompt too, 0 … 1.
+        n_common: tokens of a prompt that begin another one too, on average.
+        n_cells: tokens of a prompt with its output, on average.
         can_share_pool: whether this model and what was promised allow one pool.
     """
-    return "unified" if can_share_pool and share >= SHARE_FOR_UNIFIED else "partitioned"
+    is_much = n_common >= max(COMMON_FOR_UNIFIED, SHARE_FOR_UNIFIED * n_cells)
+    return "unified" if can_share_pool and is_much else "partitioned"
 
 
 def read_demand(vocab: Vocab, look_ahead: LookAhead) -> Demand:
     """Return what these prompts ask for; those that cannot be read are left out, and say nothing."""
     prompts = look_ahead.prompts[:N_LOOKED_AT]
-    read = [(_tokens(vocab, prompt), options) for prompt, options in prompts]
+    read = [(t, options) for prompt, options in prompts if (t := _tokens(vocab, prompt))]
+    n_read = max(1, len(read))
     return Demand(
-        n_window=max(
-            (_n_needed(len(tokens), options) for tokens, options in read if tokens), default=0
-        ),
-        share=common_share([tokens for tokens, _ in read if tokens]),
+        n_window=max((_n_needed(len(tokens), options) for tokens, options in read), default=0),
+        n_common=n_common_tokens([tokens for tokens, _ in read]) / n_read,
+        n_cells=sum(len(t) + (o.max_tokens or OUTPUT_UNSAID) for t, o in read) / n_read,
         is_all=look_ahead.is_all and len(prompts) == len(look_ahead.prompts),
     )
 
 
-def common_share(prompts: Sequence[Sequence[int]]) -> float:
-    """Return the share of the tokens that another prompt begins with too: those need not be computed again."""
-    n_all = sum(map(len, prompts))
+def n_common_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens another prompt begins with too: those need not be computed again."""
     ordered = sorted(map(tuple, prompts))
-    n_common = sum(_n_common(a, b) for a, b in pairwise(ordered))
-    return n_common / n_all if n_all else 0.0
+    return sum(_n_common(a, b) for a, b in pairwise(ordered))
 
 
 def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -249,7 +255,8 @@ def _kv(
 ) -> Literal["partitioned", "unified"]:
     if options.kv != "auto":
         return options.kv
-    return choose_kv(demand.share, can_share_pool=not (options.exact or has_states(model)))
+    can_share_pool = not (options.exact or has_states(model))
+    return choose_kv(demand.n_common, demand.n_cells, can_share_pool=can_share_pool)
 
 
 def _with(

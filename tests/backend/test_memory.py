@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import llama_cpp
@@ -11,77 +9,35 @@ import pytest
 
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.load import describe_model
-from cbatch.backend.log import llama_log
-from cbatch.backend.memory import LlamaCells
 from cbatch.backend.model import open_model
-from cbatch.backend.native import NativeStepper
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
-from cbatch.options import GREEDY, EngineOptions
+from cbatch.options import EngineOptions
+from tests.backend.slots import (
+    KINDS,
+    N_SLOTS,
+    OTHER,
+    PROMPT,
+    bind_all,
+    chunk,
+    failing,
+    go_on,
+    held,
+    is_refused,
+    make_backends,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
+    from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
-
-    MakeBackend = Callable[..., LlamaBackend]
-
-KINDS = ("partitioned", "unified", "recurrent")
-N_SLOTS = 3
-PROMPT = [300 + 7 * i for i in range(20)]
-OTHER = [400 + 3 * i for i in range(33)]
 
 
 @pytest.fixture
 def make(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Return a factory of backends by kind of memory: 3 slots, 768 cells, all bound to greedy sampling."""
-    log, made = llama_log(), list[LlamaBackend]()
-    log.install()
-
-    def make_backend(kind: str, *, stepper: Any = None, **given: Any) -> LlamaBackend:
-        kv = "unified" if kind == "unified" else "partitioned"
-        sizes = {"parallel": N_SLOTS, "n_ctx": 768, "kv": kv, "n_batch": 512, "n_threads": 1}
-        model = open_model(synth("mamba" if kind == "recurrent" else "test"))
-        made.append(LlamaBackend(model, EngineOptions(**{**sizes, **given}), stepper=stepper))
-        bind_all(made[-1])
-        return made[-1]
-
-    yield make_backend
-    for backend in made:
-        backend.close()
-    log.remove()
-
-
-def bind_all(backend: LlamaBackend) -> None:
-    slots = [Slot(i) for i in range(backend.n_slots)]
-    backend.run(StepPlan((), binds=tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)))
-
-
-def chunk(slot: int, start: int, tokens: Sequence[int]) -> Chunk:
-    return Chunk(Slot(slot), start, tokens, has_output=True)
-
-
-def go_on(
-    backend: LlamaBackend, slot: int, tokens: Sequence[int], n: int, **orders: Any
-) -> list[int]:
-    """Compute `tokens` in a slot, after what it holds when the orders are done; return the next `n` tokens."""
-    start = orders.pop("start", backend.n_cells[slot])
-    output: list[int] = []
-    while len(output) < n:
-        plan = StepPlan((chunk(slot, start, tokens),), n_steps=n - len(output), **orders)
-        result = backend.run(plan)
-        assert (result.code, result.lost) == (0, ())
-        output += result.tokens[0]
-        start, tokens, orders = backend.n_cells[slot], output[-1:], {}
-    return output
-
-
-def held(backend: LlamaBackend) -> list[int]:
-    """Each slot's cells as llama.cpp has them, which must be as the backend counts them."""
-    cells = LlamaCells(backend._ctx)
-    found = [cells.count(slot) for slot in range(backend.n_slots)]
-    assert found == backend.n_cells
-    return found
+    """Return a factory of backends by kind of memory."""
+    yield from make_backends(synth)
 
 
 # ---- what a memory can do ----
@@ -158,7 +114,7 @@ def test_saved_cells_go_on_in_another_slot(make: MakeBackend, kind: str) -> None
     assert held(backend) == [0, 0, 0]
     go_on(backend, 0, OTHER, 5)
     n_cells = len(PROMPT) + 7
-    rest = go_on(backend, 2, first[-1:], 12, loads=((Slot(2), 5),), start=n_cells)
+    rest = go_on(backend, 2, first[-1:], 12, loads=((Slot(2), 5, n_cells),), start=n_cells)
     assert first + rest == expected
     assert held(backend) == [len(OTHER) + 4, 0, n_cells + 12]
 
@@ -170,7 +126,7 @@ def test_saved_cells_give_the_same_bits_under_exact(make: MakeBackend, kind: str
     backend.run(StepPlan((), saves=((Slot(0), 5),)))
     go_on(backend, 0, [token], 1)
     expected = backend.logits(Slot(0)).tobytes()
-    loads = ((Slot(1), 5),)
+    loads = ((Slot(1), 5, len(PROMPT)),)
     go_on(backend, 1, [token], 1, clears=(Slot(0),), loads=loads, start=len(PROMPT))
     assert backend.logits(Slot(1)).tobytes() == expected
 
@@ -189,7 +145,7 @@ def test_two_sequences_change_slots_in_one_plan(make: MakeBackend, kind: str) ->
             n_steps=8,
             saves=((Slot(0), 1), (Slot(1), 2)),
             clears=slots,
-            loads=((Slot(0), 2), (Slot(1), 1)),
+            loads=((Slot(0), 2, len(OTHER)), (Slot(1), 1, len(PROMPT))),
         )
     )
     n = result.n_steps
@@ -222,7 +178,7 @@ def test_rebuilt_context_computes_the_same(make: MakeBackend, kind: str) -> None
         backend.run(StepPlan((chunk(0, 0, PROMPT),)))
     bind_all(backend)
     assert go_on(backend, 0, PROMPT, 20) == expected
-    loads = ((Slot(2), 9),)
+    loads = ((Slot(2), 9, len(PROMPT)),)
     assert go_on(backend, 2, first[:1], 19, loads=loads, start=len(PROMPT)) == expected[1:]
 
 
@@ -248,7 +204,7 @@ def test_forgotten_cells_are_gone(make: MakeBackend) -> None:
     backend.run(StepPlan((), forgets=(1,)))
     assert list(backend._saved) == [2]
     with pytest.raises(PlanError, match="under 1"):
-        backend.run(StepPlan((), loads=((Slot(1), 1),)))
+        backend.run(StepPlan((), loads=((Slot(1), 1, len(PROMPT)),)))
     backend.run(StepPlan((), saves=((Slot(0), 1), (Slot(0), 3)), forgets=(2, 3, 1000)))
     assert list(backend._saved) == [1]
     backend.close()
@@ -275,7 +231,7 @@ def test_load_into_a_pool_that_is_full_loses_the_key_and_computes_nothing(
     backend = make("unified", n_ctx=256)
     backend.run(StepPlan((chunk(0, 0, PROMPT * 5),)))
     backend.run(StepPlan((chunk(1, 0, PROMPT * 10),), saves=((Slot(0), 3),), clears=(Slot(0),)))
-    plan = StepPlan((chunk(1, 200, [7]), chunk(2, 100, [7])), loads=((Slot(2), 3),))
+    plan = StepPlan((chunk(1, 200, [7]), chunk(2, 100, [7])), loads=((Slot(2), 3, 100),))
     assert backend.run(plan) == StepResult([[], []], 0, lost=(3,))
     assert held(backend) == [0, 200, 0]
     assert backend._saved == {}
@@ -298,7 +254,7 @@ def test_save_that_fails_loses_the_key_and_the_rest_is_done(
     assert (result.lost, result.n_steps) == ((3,), 1)
     assert held(backend) == [0, len(OTHER), 0]
     with pytest.raises(PlanError, match="under 3"):
-        backend.run(StepPlan((), loads=((Slot(0), 3),)))
+        backend.run(StepPlan((), loads=((Slot(0), 3, len(PROMPT)),)))
 
 
 def test_key_that_is_lost_before_it_is_loaded_computes_nothing(
@@ -309,7 +265,9 @@ def test_key_that_is_lost_before_it_is_loaded_computes_nothing(
     monkeypatch.setattr(llama_cpp, "llama_state_seq_get_data", lambda *args: 0)
     chunks = (chunk(1, len(PROMPT), [7]),)
     result = backend.run(
-        StepPlan(chunks, saves=((Slot(0), 3),), clears=(Slot(0),), loads=((Slot(1), 3),))
+        StepPlan(
+            chunks, saves=((Slot(0), 3),), clears=(Slot(0),), loads=((Slot(1), 3, len(PROMPT)),)
+        )
     )
     assert result == StepResult([[]], 0, lost=(3,))
     assert held(backend) == [0, 0, 0]
@@ -329,32 +287,26 @@ WRONG_PLANS = {
     "save of an empty slot": plan(saves=((Slot(1), 2),)),
     "save under a key in use": plan(saves=((Slot(0), 1),)),
     "save under one key twice": plan(saves=((Slot(0), 2), (Slot(0), 2))),
-    "load of a slot too high": plan(loads=((Slot(300), 1),)),
-    "load of an unknown key": plan(loads=((Slot(1), 2),)),
-    "load of one key twice": plan(loads=((Slot(1), 1), (Slot(2), 1))),
-    "load into a slot with cells": plan(loads=((Slot(0), 1),)),
-    "load of a forgotten key": plan(forgets=(1,), loads=((Slot(1), 1),)),
+    "load of a slot too high": plan(loads=((Slot(300), 1, 20),)),
+    "load of an unknown key": plan(loads=((Slot(1), 2, 20),)),
+    "load of one key twice": plan(loads=((Slot(1), 1, 20), (Slot(2), 1, 20))),
+    "load into a slot with cells": plan(loads=((Slot(0), 1, 20),)),
+    "load of more cells than there are": plan(loads=((Slot(1), 1, 21),)),
+    "load of no cells": plan(loads=((Slot(1), 1, 0),)),
+    "load of a forgotten key": plan(forgets=(1,), loads=((Slot(1), 1, 20),)),
     "load of a key forgotten at once": plan(
-        saves=((Slot(0), 2),), forgets=(2,), loads=((Slot(1), 2),)
+        saves=((Slot(0), 2),), forgets=(2,), loads=((Slot(1), 2, 20),)
     ),
     "save under a key that is forgotten": plan(saves=((Slot(0), 1),), forgets=(1,)),
     "trim of a slot too high": plan(trims=((Slot(3), 0),)),
     "trim to more cells than there are": plan(trims=((Slot(0), 21),)),
     "trim to cells that are cleared": plan(clears=(Slot(0),), trims=((Slot(0), 1),)),
     "trim to less than nothing": plan(trims=((Slot(0), -1),)),
-    "chunk not after the loaded cells": plan(chunk(1, 0, [7]), loads=((Slot(1), 1),)),
+    "chunk not after the loaded cells": plan(chunk(1, 0, [7]), loads=((Slot(1), 1, 20),)),
     "chunk not after the trimmed cells": plan(chunk(0, 20, [7]), trims=((Slot(0), 9),)),
     "chunk not after the rebuilding": plan(chunk(0, 20, [7]), is_rebuild=True),
-    "chunk past the window": plan(chunk(1, 20, [7] * 237), loads=((Slot(1), 1),)),
+    "chunk past the window": plan(chunk(1, 20, [7] * 237), loads=((Slot(1), 1, 20),)),
 }
-
-
-def is_refused(backend: LlamaBackend, wrong: StepPlan) -> bool:
-    try:
-        backend.run(wrong)
-    except PlanError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -371,40 +323,10 @@ def test_wrong_orders_are_refused_and_change_nothing(make: MakeBackend, kind: st
         assert held(backend) == [20, 0, 0], name
         assert list(backend._saved) == [1], name
     expected = go_on(backend, 0, [token], 9)
-    assert go_on(backend, 1, [token], 9, loads=((Slot(1), 1),), start=20) == expected
+    assert go_on(backend, 1, [token], 9, loads=((Slot(1), 1, 20),), start=20) == expected
 
 
 # ---- after a failed decode ----
-
-
-Failures = list[tuple[int, int] | None]
-"""What becomes of each run from now on: (code, steps done before it), or nothing out of the ordinary."""
-
-
-class FailingStepper(NativeStepper):
-    """Fails as `failures` says; what a failing first step leaves is all but the last token of its first chunk."""
-
-    def __init__(self, ctx: Any, failures: Failures, **sizes: Any) -> None:
-        super().__init__(ctx, slice_s=0.0, **sizes)
-        self._failures = failures
-
-    def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
-        """Do a run, or part of one."""
-        failure = self._failures.pop(0) if self._failures else None
-        if failure is None:
-            return super().run(chunks, n_steps)
-        code, n_done = failure
-        if n_done:
-            return replace(super().run(chunks, n_done), code=code)
-        first = chunks[0]
-        if code not in (1, -1) and len(first.tokens) > 1:
-            super().run([Chunk(first.slot, first.start, first.tokens[:-1], False)])
-        return StepResult([[] for _ in chunks], 0, code)
-
-
-def failing(make: MakeBackend, kind: str, **given: Any) -> tuple[LlamaBackend, Failures]:
-    failures: Failures = []
-    return make(kind, stepper=partial(FailingStepper, failures=failures), **given), failures
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,14 +22,14 @@ from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.load import describe_model, load_backend
 from cbatch.backend.model import open_model
 from cbatch.backend.sizing import (
-    SHARE_FOR_UNIFIED,
+    COMMON_FOR_UNIFIED,
     Demand,
     Room,
     Sizes,
     choose_kv,
     choose_sizes,
-    common_share,
     find_room,
+    n_common_tokens,
     read_demand,
     settle,
     trained_window,
@@ -186,7 +186,7 @@ def test_llama_corrects_its_own_number_as_we_do(synth: SynthFactory) -> None:
 
 def test_demand_is_that_of_the_longest_with_its_output(model: LlamaModel) -> None:
     ahead = look(tokens(100, max_tokens=50), tokens(90, max_tokens=70), max_tokens=7)
-    assert read_demand(model.vocab, ahead) == Demand(160, 0.0 + 90 / 190, is_all=True)
+    assert read_demand(model.vocab, ahead) == Demand(160, 90 / 2, (150 + 160) / 2, is_all=True)
     assert read_demand(model.vocab, look(tokens(100), max_tokens=7)).n_window == 107
 
 
@@ -217,31 +217,33 @@ def test_no_more_prompts_are_read_than_are_looked_at(
 ) -> None:
     monkeypatch.setattr(sizing, "N_LOOKED_AT", 2)
     ahead = look(tokens(10), tokens(20), tokens(3000), max_tokens=1)
-    assert read_demand(model.vocab, ahead) == Demand(21, 10 / 30, is_all=False)
+    assert read_demand(model.vocab, ahead) == Demand(21, 10 / 2, (11 + 21) / 2, is_all=False)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "share"),
+    ("prompts", "n_common"),
     [
-        ([], 0.0),
-        ([[1, 2, 3]], 0.0),
-        ([[1, 2], [3, 4]], 0.0),
-        ([[1, 2, 3, 4], [1, 2, 9, 9]], 2 / 8),
-        ([[1, 2, 3], [1, 2, 3]], 3 / 6),
-        ([[5], [1, 2, 3, 4], [6], [1, 2, 3, 5], [1, 2, 3]], 6 / 13),
-        ([[1, 2], [1, 2, 3, 4]], 2 / 6),
+        ([], 0),
+        ([[1, 2, 3]], 0),
+        ([[1, 2], [3, 4]], 0),
+        ([[1, 2, 3, 4], [1, 2, 9, 9]], 2),
+        ([[1, 2, 3], [1, 2, 3]], 3),
+        ([[5], [1, 2, 3, 4], [6], [1, 2, 3, 5], [1, 2, 3]], 6),
+        ([[1, 2], [1, 2, 3, 4]], 2),
     ],
 )
 def test_common_beginnings_are_counted_once_for_each_that_need_not_compute_them(
-    prompts: list[list[int]], share: float
+    prompts: list[list[int]], n_common: int
 ) -> None:
-    assert common_share(prompts) == pytest.approx(share)
+    assert n_common_tokens(prompts) == n_common
 
 
 def test_one_pool_is_for_much_in_common_where_it_may_be() -> None:
-    assert choose_kv(SHARE_FOR_UNIFIED, can_share_pool=True) == "unified"
-    assert choose_kv(SHARE_FOR_UNIFIED - 0.01, can_share_pool=True) == "partitioned"
-    assert choose_kv(1.0, can_share_pool=False) == "partitioned"
+    n = COMMON_FOR_UNIFIED
+    assert choose_kv(n, 1.5 * n, can_share_pool=True) == "unified"
+    assert choose_kv(n, 1.5 * n + 1, can_share_pool=True) == "partitioned"
+    assert choose_kv(n - 1, n, can_share_pool=True) == "partitioned"
+    assert choose_kv(n, n, can_share_pool=False) == "partitioned"
 
 
 def test_look_ahead_of_other_things_is_refused() -> None:
@@ -253,7 +255,7 @@ def test_look_ahead_of_other_things_is_refused() -> None:
 
 # ---- options, settled ----
 
-ALIKE = (tokens(100), tokens(100), tokens(100))
+ALIKE = (tokens(700, max_tokens=9),) * 12
 
 
 @pytest.mark.parametrize(
@@ -272,8 +274,8 @@ ALIKE = (tokens(100), tokens(100), tokens(100))
         ({"kv": "unified", "ctx_per_seq": 300}, None, {"ctx_per_seq": 300, "n_ctx": None}),
         ({}, look(tokens(9), max_tokens=9), {"ctx_per_seq": 256, "kv": "partitioned"}),
         ({}, look(tokens(9000), max_tokens=9), {"ctx_per_seq": 9216, "parallel": 16}),
-        ({}, look(*ALIKE), {"kv": "unified", "n_ctx": 32768, "ctx_per_seq": None}),
-        ({"exact": True}, look(*ALIKE), {"kv": "partitioned", "ctx_per_seq": 2048}),
+        ({}, look(*ALIKE), {"kv": "unified", "n_ctx": 16 * 768, "ctx_per_seq": None}),
+        ({"exact": True}, look(*ALIKE), {"kv": "partitioned", "ctx_per_seq": 768}),
         ({"kv": "partitioned"}, look(*ALIKE), {"kv": "partitioned"}),
         ({"ctx_per_seq": 512}, look(tokens(9000)), {"ctx_per_seq": 512}),
         ({"n_ctx": 8192}, look(*ALIKE), {"kv": "unified", "n_ctx": 8192}),
@@ -394,10 +396,10 @@ def test_engine_is_made_to_the_measure_of_prompts(test_model: Path) -> None:
 
 def test_prompts_with_much_in_common_share_one_pool(test_model: Path) -> None:
     options = EngineOptions(parallel=2, n_threads=1)
-    backend, _ = load_backend(test_model, options, look(*ALIKE, max_tokens=9))
+    backend, _ = load_backend(test_model, options, look(*ALIKE))
     with closing(backend):
         assert backend.memory.kind == "unified"
-        assert backend.memory.n_cells == 2 * 256
+        assert backend.memory.n_cells == 2 * 768
 
 
 def test_look_ahead_of_another_type_is_refused(test_model: Path) -> None:

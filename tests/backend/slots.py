@@ -1,0 +1,119 @@
+"""Backends of every kind of memory, and what tests of their cells do again and again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.log import llama_log
+from cbatch.backend.memory import LlamaCells
+from cbatch.backend.model import open_model
+from cbatch.backend.native import NativeStepper
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.errors import PlanError
+from cbatch.options import GREEDY, EngineOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from tests.conftest import SynthFactory
+
+    MakeBackend = Callable[..., LlamaBackend]
+
+KINDS = ("partitioned", "unified", "recurrent")
+N_SLOTS = 3
+PROMPT = [300 + 7 * i for i in range(20)]
+OTHER = [400 + 3 * i for i in range(33)]
+
+
+def make_backends(synth: SynthFactory) -> Iterator[MakeBackend]:
+    """Yield a factory of backends: 3 slots, 768 cells, all bound to greedy sampling. In the end close them."""
+    log, made = llama_log(), list[LlamaBackend]()
+    log.install()
+
+    def make(
+        kind: str, *, stepper: Any = None, shape: Mapping[str, int] | None = None, **given: Any
+    ) -> LlamaBackend:
+        kv = "unified" if kind == "unified" else "partitioned"
+        sizes = {"parallel": N_SLOTS, "n_ctx": 768, "kv": kv, "n_batch": 512, "n_threads": 1}
+        model = open_model(synth("mamba" if kind == "recurrent" else "test", **(shape or {})))
+        made.append(LlamaBackend(model, EngineOptions(**{**sizes, **given}), stepper=stepper))
+        bind_all(made[-1])
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+    log.remove()
+
+
+def bind_all(backend: LlamaBackend) -> None:
+    slots = [Slot(i) for i in range(backend.n_slots)]
+    backend.run(StepPlan((), binds=tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)))
+
+
+def chunk(slot: int, start: int, tokens: Sequence[int]) -> Chunk:
+    return Chunk(Slot(slot), start, tokens, has_output=True)
+
+
+def go_on(
+    backend: LlamaBackend, slot: int, tokens: Sequence[int], n: int, **orders: Any
+) -> list[int]:
+    """Compute `tokens` in a slot, after what it holds when the orders are done; return the next `n` tokens."""
+    start = orders.pop("start", backend.n_cells[slot])
+    output: list[int] = []
+    while len(output) < n:
+        plan = StepPlan((chunk(slot, start, tokens),), n_steps=n - len(output), **orders)
+        result = backend.run(plan)
+        assert (result.code, result.lost) == (0, ())
+        output += result.tokens[0]
+        start, tokens, orders = backend.n_cells[slot], output[-1:], {}
+    return output
+
+
+def held(backend: LlamaBackend) -> list[int]:
+    """Each slot's cells as llama.cpp has them, which must be as the backend counts them."""
+    cells = LlamaCells(backend._ctx)
+    found = [cells.count(slot) for slot in range(backend.n_slots)]
+    assert found == backend.n_cells
+    return found
+
+
+def is_refused(backend: LlamaBackend, wrong: StepPlan) -> bool:
+    try:
+        backend.run(wrong)
+    except PlanError:
+        return True
+    return False
+
+
+Failures = list[tuple[int, int] | None]
+"""What becomes of each run from now on: (code, steps done before it), or nothing out of the ordinary."""
+
+
+class FailingStepper(NativeStepper):
+    """Fails as `failures` says; what a failing first step leaves is all but the last token of its first chunk."""
+
+    def __init__(self, ctx: Any, failures: Failures, **sizes: Any) -> None:
+        super().__init__(ctx, slice_s=0.0, **sizes)
+        self._failures = failures
+
+    def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+        """Do a run, or part of one."""
+        failure = self._failures.pop(0) if self._failures else None
+        if failure is None:
+            return super().run(chunks, n_steps)
+        code, n_done = failure
+        if n_done:
+            return replace(super().run(chunks, n_done), code=code)
+        first = chunks[0]
+        if code not in (1, -1) and len(first.tokens) > 1:
+            super().run([Chunk(first.slot, first.start, first.tokens[:-1], False)])
+        return StepResult([[] for _ in chunks], 0, code)
+
+
+def failing(make: MakeBackend, kind: str, **given: Any) -> tuple[LlamaBackend, Failures]:
+    failures: Failures = []
+    return make(kind, stepper=partial(FailingStepper, failures=failures), **given), failures

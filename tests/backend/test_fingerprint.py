@@ -1,0 +1,218 @@
+"""What saved cells depend on: the same for the same cells, another wherever they would be read as something else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import pytest
+
+from cbatch.backend import fingerprint as subject
+from cbatch.backend.fingerprint import file_digest, fingerprint
+from cbatch.options import EngineOptions
+from tests.backend.slots import make_backends
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.backend.slots import MakeBackend
+    from tests.conftest import SynthFactory
+
+
+class Named:
+    """As much of a model as a fingerprint asks for."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+
+
+def of(path: Path, **given: Any) -> dict[str, str]:
+    return fingerprint(Named(path), EngineOptions(**given))  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _forgetful() -> None:
+    file_digest.cache_clear()
+
+
+@pytest.fixture
+def make(synth: SynthFactory) -> Iterator[MakeBackend]:
+    """Return a factory of backends by kind of memory."""
+    yield from make_backends(synth)
+
+
+# ---- the model ----
+
+
+def test_two_models_differ_in_the_model_alone(synth: SynthFactory) -> None:
+    first, second = of(synth("test")), of(synth("test", seed=1))
+    assert {name for name in first if first[name] != second[name]} == {"model"}
+    assert first["llama-cpp-python"] == llama_cpp.__version__
+
+
+def test_one_file_at_two_places_is_one_model(synth: SynthFactory, tmp_path: Path) -> None:
+    copied = tmp_path / "other-name.gguf"
+    shutil.copy(synth("test"), copied)
+    os.utime(copied, (1, 1))
+    assert of(copied) == of(synth("test"))
+    link = tmp_path / "link.gguf"
+    link.symlink_to(copied)
+    assert of(link) == of(copied)
+
+
+def test_file_that_is_only_touched_is_the_same(synth: SynthFactory, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(synth("test"), path)
+    before = of(path)
+    os.utime(path, (1, 1))
+    assert of(path) == before
+
+
+@pytest.mark.parametrize("where", ["beginning", "middle", "end"])
+def test_weights_that_change_in_place_are_noticed(
+    synth: SynthFactory, tmp_path: Path, where: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(synth("test"), path)
+    before, n_bytes = of(path), path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek({"beginning": 100, "middle": n_bytes // 2, "end": n_bytes - 1}[where])
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(7, 7))
+    assert path.stat().st_size == n_bytes
+    assert of(path)["model"] != before["model"]
+
+
+def test_places_far_apart_in_a_large_file_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_N_HEAD_BYTES", 1000), ("_N_SAMPLE_BYTES", 10), ("_N_SAMPLES", 8)):
+        monkeypatch.setattr(subject, name, value)
+    path, data = tmp_path / "model.gguf", bytearray(8000)
+    digests = list[str]()
+    for i_changed in (None, 999, 7000, 7009, 6999):
+        changed = data.copy()
+        if i_changed is not None:
+            changed[i_changed] = 1
+        path.write_bytes(changed)
+        digests.append(file_digest(((path, len(data), len(digests)),)))
+    assert digests[0] == digests[4]  # between two samples: the limit that the docstring names
+    assert len(set(digests)) == 4
+
+
+def test_file_that_grows_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(100))
+    before = of(path)
+    path.write_bytes(bytes(101))
+    assert of(path)["model"] != before["model"]
+
+
+def parts(folder: Path, *contents: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    names = [f"m-{i + 1:05}-of-{len(contents):05}.gguf" for i in range(len(contents))]
+    for name, content in zip(names, contents, strict=True):
+        (folder / name).write_bytes(content)
+    return folder / names[0]
+
+
+def test_every_part_of_a_split_model_counts(tmp_path: Path) -> None:
+    split = [b"one", b"two", b"three"]
+    digests = {of(parts(tmp_path / "0", *split))["model"]}
+    for i in range(3):
+        changed = [*split[:i], split[i] + b"!", *split[i + 1 :]]
+        digests.add(of(parts(tmp_path / str(i + 1), *changed))["model"])
+    digests.add(of(parts(tmp_path / "4", *split[:2]))["model"])
+    digests.add(of(parts(tmp_path / "5", *split[::-1]))["model"])
+    assert len(digests) == 6
+
+
+def test_other_files_beside_a_split_model_do_not_count(tmp_path: Path) -> None:
+    path = parts(tmp_path, b"one", b"two")
+    before = of(path)
+    (tmp_path / "m-00001-of-00003.gguf").write_bytes(b"another")
+    (tmp_path / "other-00002-of-00002.gguf").write_bytes(b"another")
+    (tmp_path / "m-large-00002-of-00002.gguf").write_bytes(b"another")
+    file_digest.cache_clear()
+    assert of(path) == before
+
+
+def test_later_part_that_changes_is_noticed_at_once(tmp_path: Path) -> None:
+    path = parts(tmp_path, b"one", b"two")
+    before = of(path)
+    (tmp_path / "m-00002-of-00002.gguf").write_bytes(b"TWO")
+    assert of(path)["model"] != before["model"]
+
+
+def test_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parts(tmp_path, b"only")
+    before = of(path)
+    monkeypatch.setattr(hashlib, "sha256", lambda: pytest.fail("read twice"))
+    assert of(path) == before
+
+
+def test_large_file_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # holes: a TiB that takes no room
+    start = time.process_time()
+    of(path)
+    assert time.process_time() - start < 5
+
+
+# ---- what else the cells depend on ----
+
+CHANGES: dict[str, Any] = {
+    "cache_type_k": "q8_0",
+    "cache_type_v": "f32",
+    "flash_attn": "off",
+    "exact": True,
+    "rope_scaling": "yarn",
+    "rope_freq_base": 10_000.0,
+    "rope_freq_scale": 0.5,
+    "yarn_ext_factor": 0.5,
+    "yarn_attn_factor": 0.5,
+    "yarn_beta_fast": 16.0,
+    "yarn_beta_slow": 2.0,
+    "yarn_orig_ctx": 512,
+}
+
+
+def test_every_setting_that_is_named_is_tried_here() -> None:
+    assert set(CHANGES) == set(subject._SETTINGS)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_setting_changes_what_it_is_named_after_alone(synth: SynthFactory, name: str) -> None:
+    before, after = of(synth("test")), of(synth("test"), **{name: CHANGES[name]})
+    assert {key for key in before if before[key] != after[key]} == {name}
+
+
+@pytest.mark.parametrize("given", [{"n_threads": 1}, {"n_batch": 64}, {"parallel": 2}])
+def test_settings_that_cells_do_not_depend_on_change_nothing(
+    synth: SynthFactory, given: dict[str, int]
+) -> None:
+    assert of(synth("test"), **given) == of(synth("test"))
+
+
+def test_backend_adds_its_memory_and_pieces(make: MakeBackend) -> None:
+    plain, pool, exact = (
+        make("partitioned").fingerprint(()),
+        make("unified").fingerprint(()),
+        make("partitioned", exact=True).fingerprint(()),
+    )
+    assert all(isinstance(value, str) for value in plain.values())
+    assert {key for key in plain if plain[key] != pool[key]} == {"memory"}
+    assert {key for key in plain if plain[key] != exact[key]} == {"exact", "pieces"}
+
+
+@pytest.mark.parametrize("kind", ["partitioned", "unified", "recurrent"])
+def test_number_of_slots_and_their_window_do_not_count(make: MakeBackend, kind: str) -> None:
+    assert make(kind).fingerprint(()) == make(kind, parallel=2, n_ctx=512).fingerprint(())
