@@ -1,0 +1,1326 @@
+"""Cells on disk as a user meets them: saved under a key, read by others, refused where they do not fit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch.store
+from cbatch.backend.fake import FakeBackend, Faults
+from cbatch.core.plan import Memory
+from cbatch.engine import Engine
+from cbatch.errors import (
+    CacheError,
+    ConfigError,
+    DeadlineError,
+    DuplicateIdError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestCancelledError,
+)
+from cbatch.store import CacheStore
+from tests.helpers import A_SECOND_A_STEP
+from tests.places import (
+    DEFAULTS,
+    ENDLESS,
+    Place,
+    can_all,
+    expected,
+    expects_little,
+    first_chunk,
+    item,
+    place_of,
+    plans_of,
+    read_all,
+    steps,
+    text_of,
+    wait_until,
+)
+from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import AdapterSet
+    from cbatch.response import BatchResponse, BatchResult
+    from cbatch.store import CachedCells, Fingerprint
+
+SAVED: dict[str, Any] = {"cache_key": "k", "save_cache": True}
+READ: dict[str, Any] = {"cache_key": "k"}
+REQUIRED: dict[str, Any] = {"cache_key": "k", "cache_required": True}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """Engines with a thread."""
+    with place_of(tmp_path / "cells", "threaded") as made:
+        yield made
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[Place]:
+    """Engines without."""
+    with place_of(tmp_path / "cells", "by hand") as made:
+        yield made
+
+
+@pytest.fixture(params=["threaded", "by hand", "async"])
+def any_way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Each way to ask."""
+    with place_of(tmp_path / "cells", request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the keys whose files are read, as it happens."""
+    found, read = list[str](), CacheStore.read
+
+    def noted(store: CacheStore, key: str, fingerprint: Fingerprint) -> CachedCells:
+        found.append(key)
+        return read(store, key, fingerprint)
+
+    monkeypatch.setattr(CacheStore, "read", noted)
+    return found
+
+
+@dataclass(eq=False)
+class Gate:
+    """Stops whoever reads or writes files until it is let go, and counts the times."""
+
+    n_times: int = 0
+    arrived: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    def stop(self) -> None:
+        self.n_times += 1
+        self.arrived.set()
+        assert self.go.wait(PATIENCE_S)
+
+    def wait(self) -> None:
+        assert self.arrived.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Stop every reading of a file."""
+    gate, read = Gate(), CacheStore.read
+
+    def gated(store: CacheStore, key: str, fingerprint: Fingerprint) -> CachedCells:
+        gate.stop()
+        return read(store, key, fingerprint)
+
+    monkeypatch.setattr(CacheStore, "read", gated)
+    yield gate
+    gate.go.set()
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Stop every writing of a file."""
+    gate, write = Gate(), CacheStore.write
+
+    def gated(store: CacheStore, key: str, cells: CachedCells, fingerprint: Fingerprint) -> None:
+        gate.stop()
+        write(store, key, cells, fingerprint)
+
+    monkeypatch.setattr(CacheStore, "write", gated)
+    yield gate
+    gate.go.set()
+
+
+def save(place: Place, tokens: Sequence[int], **options: Any) -> BatchResult:
+    """Have an engine save a prompt and its answer, and close it."""
+    engine = place.engine()
+    result = place.result(engine, tokens, **{**SAVED, **options})
+    engine.close()
+    return result
+
+
+def n_cells_saved(place: Place) -> int:
+    [file] = CacheStore(place.folder, 2**40).files()
+    assert file.problem is None
+    return file.n_tokens
+
+
+# ---- saved, and begun with by another engine ----
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
+def test_prompt_that_was_saved_is_not_computed_by_the_next_engine(
+    any_way: Place, seed: int
+) -> None:
+    tokens = text_of(100)
+    save(any_way, tokens, seed=seed)
+    engine = any_way.engine()
+    result = any_way.result(engine, tokens, **READ, seed=seed)
+    assert result.token_ids == expected(tokens, seed=seed)
+    assert (result.usage.cached_tokens, result.warnings) == (99, ())
+    assert engine.stats().n_prompt_tokens == 1
+
+
+def test_prompt_that_goes_on_behind_a_saved_answer_computes_what_is_new(any_way: Place) -> None:
+    first = save(any_way, text_of(50))
+    tokens = [*text_of(50), *first.token_ids, 1, 2, 3]
+    engine = any_way.engine()
+    result = any_way.result(engine, tokens, **READ)
+    assert result.token_ids == expected(tokens)
+    assert result.usage.cached_tokens == 50 + 6 - 1  # the last token of an answer has no cell
+    assert engine.stats().n_prompt_tokens == len(tokens) - 55
+
+
+def test_prompt_that_leaves_a_saved_one_early_has_the_part_in_common(any_way: Place) -> None:
+    save(any_way, text_of(100))
+    tokens = [*text_of(70), 1, 2, 3]
+    result = any_way.result(any_way.engine(), tokens, **READ)
+    assert result.token_ids == expected(tokens)
+    assert result.usage.cached_tokens == 70
+
+
+def test_file_is_replaced_by_the_next_that_saves_under_its_key(any_way: Place) -> None:
+    save(any_way, text_of(50))
+    save(any_way, text_of(80, start=3))
+    result = any_way.result(any_way.engine(), text_of(80, start=3), **READ)
+    assert any_way.keys() == ["k"]
+    assert result.usage.cached_tokens == 79
+
+
+def test_chat_grows_turn_by_turn_under_one_key(any_way: Place) -> None:
+    tokens, n_computed = text_of(40), 0
+    for _ in range(4):
+        engine = any_way.engine()
+        answer = any_way.result(engine, tokens, **SAVED)
+        assert answer.token_ids == expected(tokens)
+        tokens = [*tokens, *answer.token_ids, 9, 9]
+        n_computed += engine.stats().n_prompt_tokens
+        engine.close()
+    assert n_computed == 40 + 3 * 3  # the last token of each answer and two new ones
+
+
+def test_two_keys_in_one_batch_are_two_files(any_way: Place) -> None:
+    items = [item(text_of(40, i), cache_key=f"k{i}", save_cache=True) for i in range(6)]
+    any_way.results(any_way.engine(n_slots=2).run(items))
+    assert any_way.keys() == [f"k{i}" for i in range(6)]
+    engine = any_way.engine()
+    found = any_way.results(engine.run([item(text_of(40, i), cache_key=f"k{i}") for i in range(6)]))
+    assert [r.token_ids for r in found] == [expected(text_of(40, i)) for i in range(6)]
+    assert engine.stats().n_prompt_tokens == 6
+
+
+def test_first_to_save_under_a_key_is_not_warned_that_there_is_nothing(any_way: Place) -> None:
+    assert save(any_way, text_of(40)).warnings == ()
+
+
+def test_key_without_a_file_warns_and_computes(any_way: Place) -> None:
+    result = any_way.result(any_way.engine(), text_of(40), **READ)
+    assert result.token_ids == expected(text_of(40))
+    [warning] = result.warnings
+    assert "nothing is kept under this key" in warning
+
+
+def test_key_that_is_required_and_not_there_fails_alone(any_way: Place) -> None:
+    engine = any_way.engine()
+    items = [item(text_of(40), **REQUIRED), item(text_of(40, 5)), item(text_of(40))]
+    results = any_way.results(engine.run(items))
+    assert [r.finish_reason for r in results] == ["error", "length", "length"]
+    error = results[0].error
+    assert isinstance(error, CacheError)
+    assert (error.key, error.reason[:22]) == ("k", "nothing is kept under ")
+    assert [r.token_ids for r in results[1:]] == [expected(text_of(40, 5)), expected(text_of(40))]
+
+
+def test_required_file_without_a_beginning_of_the_prompt_fails(any_way: Place) -> None:
+    save(any_way, text_of(40))
+    result = any_way.result(any_way.engine(), text_of(40, start=1), **REQUIRED)
+    assert isinstance(result.error, CacheError)
+    assert "does not begin" in result.error.reason
+
+
+def test_file_of_larger_windows_serves_small_ones(any_way: Place) -> None:
+    save(any_way, text_of(200))
+    result = any_way.result(any_way.engine(n_window=64), text_of(50), **READ)
+    assert result.token_ids == expected(text_of(50))
+    assert result.usage.cached_tokens == 49
+
+
+def test_prompt_already_in_memory_is_not_read_again(place: Place, reads: list[str]) -> None:
+    engine = place.engine()
+    for _ in range(3):
+        assert place.result(engine, text_of(50), **SAVED).token_ids == expected(text_of(50))
+    assert reads == ["k"]  # before there was any
+
+
+def test_file_removed_meanwhile_is_missing(any_way: Place) -> None:
+    save(any_way, text_of(40))
+    engine = any_way.engine()
+    any_way.file().unlink()
+    assert any_way.result(engine, text_of(40), **REQUIRED).finish_reason == "error"
+    assert any_way.result(engine, text_of(40), **READ).token_ids == expected(text_of(40))
+
+
+# ---- save, clear, free: in this order ----
+
+
+def test_slot_taken_in_the_same_plan_leaves_the_saved_cells_right(by_hand: Place) -> None:
+    engine = by_hand.engine(n_slots=1)
+    items = [item(text_of(50), **SAVED), item(text_of(60, start=3)), item(text_of(30, start=5))]
+    results = by_hand.results(engine.run(items))
+    assert [r.finish_reason for r in results] == ["length"] * 3
+    [plan] = [p for p in plans_of(engine) if p.saves]
+    assert plan.clears == (0,)
+    assert [c.start for c in plan.chunks] == [0]  # somebody else is computed in it already
+    result = by_hand.result(by_hand.engine(), text_of(50), **REQUIRED)
+    assert (result.token_ids, result.usage.cached_tokens) == (expected(text_of(50)), 49)
+
+
+def test_slot_whose_beginning_the_next_one_takes_over_is_saved_whole(by_hand: Place) -> None:
+    engine = by_hand.engine(n_slots=1, kind=GatedBackend)
+    saver = engine.submit(item(text_of(50), **SAVED))
+    steps(engine, 3)
+    [second] = by_hand.results(engine.submit(item([*text_of(40), 1, 2])))
+    [first] = by_hand.results(saver)
+    assert second.usage.cached_tokens == 40
+    assert n_cells_saved(by_hand) == 55
+    tokens = [*text_of(50), *first.token_ids]
+    result = by_hand.result(by_hand.engine(), [*tokens, 1], **REQUIRED)
+    assert (result.token_ids, result.usage.cached_tokens) == (expected([*tokens, 1]), 55)
+
+
+def test_queue_of_savers_on_one_slot_leaves_every_file_right(any_way: Place) -> None:
+    prompts = [text_of(30 + i, start=i) for i in range(12)]
+    items = [item(p, cache_key=f"k{i}", save_cache=True) for i, p in enumerate(prompts)]
+    any_way.results(any_way.engine(n_slots=1).run(items))
+    again = [item(p, cache_key=f"k{i}", cache_required=True) for i, p in enumerate(prompts)]
+    results = any_way.results(any_way.engine(n_slots=3).run(again))
+    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
+    assert [r.usage.cached_tokens for r in results] == [len(p) - 1 for p in prompts]
+
+
+def test_result_comes_when_the_file_is_there_and_holds_up_nobody(
+    place: Place, writing: Gate
+) -> None:
+    engine = place.engine(n_slots=1)
+    saver = engine.submit(item(text_of(40), **SAVED))
+    writing.wait()
+    assert place.result(engine, text_of(20, start=3)).finish_reason == "length"
+    with pytest.raises(TimeoutError):
+        saver.results(timeout=0.01)
+    assert place.keys() == []
+    writing.go.set()
+    assert place.results(saver)[0].token_ids == expected(text_of(40))
+    assert place.keys() == ["k"]
+
+
+def test_reader_of_chunks_gets_the_last_one_when_the_file_is_there(any_way: Place) -> None:
+    engine = any_way.engine()
+    response = engine.submit(item(text_of(40), **SAVED))
+    found = [(chunk, any_way.keys()) for chunk in read_all(any_way, response)]
+    ends = [keys for chunk, keys in found if chunk.finish_reason is not None]
+    assert ends == [["k"]]
+    assert "".join(chunk.text for chunk, _ in found) == any_way.results(response)[0].text
+
+
+# ---- a failed save keeps the answer ----
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def read_only(*_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [(full_disk, "No space left.*cbatch cache rm"), (read_only, "Permission denied")],
+)
+def test_file_that_cannot_be_written_leaves_the_answer_with_a_warning(
+    any_way: Place, monkeypatch: pytest.MonkeyPatch, fails: Callable[..., None], words: str
+) -> None:
+    engine = any_way.engine()
+    save(any_way, text_of(30))
+    before = any_way.file().read_bytes()
+    monkeypatch.setattr(cbatch.store, "_write_part", fails)
+    result = any_way.result(engine, text_of(40), **SAVED)
+    assert (result.error, result.token_ids) == (None, expected(text_of(40)))
+    assert re.search(f"not saved.*{words}", result.warnings[-1])
+    assert any_way.file().read_bytes() == before
+    assert any_way.result(engine, text_of(40, 3)).token_ids == expected(text_of(40, 3))
+
+
+def test_folder_that_cannot_be_made_leaves_the_answer_with_a_warning(
+    any_way: Place, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    engine = any_way.engine(folder=tmp_path / "file" / "cells")
+    result = any_way.result(engine, text_of(40), **SAVED)
+    assert (result.error, result.token_ids) == (None, expected(text_of(40)))
+    assert "not saved" in result.warnings[-1]
+
+
+def test_store_that_raises_anything_leaves_the_answer_with_a_warning(
+    any_way: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("struck by lightning")
+
+    monkeypatch.setattr(CacheStore, "write", broken)
+    engine = any_way.engine()
+    result = any_way.result(engine, text_of(40), **SAVED)
+    assert result.token_ids == expected(text_of(40))
+    assert "lightning" in result.warnings[-1]
+    assert any_way.result(engine, text_of(40), **REQUIRED).finish_reason == "error"
+
+
+def test_cells_larger_than_the_folder_may_be_leave_the_answer_with_a_warning(
+    tmp_path: Path,
+) -> None:
+    backend = FakeBackend(1, 200_000, 4096, memory=can_all(200_000))
+    tokens = text_of(150_000)
+    with Engine(backend, options=DEFAULTS, cache_dir=tmp_path, cache_mib=1) as engine:
+        result = engine.submit(item(tokens, **SAVED)).result(timeout=PATIENCE_S)
+    assert result.finish_reason == "length"
+    assert "raise cache_mib" in result.warnings[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cells_that_cannot_be_copied_out_leave_the_answer_with_a_warning(any_way: Place) -> None:
+    engine = any_way.engine(faults=Faults(swap=lambda _: False))
+    result = any_way.result(engine, text_of(40), **SAVED)
+    assert result.token_ids == expected(text_of(40))
+    assert "could not be copied out" in result.warnings[-1]
+    assert any_way.keys() == []
+
+
+def test_failed_step_saves_what_was_computed_again(any_way: Place) -> None:
+    codes = iter([0, 0, -3, -3, 0, 0, 2])
+    engine = any_way.engine(faults=Faults(code=lambda _: next(codes, 0)))
+    assert any_way.result(engine, text_of(70), **SAVED).token_ids == expected(text_of(70))
+    result = any_way.result(any_way.engine(), text_of(70), **REQUIRED)
+    assert (result.token_ids, result.usage.cached_tokens) == (expected(text_of(70)), 69)
+
+
+# ---- every way to end ----
+
+
+def saver(**options: Any) -> BatchPrompt:
+    """One that goes on until it is cancelled."""
+    return item(text_of(40), "saver", **{**SAVED, "max_tokens": ENDLESS - 40, **options})
+
+
+def proves(place: Place, n_cells: int) -> None:
+    """The file has so many cells, and they are right."""
+    assert n_cells_saved(place) == n_cells
+    tokens = [*text_of(40), *expected(text_of(40), n_cells)][:n_cells]
+    result = place.result(place.engine(1, n_cells + 64), [*tokens, 1], **REQUIRED)
+    assert result.token_ids == expected([*tokens, 1])
+    assert result.usage.cached_tokens == n_cells
+
+
+def test_stop_token_saves_what_stands_before_it(any_way: Place) -> None:
+    answer = expected(text_of(40), 20)
+    n = answer.index(answer[9]) + 1
+    result = save(any_way, text_of(40), max_tokens=20, stop_token_ids=[answer[9]])
+    assert (result.finish_reason, result.usage.completion_tokens) == ("stop", n)
+    proves(any_way, 40 + n - 1)
+
+
+def test_stop_string_saves_no_token_past_it(any_way: Place) -> None:
+    vocab = FakeBackend(1).vocab
+    answer = expected(text_of(40), 40)
+    i = next(i for i, t in enumerate(answer) if i > 4 and t > 256)
+    result = save(any_way, text_of(40), max_tokens=40, stop=vocab.piece(answer[i]).decode())
+    assert result.finish_reason == "stop"
+    n_known = n_cells_saved(any_way) - 40
+    assert 0 < n_known <= result.usage.completion_tokens
+    proves(any_way, 40 + n_known)
+
+
+def test_end_of_the_window_saves_all_of_it(any_way: Place) -> None:
+    engine = any_way.engine(n_window=64)
+    result = any_way.result(engine, text_of(40), **SAVED, max_tokens=None, seed=1)
+    assert result.finish_reason == "length"  # the engine's own cap
+    engine = Engine(
+        FakeBackend(1, 64, 64, memory=can_all(64)),
+        options={"ignore_eos": True, "seed": 1},
+        cache_dir=any_way.folder,
+    )
+    with engine:
+        assert any_way.result(engine, text_of(40), **SAVED).finish_reason == "window"
+    proves(any_way, 63)
+
+
+def test_cancel_in_a_slot_saves_what_there_is(any_way: Place) -> None:
+    engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
+    response = engine.run([saver()])
+    first_chunk(response)
+    assert engine.cancel("saver")
+    [result] = any_way.results(response)
+    assert (result.finish_reason, result.error) == ("cancelled", None)
+    assert result.token_ids == expected(text_of(40), len(result.token_ids))
+    proves(any_way, 40 + len(result.token_ids) - 1)
+
+
+def test_cancel_of_the_whole_batch_saves_what_ran_and_nothing_else(any_way: Place) -> None:
+    engine = any_way.engine(n_slots=2, n_window=ENDLESS, kind=GatedBackend)
+    items = [item(text_of(40, i), cache_key=f"k{i}", save_cache=True) for i in range(5)]
+    response = engine.run(items, options={"max_tokens": ENDLESS - 100})
+    first_chunk(response)
+    assert response.cancel() == 5
+    results = any_way.results(response)
+    assert [r.finish_reason for r in results] == ["cancelled"] * 5
+    ran = [i for i, r in enumerate(results) if r.error is None]
+    assert ran
+    assert any_way.keys() == [f"k{i}" for i in ran]
+
+
+def test_time_that_is_over_in_a_slot_saves_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = GatedBackend(1, 256, 64, cost=A_SECOND_A_STEP, memory=can_all(256))
+    monkeypatch.setattr("time.perf_counter", lambda: backend.now_s)
+    engine = Engine(backend, options=DEFAULTS, threaded=False, cache_dir=tmp_path)
+    results = engine.run(
+        [
+            item(text_of(40), **SAVED, max_tokens=50, timeout_s=4.0),
+            item(text_of(40), cache_key="queued", save_cache=True, timeout_s=4.0),
+        ]
+    ).results(return_errors=True)
+    assert [(r.finish_reason, len(r.token_ids)) for r in results] == [
+        ("timeout", 4),
+        ("timeout", 0),
+    ]
+    assert isinstance(results[1].error, DeadlineError)
+    engine.close()
+    monkeypatch.undo()
+    place = Place(tmp_path, "by hand")
+    assert place.keys() == ["k"]
+    proves(place, 43)
+
+
+def test_queued_one_that_is_cancelled_saves_nothing(any_way: Place) -> None:
+    engine = any_way.engine(n_slots=1, n_window=ENDLESS, kind=GatedBackend)
+    engine.run([item(text_of(20), "long", max_tokens=ENDLESS - 20)])
+    response = engine.run([saver()])
+    if any_way.way == "by hand":
+        engine.step()
+    assert engine.cancel("saver")
+    [result] = any_way.results(response)
+    assert isinstance(result.error, RequestCancelledError)
+    engine.cancel("long")
+    assert any_way.keys() == []
+
+
+def test_cancel_by_hand_before_the_first_step_ends_the_request(by_hand: Place) -> None:
+    engine = by_hand.engine()
+    response = engine.run([item(text_of(20), "a", **SAVED)])
+    assert engine.cancel("a")
+    [result] = by_hand.results(response)
+    assert isinstance(result.error, RequestCancelledError)
+    assert by_hand.keys() == []
+
+
+def test_request_that_fails_saves_nothing(any_way: Place) -> None:
+    backend_faults = Faults(broken=lambda chunk: chunk.start > 42)
+    engine = any_way.engine(faults=backend_faults)
+    result = any_way.result(engine, text_of(40), **SAVED, max_tokens=20)
+    assert result.finish_reason == "error"
+    assert any_way.keys() == []
+    assert any_way.result(engine, text_of(30)).token_ids == expected(text_of(30))
+
+
+def test_prompt_that_is_refused_saves_nothing_and_frees_its_key(any_way: Place) -> None:
+    engine = any_way.engine(n_window=64)
+    result = any_way.result(engine, text_of(64), **SAVED)
+    assert isinstance(result.error, PromptTooLongError)
+    assert any_way.keys() == []
+    assert any_way.result(engine, text_of(40), **SAVED).finish_reason == "length"
+
+
+def test_paused_one_that_is_cancelled_in_its_slot_saves_what_there_is(by_hand: Place) -> None:
+    engine = by_hand.engine(n_window=ENDLESS, kind=GatedBackend)
+    response = engine.run([saver()])
+    steps(engine, 5)
+    assert engine.pause("saver")
+    assert engine.cancel("saver")
+    [result] = by_hand.results(response)
+    proves(by_hand, 40 + len(result.token_ids) - 1)
+
+
+def test_paused_one_without_a_slot_ends_with_a_warning(by_hand: Place) -> None:
+    engine = by_hand.engine(n_slots=1, n_window=ENDLESS, kind=GatedBackend)
+    response = engine.run([saver()])
+    steps(engine, 5)
+    engine.pause("saver")
+    by_hand.result(engine, text_of(10, start=3))
+    engine.cancel("saver")
+    [result] = by_hand.results(response)
+    assert (result.finish_reason, by_hand.keys()) == ("cancelled", [])
+    assert "not saved" in result.warnings[-1]
+
+
+def test_preempted_ones_save_all_their_cells(any_way: Place) -> None:
+    memory = Memory("unified", 160, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
+    prompts = [text_of(20, start=i) for i in range(6)]
+    engine = any_way.engine(
+        4, 128, memory=memory, schedule={"admission": "optimistic", "swap_mib": 0}
+    )
+    expects_little(any_way, engine)
+    items = [item(p, cache_key=f"k{i}", save_cache=True) for i, p in enumerate(prompts)]
+    results = any_way.results(engine.run(items, options={"max_tokens": 60}))
+    assert [r.token_ids for r in results] == [expected(p, 60) for p in prompts]
+    if any_way.way == "by hand":  # with a thread that reads, they may come one after the other
+        assert engine.stats().n_preempted > 0
+    again = any_way.engine(4, 128, memory=memory)
+    for i, (p, r) in enumerate(zip(prompts, results, strict=True)):
+        tokens = [*p, *r.token_ids, 7]
+        found = any_way.result(again, tokens, cache_key=f"k{i}", cache_required=True)
+        assert (found.token_ids, found.usage.cached_tokens) == (expected(tokens), 79)
+
+
+# ---- close, Ctrl-C ----
+
+
+def test_close_saves_what_runs_and_nobody_waits_for_ever(any_way: Place) -> None:
+    engine = any_way.engine(n_slots=2, n_window=ENDLESS, kind=GatedBackend)
+    items = [
+        item(text_of(40, i), cache_key=f"k{i}", save_cache=True, max_tokens=ENDLESS - 100)
+        for i in range(4)
+    ]
+    response = engine.run(items)
+    first_chunk(response)
+    engine.close()
+    results = any_way.results(response)
+    assert [r.finish_reason for r in results] == ["cancelled"] * 4
+    assert any_way.keys() == [f"k{i}" for i, r in enumerate(results) if r.error is None] != []
+    assert engine._loop.routes == {}
+
+
+def test_close_while_a_file_is_written_waits_for_it(place: Place, writing: Gate) -> None:
+    engine = place.engine()
+    response = engine.submit(item(text_of(40), **SAVED))
+    writing.wait()
+    closed = in_thread(engine.close)
+    with pytest.raises(TimeoutError):
+        response.results(timeout=0.01)
+    writing.go.set()
+    closed()
+    assert place.results(response)[0].token_ids == expected(text_of(40))
+    assert place.keys() == ["k"]
+
+
+def test_close_while_a_file_is_read_ends_who_waits_for_it(place: Place, reading: Gate) -> None:
+    engine = place.engine()
+    response = engine.submit(item(text_of(40), **READ))
+    reading.wait()
+    closed = in_thread(engine.close)
+    [result] = place.results(response)
+    assert isinstance(result.error, RequestCancelledError)
+    reading.go.set()
+    closed()
+
+
+def test_close_with_a_disk_that_is_full_loses_no_answer(
+    any_way: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cbatch.store, "_write_part", full_disk)
+    engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
+    response = engine.run([saver()])
+    first_chunk(response)
+    engine.close()
+    [result] = any_way.results(response)
+    assert (result.finish_reason, result.error) == ("cancelled", None)
+    assert "No space left" in result.warnings[-1]
+
+
+@pytest.mark.parametrize("is_threaded", [True, False])
+def test_engine_that_fails_ends_savers_with_its_error(tmp_path: Path, is_threaded: bool) -> None:
+    place = Place(tmp_path, "threaded" if is_threaded else "by hand")
+    engine = place.engine(faults=Faults(code=lambda _: -3))
+    results = place.results(
+        engine.run([item(text_of(9, i), cache_key=f"k{i}", save_cache=True) for i in range(30)])
+    )
+    assert {r.finish_reason for r in results} == {"error"}
+    assert place.keys() == []
+    engine.close()
+
+
+class Interrupted(FakeBackend):
+    """Ctrl-C strikes in the first run that copies cells out, before or after its work."""
+
+    is_late = False
+    has_struck = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if self.has_struck or not plan.saves:
+            return super().run(plan)
+        self.has_struck = True
+        if self.is_late:
+            super().run(plan)
+        raise KeyboardInterrupt
+
+
+class LateInterrupted(Interrupted):
+    is_late = True
+
+
+@pytest.mark.parametrize("kind", [Interrupted, LateInterrupted])
+def test_ctrl_c_while_cells_are_copied_out_loses_no_answer(
+    by_hand: Place, kind: type[FakeBackend]
+) -> None:
+    engine = by_hand.engine(kind=kind)
+    response = engine.submit(item(text_of(40), **SAVED))
+    with pytest.raises(KeyboardInterrupt):
+        response.results(timeout=PATIENCE_S)
+    [result] = by_hand.results(response)
+    assert result.token_ids == expected(text_of(40))
+    assert by_hand.result(engine, text_of(30)).token_ids == expected(text_of(30))
+
+
+@pytest.mark.parametrize("kind", [Interrupted, LateInterrupted])
+def test_ctrl_c_while_cells_are_copied_out_disturbs_nobody_beside(
+    by_hand: Place, kind: type[FakeBackend]
+) -> None:
+    engine = by_hand.engine(kind=kind)
+    other = engine.submit(item(text_of(20, start=3), max_tokens=40))
+    response = engine.submit(item(text_of(40), **SAVED))
+    with pytest.raises(KeyboardInterrupt):
+        response.results(timeout=PATIENCE_S)
+    [result], [beside] = by_hand.results(response), by_hand.results(other)
+    assert result.token_ids == expected(text_of(40))
+    assert "not saved" in result.warnings[-1]
+    assert beside.token_ids == expected(text_of(20, start=3), 40)
+
+
+def test_ctrl_c_while_run_waits_for_room_leaves_the_engine_usable(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = place.engine(1, ENDLESS, kind=GatedBackend, schedule={"max_queue": 0})
+    in_flight = engine._parts.batcher.in_flight
+
+    def strike(*_: object) -> None:
+        wait_until(lambda: in_flight["a"].n_output > 0)
+        raise KeyboardInterrupt
+
+    items = [item(text_of(9), id, cache_key=id, save_cache=True, max_tokens=9999) for id in "ab"]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._loop, "_wait_for_room", strike)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(items)
+    wait_until(lambda: not engine._loop.routes)
+    assert place.result(engine, text_of(9)).token_ids == expected(text_of(9))
+
+
+# ---- one key, several savers ----
+
+
+def refuses(call: Callable[[], object]) -> CacheError:
+    with pytest.raises(CacheError, match="two requests in flight would save it") as caught:
+        call()
+    return caught.value
+
+
+def test_key_that_stands_twice_in_a_batch_is_refused_and_nothing_is_queued(any_way: Place) -> None:
+    engine = any_way.engine()
+    items = [item(text_of(40), **SAVED), item(text_of(30)), item(text_of(20), **SAVED)]
+    assert refuses(lambda: engine.run(items)).key == "k"
+    assert engine._loop.routes == {}
+    assert engine.stats().n_submitted == 0
+    assert any_way.keys() == []
+    assert not any_way.folder.exists()
+    assert any_way.result(engine, text_of(40), **SAVED).finish_reason == "length"
+
+
+def test_key_of_the_run_holds_for_every_item_and_is_refused(any_way: Place) -> None:
+    refuses(lambda: any_way.engine().run([item(text_of(9)), item(text_of(8))], options=SAVED))
+
+
+def test_key_that_is_in_flight_is_refused_until_its_request_has_ended(any_way: Place) -> None:
+    engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
+    first = engine.run([saver()])
+    refuses(lambda: engine.submit(item(text_of(30), **SAVED)))
+    refuses(lambda: engine.run([item(text_of(20)), item(text_of(30), **SAVED)]))
+    assert [*engine._loop.routes] == ["saver"]
+    assert any_way.result(engine, text_of(20), cache_key="other", save_cache=True).error is None
+    engine.cancel("saver")
+    any_way.results(first)
+    assert any_way.result(engine, text_of(30), **SAVED).finish_reason == "length"
+    assert any_way.keys() == ["k", "other"]
+
+
+def test_key_whose_file_is_being_written_is_in_flight(place: Place, writing: Gate) -> None:
+    engine = place.engine()
+    first = engine.submit(item(text_of(40), "a", **SAVED))
+    writing.wait()
+    refuses(lambda: engine.submit(item(text_of(30), **SAVED)))
+    with pytest.raises(DuplicateIdError):
+        engine.submit(item(text_of(30), "a"))
+    assert not engine.cancel("a")
+    assert not engine.pause("a")
+    writing.go.set()
+    place.results(first)
+    assert place.result(engine, text_of(30), **SAVED).error is None
+
+
+def test_key_from_many_threads_is_taken_by_one(place: Place) -> None:
+    engine = place.engine(n_slots=8, n_window=ENDLESS, kind=GatedBackend)
+    start = threading.Barrier(8)
+    taken: list[BatchResponse] = []
+
+    def submit() -> bool:
+        start.wait(PATIENCE_S)
+        with suppress(CacheError):
+            taken.append(engine.submit(item(text_of(20), **SAVED, max_tokens=9999)))
+            return True
+        return False
+
+    waits = [in_thread(submit) for _ in range(8)]
+    assert sum(wait() for wait in waits) == 1
+    engine.cancel_all()
+    assert [r.finish_reason for r in place.results(taken[0])] == ["cancelled"]
+
+
+def test_key_that_a_generator_gives_twice_fails_that_item_alone(any_way: Place) -> None:
+    engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
+    holder = engine.run([saver()])
+    items = [item(text_of(20)), item(text_of(30), **SAVED), item(text_of(25, start=3))]
+    results = any_way.results(engine.run(iter(items)))
+    assert [r.finish_reason for r in results] == ["length", "error", "length"]
+    assert isinstance(results[1].error, CacheError)
+    assert results[2].token_ids == expected(text_of(25, start=3))
+    assert any_way.keys() == []
+    engine.cancel("saver")
+    any_way.results(holder)
+    [again] = any_way.results(engine.run(iter([item(text_of(30), **SAVED)])))
+    assert again.finish_reason == "length"
+
+
+def test_key_of_a_batch_that_was_rejected_is_free(by_hand: Place) -> None:
+    engine = by_hand.engine(n_slots=1, schedule={"max_queue": 0, "when_full": "reject"})
+    with pytest.raises(QueueFullError):
+        engine.run([item(text_of(20), **SAVED), item(text_of(30))])
+    assert by_hand.result(engine, text_of(20), **SAVED).finish_reason == "length"
+
+
+def test_key_may_be_read_while_somebody_saves_it(any_way: Place) -> None:
+    save(any_way, text_of(60))
+    engine = any_way.engine()
+    tokens = [[*text_of(60), 200, i] for i in range(4)]
+    items = [item(t, **(SAVED if i == 0 else READ)) for i, t in enumerate(tokens)]
+    results = any_way.results(engine.run(items))
+    assert [r.token_ids for r in results] == [expected(t) for t in tokens]
+    assert engine.stats().n_prompt_tokens <= 2 * 4
+
+
+@pytest.mark.parametrize("name", ["save_cache", "cache_required"])
+def test_option_without_its_key_is_refused(any_way: Place, name: str) -> None:
+    options: dict[str, Any] = {name: True}
+    with pytest.raises(ConfigError, match="cache_key"):
+        any_way.engine().submit(item(text_of(9), **options))
+
+
+def test_key_where_memory_cannot_be_saved_is_refused(any_way: Place) -> None:
+    engine = any_way.engine(memory=Memory("partitioned", 1024))
+    with pytest.raises(ConfigError, match="cannot be copied out"):
+        engine.submit(item(text_of(9), **READ))
+
+
+# ---- one file, many readers ----
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("n_slots", [1, 4, 20])
+def test_many_readers_read_once_and_compute_what_is_their_own(
+    any_way: Place, reads: list[str], n_slots: int, is_shared: bool
+) -> None:
+    save(any_way, text_of(80), prefill_only=True)
+    reads.clear()
+    engine = any_way.engine(n_slots=n_slots, schedule={"share_prefixes": is_shared})
+    prompts = [[*text_of(80), 200, i] for i in range(20)]
+    results = any_way.results(engine.run([item(p, **REQUIRED) for p in prompts]))
+    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
+    assert min(r.usage.cached_tokens for r in results) >= 80
+    assert len(reads) == 1 if is_shared else len(reads) <= 20
+
+
+@pytest.mark.parametrize("n_piece", [0, 16])
+def test_readers_that_begin_with_just_the_file_compute_what_is_their_own(
+    any_way: Place, n_piece: int
+) -> None:
+    engine = any_way.engine(n_piece=n_piece)
+    any_way.result(engine, text_of(64), **SAVED)
+    engine.close()
+    engine = any_way.engine(n_piece=n_piece)
+    prompts = [[*text_of(64), i] for i in range(4)]
+    results = any_way.results(engine.run([item(p, **REQUIRED) for p in prompts]))
+    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
+    assert [r.usage.cached_tokens for r in results] == [64] * 4
+
+
+def test_followers_are_not_overtaken_by_those_behind_them(by_hand: Place) -> None:
+    engine = by_hand.engine(kind=GatedBackend)
+    response = engine.run([item([*text_of(70), i], max_tokens=50) for i in range(12)])
+    order = [int(result.id) for result in response.as_completed()]
+    assert [sorted(order[i : i + 4]) for i in (0, 4, 8)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
+
+
+def test_readers_of_a_unified_pool_share_the_cells(any_way: Place) -> None:
+    memory = Memory("unified", 200, can_save=True, can_copy=True)
+    engine = any_way.engine(4, 128, memory=memory)
+    any_way.result(engine, text_of(80), **SAVED, prefill_only=True)
+    engine.close()
+    engine = any_way.engine(4, 128, memory=memory)
+    prompts = [[*text_of(80), 200, i] for i in range(12)]
+    results = any_way.results(engine.run([item(p, **REQUIRED) for p in prompts]))
+    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
+    assert engine.stats().n_prompt_tokens <= 2 * 12
+
+
+def test_recurrent_memory_begins_with_a_whole_file_or_not_at_all(any_way: Place) -> None:
+    memory = Memory("recurrent", 4, can_trim=False, can_save=True, saved_bytes=64)
+    engine = any_way.engine(memory=memory)
+    first = any_way.result(engine, text_of(50), **SAVED)
+    engine.close()
+    whole, part = [*text_of(50), *first.token_ids, 1], [*text_of(50), 1]
+    engine = any_way.engine(memory=memory)
+    found = any_way.results(engine.run([item(whole, **READ), item(part, **READ)]))
+    assert [r.token_ids for r in found] == [expected(whole), expected(part)]
+    assert [r.usage.cached_tokens for r in found] == [55, 0]
+    assert [len(r.warnings) for r in found] == [0, 1]
+
+
+def test_exact_begins_with_whole_pieces_of_the_prompt_only(any_way: Place) -> None:
+    first = any_way.engine(n_piece=16)
+    answer = any_way.result(first, text_of(50), **SAVED)
+    first.close()
+    engine = any_way.engine(n_piece=16)
+    prompts = [text_of(50), [*text_of(50), *answer.token_ids, 1], [*text_of(40), 1]]
+    results = [any_way.result(engine, p, **READ) for p in prompts]
+    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
+    assert [r.usage.cached_tokens for r in results] == [48, 48, 32]
+    starts = {c.start for p in plans_of(engine) for c in p.chunks if len(c.tokens) > 1}
+    assert all(start % 16 == 0 for start in starts)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest", "round_robin"])
+def test_policy_changes_nothing_about_files(any_way: Place, policy: str) -> None:
+    quantum = {"quantum": 3} if policy == "round_robin" else {}
+    prompts = [text_of(40 + i, start=i) for i in range(8)]
+    said: list[dict[str, Any]] = [{"save_cache": True}, {"cache_required": True}]
+    for options in said:
+        engine = any_way.engine(n_slots=2, schedule={"policy": policy, **quantum})
+        items = [item(p, cache_key=f"k{i}", **options) for i, p in enumerate(prompts)]
+        results = any_way.results(engine.run(items, options={"max_tokens": 12}))
+        assert [r.token_ids for r in results] == [expected(p, 12) for p in prompts]
+        engine.close()
+    assert [r.usage.cached_tokens for r in results] == [len(p) - 1 for p in prompts]
+
+
+# ---- while a file is read ----
+
+
+def test_those_without_a_key_pass_one_whose_file_is_read(place: Place, reading: Gate) -> None:
+    engine = place.engine(n_slots=2)
+    waits = engine.submit(item(text_of(40), **READ))
+    reading.wait()
+    for i in range(4):
+        assert place.result(engine, text_of(20, i)).token_ids == expected(text_of(20, i))
+    stats = engine.stats()
+    assert (stats.n_held, stats.n_running) == (1, 0)
+    reading.go.set()
+    assert place.results(waits)[0].token_ids == expected(text_of(40))
+
+
+def test_cancel_while_its_file_is_read_ends_it_at_once(place: Place, reading: Gate) -> None:
+    engine = place.engine(n_slots=1)
+    responses = [engine.submit(item([*text_of(40), i], id, **READ)) for i, id in enumerate("ab")]
+    reading.wait()
+    assert engine.cancel("a")
+    [result] = place.results(responses[0])
+    assert isinstance(result.error, RequestCancelledError)
+    reading.go.set()
+    assert place.results(responses[1])[0].token_ids == expected([*text_of(40), 1])
+    assert place.result(engine, text_of(30)).token_ids == expected(text_of(30))
+
+
+def test_time_that_passes_while_its_file_is_read_ends_it(place: Place, reading: Gate) -> None:
+    engine = place.engine()
+    [result] = place.results(engine.submit(item(text_of(40), **READ, timeout_s=0.01)))
+    assert isinstance(result.error, DeadlineError)
+    reading.go.set()
+    assert place.result(engine, text_of(40), **READ).token_ids == expected(text_of(40))
+
+
+def test_pause_while_its_file_is_read_holds_it_until_it_is_resumed(
+    place: Place, monkeypatch: pytest.MonkeyPatch, reading: Gate
+) -> None:
+    reading.go.set()
+    save(place, text_of(40))
+    reading.go.clear()
+    reading.arrived.clear()
+    engine = place.engine()
+    response = engine.submit(item(text_of(40), "a", **READ))
+    reading.wait()
+    assert [engine.pause("a"), engine.pause("a")] == [True, False]
+    reading.go.set()
+    place.result(engine, text_of(40, start=3), cache_key="other")  # read behind it
+    assert engine.stats().n_held == 1
+    assert engine.resume("a")
+    [result] = place.results(response)
+    assert (result.token_ids, result.usage.cached_tokens) == (expected(text_of(40)), 39)
+
+
+def test_resume_while_its_file_is_still_read_waits_for_it(place: Place, reading: Gate) -> None:
+    engine = place.engine()
+    response = engine.submit(item(text_of(40), "a", **READ))
+    reading.wait()
+    assert [engine.pause("a"), engine.resume("a")] == [True, True]
+    with pytest.raises(TimeoutError):
+        response.results(timeout=0.01)
+    reading.go.set()
+    assert place.results(response)[0].token_ids == expected(text_of(40))
+    assert reading.n_times == 1
+
+
+def test_all_who_wait_for_one_file_may_leave(place: Place, reading: Gate) -> None:
+    engine = place.engine()
+    response = engine.run([item([*text_of(40), i], **READ) for i in range(4)])
+    reading.wait()
+    assert response.cancel() == 4
+    assert all(r.error is not None for r in place.results(response))
+    assert place.result(engine, text_of(20, 3)).token_ids == expected(text_of(20, 3))
+    reading.go.set()
+    stats = engine.stats()
+    assert (stats.n_held, stats.n_waiting, stats.n_running) == (0, 0, 0)
+    assert place.result(engine, text_of(40), **READ).token_ids == expected(text_of(40))
+
+
+# ---- files that are no good ----
+
+
+def change(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def put(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def in_place_of(make: Callable[[Path], object]) -> Callable[[Path, bytes], None]:
+    def replaced(path: Path, _: bytes) -> None:
+        path.unlink()
+        make(path)
+
+    return replaced
+
+
+BAD: dict[str, tuple[Callable[[Path, bytes], object], str]] = {
+    "foreign": (lambda p, _: put(p, b"GGUF" * 99), "is no file of cells"),
+    "empty": (lambda p, _: put(p, b""), "is no file of cells"),
+    "cut off": (lambda p, d: put(p, d[: len(d) // 2]), "should be"),
+    "without its last byte": (lambda p, d: put(p, d[:-1]), "should be"),
+    "one byte longer": (lambda p, d: put(p, d + b"\0"), "should be"),
+    "far longer": (lambda p, _: os.truncate(p, 2**40), "should be"),
+    "one bit of the version": (lambda p, d: put(p, change(d, 8)), "is of version"),
+    "one bit of the header": (lambda p, d: put(p, change(d, 25)), "damaged|bytes"),
+    "one bit of the cells": (lambda p, d: put(p, change(d, len(d) - 60)), "is damaged"),
+    "one bit of the last digest": (lambda p, d: put(p, change(d, len(d) - 1)), "is damaged"),
+    "a FIFO": (in_place_of(os.mkfifo), "is not a regular file"),
+    "a folder": (in_place_of(os.mkdir), "is not a regular file"),
+    "a link": (in_place_of(lambda p: p.symlink_to("/dev/zero")), "is a symbolic link"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_file_is_named_where_it_is_required_and_warned_of_where_not(
+    any_way: Place, name: str
+) -> None:
+    save(any_way, text_of(60))
+    damage, words = BAD[name]
+    damage(any_way.file(), any_way.file().read_bytes())
+    engine = any_way.engine()
+    items = [item(text_of(60), **REQUIRED), item(text_of(60), **READ), item(text_of(30, start=3))]
+    failed, warned, neighbour = any_way.results(engine.run(items))
+    assert isinstance(failed.error, CacheError)
+    assert failed.error.key == "k"
+    [warning] = warned.warnings
+    assert re.search(words, str(failed.error))
+    assert re.search(words, warning)
+    assert warned.token_ids == expected(text_of(60))
+    assert (neighbour.token_ids, neighbour.warnings) == (expected(text_of(30, start=3)), ())
+
+
+def test_bad_file_is_replaced_by_the_next_save(any_way: Place) -> None:
+    save(any_way, text_of(60))
+    put(any_way.file(), b"foreign")
+    assert len(save(any_way, text_of(60)).warnings) == 1
+    result = any_way.result(any_way.engine(), text_of(60), **REQUIRED)
+    assert result.usage.cached_tokens == 59
+
+
+def test_file_of_another_model_is_told_apart(any_way: Place) -> None:
+    save(any_way, text_of(60))
+    engine = any_way.engine(seed=5)
+    failed, warned = any_way.results(
+        engine.run([item(text_of(60), **REQUIRED), item(text_of(60), **READ)])
+    )
+    assert isinstance(failed.error, CacheError)
+    assert failed.error.reason == "seed is 5, was saved with 0"
+    assert warned.warnings == (str(failed.error),)
+    assert warned.usage.cached_tokens == 0
+    assert warned.token_ids != expected(text_of(60))
+
+
+def test_files_of_two_models_live_beside_each_other_under_one_key(any_way: Place) -> None:
+    first = save(any_way, text_of(60))
+    other = any_way.engine(seed=5)
+    second = any_way.result(other, text_of(60), **SAVED)
+    other.close()
+    assert any_way.keys() == ["k", "k"]
+    for seed, answer in ((0, first), (5, second)):
+        found = any_way.result(any_way.engine(seed=seed), text_of(60), **REQUIRED)
+        assert (found.token_ids, found.usage.cached_tokens) == (answer.token_ids, 59)
+
+
+def test_file_from_memory_of_another_kind_is_told_apart(any_way: Place) -> None:
+    save(any_way, text_of(60))
+    memory = Memory("unified", 512, can_save=True, can_copy=True)
+    result = any_way.result(any_way.engine(memory=memory), text_of(60), **REQUIRED)
+    assert isinstance(result.error, CacheError)
+    assert "kind is unified, was saved with partitioned" in result.error.reason
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("lightning"), OSError(5, "I/O")])
+def test_whatever_reading_raises_is_the_requests_own_error(
+    any_way: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(CacheStore, "read", broken)
+    engine = any_way.engine()
+    failed, warned = any_way.results(
+        engine.run([item(text_of(60), **REQUIRED), item(text_of(60), **READ)])
+    )
+    assert isinstance(failed.error, CacheError)
+    assert failed.error.__cause__ is error
+    assert warned.token_ids == expected(text_of(60))
+
+
+def test_cells_that_the_backend_refuses_fail_or_are_computed(any_way: Place) -> None:
+    save(any_way, text_of(60))
+    engine = any_way.engine(faults=Faults(swap=lambda _: False))
+    for options, reason in ((REQUIRED, "error"), (READ, "length")):
+        beside = engine.submit(item(text_of(20, start=3)))
+        result = any_way.result(engine, text_of(60), **options)
+        assert result.finish_reason == reason
+        assert result.usage.cached_tokens == 0
+        said = str(result.error) if result.error else result.warnings[0]
+        assert "cannot take these cells" in said
+        assert any_way.results(beside)[0].token_ids == expected(text_of(20, start=3))
+    assert result.token_ids == expected(text_of(60))
+
+
+def test_cells_that_the_backend_refuses_are_computed_by_all_who_wanted_them(
+    any_way: Place,
+) -> None:
+    save(any_way, text_of(80))
+    engine = any_way.engine(faults=Faults(swap=lambda _: False))
+    prompts = [[*text_of(80), i] for i in range(10)]
+    results = any_way.results(engine.run([item(p, **READ) for p in prompts]))
+    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
+
+
+def test_cells_that_the_backend_refuses_fail_all_who_require_them(by_hand: Place) -> None:
+    save(by_hand, text_of(80))
+    engine = by_hand.engine(faults=Faults(swap=lambda _: False))
+    prompts = [[*text_of(80), i] for i in range(4)]
+    results = by_hand.results(engine.run([item(p, **REQUIRED) for p in prompts]))
+    assert [r.finish_reason for r in results] == ["error"] * 4
+
+
+# ---- adapters ----
+
+
+def with_adapter(tokens: Sequence[int], name: str | None, **options: Any) -> BatchPrompt:
+    return item(tokens, **({"adapter": name} if name else {}), **options)
+
+
+SETS: list[str | None] = ["a", "b", None]
+
+
+def scaled(name: str | None) -> AdapterSet:
+    return ((name, 1.0),) if name else ()
+
+
+def test_unknown_adapter_is_refused_with_the_names_that_there_are(any_way: Place) -> None:
+    engine = any_way.engine(adapters=("a", "b"))
+    with pytest.raises(ConfigError, match="'c' is not loaded; loaded are: a, b"):
+        engine.run([item(text_of(9)), with_adapter(text_of(9), "c")])
+    assert engine._loop.routes == {}
+    with pytest.raises(ConfigError, match="loaded are: none"):
+        any_way.engine().submit(with_adapter(text_of(9), "a"))
+
+
+def test_each_set_of_adapters_answers_as_alone_and_shares_nothing_with_another(
+    any_way: Place,
+) -> None:
+    engine = any_way.engine(adapters=("a", "b"))
+    items = [with_adapter([*text_of(60), i], SETS[i % 3]) for i in range(12)]
+    results = any_way.results(engine.run(items))
+    wanted = [expected([*text_of(60), i], adapters=scaled(SETS[i % 3])) for i in range(12)]
+    assert [r.token_ids for r in results] == wanted
+    assert len(set(wanted)) == 12
+    assert [r.usage.cached_tokens for r in results[:3]] == [0, 0, 0]
+    assert engine.stats().n_prompt_tokens >= 3 * 60
+
+
+def test_scales_and_several_adapters_are_sets_of_their_own(any_way: Place) -> None:
+    engine = any_way.engine(adapters=("a", "b"))
+    scales: list[dict[str, float]] = [{"a": 1}, {"a": 0.5}, {"a": 1, "b": 1}, {"b": 0}]
+    results = any_way.results(engine.run([item(text_of(40), adapter=s) for s in scales]))
+    sets: list[AdapterSet] = [(("a", 1.0),), (("a", 0.5),), (("a", 1.0), ("b", 1.0)), ()]
+    assert [r.token_ids for r in results] == [expected(text_of(40), adapters=s) for s in sets]
+
+
+def test_no_set_of_adapters_starves(by_hand: Place) -> None:
+    engine = by_hand.engine(adapters=("a", "b"), n_slots=3, n_window=512, kind=GatedBackend)
+    names: list[str | None] = ["a", "b", None]
+    engine.run([with_adapter(text_of(8, i), n, max_tokens=400) for i, n in enumerate(names)])
+    steps(engine, 60)
+    n_output = [d.n_output for d in engine._parts.batcher.in_flight.values()]
+    assert min(n_output) >= 18
+    engine.cancel_all()
+
+
+def test_file_of_one_adapter_is_not_used_for_another(any_way: Place) -> None:
+    first = any_way.engine(adapters=("a", "b"))
+    saved = any_way.result(first, text_of(60), **SAVED, adapter="a")
+    first.close()
+    engine = any_way.engine(adapters=("a", "b"))
+    items = [with_adapter(text_of(60), n, **REQUIRED) for n in SETS]
+    right, other, none = any_way.results(engine.run(items))
+    assert (right.token_ids, right.usage.cached_tokens) == (saved.token_ids, 59)
+    for failed in (other, none):
+        assert isinstance(failed.error, CacheError)
+        assert "adapters is" in failed.error.reason
+
+
+def test_key_known_for_one_adapter_is_read_for_another(any_way: Place) -> None:
+    engine = any_way.engine(adapters=("a", "b"))
+    for name in SETS:
+        result = any_way.results(engine.submit(with_adapter(text_of(60), name, **SAVED)))[0]
+        assert result.token_ids == expected(text_of(60), adapters=scaled(name))
+        assert result.usage.cached_tokens == 0
+    assert any_way.keys() == ["k"] * 3
+
+
+# ---- prompts alone ----
+
+
+def test_prompt_alone_gives_nothing_and_its_follower_computes_the_rest(any_way: Place) -> None:
+    engine = any_way.engine()
+    result = any_way.result(engine, text_of(60), prefill_only=True)
+    assert (result.text, result.token_ids, result.finish_reason) == ("", (), "length")
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (60, 0)
+    assert engine.stats().n_running == 0
+    follower = any_way.result(engine, [*text_of(60), 1])
+    assert (follower.usage.cached_tokens, engine.stats().n_prompt_tokens) == (60, 61)
+    assert follower.token_ids == expected([*text_of(60), 1])
+    assert any_way.result(engine, text_of(60)).usage.cached_tokens == 59
+
+
+def test_prompt_alone_frees_its_slot_before_the_next_plan(by_hand: Place) -> None:
+    engine = by_hand.engine(n_slots=1, kind=GatedBackend)
+    engine.run([item(text_of(60), prefill_only=True), item(text_of(20, start=3))])
+    engine.step()
+    assert engine._parts.batcher.ledger.n_lent == 0
+    engine.step()
+    assert engine._parts.batcher.ledger.n_lent == 1
+
+
+def test_prompt_alone_streams_one_last_chunk_without_text(any_way: Place) -> None:
+    response = any_way.engine().submit(item(text_of(100), prefill_only=True))
+    [chunk] = read_all(any_way, response)
+    assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("", (), "length")
+
+
+def test_prompts_alone_beside_decoders_change_no_token(any_way: Place) -> None:
+    engine = any_way.engine(n_slots=3)
+    items = [
+        item(text_of(50 + i, start=i), prefill_only=i % 2 == 0, max_tokens=30) for i in range(12)
+    ]
+    results = any_way.results(engine.run(items))
+    for i, result in enumerate(results):
+        wanted = () if i % 2 == 0 else expected(text_of(50 + i, start=i), 30)
+        assert result.token_ids == wanted
+
+
+@pytest.mark.parametrize("n_piece", [0, 16])
+def test_prompt_alone_is_saved_for_the_next_engine(any_way: Place, n_piece: int) -> None:
+    engine = any_way.engine(n_piece=n_piece)
+    result = any_way.result(engine, text_of(64), **SAVED, prefill_only=True)
+    assert (result.finish_reason, result.text) == ("length", "")
+    engine.close()
+    found = any_way.result(any_way.engine(n_piece=n_piece), [*text_of(64), 1], **REQUIRED)
+    assert (found.token_ids, found.usage.cached_tokens) == (expected([*text_of(64), 1]), 64)
+
+
+def test_prompt_alone_ignores_its_cap_stops_and_seed(any_way: Place) -> None:
+    result = any_way.result(
+        any_way.engine(), text_of(20), prefill_only=True, max_tokens=99, stop=["x"], seed=7
+    )
+    assert (result.finish_reason, result.token_ids, result.seed) == ("length", (), 7)
+
+
+def test_prompt_alone_with_a_cap_beyond_the_window_fits(any_way: Place) -> None:
+    engine = any_way.engine(n_window=64)
+    result = any_way.result(engine, text_of(64), prefill_only=True, max_tokens=99)
+    assert result.finish_reason == "length"
+
+
+def test_prompt_alone_of_recurrent_memory_serves_what_goes_on_from_it(any_way: Place) -> None:
+    memory = Memory("recurrent", 4, can_trim=False, can_save=True, saved_bytes=64)
+    engine = any_way.engine(memory=memory)
+    any_way.result(engine, text_of(40), prefill_only=True)
+    follower = any_way.result(engine, [*text_of(40), 1])
+    assert (follower.token_ids, follower.usage.cached_tokens) == (expected([*text_of(40), 1]), 40)
+
+
+def test_prompt_alone_can_be_cancelled_paused_and_timed(by_hand: Place) -> None:
+    engine = by_hand.engine(n_window=ENDLESS)
+    response = engine.run([item(text_of(500), "a", prefill_only=True)])
+    engine.step()
+    assert engine.pause("a")
+    assert engine.step() is False
+    assert engine.resume("a")
+    engine.step()
+    assert engine.cancel("a")
+    [result] = by_hand.results(response)
+    assert (result.finish_reason, result.error, result.token_ids) == ("cancelled", None, ())
+    late = by_hand.result(engine, text_of(50, 3), prefill_only=True, timeout_s=0.0)
+    assert late.finish_reason == "timeout"
+
+
+def test_thousand_prompts_alone_leave_nothing_behind(place: Place) -> None:
+    engine = place.engine()
+    prompts = [item(text_of(9, i), prefill_only=True) for i in range(1000)]
+    results = place.results(engine.run(prompts))
+    assert {(r.finish_reason, r.token_ids) for r in results} == {("length", ())}
+    batcher = engine._parts.batcher
+    assert (batcher.in_flight, batcher.storing, engine._loop.routes) == ({}, {}, {})

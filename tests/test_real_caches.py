@@ -1,0 +1,440 @@
+"""Caches, continuing and moving windows on llama.cpp itself, with the model that ships."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch
+from cbatch.errors import CacheError, ConfigError, PromptTooLongError
+from cbatch.messages import BatchPrompt
+from cbatch.models.recipe.tasks import SHORT_TASKS, held_out_chats, is_right
+from tests.backend.lora import write_lora
+from tests.runtime.backends import all_results, streams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cbatch.engine import Engine
+    from cbatch.response import BatchResult
+    from tests.conftest import SynthFactory
+
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 16}
+SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "ignore_eos": True, "max_tokens": 16}
+SAVED: dict[str, Any] = {"cache_key": "k", "save_cache": True}
+REQUIRED: dict[str, Any] = {"cache_key": "k", "cache_required": True}
+EXACT: dict[str, Any] = {"exact": True, "n_ubatch": 32}
+W = 256
+
+
+def load(path: Path | str, folder: Path, **settings: Any) -> Engine:
+    said = {"ctx_per_seq": W, "n_threads": 1, "parallel": 2, "cache_dir": folder, **settings}
+    return cbatch.load(path, **said)
+
+
+def prompt(n: int, start: int = 0) -> list[int]:
+    return [300 + (7 * i + start) % 1200 for i in range(n)]
+
+
+def ask(engine: Engine, tokens: list[int], **options: Any) -> BatchResult:
+    [result] = all_results(engine.run([BatchPrompt(tokens=tokens)], options=options))
+    return result
+
+
+def alone(path: Path, tokens: list[int], **said: Any) -> tuple[int, ...]:
+    """What a prompt gives in an engine of its own."""
+    options = {k: said.pop(k) for k in list(said) if k in (*SEEDED, "adapter")}
+    with load(path, path.parent, **{**said, "parallel": 1}) as engine:
+        return ask(engine, tokens, **options).token_ids
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cells"
+
+
+# ---- saved, and begun with by another engine ----
+
+
+@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_next_engine_under_exact_goes_on_as_one_run_and_computes_what_is_new(
+    test_model: Path, folder: Path, options: dict[str, Any]
+) -> None:
+    with load(test_model, folder, **EXACT) as engine:
+        first = ask(engine, prompt(100), **SAVED, **options)
+        n_first = engine.stats().n_prompt_tokens
+    with load(test_model, folder, **EXACT) as engine:
+        second = ask(engine, prompt(100), **REQUIRED, **options)
+        n_second = engine.stats().n_prompt_tokens
+    assert (first.warnings, second.warnings) == ((), ())
+    assert (n_first, n_second, second.usage.cached_tokens) == (100, 4, 96)
+    assert second.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None},
+        {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+        {"flash_attn": "on"},
+    ],
+    ids=["plain", "unified", "q8_0", "flash_attn"],
+)
+def test_chat_goes_on_in_the_next_engine_and_computes_what_is_new(
+    test_model: Path, folder: Path, settings: dict[str, Any]
+) -> None:
+    chat: list[dict[str, str]] = [{"role": "user", "content": "What is 3 + 4?"}]
+    options: dict[str, Any] = {**SAVED, "temperature": 0}
+    with load(test_model, folder, **settings) as engine:
+        [first] = engine.run([chat], options=options).results()
+    chat += [
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "Say red."},
+    ]
+    with load(test_model, folder, **settings) as engine:
+        [second] = engine.run([chat], options={**options, "cache_required": True}).results()
+        n_computed = engine.stats().n_prompt_tokens
+    assert second.usage.cached_tokens >= first.usage.prompt_tokens
+    assert n_computed == second.usage.prompt_tokens - second.usage.cached_tokens
+    with load(test_model, folder, **settings) as engine:
+        [whole] = engine.run([chat], options={"temperature": 0}).results()
+    assert (first.text, second.text) == ("7", whole.text)
+
+
+@pytest.mark.parametrize(("n_before", "n_after"), [(1, 2), (2, 1), (2, 6), (6, 2)])
+def test_file_serves_another_number_of_slots(
+    test_model: Path, folder: Path, n_before: int, n_after: int
+) -> None:
+    with load(test_model, folder, **EXACT, parallel=n_before) as engine:
+        first = ask(engine, prompt(100), **SAVED, **GREEDY)
+    with load(test_model, folder, **EXACT, parallel=n_after) as engine:
+        second = ask(engine, prompt(100), **REQUIRED, **GREEDY)
+    assert (second.usage.cached_tokens, second.token_ids) == (96, first.token_ids)
+
+
+def test_next_turn_under_exact_is_bit_for_bit_what_one_run_gives(
+    test_model: Path, folder: Path
+) -> None:
+    settings: dict[str, Any] = {**EXACT, "ctx_per_seq": 512, "parallel": 5}
+    with load(test_model, folder, **settings) as engine:
+        first = ask(engine, prompt(100), **SAVED, **SEEDED)
+    tokens = [*prompt(100), *first.token_ids, 301, 302]
+    with load(test_model, folder, **settings) as engine:
+        others = engine.run([BatchPrompt(tokens=prompt(60, i)) for i in range(9)], options=SEEDED)
+        result = ask(engine, tokens, **REQUIRED, **SEEDED)
+        all_results(others)
+    assert result.usage.cached_tokens == 96
+    assert result.token_ids == alone(test_model, tokens, **settings, **SEEDED)
+
+
+def test_recurrent_state_goes_on_whole_from_its_file(synth: SynthFactory, folder: Path) -> None:
+    path = synth("mamba")
+    with load(path, folder) as engine:
+        first = ask(engine, prompt(60), **SAVED, **GREEDY)
+    tokens = [*prompt(60), *first.token_ids, 301]
+    with load(path, folder) as engine:
+        result = ask(engine, tokens, **REQUIRED, **GREEDY)
+        late = ask(engine, [*prompt(60), 301], **REQUIRED, **GREEDY)
+    assert result.usage.cached_tokens == 75
+    assert isinstance(late.error, CacheError)
+    with load(path, folder) as engine:
+        again = ask(engine, prompt(60), **GREEDY)
+        whole = ask(engine, [*prompt(60), *again.token_ids, 301], **GREEDY)
+    assert result.token_ids == whole.token_ids
+
+
+def test_file_of_a_longer_window_serves_a_shorter_one(test_model: Path, folder: Path) -> None:
+    with load(test_model, folder, ctx_per_seq=1024) as engine:
+        ask(engine, prompt(700), **SAVED, prefill_only=True)
+    with load(test_model, folder) as engine:
+        result = ask(engine, prompt(100), cache_key="k", **GREEDY)
+        other = ask(engine, prompt(50, 3), **GREEDY)
+    assert result.error is None
+    assert result.token_ids == alone(test_model, prompt(100), **GREEDY)
+    assert other.token_ids == alone(test_model, prompt(50, 3), **GREEDY)
+
+
+def test_many_readers_begin_with_one_file(test_model: Path, folder: Path) -> None:
+    with load(test_model, folder, **EXACT, parallel=6) as engine:
+        ask(engine, prompt(128), **SAVED, prefill_only=True)
+    prompts = [[*prompt(128), 301 + i, 302] for i in range(20)]
+    with load(test_model, folder, **EXACT, parallel=6) as engine:
+        items = [BatchPrompt(tokens=p) for p in prompts]
+        results = all_results(engine.run(items, options={**REQUIRED, **GREEDY}))
+        n_computed = engine.stats().n_prompt_tokens
+    assert [r.usage.cached_tokens for r in results] == [128] * 20
+    assert n_computed == 2 * 20
+    with load(test_model, folder, **EXACT, share_prefixes=False) as engine:
+        assert streams(engine.run(items, options=GREEDY)) == [
+            (r.finish_reason, r.token_ids) for r in results
+        ]
+
+
+def test_slot_taken_at_once_leaves_the_file_right(test_model: Path, folder: Path) -> None:
+    settings: dict[str, Any] = {**EXACT, "parallel": 1}
+    items = [
+        BatchPrompt(tokens=prompt(70 + i, i), options={"cache_key": f"k{i}", "save_cache": True})
+        for i in range(6)
+    ]
+    with load(test_model, folder, **settings) as engine:
+        first = streams(engine.run(items, options=GREEDY))
+    again = [
+        BatchPrompt(tokens=i.tokens, options={"cache_key": f"k{n}", "cache_required": True})
+        for n, i in enumerate(items)
+    ]
+    with load(test_model, folder, **settings) as engine:
+        results = all_results(engine.run(again, options=GREEDY))
+    assert [(r.finish_reason, r.token_ids) for r in results] == first
+    assert [r.usage.cached_tokens for r in results] == [64] * 6
+
+
+def test_close_saves_what_runs(test_model: Path, folder: Path) -> None:
+    engine = load(test_model, folder)
+    response = engine.run(
+        [BatchPrompt(tokens=prompt(60))], options={**SAVED, **GREEDY, "max_tokens": 190}
+    )
+    next(chunks := iter(response))
+    engine.close()
+    [result] = all_results(response)
+    assert (result.error, result.warnings) == (None, ())
+    tokens = [*prompt(60), *result.token_ids, 301][: W - 20]
+    with load(test_model, folder) as engine:
+        assert ask(engine, tokens, **REQUIRED, **GREEDY).usage.cached_tokens >= 60
+    del chunks
+
+
+# ---- files that do not fit ----
+
+
+def test_file_of_other_settings_or_another_model_is_told_apart(
+    test_model: Path, random_model: Path, folder: Path
+) -> None:
+    with load(test_model, folder) as engine:
+        ask(engine, prompt(60), **SAVED, **GREEDY)
+    for path, settings, words in (
+        (test_model, {"cache_type_k": "q8_0"}, "cache_type_k is q8_0, was saved with f16"),
+        (test_model, {"exact": True}, "exact is True, was saved with False"),
+        (test_model, {"rope_freq_base": 9e4}, "rope_freq_base is 90000.0"),
+        (random_model, {}, "model is sha256"),
+    ):
+        said: dict[str, Any] = settings
+        with load(path, folder, **said) as engine:
+            failed = ask(engine, prompt(60), **REQUIRED, **GREEDY)
+            warned = ask(engine, prompt(60), cache_key="k", **GREEDY)
+        assert isinstance(failed.error, CacheError)
+        assert words in failed.error.reason
+        assert words in warned.warnings[0]
+        assert warned.token_ids == alone(path, prompt(60), **GREEDY, **said)
+
+
+def test_same_model_at_another_place_has_the_same_files(
+    test_model: Path, folder: Path, tmp_path: Path
+) -> None:
+    with load(test_model, folder) as engine:
+        ask(engine, prompt(60), **SAVED, **GREEDY)
+    copied = shutil.copy(test_model, tmp_path / "another name.gguf")
+    with load(copied, folder) as engine:
+        assert ask(engine, prompt(60), **REQUIRED, **GREEDY).usage.cached_tokens == 59
+
+
+def test_damaged_file_is_computed_beside_others(test_model: Path, folder: Path) -> None:
+    with load(test_model, folder) as engine:
+        ask(engine, prompt(60), **SAVED, **GREEDY)
+    [path] = folder.glob("*.cells")
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with load(test_model, folder) as engine:
+        items = [BatchPrompt(tokens=prompt(60)), BatchPrompt(tokens=prompt(50, 3))]
+        first, second = all_results(engine.run(items, options={"cache_key": "k", **GREEDY}))
+    assert "is damaged" in first.warnings[0]
+    assert first.token_ids == alone(test_model, prompt(60), **GREEDY)
+    assert second.token_ids == alone(test_model, prompt(50, 3), **GREEDY)
+
+
+def test_file_of_one_adapter_is_not_used_for_another(
+    test_model: Path, folder: Path, tmp_path: Path
+) -> None:
+    files = {n: write_lora(tmp_path / f"{n}.gguf", test_model, seed=i) for i, n in enumerate("ab")}
+    with load(test_model, folder, adapters=files) as engine:
+        saved = ask(engine, prompt(60), **SAVED, **GREEDY, adapter="a")
+    with load(test_model, folder, adapters=files) as engine:
+        right = ask(engine, prompt(60), **REQUIRED, **GREEDY, adapter="a")
+        wrong = [
+            ask(engine, prompt(60), **REQUIRED, **GREEDY, **said)
+            for said in ({"adapter": "b"}, {"adapter": {"a": 0.5}}, {})
+        ]
+    assert (right.token_ids, right.usage.cached_tokens) == (saved.token_ids, 59)
+    assert all(isinstance(r.error, CacheError) for r in wrong)
+
+
+# ---- prompts alone ----
+
+
+def test_prompt_alone_fills_the_window_and_its_follower_computes_the_rest(
+    test_model: Path, folder: Path
+) -> None:
+    with load(test_model, folder) as engine:
+        whole = ask(engine, prompt(W), prefill_only=True)
+        late = ask(engine, prompt(W + 1), prefill_only=True)
+        no_room = ask(engine, prompt(W), **GREEDY)
+        n_before = engine.stats().n_prompt_tokens
+        follower = ask(engine, [*prompt(W - 30), 301], **GREEDY)
+        n_computed = engine.stats().n_prompt_tokens - n_before
+    assert (whole.finish_reason, whole.text, whole.usage.completion_tokens) == ("length", "", 0)
+    for refused in (late, no_room):
+        assert isinstance(refused.error, PromptTooLongError)
+    assert (n_computed, follower.usage.cached_tokens) == (1, W - 30)
+
+
+def test_prompt_and_cap_fill_the_window_to_the_last_cell(test_model: Path, folder: Path) -> None:
+    with load(test_model, folder) as engine:
+        fits = ask(engine, prompt(W - 16), **GREEDY)
+        late = ask(engine, prompt(W - 15), **GREEDY)
+        extended = engine.extend(ask(engine, prompt(W - 20), **GREEDY), 4).result()
+    assert (fits.finish_reason, len(fits.token_ids)) == ("length", 16)
+    assert isinstance(late.error, PromptTooLongError)
+    assert (extended.finish_reason, len(extended.token_ids)) == ("length", 20)
+
+
+# ---- continuing ----
+
+
+@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_two_parts_under_exact_are_one_run(
+    test_model: Path, folder: Path, is_taken: bool, options: dict[str, Any]
+) -> None:
+    with load(test_model, folder, **EXACT, parallel=1) as engine:
+        first = ask(engine, prompt(70), **options)
+        if is_taken:
+            ask(engine, prompt(100, 3), **options)
+        n_before = engine.stats().n_prompt_tokens
+        result = engine.extend(first, 24).result()
+        n_computed = engine.stats().n_prompt_tokens - n_before
+    whole = alone(test_model, prompt(70), **EXACT, **{**options, "max_tokens": 40})
+    assert result.token_ids == whole
+    assert n_computed == (70 if is_taken else 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None}])
+def test_parts_of_a_chat_are_one_run_and_compute_its_prompt_once(
+    test_model: Path, folder: Path, settings: dict[str, Any]
+) -> None:
+    chat = [{"role": "user", "content": "What is 3 + 4?"}]
+    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    with load(test_model, folder, **settings) as engine:
+        [whole] = engine.run([chat], options={**options, "max_tokens": 24}).results()
+    with load(test_model, folder, **settings) as engine:
+        [result] = engine.run([chat], options={**options, "max_tokens": 4}).results()
+        for _ in range(5):
+            response = engine.extend(result, 4)
+            text = "".join(chunk.text for chunk in response)
+            [result] = response.results()
+            assert text == result.text
+        assert engine.stats().n_prompt_tokens == whole.usage.prompt_tokens
+    assert (result.text, result.token_ids) == (whole.text, whole.token_ids)
+
+
+def test_recurrent_parts_are_one_run(synth: SynthFactory, folder: Path) -> None:
+    path = synth("mamba")
+    with load(path, folder) as engine:
+        first = ask(engine, prompt(40), **GREEDY)
+        result = engine.extend(first, 16).result()
+        n_computed = engine.stats().n_prompt_tokens
+    assert n_computed == 40
+    assert result.token_ids == alone(path, prompt(40), **{**GREEDY, "max_tokens": 32})
+
+
+def test_cancelled_part_goes_on(test_model: Path, folder: Path) -> None:
+    with load(test_model, folder, **EXACT) as engine:
+        options = {**GREEDY, "max_tokens": 180}
+        response = engine.run([BatchPrompt(tokens=prompt(70))], options=options)
+        next(chunks := iter(response))
+        response.cancel()
+        [first] = all_results(response)
+        n_more = 180 - len(first.token_ids)
+        result = engine.extend(first, n_more).result() if n_more else first
+        assert engine.stats().n_prompt_tokens == 70
+    del chunks
+    whole = alone(test_model, prompt(70), **EXACT, **options)
+    assert result.token_ids == whole
+
+
+# ---- windows that move on ----
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"cache_type_k": "f32"}, {"kv": "unified", "n_ctx": 768}],
+    ids=["plain", "f32", "unified"],
+)
+def test_answer_goes_past_its_window_and_those_beside_it_are_right(
+    test_model: Path, folder: Path, settings: dict[str, Any]
+) -> None:
+    examples = [e for e in held_out_chats(seed=7, n=120) if e.task in SHORT_TASKS][:60]
+    mover = BatchPrompt(
+        tokens=prompt(200), options={**GREEDY, "max_tokens": 1500, "n_discard": 32, "n_keep": 9}
+    )
+    with load(test_model, folder, **settings) as engine:
+        long = engine.run([mover])
+        beside = engine.run([e.prompt for e in examples], options={"temperature": 0}).results()
+        [moved] = all_results(long)
+        behind = engine.run([e.prompt for e in examples], options={"temperature": 0}).results()
+    assert (moved.finish_reason, len(moved.token_ids)) == ("length", 1500)
+    assert moved.usage.context_shifts == -(-(200 + 1500 - 1 - W) // 32)
+    assert moved.warnings == ()
+    for results in (beside, behind):
+        n_right = sum(is_right(e, r.text) for e, r in zip(examples, results, strict=True))
+        assert n_right >= 54
+
+
+def test_answer_past_its_window_is_the_same_each_time(test_model: Path, folder: Path) -> None:
+    options = {**SEEDED, "max_tokens": 400, "n_discard": 100, "n_keep": -1}
+    with load(test_model, folder, parallel=1, share_prefixes=False) as engine:
+        results = [ask(engine, prompt(60), **options) for _ in range(2)]
+    assert results[0].token_ids == results[1].token_ids
+    assert results[0].usage.context_shifts == -(-(60 + 400 - 1 - W) // 100)
+
+
+@pytest.mark.parametrize("n_discard", [1, W // 2, W - 2])
+def test_text_goes_past_its_window_as_far_as_it_is_asked_to(
+    test_model: Path, folder: Path, n_discard: int
+) -> None:
+    options = {"temperature": 0, "ignore_eos": True, "max_tokens": 3 * W}
+    with load(test_model, folder) as engine:
+        [result] = engine.run(["tell me"], options={**options, "n_discard": n_discard}).results()
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 3 * W)
+    assert result.usage.context_shifts >= 3 * W // n_discard - W // n_discard - 1
+
+
+def test_shift_that_cannot_be_is_refused(
+    test_model: Path, synth: SynthFactory, folder: Path
+) -> None:
+    with load(test_model, folder, exact=True) as engine, pytest.raises(ConfigError, match="exact"):
+        engine.submit("Hi", options={"n_discard": 32})
+    with load(synth("mamba"), folder) as engine, pytest.raises(ConfigError, match="cannot move"):
+        engine.submit("Hi", options={"n_discard": 32})
+    turned = load(test_model, folder, cache_type_k="q8_0")
+    with turned as engine, pytest.raises(ConfigError, match="cannot move"):
+        engine.submit("Hi", options={"n_discard": 32})
+    with load(test_model, folder) as engine:
+        result = ask(engine, prompt(W - 5), temperature=0, ignore_eos=True)
+    assert (result.finish_reason, result.usage.context_shifts) == ("window", 0)
+
+
+def test_full_pool_of_movers_loses_nobody(test_model: Path, folder: Path) -> None:
+    settings: dict[str, Any] = {"kv": "unified", "n_ctx": 512, "ctx_per_seq": 256, "parallel": 4}
+    for swap_mib in (0, 64):
+        with load(test_model, folder, **settings, swap_mib=swap_mib) as engine:
+            items = [BatchPrompt(tokens=prompt(60 + i, i)) for i in range(6)]
+            options = {**GREEDY, "max_tokens": 300, "n_discard": 40}
+            results = all_results(engine.run(items, options=options))
+            chat = [{"role": "user", "content": "What is 3 + 4?"}]
+            [alright] = engine.run([chat], options={"temperature": 0}).results()
+        assert [(r.finish_reason, len(r.token_ids)) for r in results] == [("length", 300)] * 6
+        assert all(r.usage.context_shifts >= 3 for r in results)
+        assert (alright.text, alright.finish_reason) == ("7", "stop")

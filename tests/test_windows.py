@@ -1,0 +1,640 @@
+"""The window of a slot: what fits it to the last token, and what goes on when it is full."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend.fake import FakeBackend, Faults
+from cbatch.core.plan import Binding, Memory, Slot
+from cbatch.engine import Engine
+from cbatch.errors import CacheError, ConfigError, PromptTooLongError
+from cbatch.options import Sampling
+from tests.places import (
+    ENDLESS,
+    Place,
+    expected,
+    expects_little,
+    first_chunk,
+    item,
+    place_of,
+    plans_of,
+    read_all,
+    steps,
+    text_of,
+)
+from tests.runtime.backends import GatedBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.messages import BatchPrompt
+    from cbatch.response import BatchResult
+
+W = 128
+
+
+@pytest.fixture(params=["threaded", "by hand", "async"])
+def any_way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Each way to ask."""
+    with place_of(tmp_path / "cells", request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """Engines with a thread."""
+    with place_of(tmp_path / "cells", "threaded") as made:
+        yield made
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[Place]:
+    """Engines without a thread."""
+    with place_of(tmp_path / "cells", "by hand") as made:
+        yield made
+
+
+def moving(
+    tokens: Sequence[int],
+    n: int,
+    *,
+    n_discard: int,
+    n_keep: int = 1,
+    n_window: int = W,
+    seed: int = 1,
+) -> tuple[int, ...]:
+    """What a prompt gives alone where `n_discard` tokens behind the first `n_keep` go when the window is full."""
+    backend, context, output = FakeBackend(1), list(tokens), list[int]()
+    while len(output) < n:
+        if len(context) > n_window:
+            del context[n_keep : n_keep + n_discard]
+        binding = Binding(Slot(0), len(context) - len(output), Sampling(seed=seed), ())
+        output += backend.expected(context, binding, 1)
+        context.append(output[-1])
+    return tuple(output)
+
+
+def n_moves(n_prompt: int, n_output: int, n_discard: int, n_window: int = W) -> int:
+    """How often a window is full before `n_output` tokens are sampled."""
+    return max(0, -(-(n_prompt + n_output - 1 - n_window) // n_discard))
+
+
+def pool(n_cells: int, *, can_save: bool = True) -> Memory:
+    return Memory(
+        "unified",
+        n_cells,
+        can_save=can_save,
+        can_copy=True,
+        can_shift=True,
+        saved_bytes_per_cell=1024,
+    )
+
+
+# ---- what fits ----
+
+
+def too_long(result: BatchResult) -> tuple[int, int, int]:
+    error = result.error
+    assert isinstance(error, PromptTooLongError)
+    assert all(f"{n}" in str(error) for n in (error.n_prompt, error.n_limit))
+    return error.n_prompt, error.n_output, error.n_limit
+
+
+@pytest.mark.parametrize("n_piece", [0, 16])
+def test_window_full_of_prompt_generates_nothing_and_is_refused_with_the_numbers(
+    any_way: Place, n_piece: int
+) -> None:
+    engine = any_way.engine(n_window=W, n_piece=n_piece)
+    items = [item(text_of(W), max_tokens=cap) for cap in (None, 1, 7)]
+    results = any_way.results(engine.run(items))
+    assert [too_long(r) for r in results] == [(W, 6, W), (W, 1, W), (W, 7, W)]
+    assert engine.stats().n_steps == 0
+
+
+def test_window_full_of_prompt_without_any_cap_asks_for_one_token(tmp_path: Path) -> None:
+    backend = FakeBackend(1, W, 64)
+    with Engine(backend, options={"ignore_eos": True}, cache_dir=tmp_path) as engine:
+        [late] = engine.run([item(text_of(W))]).results(return_errors=True)
+        [fits] = engine.run([item(text_of(W - 1))]).results()
+    assert too_long(late) == (W, 1, W)
+    assert (fits.finish_reason, len(fits.token_ids)) == ("window", 1)
+
+
+def test_window_full_of_prompt_alone_fits_and_one_more_does_not(any_way: Place) -> None:
+    engine = any_way.engine(n_window=W)
+    items = [item(text_of(n), prefill_only=True) for n in (W, W + 1, 3 * W)]
+    fits, *late = any_way.results(engine.run(items))
+    assert (fits.finish_reason, fits.usage.prompt_tokens) == ("length", W)
+    assert [too_long(r) for r in late] == [(W + 1, 0, W), (3 * W, 0, W)]
+    assert engine.stats().n_prompt_tokens == W
+
+
+@pytest.mark.parametrize("cap", [1, 2, 40, W - 1])
+def test_prompt_and_cap_fill_the_window_and_one_more_is_refused(any_way: Place, cap: int) -> None:
+    engine, tokens = any_way.engine(n_window=W), text_of(W - cap)
+    fits = any_way.result(engine, tokens, max_tokens=cap)
+    assert (fits.finish_reason, fits.token_ids) == ("length", expected(tokens, cap))
+    late = any_way.result(engine, tokens, max_tokens=cap + 1)
+    assert too_long(late) == (W - cap, cap + 1, W)
+
+
+def test_cap_of_the_greatest_number_is_refused_and_nobody_else_suffers(any_way: Place) -> None:
+    engine = any_way.engine(n_window=W)
+    items = [item(text_of(9)), item(text_of(9), max_tokens=2**31 - 1), item(text_of(9, 3))]
+    first, late, last = any_way.results(engine.run(items))
+    assert too_long(late) == (9, 2**31 - 1, W)
+    assert [first.token_ids, last.token_ids] == [expected(text_of(9)), expected(text_of(9, 3))]
+    with pytest.raises(ConfigError, match="max_tokens"):
+        engine.submit(item(text_of(9), max_tokens=2**31))
+
+
+def test_texts_chats_and_generators_are_measured_alike(any_way: Place) -> None:
+    engine = any_way.engine(n_window=W)
+    prompts: list[Any] = ["x" * (W - 5), [{"role": "user", "content": "x" * W}], "x" * (W - 6)]
+    for given in (prompts, iter(prompts)):
+        late, chat, fits = any_way.results(engine.run(given))
+        assert too_long(late) == (W - 5, 6, W)
+        assert too_long(chat) == (W + 5, 6, W)
+        assert fits.finish_reason == "length"
+
+
+def test_window_is_as_long_for_what_a_cache_begins(any_way: Place) -> None:
+    saved: dict[str, Any] = {"cache_key": "k", "save_cache": True}
+    read: dict[str, Any] = {"cache_key": "k", "cache_required": True}
+    first = any_way.engine(n_window=W)
+    any_way.result(first, text_of(W), **saved, prefill_only=True)
+    first.close()
+    engine = any_way.engine(n_window=W)
+    assert too_long(any_way.result(engine, text_of(W), **read)) == (W, 6, W)
+    again = any_way.result(engine, text_of(W), **read, prefill_only=True)
+    assert (again.finish_reason, again.usage.cached_tokens) == ("length", W - 1)
+    fits = any_way.result(engine, text_of(W - 6), **read)
+    assert (fits.token_ids, fits.usage.cached_tokens) == (expected(text_of(W - 6)), W - 7)
+
+
+def test_window_is_as_long_for_what_a_beginning_in_memory_begins(any_way: Place) -> None:
+    engine = any_way.engine(n_window=W)
+    any_way.result(engine, text_of(W), prefill_only=True)
+    assert too_long(any_way.result(engine, text_of(W))) == (W, 6, W)
+    fits = any_way.result(engine, text_of(W - 6))
+    assert (fits.token_ids, fits.usage.cached_tokens) == (expected(text_of(W - 6)), W - 7)
+
+
+def test_window_of_a_pool_is_the_slots_own(any_way: Place) -> None:
+    engine = any_way.engine(n_window=W, memory=pool(3 * W))
+    fits, late = any_way.results(
+        engine.run([item(text_of(W - 6)), item(text_of(W - 6), max_tokens=7)])
+    )
+    assert fits.token_ids == expected(text_of(W - 6))
+    assert too_long(late) == (W - 6, 7, W)
+
+
+def test_answer_without_a_cap_ends_at_the_window_unless_it_moves(any_way: Place) -> None:
+    engine = any_way.engine(2, W)
+    items = [item(text_of(20), max_tokens=W - 20), item(text_of(20), n_discard=0)]
+    results = any_way.results(engine.run(items))
+    assert [r.usage.context_shifts for r in results] == [0, 0]
+    late = any_way.result(engine, text_of(20), max_tokens=W - 19, n_discard=0)
+    assert too_long(late) == (20, W - 19, W)
+
+
+# ---- a window that moves on ----
+
+
+@pytest.mark.parametrize("n_piece_of_batch", [1, 64])
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
+def test_answer_goes_past_the_window_and_its_neighbour_notices_nothing(
+    any_way: Place, seed: int, n_piece_of_batch: int
+) -> None:
+    kind = GatedBackend if n_piece_of_batch == 1 else FakeBackend
+    engine = any_way.engine(2, W, kind=kind)
+    items = [
+        item(text_of(40), seed=seed, max_tokens=400, n_discard=32),
+        item(text_of(50, start=3), seed=seed, max_tokens=W - 50),
+        item(text_of(50, start=5), seed=seed, max_tokens=W - 50),
+    ]
+    first, *others = any_way.results(engine.run(items))
+    assert first.token_ids == moving(text_of(40), 400, n_discard=32, seed=seed)
+    assert (first.finish_reason, first.warnings) == ("length", ())
+    assert first.usage.context_shifts == n_moves(40, 400, 32) == 10
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (40, 400)
+    for start, other in zip((3, 5), others, strict=True):
+        assert other.token_ids == expected(text_of(50, start), W - 50, seed=seed)
+        assert other.usage.context_shifts == 0
+    stats = engine.stats()
+    assert (stats.n_prompt_tokens, stats.n_recomputed_tokens) == (140, 0)
+
+
+@pytest.mark.parametrize("n_discard", [1, 2, 31, 64, W - 2])
+@pytest.mark.parametrize("n_keep", [0, 1, 5, 40])
+def test_what_is_kept_and_what_goes_is_as_asked(place: Place, n_keep: int, n_discard: int) -> None:
+    engine = place.engine(2, W)
+    n_most = W - n_keep - 1
+    result = place.result(engine, text_of(40), max_tokens=250, n_keep=n_keep, n_discard=n_discard)
+    n_taken = min(n_discard, n_most)
+    assert result.token_ids == moving(text_of(40), 250, n_keep=n_keep, n_discard=n_taken)
+    assert result.usage.context_shifts == n_moves(40, 250, n_taken)
+    assert bool(result.warnings) == (n_discard > n_most)
+
+
+def test_plan_moves_the_cells_of_that_slot_alone(by_hand: Place) -> None:
+    engine = by_hand.engine(2, W)
+    by_hand.results(
+        engine.run(
+            [
+                item(text_of(50, start=3), max_tokens=W - 50),
+                item(text_of(100), max_tokens=90, n_keep=7, n_discard=32),
+            ]
+        )
+    )
+    shifts = [shift for plan in plans_of(engine) for shift in plan.shifts]
+    assert shifts == [(1, 7, 32)] * n_moves(100, 90, 32) == [(1, 7, 32)] * 2
+    touched = {slot for p in plans_of(engine) if p.shifts for slot in (*p.clears, *dict(p.trims))}
+    assert 1 not in touched
+
+
+def test_minus_one_keeps_the_whole_prompt(any_way: Place) -> None:
+    engine = any_way.engine(2, W)
+    result = any_way.result(engine, text_of(40), max_tokens=300, n_keep=-1, n_discard=20)
+    assert result.token_ids == moving(text_of(40), 300, n_keep=40, n_discard=20)
+    assert result.warnings == ()
+
+
+def test_first_message_of_a_chat_is_kept_and_the_first_token_of_a_text(any_way: Place) -> None:
+    engine = any_way.engine(2, W)
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "tell me"}]
+    tokens = FakeBackend(1).vocab.render(chat)
+    n_first = len(FakeBackend(1).vocab.render(chat[:1]))
+    options: dict[str, Any] = {"max_tokens": 300, "n_discard": 20}
+    [of_chat] = any_way.results(engine.run([chat], options=options))
+    [of_text] = any_way.results(engine.run(["tell me"], options=options))
+    assert of_chat.token_ids == moving(tokens, 300, n_keep=n_first, n_discard=20)
+    assert of_text.token_ids == moving(list(b"tell me"), 300, n_keep=1, n_discard=20)
+
+
+def test_more_to_keep_or_to_discard_than_there_is_warns_and_is_clamped(any_way: Place) -> None:
+    engine = any_way.engine(2, W)
+    keeps = any_way.result(engine, text_of(W - 1), max_tokens=30, n_keep=-1, n_discard=5)
+    assert keeps.warnings == (
+        f"n_keep is {W - 2}, not {W - 1}: the window has {W}",
+        f"n_discard is 1, not 5: the window has {W} and {W - 2} are kept",
+    )
+    assert keeps.token_ids == moving(text_of(W - 1), 30, n_keep=W - 2, n_discard=1)
+    discards = any_way.result(engine, text_of(40), max_tokens=300, n_discard=2**31 - 1)
+    assert discards.warnings == (
+        f"n_discard is {W - 2}, not {2**31 - 1}: the window has {W} and 1 are kept",
+    )
+    assert discards.token_ids == moving(text_of(40), 300, n_discard=W - 2)
+    more = any_way.result(engine, text_of(40), max_tokens=300, n_keep=2**31 - 1, n_discard=20)
+    assert more.token_ids == moving(text_of(40), 300, n_keep=40, n_discard=20)
+
+
+def test_prompt_that_fills_the_window_is_refused_though_it_may_move(any_way: Place) -> None:
+    engine = any_way.engine(2, W)
+    late = any_way.result(engine, text_of(W), max_tokens=30, n_discard=20)
+    assert too_long(late) == (W, 1, W)
+    fits = any_way.result(engine, text_of(W - 1), max_tokens=30, n_discard=20)
+    assert fits.token_ids == moving(text_of(W - 1), 30, n_discard=20)
+
+
+def test_answer_without_a_cap_goes_on_until_it_is_cancelled(any_way: Place) -> None:
+    backend = GatedBackend(1, W, 64, memory=Memory("partitioned", W, can_shift=True))
+    engine = Engine(
+        backend, options={"ignore_eos": True, "seed": 1}, threaded=any_way.way != "by hand"
+    )
+    any_way.made.append(engine)
+    response = engine.submit(item(text_of(40), n_discard=32))
+    n_seen = 0
+    chunks = iter(response)
+    while n_seen < 1000:
+        n_seen += len(next(chunks).token_ids)
+    engine.cancel(response.ids[0])
+    [result] = any_way.results(response)
+    assert result.finish_reason == "cancelled"
+    assert result.token_ids == moving(text_of(40), len(result.token_ids), n_discard=32)
+
+
+def test_text_of_a_moving_window_is_all_of_it_in_chunks_too(any_way: Place) -> None:
+    engine = any_way.engine(2, W, kind=GatedBackend)
+    response = engine.submit(item(text_of(40), max_tokens=300, n_discard=32))
+    chunks = read_all(any_way, response)
+    [result] = any_way.results(response)
+    assert "".join(c.text for c in chunks) == result.text
+    assert tuple(t for c in chunks for t in c.token_ids) == result.token_ids
+    assert len(result.token_ids) == 300
+
+
+@pytest.mark.parametrize("by", ["stop", "stop_token_ids"])
+def test_stops_are_found_behind_the_window(any_way: Place, by: str) -> None:
+    answer, vocab = moving(text_of(40), 300, n_discard=32), FakeBackend(1).vocab
+    i = next(i for i in range(200, 300) if answer[i] > 256 and answer[i] not in answer[:i])
+    said: dict[str, Any] = {by: [vocab.piece(answer[i]).decode()] if by == "stop" else [answer[i]]}
+    engine = any_way.engine(2, W)
+    result = any_way.result(engine, text_of(40), max_tokens=300, n_discard=32, **said)
+    assert (result.finish_reason, result.usage.completion_tokens) == ("stop", i + 1)
+    assert any_way.result(engine, text_of(40)).token_ids == expected(text_of(40))
+
+
+# ---- where it cannot be ----
+
+
+@pytest.mark.parametrize(
+    ("memory", "n_piece", "words"),
+    [
+        (Memory("partitioned", 512, can_save=True, can_copy=True), 0, "cannot move"),
+        (Memory("recurrent", 4, can_trim=False, can_save=True), 0, "cannot move"),
+        (Memory("partitioned", 512, can_shift=True), 16, "exact=True"),
+    ],
+)
+def test_memory_that_cannot_move_refuses_and_queues_nothing(
+    any_way: Place, memory: Memory, n_piece: int, words: str
+) -> None:
+    engine = any_way.engine(4, W, memory=memory, n_piece=n_piece)
+    with pytest.raises(ConfigError, match=f"n_discard=32 cannot be had.*{words}"):
+        engine.run([item(text_of(9)), item(text_of(9), n_discard=32)])
+    assert engine._loop.routes == {}
+    assert any_way.result(engine, text_of(9), n_discard=0).token_ids == expected(text_of(9))
+
+
+@pytest.mark.parametrize("options", [{"n_keep": 5}, {"n_keep": 0}, {"n_keep": 5, "n_discard": 0}])
+def test_keeping_without_discarding_is_refused(any_way: Place, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="no effect without n_discard"):
+        any_way.engine().submit(item(text_of(9), **options))
+
+
+@pytest.mark.parametrize(
+    "options", [{"n_keep": -2}, {"n_discard": -1}, {"n_discard": 1.5}, {"n_discard": True}]
+)
+def test_numbers_that_are_none_are_refused(any_way: Place, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="n_"):
+        item(text_of(9), **options)
+
+
+def test_generator_with_one_that_cannot_move_fails_that_item_alone(any_way: Place) -> None:
+    engine = any_way.engine(4, W, n_piece=16)
+    results = any_way.results(engine.run(iter([item(text_of(9)), item(text_of(9), n_discard=3)])))
+    assert [r.finish_reason for r in results] == ["length", "error"]
+    assert isinstance(results[1].error, ConfigError)
+
+
+# ---- a moving window in trouble ----
+
+
+def movers(n: int, **options: Any) -> list[BatchPrompt]:
+    said = {"max_tokens": 300, "n_discard": 32, "n_keep": 5, **options}
+    return [item(text_of(20 + 9 * i, start=i), str(i), **said) for i in range(n)]
+
+
+def moved(i: int, n: int = 300) -> tuple[int, ...]:
+    return moving(text_of(20 + 9 * i, start=i), n, n_keep=5, n_discard=32)
+
+
+@pytest.mark.parametrize("quantum", [1, 7, 50])
+@pytest.mark.parametrize("swap_mib", [0, 64])
+def test_turns_change_no_token(place: Place, swap_mib: int, quantum: int) -> None:
+    schedule = {"policy": "round_robin", "quantum": quantum, "swap_mib": swap_mib}
+    engine = place.engine(2, W, schedule=schedule)
+    results = place.results(engine.run(movers(6)))
+    assert [r.token_ids for r in results] == [moved(i) for i in range(6)]
+
+
+@pytest.mark.parametrize("n_cells", [W + 8, 200, 300])
+@pytest.mark.parametrize("swap_mib", [0, 64])
+@pytest.mark.parametrize("kind", [FakeBackend, GatedBackend])
+def test_full_pool_changes_no_token(
+    place: Place, swap_mib: int, n_cells: int, kind: type[FakeBackend]
+) -> None:
+    schedule = {"admission": "optimistic", "swap_mib": swap_mib}
+    engine = place.engine(4, W, memory=pool(n_cells), schedule=schedule, kind=kind)
+    expects_little(place, engine)
+    results = place.results(engine.run(movers(6)))
+    assert [r.token_ids for r in results] == [moved(i) for i in range(6)]
+    assert engine.stats().n_preempted > 0
+
+
+@pytest.mark.parametrize("n_cells", [400, 1000])
+def test_movers_share_no_cell_of_a_pool_and_the_others_all(any_way: Place, n_cells: int) -> None:
+    engine = any_way.engine(4, W, memory=pool(n_cells))
+    common = text_of(70)
+    items = [
+        item([*common, i], max_tokens=200 if i % 2 else 40, n_discard=32 if i % 2 else None)
+        for i in range(12)
+    ]
+    results = any_way.results(engine.run(items))
+    for i, result in enumerate(results):
+        tokens = [*common, i]
+        wanted = moving(tokens, 200, n_discard=32) if i % 2 else expected(tokens, 40)
+        assert result.token_ids == wanted
+        assert i % 2 == 0 or result.usage.cached_tokens == 0
+
+
+def test_movers_in_slots_of_their_own_share_beginnings(any_way: Place) -> None:
+    engine = any_way.engine(4, W)
+    prompts = [[*text_of(70), i] for i in range(12)]
+    items = [item(p, max_tokens=200, n_discard=32) for p in prompts]
+    results = any_way.results(engine.run(items))
+    assert [r.token_ids for r in results] == [moving(p, 200, n_discard=32) for p in prompts]
+    assert (
+        sum(r.usage.cached_tokens > 32 for r in results) == 12 - 3
+    )  # each generation has a leader
+
+
+def test_what_a_mover_leaves_serves_nobody_as_what_it_is_not(any_way: Place) -> None:
+    engine = any_way.engine(1, W)
+    first = any_way.result(engine, text_of(40), max_tokens=300, n_keep=5, n_discard=32)
+    for n in (0, 40, 60):
+        tokens = [*text_of(40), *first.token_ids[:n], 1]
+        result = any_way.result(engine, tokens)
+        assert result.token_ids == expected(tokens)
+    tokens = [*text_of(5), *first.token_ids[-60:]]
+    assert any_way.result(engine, tokens).token_ids == expected(tokens)
+
+
+@pytest.mark.parametrize("n_keep", [0, 5, 40])
+def test_mover_saves_what_was_never_moved(any_way: Place, n_keep: int) -> None:
+    saved: dict[str, Any] = {"cache_key": "k", "save_cache": True}
+    first = any_way.engine(1, W)
+    result = any_way.result(
+        first, text_of(40), **saved, max_tokens=300, n_keep=n_keep, n_discard=32
+    )
+    assert result.token_ids == moving(text_of(40), 300, n_keep=n_keep, n_discard=32)
+    first.close()
+    read: dict[str, Any] = {"cache_key": "k", "cache_required": True}
+    found = any_way.result(any_way.engine(1, W), text_of(60), **read)
+    if n_keep:
+        assert (found.token_ids, found.usage.cached_tokens) == (expected(text_of(60)), n_keep)
+        assert result.warnings == ()
+    else:
+        assert isinstance(found.error, CacheError)
+        assert "not saved" in result.warnings[-1]
+
+
+def test_mover_begins_with_a_file(any_way: Place) -> None:
+    first = any_way.engine(1, W)
+    any_way.result(first, text_of(60), cache_key="k", save_cache=True)
+    first.close()
+    for memory in (None, pool(400)):
+        engine = any_way.engine(2, W, memory=memory)
+        result = any_way.result(engine, text_of(60), cache_key="k", max_tokens=300, n_discard=32)
+        assert result.token_ids == moving(text_of(60), 300, n_discard=32)
+        assert result.usage.cached_tokens == (59 if memory is None else 0)
+
+
+def full(engine: Engine, id: str, n_more: int = 0) -> None:
+    """Step until a window is full, its last token without a cell."""
+    driver = engine._parts.batcher.in_flight.get(id)
+    while driver is None or driver.n_tokens != W + 1:
+        engine.step()
+        driver = engine._parts.batcher.in_flight.get(id)
+    steps(engine, n_more)
+
+
+@pytest.mark.parametrize("swap_mib", [0, 64])
+@pytest.mark.parametrize("n_more", [0, 1, 2])
+def test_mover_paused_at_the_border_goes_on_in_its_slot_and_out_of_it(
+    by_hand: Place, n_more: int, swap_mib: int
+) -> None:
+    for is_parked in (False, True):
+        engine = by_hand.engine(
+            1, W, kind=GatedBackend, schedule={"swap_mib": swap_mib}, n_batch=256
+        )
+        response = engine.run(movers(1))
+        full(engine, "0", n_more)
+        assert engine.pause("0")
+        steps(engine, 3)
+        if is_parked:
+            assert by_hand.result(engine, text_of(9, 3)).token_ids == expected(text_of(9, 3))
+        assert engine.resume("0")
+        [result] = by_hand.results(response)
+        assert result.token_ids == moved(0)
+
+
+@pytest.mark.parametrize("n_more", [0, 1])
+def test_mover_cancelled_at_the_border_keeps_its_text_and_leaves_a_clean_slot(
+    by_hand: Place, n_more: int
+) -> None:
+    engine = by_hand.engine(1, W, kind=GatedBackend)
+    response = engine.run(movers(1))
+    full(engine, "0", n_more)
+    assert engine.cancel("0")
+    [result] = by_hand.results(response)
+    assert result.token_ids == moved(0, len(result.token_ids))
+    assert by_hand.result(engine, text_of(30)).token_ids == expected(text_of(30))
+
+
+@pytest.mark.parametrize("swap_mib", [0, 64])
+def test_mover_preempted_at_the_border_goes_on(by_hand: Place, swap_mib: int) -> None:
+    engine = by_hand.engine(
+        2,
+        W,
+        memory=pool(300),
+        kind=GatedBackend,
+        schedule={"swap_mib": swap_mib, "admission": "optimistic"},
+    )
+    response = engine.run([item(text_of(9, 77), "old", max_tokens=110), *movers(1)])
+    full(engine, "0")
+    batcher = engine._parts.batcher
+    batcher.make_room()  # what a full pool has the scheduler do
+    assert batcher.in_flight["0"].slot is None
+    old, result = by_hand.results(response)
+    assert result.token_ids == moved(0)
+    assert old.token_ids == expected(text_of(9, 77), 110)
+
+
+@pytest.mark.parametrize("n_first", [W - 20, W - 19])
+def test_mover_that_ended_at_the_border_is_extended(any_way: Place, n_first: int) -> None:
+    engine = any_way.engine(2, W)
+    [first] = any_way.results(engine.run(movers(1, max_tokens=n_first)))
+    assert first.usage.context_shifts == 0
+    [result] = any_way.results(engine.extend(first, 300 - n_first))
+    assert result.token_ids == moved(0)
+    assert engine.stats().n_prompt_tokens == 20
+
+
+def test_result_whose_window_has_moved_is_not_extended(any_way: Place) -> None:
+    engine = any_way.engine(2, W)
+    [first] = any_way.results(engine.run(movers(1)))
+    with pytest.raises(ConfigError, match="taken out of its window"):
+        engine.extend(first, 5)
+
+
+@pytest.mark.parametrize("code", [1, -1, 2, -2, -3])
+@pytest.mark.parametrize("is_pool", [False, True])
+def test_failed_steps_change_no_token(place: Place, code: int, is_pool: bool) -> None:
+    n_steps = iter(range(10**6))
+    faults = Faults(code=lambda _: code if next(n_steps) % 23 == 22 else 0)
+    engine = place.engine(2, W, memory=pool(400) if is_pool else None, faults=faults)
+    results = place.results(engine.run(movers(3)))
+    assert [r.token_ids for r in results] == [moved(i) for i in range(3)]
+
+
+class Struck(FakeBackend):
+    """Ctrl-C strikes in each third run that moves cells, before its work or after it."""
+
+    n_moves = 0
+    is_late = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.n_moves += bool(plan.shifts)
+        strikes = plan.shifts and self.n_moves % 3 == 1
+        if strikes and self.is_late:
+            super().run(plan)
+        if strikes:
+            raise KeyboardInterrupt
+        return super().run(plan)
+
+
+class LateStruck(Struck):
+    is_late = True
+
+
+@pytest.mark.parametrize("kind", [Struck, LateStruck])
+def test_ctrl_c_while_cells_move_changes_no_token(by_hand: Place, kind: type[Struck]) -> None:
+    engine = by_hand.engine(2, W, kind=kind)
+    response = engine.run(movers(3))
+    n_struck = 0
+    while engine._loop.routes:
+        with suppress(KeyboardInterrupt):
+            engine.step()
+            n_struck -= 1
+        n_struck += 1
+    assert n_struck > 3
+    results = by_hand.results(response)
+    assert [r.token_ids for r in results] == [moved(i) for i in range(3)]
+
+
+def test_closing_ends_movers_with_what_they_have(any_way: Place) -> None:
+    engine = any_way.engine(2, W, kind=GatedBackend)
+    response = engine.run(movers(3, max_tokens=ENDLESS))
+    first_chunk(response)
+    engine.close()
+    results = any_way.results(response)
+    assert {r.finish_reason for r in results} == {"cancelled"}
+    for i, result in enumerate(results):
+        assert result.token_ids == moved(i, len(result.token_ids))
+
+
+def test_movers_of_two_adapters_move_apart(any_way: Place) -> None:
+    engine = any_way.engine(2, W, adapters=("a",))
+    plain, adapted = any_way.results(
+        engine.run([*movers(1), item(text_of(20), "a", adapter="a", max_tokens=60)])
+    )
+    assert plain.token_ids == moved(0)
+    assert adapted.token_ids == expected(text_of(20), 60, adapters=(("a", 1.0),))
+
+
+def test_prompt_alone_never_moves(any_way: Place) -> None:
+    engine = any_way.engine(2, W)
+    result = any_way.result(engine, text_of(W - 1), prefill_only=True, n_discard=32)
+    assert (result.finish_reason, result.usage.context_shifts) == ("length", 0)
+
+
+def test_prompt_alone_fills_the_window_though_it_may_move(by_hand: Place) -> None:
+    engine = by_hand.engine(2, W)
+    result = by_hand.result(engine, text_of(W), prefill_only=True, n_discard=32)
+    assert (result.finish_reason, result.error) == ("length", None)
