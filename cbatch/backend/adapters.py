@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 
 from cbatch.backend.gguf_check import (
-    _AGAIN,
-    _MAGIC,
-    _MAX_DIMS,
-    _STRING,
-    _U32,
-    _U64,
-    _Cursor,
-    _DamagedError,
-    _Header,
-    _is_readable_version,
-    _read_value,
+    AGAIN,
+    MAGIC,
+    MAX_DIMS,
+    STRING,
+    U32,
+    U64,
+    Cursor,
+    DamagedError,
+    Header,
+    is_readable_version,
+    read_value,
 )
 from cbatch.backend.log import llama_log
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
@@ -140,7 +140,7 @@ def _load(model: LlamaModel, name: str, path: Path) -> Any:
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
         raise _cannot_load(name, path, f"cannot be read: {words}") from error
-    except _DamagedError as error:
+    except DamagedError as error:
         raise _cannot_load(name, path, str(error)) from error
     pointer = llama_cpp.llama_adapter_lora_init(model.pointer, os.fsencode(path))
     said = llama_log().drain()
@@ -180,7 +180,7 @@ class _Tensor:
 
 @dataclass(eq=False, slots=True)
 class _Contents:
-    header: _Header
+    header: Header
     kinds: dict[str, int] = field(default_factory=dict)
     tensors: dict[str, _Tensor] = field(default_factory=dict)
 
@@ -194,55 +194,55 @@ class _Contents:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[_Cursor]:
+def _opened(path: Path) -> Iterator[Cursor]:
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
-        raise _DamagedError(f"is a folder; {_CONVERT}")
+        raise DamagedError(f"is a folder; {_CONVERT}")
     if not stat.S_ISREG(mode):
-        raise _DamagedError("is not a regular file")
+        raise DamagedError("is not a regular file")
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
-            raise _DamagedError(f"is empty; {_AGAIN}")
+            raise DamagedError(f"is empty; {AGAIN}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield _Cursor(data)
+            yield Cursor(data)
 
 
-def _read(cursor: _Cursor) -> _Contents | None:
+def _read(cursor: Cursor) -> _Contents | None:
     """Return what a file says it holds; None if it is newer than this reader, for llama.cpp to decide."""
-    if cursor.data[:4] != _MAGIC:
+    if cursor.data[:4] != MAGIC:
         begins = bytes(cursor.data[:4])
-        raise _DamagedError(f"is not a GGUF file (it begins with {begins!r}); {_CONVERT}")
+        raise DamagedError(f"is not a GGUF file (it begins with {begins!r}); {_CONVERT}")
     cursor.at = 4
-    if not _is_readable_version(cursor.number(_U32)):
+    if not is_readable_version(cursor.number(U32)):
         return None
-    contents = _Contents(_Header(n_file=len(cursor.data)))
-    n_tensors, n_values = cursor.number(_U64), cursor.number(_U64)
+    contents = _Contents(Header(n_file=len(cursor.data)))
+    n_tensors, n_values = cursor.number(U64), cursor.number(U64)
     for _ in range(n_values):
         key = _read_name(cursor, contents.kinds)
-        contents.kinds[key] = cursor.number(_U32)
-        cursor.at -= _U32.size
-        _read_value(cursor, contents.header, key)
+        contents.kinds[key] = cursor.number(U32)
+        cursor.at -= U32.size
+        read_value(cursor, contents.header, key)
     for _ in range(n_tensors):
         name = _read_name(cursor, contents.tensors)
         contents.tensors[name] = _read_tensor(cursor)
     return contents
 
 
-def _read_name(cursor: _Cursor, taken: Mapping[str, object]) -> str:
+def _read_name(cursor: Cursor, taken: Mapping[str, object]) -> str:
     """Return a name up to its first NUL, where llama.cpp's comparisons end."""
     name = cursor.string().partition(b"\0")[0].decode(errors="replace")
     if name in taken:
-        raise _DamagedError(f"is damaged: {name} stands twice; {_AGAIN}")
+        raise DamagedError(f"is damaged: {name} stands twice; {AGAIN}")
     return name
 
 
-def _read_tensor(cursor: _Cursor) -> _Tensor:
-    n_dims = cursor.number(_U32)
-    if n_dims > _MAX_DIMS:
-        raise _DamagedError(f"is damaged: a tensor with {n_dims} dimensions; {_AGAIN}")
-    sizes = [cursor.number(_U64) for _ in range(n_dims)] + [1] * (_MAX_DIMS - n_dims)
-    tensor = _Tensor(cursor.number(_U32), tuple(sizes))
-    cursor.skip(_U64.size)
+def _read_tensor(cursor: Cursor) -> _Tensor:
+    n_dims = cursor.number(U32)
+    if n_dims > MAX_DIMS:
+        raise DamagedError(f"is damaged: a tensor with {n_dims} dimensions; {AGAIN}")
+    sizes = [cursor.number(U64) for _ in range(n_dims)] + [1] * (MAX_DIMS - n_dims)
+    tensor = _Tensor(cursor.number(U32), tuple(sizes))
+    cursor.skip(U64.size)
     return tensor
 
 
@@ -251,9 +251,9 @@ def _read_tensor(cursor: _Cursor) -> _Tensor:
 _FLOAT = 6
 # Source: llama-adapter.cpp, llama_adapter_lora_init_impl, whose getters assert these types (gguf.h, gguf_type).
 _KINDS = {
-    "general.type": _STRING,
-    "general.architecture": _STRING,
-    "adapter.type": _STRING,
+    "general.type": STRING,
+    "general.architecture": STRING,
+    "adapter.type": STRING,
     "adapter.lora.alpha": _FLOAT,
 }
 # Source: convert_lora_to_gguf.py, --outtype; of some others, such as integers, llama.cpp has no product.
@@ -267,13 +267,13 @@ def _check(path: Path, model: LlamaModel) -> None:
     if contents is not None:
         for rule in _RULES:
             for reason in rule(contents, model):
-                raise _DamagedError(reason)
+                raise DamagedError(reason)
 
 
 def _metadata(contents: _Contents, model: LlamaModel) -> Iterator[str]:
     for key, kind in _KINDS.items():
         if contents.kinds.get(key, kind) != kind:
-            yield f"is damaged: {key} is of another type than llama.cpp reads; {_AGAIN}"
+            yield f"is damaged: {key} is of another type than llama.cpp reads; {AGAIN}"
     values = contents.header.values
     if (kind_of_file := values.get("general.type", "model")) != "adapter":
         yield f"is of type {kind_of_file!r}, not an adapter; {_CONVERT}"
@@ -283,13 +283,13 @@ def _metadata(contents: _Contents, model: LlamaModel) -> Iterator[str]:
         yield f"is for a model of architecture {architecture!r}, and {model.name} is {model.architecture!r}"
     alpha = values.get("adapter.lora.alpha", 0.0)
     if not math.isfinite(float(alpha)):
-        yield f"is damaged: adapter.lora.alpha is {alpha}; {_AGAIN}"
+        yield f"is damaged: adapter.lora.alpha is {alpha}; {AGAIN}"
 
 
 def _weights(contents: _Contents, model: LlamaModel) -> Iterator[str]:
     for name, tensor in contents.tensors.items():
         if name.count(".lora_") > 1:
-            yield f"is damaged: it has a tensor {name!r}; {_AGAIN}"
+            yield f"is damaged: it has a tensor {name!r}; {AGAIN}"
         if name.endswith((".lora_a", ".lora_b")) and tensor.type not in _TYPES:
             known = ", ".join(_TYPES.values())
             yield f"has {name} in a type of number {tensor.type}; there is: {known}; convert it again"
@@ -326,7 +326,7 @@ def _has_own_output(path: Path) -> bool:
     try:
         with _opened(path) as cursor:
             contents = _read(cursor)
-    except (OSError, ValueError, _DamagedError):
+    except (OSError, ValueError, DamagedError):
         return False
     return contents is not None and "output.weight" in contents.tensors
 

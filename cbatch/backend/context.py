@@ -29,7 +29,7 @@ _N_CTX_MAX = 2**31 - 1
 _FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 
-_SAID_AS_THEY_ARE = (
+ROPE_VALUES = (
     "rope_freq_base",
     "rope_freq_scale",
     "yarn_ext_factor",
@@ -38,6 +38,7 @@ _SAID_AS_THEY_ARE = (
     "yarn_beta_slow",
     "yarn_orig_ctx",
 )
+"""Options that llama.cpp has under the same names."""
 
 
 def make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
@@ -74,7 +75,7 @@ def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
     params.flash_attn_type = flash_attn_type(options)
     params.offload_kqv = options.offload_kqv
     params.rope_scaling_type = _ROPE_SCALING[options.rope_scaling]
-    for name in _SAID_AS_THEY_ARE:
+    for name in ROPE_VALUES:
         if (value := getattr(options, name)) is not None:
             setattr(params, name, value)
     return params

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import llama_cpp
 
+from cbatch.backend.context import ROPE_VALUES
+
 if TYPE_CHECKING:
     from cbatch.backend.model import LlamaModel
     from cbatch.options import EngineOptions
@@ -24,13 +26,7 @@ _SETTINGS = (
     "flash_attn",
     "exact",
     "rope_scaling",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_orig_ctx",
+    *ROPE_VALUES,
 )
 """Engine options that change the cells. Source: src/llama-kv-cache.cpp, state_read, and what it does not check."""
 

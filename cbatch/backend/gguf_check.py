@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     Scalar = bool | int | float | str
 
-_MAGIC = b"GGUF"
-_AGAIN = "copy or download it again"
+MAGIC = b"GGUF"
+AGAIN = "copy or download it again"
 
 # Source: ggml/include/gguf.h, gguf_type.
 _FORMATS = {
@@ -43,12 +43,12 @@ _FORMATS = {
     12: "d",
 }
 _SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _FORMATS.items()}
-_STRING, _ARRAY = 8, 9
+STRING, _ARRAY = 8, 9
 _INTEGERS = {4: "I", 5: "i"}
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 _MAX_HEADER = 2**28  # bytes; real ones have 1 to 30 MB. Bounds time and memory on a damaged file
-_MAX_DIMS = 4  # Source: ggml.h, GGML_MAX_DIMS
+MAX_DIMS = 4  # Source: ggml.h, GGML_MAX_DIMS
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # Source: llama-hparams.h; larger ones end the process
 _MAP_ALIGNMENT = 32  # Source: ggml-impl.h, TENSOR_ALIGNMENT
 _BYTE_TOKEN = 6  # Source: llama.h, LLAMA_TOKEN_TYPE_BYTE
@@ -68,46 +68,47 @@ def check_file(path: Path) -> None:
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
         raise ModelLoadError(f"{path}: cannot be read: {words}") from error
-    except _DamagedError as error:
+    except DamagedError as error:
         raise ModelLoadError(f"{path}: {error}") from error
 
 
-class _DamagedError(Exception):
+class DamagedError(Exception):
     """What is wrong with the file, and the way out, without its name."""
 
 
 def _check(path: Path) -> None:
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
-        raise _DamagedError("is a folder; give the .gguf file in it")
+        raise DamagedError("is a folder; give the .gguf file in it")
     if not stat.S_ISREG(mode):
-        raise _DamagedError("is not a regular file")
+        raise DamagedError("is not a regular file")
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
-            raise _DamagedError(f"is empty; {_AGAIN}")
+            raise DamagedError(f"is empty; {AGAIN}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _check_header(_Cursor(data))
+            _check_header(Cursor(data))
 
 
-def _check_header(cursor: _Cursor) -> None:
-    if cursor.data[:4] != _MAGIC:
-        raise _DamagedError(
+def _check_header(cursor: Cursor) -> None:
+    if cursor.data[:4] != MAGIC:
+        raise DamagedError(
             f"is not a GGUF file (it begins with {bytes(cursor.data[:4])!r}); give a .gguf model"
         )
     cursor.at = 4
-    if not _is_readable_version(cursor.number(_U32)):
+    if not is_readable_version(cursor.number(U32)):
         return  # newer than this reader: llama.cpp decides
-    header = _read_header(cursor)
+    header = read_header(cursor)
     for rule in _RULES:
         for reason in rule(header):
-            raise _DamagedError(reason)
+            raise DamagedError(reason)
 
 
-def _is_readable_version(version: int) -> bool:
+def is_readable_version(version: int) -> bool:
+    """Whether this GGUF version is one of 64-bit lengths; raises where no llama.cpp reads it."""
     if version & 0xFFFF == 0:
-        raise _DamagedError(f"is written for big-endian machines, or damaged; {_AGAIN}")
+        raise DamagedError(f"is written for big-endian machines, or damaged; {AGAIN}")
     if version == 1:
-        raise _DamagedError("is GGUF version 1, which llama.cpp no longer reads; convert it again")
+        raise DamagedError("is GGUF version 1, which llama.cpp no longer reads; convert it again")
     return version <= 3
 
 
@@ -115,7 +116,7 @@ def _is_readable_version(version: int) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class _Cursor:
+class Cursor:
     """Reads forward through a mapped file; everything it returns lies inside the file."""
 
     data: mmap.mmap
@@ -125,7 +126,7 @@ class _Cursor:
         """Move past `n` bytes; return where they began."""
         start = self.at
         if n > min(len(self.data), _MAX_HEADER) - start:
-            raise _DamagedError(f"is cut off or damaged: it ends inside its header; {_AGAIN}")
+            raise DamagedError(f"is cut off or damaged: it ends inside its header; {AGAIN}")
         self.at = start + n
         return start
 
@@ -136,13 +137,13 @@ class _Cursor:
 
     def string(self) -> bytes:
         """Return a length-prefixed string."""
-        n = self.number(_U64)
+        n = self.number(U64)
         start = self.skip(n)
         return self.data[start : start + n]
 
 
 @dataclass(eq=False, slots=True)
-class _Header:
+class Header:
     """What the rules look at; of arrays, only the tokens and those of 32-bit integers."""
 
     n_file: int
@@ -167,32 +168,34 @@ class _Header:
         return value if isinstance(value, int) else 0
 
 
-def _read_header(cursor: _Cursor) -> _Header:
-    header = _Header(n_file=len(cursor.data))
-    header.n_tensors, n_values = cursor.number(_U64), cursor.number(_U64)
+def read_header(cursor: Cursor) -> Header:
+    """Read what a file says of itself, behind magic number and version."""
+    header = Header(n_file=len(cursor.data))
+    header.n_tensors, n_values = cursor.number(U64), cursor.number(U64)
     for _ in range(n_values):
         key = cursor.string().decode(errors="replace")
-        _read_value(cursor, header, key)
+        read_value(cursor, header, key)
     for _ in range(header.n_tensors):
         header.tensor_offsets.append(_read_tensor_offset(cursor))
     header.n_header = cursor.at
     return header
 
 
-def _read_value(cursor: _Cursor, header: _Header, key: str) -> None:
-    kind = cursor.number(_U32)
+def read_value(cursor: Cursor, header: Header, key: str) -> None:
+    """Read one value of the metadata into `header`, or past it."""
+    kind = cursor.number(U32)
     if kind == _ARRAY:
         _read_array(cursor, header, key)
-    elif kind == _STRING:
+    elif kind == STRING:
         header.values[key] = cursor.string().decode(errors="replace")
     else:
         scalar = _scalar(kind)
         header.values[key] = scalar.unpack_from(cursor.data, cursor.skip(scalar.size))[0]
 
 
-def _read_array(cursor: _Cursor, header: _Header, key: str) -> None:
-    kind, n = cursor.number(_U32), cursor.number(_U64)
-    if kind == _STRING:
+def _read_array(cursor: Cursor, header: Header, key: str) -> None:
+    kind, n = cursor.number(U32), cursor.number(U64)
+    if kind == STRING:
         _read_strings(cursor, n, header.tokens if key == "tokenizer.ggml.tokens" else None)
         return
     start = cursor.skip(n * _scalar(kind).size)
@@ -200,35 +203,33 @@ def _read_array(cursor: _Cursor, header: _Header, key: str) -> None:
         header.integers[key] = struct.unpack_from(f"<{n}{_INTEGERS[kind]}", cursor.data, start)
 
 
-def _read_strings(cursor: _Cursor, n: int, into: list[bytes] | None) -> None:
+def _read_strings(cursor: Cursor, n: int, into: list[bytes] | None) -> None:
     for _ in range(n):
         if into is None:
-            cursor.skip(cursor.number(_U64))
+            cursor.skip(cursor.number(U64))
         else:
             into.append(cursor.string().partition(b"\0")[0])  # llama.cpp reads C strings
 
 
 def _scalar(kind: int) -> struct.Struct:
     if kind not in _SCALARS:
-        raise _DamagedError(
-            f"is damaged: its metadata has a value of unknown type {kind}; {_AGAIN}"
-        )
+        raise DamagedError(f"is damaged: its metadata has a value of unknown type {kind}; {AGAIN}")
     return _SCALARS[kind]
 
 
-def _read_tensor_offset(cursor: _Cursor) -> int:
+def _read_tensor_offset(cursor: Cursor) -> int:
     cursor.string()
-    n_dims = cursor.number(_U32)
-    if n_dims > _MAX_DIMS:
-        raise _DamagedError(f"is damaged: a tensor with {n_dims} dimensions; {_AGAIN}")
-    cursor.skip(n_dims * _U64.size + _U32.size)
-    return cursor.number(_U64)
+    n_dims = cursor.number(U32)
+    if n_dims > MAX_DIMS:
+        raise DamagedError(f"is damaged: a tensor with {n_dims} dimensions; {AGAIN}")
+    cursor.skip(n_dims * U64.size + U32.size)
+    return cursor.number(U64)
 
 
 # --- rules: each yields what is wrong with a header ---
 
 
-def _kind_of_file(header: _Header) -> Iterator[str]:
+def _kind_of_file(header: Header) -> Iterator[str]:
     kind = header.values.get("general.type", "model")
     if kind != "model":
         yield f"is of type {kind!r}, not a model; give the model's .gguf file"
@@ -238,32 +239,32 @@ def _kind_of_file(header: _Header) -> Iterator[str]:
         yield "holds no weights (a vocabulary only); give the model's .gguf file"
 
 
-def _tensors_in_file(header: _Header) -> Iterator[str]:
+def _tensors_in_file(header: Header) -> Iterator[str]:
     alignment = header.values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment % _MAP_ALIGNMENT:
-        yield f"is damaged: general.alignment is {alignment}, not a multiple of 32; {_AGAIN}"
+        yield f"is damaged: general.alignment is {alignment}, not a multiple of 32; {AGAIN}"
         return
     start = -(-header.n_header // max(alignment, 1)) * alignment
     n_needed = start + max(header.tensor_offsets, default=0)
     if header.tensor_offsets and n_needed >= header.n_file:
         yield (
             f"is cut off or damaged: it has {header.n_file} bytes, "
-            f"but its weights reach past byte {n_needed}; {_AGAIN}"
+            f"but its weights reach past byte {n_needed}; {AGAIN}"
         )
 
 
 # Source of the three below: llama-model.cpp, load_hparams, its assertions.
 
 
-def _layers(header: _Header) -> Iterator[str]:
+def _layers(header: Header) -> Iterator[str]:
     n_layers, n_nextn = header.count("block_count"), header.count("nextn_predict_layers")
     if not 0 < n_layers <= _MAX_LAYERS:
-        yield f"is damaged: block_count is {n_layers}, not in 1 … {_MAX_LAYERS}; {_AGAIN}"
+        yield f"is damaged: block_count is {n_layers}, not in 1 … {_MAX_LAYERS}; {AGAIN}"
     if n_nextn > n_layers:
-        yield f"is damaged: nextn_predict_layers is {n_nextn} of {n_layers} layers; {_AGAIN}"
+        yield f"is damaged: nextn_predict_layers is {n_nextn} of {n_layers} layers; {AGAIN}"
 
 
-def _experts(header: _Header) -> Iterator[str]:
+def _experts(header: Header) -> Iterator[str]:
     n_experts, n_used = header.count("expert_count"), header.count("expert_used_count")
     n_groups, n_used_groups = (
         header.count("expert_group_count"),
@@ -274,7 +275,7 @@ def _experts(header: _Header) -> Iterator[str]:
     if not (_experts_fit(n_experts, n_used) and _groups_fit(n_experts, n_groups, n_used_groups)):
         yield (
             f"is damaged: {n_used} of {n_experts} experts, "
-            f"{n_used_groups} of {n_groups} groups cannot be; {_AGAIN}"
+            f"{n_used_groups} of {n_groups} groups cannot be; {AGAIN}"
         )
 
 
@@ -288,13 +289,13 @@ def _groups_fit(n_experts: int, n_groups: int, n_used: int) -> bool:
     return n_groups < max(n_experts, 1)
 
 
-def _rope_and_norm(header: _Header) -> Iterator[str]:
+def _rope_and_norm(header: Header) -> Iterator[str]:
     scaling = header.values.get(f"{header.architecture}.rope.scaling.type")
     if isinstance(scaling, str) and scaling not in _rope_scalings():
-        yield f"is damaged: rope.scaling.type is {scaling!r}; {_AGAIN}"
+        yield f"is damaged: rope.scaling.type is {scaling!r}; {AGAIN}"
     for key, value in header.values.items():
         if key.endswith("epsilon") and isinstance(value, float) and not 0 <= value < math.inf:
-            yield f"is damaged: {key} is {value}; {_AGAIN}"
+            yield f"is damaged: {key} is {value}; {AGAIN}"
 
 
 def _rope_scalings() -> set[str]:
@@ -309,16 +310,16 @@ def _rope_scalings() -> set[str]:
 # and byte_to_token throw later.
 
 
-def _vocabulary(header: _Header) -> Iterator[str]:
+def _vocabulary(header: Header) -> Iterator[str]:
     pieces = {token or f"[EMPTY_{i}]".encode() for i, token in enumerate(header.tokens)}
     n_twice = len(header.tokens) - len(pieces)
     if n_twice:
-        yield f"is damaged: {n_twice} of its tokens stand twice; {_AGAIN}"
+        yield f"is damaged: {n_twice} of its tokens stand twice; {AGAIN}"
     tokenizer = header.values.get("tokenizer.ggml.model")
     types = header.integers.get("tokenizer.ggml.token_type", ())
     for token, kind in zip(header.tokens, types, strict=False):
         if kind == _BYTE_TOKEN and (len(token) < 3 or tokenizer == "bert"):
-            yield f"is damaged: token {token!r} cannot stand for a byte; {_AGAIN}"
+            yield f"is damaged: token {token!r} cannot stand for a byte; {AGAIN}"
     if tokenizer == "llama" and not all(_has_byte(pieces, byte) for byte in range(256)):
         yield "is damaged: it has no token for some bytes, and llama.cpp ends when it meets one"
 
@@ -327,7 +328,7 @@ def _has_byte(pieces: set[bytes], byte: int) -> bool:
     return f"<0x{byte:02X}>".encode() in pieces or bytes([byte]) in pieces
 
 
-_RULES: tuple[Callable[[_Header], Iterator[str]], ...] = (
+_RULES: tuple[Callable[[Header], Iterator[str]], ...] = (
     _kind_of_file,
     _tensors_in_file,
     _layers,

@@ -16,7 +16,7 @@ import llama_cpp
 
 from cbatch.backend.chat import parse_override
 from cbatch.backend.devices import add_servers
-from cbatch.backend.gguf_check import _Cursor, _DamagedError, _read_header, check_file
+from cbatch.backend.gguf_check import Cursor, DamagedError, check_file, read_header
 from cbatch.backend.vocab import LlamaVocab
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 
@@ -137,7 +137,7 @@ class LlamaModel:
         """The file's arrays of whole numbers, which llama.cpp reads and does not show; empty without the file."""
         try:
             return _read_integers(Path(self.name))
-        except (OSError, ValueError, _DamagedError):
+        except (OSError, ValueError, DamagedError):
             return {}
 
     def close(self) -> None:
@@ -316,7 +316,7 @@ def _read_metadata(pointer: Any) -> dict[str, str]:
 
 def _read_integers(path: Path) -> Mapping[str, tuple[int, ...]]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _read_header(_Cursor(data, at=_N_MAGIC)).integers
+        return read_header(Cursor(data, at=_N_MAGIC)).integers
 
 
 def _read_text(read: Callable[..., int], *args: Any) -> str:

@@ -16,10 +16,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.core.driver import Status
-from cbatch.core.holds import Fetch
-from cbatch.core.plan import StepPlan
 from cbatch.core.stats import StepRecord
 from cbatch.errors import EngineClosedError, QueueFullError, RequestFailedError
+from cbatch.runtime.disk import Disk
 from cbatch.runtime.mailbox import refused
 
 if TYPE_CHECKING:
@@ -27,11 +26,10 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.holds import Found
-    from cbatch.core.plan import StepResult
+    from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.response import BatchOutputChunk, BatchResult
-    from cbatch.runtime.keeper import Arrival, Keeper, Post
+    from cbatch.runtime.keeper import Keeper, Post
     from cbatch.runtime.mailbox import Mailbox
 
     MakeKeeper = Callable[[Post], Keeper]
@@ -66,7 +64,9 @@ class Loop:
         self.recorder: Callable[[StepRecord], object] | None = None
         self._backend, self._scheduler, self._clock = backend, scheduler, clock
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._keeper = keeper(self._commands.put) if keeper else None
+        self._disk = Disk(
+            backend, scheduler.batcher, keeper(self._commands.put) if keeper else None
+        )
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._is_closed = False
@@ -237,22 +237,20 @@ class Loop:
         if self._timers:
             self._do_timers(start)
         admitted_now = self._scheduler.admit(start)
-        if self._keeper is not None:
-            self._fetch_cells(self._keeper)
+        self._disk.fetch()
         admitted = self._clock()
         plan = self._scheduler.build(admitted_now)
         if self._n_wanting_room:
             with self._room_freed:
                 self._room_freed.notify_all()
         if plan is None:
-            self._store_cells()
+            self._disk.store()
             return self._deliver(()) or not self._commands.empty()
         built = self._clock()
         result = self._backend.run(plan)
         ran = self._clock()
         changed = self._scheduler.apply(plan, result, ran)
-        if self._scheduler.batcher.storing:
-            self._store_cells()
+        self._disk.store()
         applied = self._clock()
         self._deliver(changed)
         stats = self._scheduler.stats
@@ -266,37 +264,6 @@ class Loop:
             times = (start, admitted, built, ran, applied, delivered)
             self._report(_record(plan, result, self._scheduler.batcher.n_waiting, times))
         return True
-
-    def _fetch_cells(self, keeper: Keeper) -> None:
-        """Have cells read that somebody waits for."""
-        for fetch in self._scheduler.batcher.fetches.take_orders():
-            keeper.read(fetch, self._take_cells)
-
-    def _take_cells(self, arrival: Arrival) -> None:
-        """Give cells from disk to the backend, and let those go on that waited for them."""
-        batcher = self._scheduler.batcher
-        drivers, keys = batcher.fetches.arrive(arrival.fetch, arrival.found)
-        for key, n_cells in keys:
-            if arrival.data is not None:
-                self._backend.keep(key, arrival.data, n_cells)
-        for driver in drivers:
-            batcher.release(driver)
-
-    def _store_cells(self) -> None:
-        """Have cells written that were copied out; whose cells could not be, has ended."""
-        batcher = self._scheduler.batcher
-        for stored in batcher.cells.take_stored():
-            data = None if stored.key is None else self._backend.take(stored.key)
-            if data is None or self._keeper is None:
-                batcher.end_stored(stored.driver)
-            else:
-                self._keeper.write(stored, data, self._end_stored)
-
-    def _end_stored(self, driver: SequenceDriver, found: Found | None, problem: str | None) -> None:
-        batcher, request = self._scheduler.batcher, driver.request
-        if found is not None:
-            batcher.fetches.learn(Fetch(request.options.cache_key or "", request.adapters), found)
-        batcher.end_stored(driver, problem)
 
     def _report(self, record: StepRecord) -> None:
         """Hand a record out; a recorder that raises is called no more, for requests are not to suffer by it."""
@@ -458,23 +425,10 @@ class Loop:
         """Leave nobody waiting, then free the backend. Owner thread, or after it."""
         self._do_commands()
         self._end_requests()
-        if self._keeper is not None:
-            self._store_the_last(self._keeper)
-        self._backend.close()
-
-    def _store_the_last(self, keeper: Keeper) -> None:
-        """Have cells written of requests that closing has ended, and wait until all is on disk."""
-        batcher = self._scheduler.batcher
-        plan = StepPlan((), **batcher.cells.take_saves())
-        try:
-            lost = self._backend.run(plan).lost if plan.saves else ()
-        except Exception:  # it has failed before
-            lost = tuple(key for _, key in plan.saves)
-        batcher.cells.settle(lost)
-        self._store_cells()
-        keeper.close()
+        self._disk.close()
         self._do_commands()
         self._deliver(())
+        self._backend.close()
 
     def _end_requests(self) -> None:
         with self._room_freed:
