@@ -351,7 +351,7 @@ def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) ->
     whole = alone(rig, request)
     broken_at = None if options.prefill_only else item.broken_at  # it has no row to be broken
     ends = [max(0, k) for k in (broken_at, item.guilty_at) if k is not None]
-    if ends and min(ends) < whole.n_sampled + options.prefill_only:
+    if ends and min(ends) < whole.n_sampled + bool(options.prefill_only):
         tokens = whole.tokens[: min(ends)]
         assert isinstance(result.error, RequestFailedError)
         is_guilty = item.guilty_at is not None and max(0, item.guilty_at) == min(ends)
