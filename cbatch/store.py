@@ -293,7 +293,9 @@ class CacheStore:
 
 
 def default_folder() -> Path:
-    """Return the folder for cells among the user's caches."""
+    """Return the folder for cells that `CBATCH_CACHE_DIR` names, or the one among the user's caches."""
+    if named := os.environ.get("CBATCH_CACHE_DIR"):
+        return Path(named)
     return Path(platformdirs.user_cache_dir("cbatch", appauthor=False), "cells")
 
 

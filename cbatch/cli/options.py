@@ -106,6 +106,14 @@ Adapters = Annotated[
         panel=_MODEL,
     ),
 ]
+CacheDir = Annotated[
+    Path | None,
+    option(
+        help="Folder of cells that requests keep under a cache_key.",
+        default="the user's, or CBATCH_CACHE_DIR",
+        panel=_MODEL,
+    ),
+]
 ChatTemplate = Annotated[
     str | None, option(help='"chatml" or Jinja.', default="the model's own", panel=_MODEL)
 ]

@@ -14,6 +14,7 @@ from cbatch.cli.lines import STDOUT, check_target, is_pipe, open_target, read_pr
 from cbatch.cli.main import ExitCode, say
 from cbatch.cli.options import (
     Adapters,
+    CacheDir,
     CacheTypeK,
     CacheTypeV,
     ChatTemplate,
@@ -81,6 +82,7 @@ def run(
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
     adapter: Adapters = None,
+    cache_dir: CacheDir = None,
     chat_template: ChatTemplate = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -140,6 +142,7 @@ def run(
         n_threads=threads,
         n_gpu_layers=gpu_layers,
         adapters=adapters,
+        cache_dir=cache_dir,
         chat_template=chat_template,
     )
     EngineOptions.of(settings)

@@ -85,7 +85,10 @@ class Intake:
         options = RunOptions.of(item.options).over(run_options)
         seed = secrets.randbits(32) if options.seed is None else options.seed
         vocab = self._backend.vocab
-        check_fits(options, self._backend, self._schedule)
+        try:
+            check_fits(options, self._backend, self._schedule)
+        except ConfigError as error:
+            raise ConfigError(f"request {item.id!r}: {error}") from None
         own = () if options.ignore_eos else vocab.end_tokens
         stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
         sampling = options.sampling(self._backend.sampling_defaults, seed)
