@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 class CBatchError(Exception):
     """Root of every error that cbatch raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be read by another process as it is here: results hold errors."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(cls: type[CBatchError], args: tuple[Any, ...], state: dict[str, Any]) -> CBatchError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(CBatchError, ValueError):

@@ -906,7 +906,7 @@ def test_recurrent_memory_begins_with_a_whole_file_or_not_at_all(any_way: Place)
 
 def test_exact_begins_with_whole_pieces_of_the_prompt_only(any_way: Place) -> None:
     first = any_way.engine(n_piece=16)
-    answer = any_way.result(first, text_of(50), **SAVED)
+    answer = any_way.result(first, text_of(50), **SAVED, max_tokens=40)
     first.close()
     engine = any_way.engine(n_piece=16)
     prompts = [text_of(50), [*text_of(50), *answer.token_ids, 1], [*text_of(40), 1]]
@@ -998,12 +998,13 @@ def test_resume_while_its_file_is_still_read_waits_for_it(place: Place, reading:
 
 
 def test_all_who_wait_for_one_file_may_leave(place: Place, reading: Gate) -> None:
-    engine = place.engine()
+    engine = place.engine(schedule={"max_queue": 0, "when_full": "reject"})
     response = engine.run([item([*text_of(40), i], **READ) for i in range(4)])
     reading.wait()
     assert response.cancel() == 4
     assert all(r.error is not None for r in place.results(response))
-    assert place.result(engine, text_of(20, 3)).token_ids == expected(text_of(20, 3))
+    others = place.results(engine.run([item(text_of(20, i)) for i in range(4)]))
+    assert [r.token_ids for r in others] == [expected(text_of(20, i)) for i in range(4)]
     reading.go.set()
     stats = engine.stats()
     assert (stats.n_held, stats.n_waiting, stats.n_running) == (0, 0, 0)

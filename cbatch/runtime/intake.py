@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from cbatch.runtime.loop import Loop
 
 
+_N_FORGOTTEN = 64
+"""Keys of requests that ended that may be remembered beyond those in flight."""
+
+
 class MakeMailbox(Protocol):
     """Makes the mailbox of a batch of so many items, or of a fed one."""
 
@@ -73,7 +77,7 @@ class Intake:
         self._backend, self._batcher, self._loop = backend, batcher, loop
         self._schedule, self._is_threaded = schedule, is_threaded
         self._mark = secrets.token_hex(8)
-        self._saving: dict[str, tuple[Mailbox, int]] = {}
+        self._saving: dict[str, tuple[str, tuple[Mailbox, int]]] = {}  # by key: id and route
         self._submitting = threading.Lock()
         self._n_runs = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
@@ -167,11 +171,18 @@ class Intake:
         keys = [d.request.options.cache_key for d in drivers if d.request.options.save_cache]
         if not keys:
             return
-        routes = self._loop.routes.values()
-        self._saving = {key: route for key, route in self._saving.items() if route in routes}
-        for i, key in enumerate(keys):
-            if key in self._saving or key in keys[:i]:
-                raise CacheError(str(key), "two requests in flight would save it: one at a time")
+        if len(self._saving) > 2 * len(self._loop.routes) + _N_FORGOTTEN:
+            self._saving = {k: saver for k, saver in self._saving.items() if self._lives(saver)}
+        seen: set[str] = set()
+        for key in map(str, keys):
+            saver = self._saving.get(key)
+            if key in seen or (saver is not None and self._lives(saver)):
+                raise CacheError(key, "two requests in flight would save it: one at a time")
+            seen.add(key)
+
+    def _lives(self, saver: tuple[str, tuple[Mailbox, int]]) -> bool:
+        id, route = saver
+        return self._loop.routes.get(id) is route
 
     def feed(
         self,
@@ -232,7 +243,7 @@ class Intake:
         routes = {d.request.id: (mailbox, i) for i, d in enumerate(drivers, first_place)}
         self._loop.routes.update(routes)
         saving = [d.request for d in drivers if d.request.options.save_cache]
-        self._saving.update((str(r.options.cache_key), routes[r.id]) for r in saving)
+        self._saving.update((str(r.options.cache_key), (r.id, routes[r.id])) for r in saving)
         return routes
 
     def _submit(

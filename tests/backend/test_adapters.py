@@ -533,6 +533,8 @@ def test_damaged_files_never_end_the_process(
     command = [sys.executable, "-c", FUZZ, str(random_model), str(path), str(seed)]
     tests = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), tests))}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        command, cwd=path.parent, capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert 100 < int(done.stdout.splitlines()[-1]) < 400

@@ -766,6 +766,7 @@ def has_ended_well(call: str, kind: str, model: Path) -> bool:
     code = CHILD.format(call=call, kind=kind)
     done = subprocess.run(
         [sys.executable, "-c", code, model],
+        cwd=model.parent,
         env=environ,
         capture_output=True,
         text=True,

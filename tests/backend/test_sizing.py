@@ -375,6 +375,7 @@ def rss_of_a_load(path: Path, n_ctx: int) -> int:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path), str(n_ctx)],
+        cwd=path.parent,
         capture_output=True,
         text=True,
         check=True,
