@@ -195,7 +195,7 @@ def step(rig: Rig) -> StepPlan | None:
     settle_disk(rig)
     n_visited, n_preempted = rig.batcher.n_visited, n_preemptions(rig)
     plan = rig.scheduler.plan(rig.now)
-    rig.fetching = rig.batcher.fetches.take_orders()
+    rig.fetching = [*iter(rig.batcher.fetches.take_order, None)]
     assert rig.batcher.n_visited - n_visited <= n_visited_max(rig)
     if plan is not None:
         check_plan(rig, plan, has_preempted=n_preemptions(rig) > n_preempted)
@@ -220,8 +220,8 @@ def settle_disk(rig: Rig) -> None:
     for fetch in rig.fetching:
         missing = CacheError(fetch.key, "there is none", is_missing=True)
         found, data = rig.disk.get(fetch, (missing, np.empty(0, np.uint8)))
-        drivers, keys = rig.batcher.fetches.arrive(fetch, found)
-        for key, n_cells in keys:
+        drivers, adopted = rig.batcher.fetches.arrive(fetch, found)
+        for _, key, n_cells in adopted:
             rig.backend.keep(key, data, n_cells)
         for driver in drivers:
             rig.batcher.release(driver)
@@ -232,7 +232,7 @@ def settle_disk(rig: Rig) -> None:
 
 def store(rig: Rig) -> None:
     """Write what was copied out."""
-    for stored in rig.batcher.cells.take_stored():
+    for stored in iter(rig.batcher.cells.take_stored, None):
         driver, n = stored.driver, stored.n_cells
         data = None if stored.key is None else rig.backend.take(stored.key)
         if data is not None:

@@ -41,6 +41,14 @@ def fingerprint(model: LlamaModel, options: EngineOptions) -> dict[str, str]:
     }
 
 
+def rope_factors(model: LlamaModel, n_ctx_seq: int) -> str:
+    """Return which of its two sets of factors a model takes for such windows: src/llama-model.cpp, get_rope_factors."""
+    said = model.metadata.get(f"{model.architecture}.rope.scaling.original_context_length", "")
+    if not said.isdigit():
+        return "one"
+    return "long" if n_ctx_seq > int(said) else "short"
+
+
 def _digest_of(path: Path) -> str:
     stats = [(part, part.stat()) for part in _parts(path)]
     return file_digest(tuple((part, stat.st_size, stat.st_mtime_ns) for part, stat in stats))

@@ -12,7 +12,7 @@ import llama_cpp
 import numpy as np
 
 from cbatch.backend.context import available_cores, make_context, slot_window
-from cbatch.backend.fingerprint import fingerprint
+from cbatch.backend.fingerprint import fingerprint, rope_factors
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
 from cbatch.backend.native import NativeStepper, handshake
@@ -109,6 +109,7 @@ class LlamaBackend:
             is_pool=self.memory.kind == "unified",
         )
         self.n_piece = _n_piece(self.n_batch, options)
+        self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self._ctx)))
         llama_log().install()
 
     def _open(self) -> None:
@@ -334,6 +335,7 @@ class LlamaBackend:
             "pieces": str(self.n_piece),
             "memory": self.memory.kind,
             "parallel": "any" if is_fitted else str(self.n_slots),
+            "rope factors": self._rope_factors,
         }
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]

@@ -39,6 +39,9 @@ N_REFUSED_MAX = 64
 """Most requests that one plan ends without computing them: a step must not wait for a long row of bad ones."""
 
 
+N_FETCHED_PER_SLOT = 2
+"""How many may wait for cells from disk: others pass them, and what was read for them takes memory."""
+
 N_WORTH_MOVE = 8
 """Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
 
@@ -105,7 +108,7 @@ class MultiRequestBatcher:
 
     @property
     def n_awaited(self) -> int:
-        """Sequences that wait for what they can begin with; for each of them a slot is free."""
+        """Sequences that wait for what they can begin with; for those that wait for another one a slot is free."""
         return len(self.followers) + self.fetches.n_waiting
 
     @property
@@ -193,17 +196,19 @@ class MultiRequestBatcher:
         admitted: list[SequenceDriver],
     ) -> bool:
         """Give a slot to one that fits, or hold it until it can begin further on; False if none would be free then."""
-        if self.ledger.n_free_slots <= self.n_awaited:
+        if self.ledger.n_free_slots <= len(self.followers):
             return False
-        if leader is None and not self.fetches.is_needed(driver):
-            self._enter(driver, now)
-            admitted.append(driver)
-        elif leader is not None:
+        if leader is not None:
             self.hold(driver, Wait.LEADER)
             self.followers.add(driver, *leader)
-        else:
+        elif self.fetches.is_needed(driver):
+            if self.fetches.n_waiting >= N_FETCHED_PER_SLOT * self.ledger.n_slots:
+                return False
             self.hold(driver, Wait.CACHE)
             self.fetches.add(driver)
+        elif driver.refusal is None:  # else it ends when it is looked at again
+            self._enter(driver, now)
+            admitted.append(driver)
         return True
 
     def _first(self, n: int) -> list[SequenceDriver]:

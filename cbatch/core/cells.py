@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, TypedDict
@@ -63,7 +64,7 @@ class Cells:
         self._saved: dict[int, tuple[SequenceDriver, int]] = {}  # by key, with the bytes
         self._adopted: set[int] = set()
         self._storing: dict[int, tuple[SequenceDriver, int]] = {}  # by key, with the cells
-        self._stored: list[Stored] = []
+        self._stored: deque[Stored] = deque()
         self._loading = self.sharing.loading
         self._copying: list[SequenceDriver] = []
         self._clears: list[Slot] = []
@@ -220,10 +221,17 @@ class Cells:
         self._storing[key] = driver, n_cells
         return True
 
-    def take_stored(self) -> list[Stored]:
-        """Return whose cells were copied out since the last call; where they were lost, without a key."""
-        stored, self._stored = self._stored, []
-        return stored
+    def give_up_store(self, slot: Slot) -> None:
+        """Take in that a slot's cells are lost that were to be stored."""
+        lost = [key for s, key in self._saves if s == slot and key in self._storing]
+        self._saves = [(s, key) for s, key in self._saves if key not in lost]
+        given_up = {key: self._storing.pop(key) for key in lost}
+        for driver, n_cells in given_up.values():
+            self._end_store(driver, None, n_cells)
+
+    def take_stored(self) -> Stored | None:
+        """Return one whose cells were copied out, each once, or None; where they were lost, without a key."""
+        return self._stored.popleft() if self._stored else None
 
     def forget(self, driver: SequenceDriver) -> None:
         """Give up a driver's saved cells, if it has any."""
@@ -275,10 +283,13 @@ class Cells:
     def _settle_stores(self, lost: Container[int]) -> None:
         """Take in that what was to be stored is copied out, but for what was lost."""
         for key, (driver, n_cells) in self._storing.items():
-            if key in lost:
-                driver.warnings.append("the cells were not saved: they could not be copied out")
-            self._stored.append(Stored(driver, None if key in lost else key, n_cells))
+            self._end_store(driver, None if key in lost else key, n_cells)
         self._storing.clear()
+
+    def _end_store(self, driver: SequenceDriver, key: int | None, n_cells: int) -> None:
+        if key is None:
+            driver.warnings.append("the cells were not saved: they could not be copied out")
+        self._stored.append(Stored(driver, key, n_cells))
 
     def _lose(self, driver: SequenceDriver) -> None:
         driver.rewind()

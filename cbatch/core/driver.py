@@ -382,7 +382,7 @@ class SequenceDriver:
 
     def lose_adopted(self) -> None:
         """Take in that the cells from disk could not be put into a slot: they have to be computed."""
-        self.n_cached = self.n_reached = 0
+        self.n_computed = self.n_cached = self.n_reached = 0
 
     def rewind(self, n_computed: int = 0) -> None:
         """Forget the cells behind the first `n_computed`: their tokens are pending again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,12 +93,12 @@ class Fetches:
     def __init__(self, sharing: Sharing, cells: Cells) -> None:
         self._sharing, self._cells = sharing, cells
         self._waiting: dict[Fetch, list[SequenceDriver]] = {}
-        self._orders: list[Fetch] = []
+        self._orders: deque[Fetch] = deque()
         self._known: dict[Fetch, Found] = {}
 
     @property
     def n_waiting(self) -> int:
-        """Sequences that wait; for each of them a slot is free."""
+        """Sequences that wait; others pass them."""
         return sum(map(len, self._waiting.values()))
 
     def is_needed(self, driver: SequenceDriver) -> bool:
@@ -106,7 +107,12 @@ class Fetches:
         if options.cache_key is None or driver.has_fetched or driver.has_run or driver.output:
             return False
         found = self._known.get(_fetch_of(driver))
-        return found is None or not self._is_in_memory(driver, found)
+        if found is None or options.cache_required:
+            return found is None or not self._is_in_memory(driver, found)
+        if not self._sharing.n_usable(driver, found.tokens, found.n_given):
+            driver.has_fetched = True
+            driver.go_without(_no_beginning(_fetch_of(driver), found))
+        return not driver.has_fetched and not self._is_in_memory(driver, found)
 
     def add(self, driver: SequenceDriver) -> None:
         """Have a held driver wait for its file."""
@@ -116,18 +122,18 @@ class Fetches:
             self._orders.append(fetch)
         self._waiting.setdefault(fetch, []).append(driver)
 
-    def take_orders(self) -> list[Fetch]:
-        """Return the files to read; each once."""
-        orders, self._orders = self._orders, []
-        return orders
+    def take_order(self) -> Fetch | None:
+        """Return a file to read, each once, or None."""
+        return self._orders.popleft() if self._orders else None
 
     def arrive(
         self, fetch: Fetch, found: Found | CacheError
-    ) -> tuple[list[SequenceDriver], list[tuple[int, int]]]:
+    ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int, int]]]:
         """Take in what reading a file brought.
 
         Returns:
-            Who waited for it and goes on now, and (key, cells) under which the backend is to get the file's cells.
+            Who waited for it and goes on now, and for whom the backend is to get the file's cells, under which key
+            and how many. Those behind one that begins as far into the file copy from it.
         """
         drivers = [d for d in self._waiting.pop(fetch, []) if d.status is not Status.FINISHED]
         if not isinstance(found, Found):
@@ -136,15 +142,19 @@ class Fetches:
                 driver.go_without(found)
             return drivers, []
         self.learn(fetch, found)
-        keys: list[tuple[int, int]] = []
+        adopted: list[tuple[SequenceDriver, int, int]] = []
+        n_most = 0
         for driver in drivers:
             n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
             if not n_cells:
                 driver.go_without(_no_beginning(fetch, found))
-            elif not self._is_in_memory(driver, found) and not (keys and self._sharing.can_copy):
-                keys.append((self._cells.adopt(driver, n_cells), len(found.tokens)))
+            elif not self._is_in_memory(driver, found) and (
+                not n_most or n_cells >= n_most + N_WORTH
+            ):
+                adopted.append((driver, self._cells.adopt(driver, n_cells), len(found.tokens)))
                 driver.beside = tuple(d for d in drivers if d is not driver)
-        return drivers, keys
+                n_most = n_cells if self._sharing.can_copy else 0
+        return drivers, adopted
 
     def learn(self, fetch: Fetch, found: Found) -> None:
         """Take in what a file holds now."""

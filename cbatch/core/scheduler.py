@@ -71,6 +71,7 @@ class ContinuousBatchScheduler:
         self._quantum = (self.options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._has_adapters = has_adapters
         self._turns: dict[AdapterSet, int] = {}
+        self._n_turns = 0
         self._order: list[SequenceDriver] = []
         self._n_changes = -1
         self._n_failures = 0
@@ -172,9 +173,10 @@ class ContinuousBatchScheduler:
         sets = dict.fromkeys(d.request.adapters for d in order) if self._has_adapters else {}
         if len(sets) < 2:
             return order
-        turns = {adapters: self._turns.get(adapters, -1) for adapters in sets}
+        turns = {adapters: self._turns.get(adapters, self._n_turns) for adapters in sets}
         next_one = min(turns, key=lambda adapters: turns[adapters])
-        self._turns = turns | {next_one: max(turns.values()) + 1}
+        self._n_turns += 1
+        self._turns = turns | {next_one: self._n_turns}
         return [d for d in order if d.request.adapters == next_one]
 
     def _shift_full_windows(self) -> list[SequenceDriver]:
@@ -401,6 +403,7 @@ class ContinuousBatchScheduler:
         n_kept = result.n_kept if result.code == 2 and self._can_trim else ()
         for i, driver in enumerate(drivers):
             if driver.status is not Status.RUNNING:  # ended by an earlier step of this run
+                self.batcher.cells.give_up_store(slot_of(driver))
                 self.batcher.cells.clear(slot_of(driver))
             elif n_kept:
                 self._keep_cells(driver, n_kept[i])

@@ -70,7 +70,8 @@ class Sharing:
     def enter(self, slot: Slot, driver: SequenceDriver) -> None:
         """Take in that a driver has a slot, with its prompt."""
         self.use(slot)
-        self._put(slot, driver, driver.tokens[: driver.n_prompt])
+        n_known = driver.n_keep if driver.n_shifts else driver.n_prompt
+        self._put(slot, driver, driver.tokens[:n_known])
 
     def use(self, slot: Slot) -> None:
         """Take in that a slot is needed now: of those that nobody has it is emptied last."""
@@ -154,10 +155,14 @@ class Sharing:
         return other.status is Status.RUNNING and is_coming
 
     def n_usable(self, driver: SequenceDriver, tokens: Sequence[int], n_given: int) -> int:
-        """Return how many saved cells are the beginning of a prompt; of their `tokens` `n_given` were a prompt."""
-        n_most = n_given if self._n_piece else len(tokens)
-        n = self._whole(n_common(tokens[:n_most], driver.tokens[: self._n_most(driver)], 0))
-        return n if self._can_trim or n == len(tokens) else 0
+        """Return how many saved cells are the beginning of a prompt; of their `tokens` `n_given` were a prompt.
+
+        Few of many are none: every chat begins with the same tokens of its template.
+        """
+        n_there, n_wanted = n_given if self._n_piece else len(tokens), self._n_most(driver)
+        n = self._whole(n_common(tokens[:n_there], driver.tokens[:n_wanted], 0))
+        is_worth = self._can_trim and (n >= N_WORTH or n == self._whole(n_wanted))
+        return n if is_worth or n == len(tokens) else 0
 
     def oldest_rest(self, needed: Container[Slot] = ()) -> Slot | None:
         """Return the slot that nobody has or needs whose cells are unused for longest, or None."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.holds import Fetch
 from cbatch.core.plan import StepPlan
+from cbatch.errors import CacheError
 
 if TYPE_CHECKING:
     from cbatch.backend import Backend
@@ -23,26 +24,39 @@ class Disk:
     ) -> None:
         self._backend, self._batcher, self._keeper = backend, batcher, keeper
 
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller's thread is the one that reads and writes."""
+        return self._keeper is not None and self._keeper.is_current_thread
+
     def fetch(self) -> None:
         """Have cells read that somebody waits for."""
         if self._keeper is not None:
-            for fetch in self._batcher.fetches.take_orders():
+            while (fetch := self._batcher.fetches.take_order()) is not None:
                 self._keeper.read(fetch, self._arrive)
 
     def _arrive(self, arrival: Arrival) -> None:
         """Give cells from disk to the backend, and let those go on that waited for them."""
-        drivers, keys = self._batcher.fetches.arrive(arrival.fetch, arrival.found)
-        for key, n_cells in keys:
-            if arrival.data is not None:
-                self._backend.keep(key, arrival.data, n_cells)
+        drivers, adopted = self._batcher.fetches.arrive(arrival.fetch, arrival.found)
+        for driver, key, n_cells in adopted:
+            self._keep(arrival, driver, key, n_cells)
         for driver in drivers:
             self._batcher.release(driver)
+
+    def _keep(self, arrival: Arrival, driver: SequenceDriver, key: int, n_cells: int) -> None:
+        try:
+            if arrival.data is not None:
+                self._backend.keep(key, arrival.data, n_cells)
+        except Exception as error:  # for want of memory
+            self._batcher.cells.forget(driver)
+            driver.lose_adopted()
+            driver.go_without(CacheError(arrival.fetch.key, f"no room for its cells: {error!r}"))
 
     def store(self) -> None:
         """Have cells written that were copied out; whose cells could not be, has ended."""
         if not self._batcher.storing:
             return
-        for stored in self._batcher.cells.take_stored():
+        while (stored := self._batcher.cells.take_stored()) is not None:
             data = None if stored.key is None else self._backend.take(stored.key)
             if data is None or self._keeper is None:
                 self._batcher.end_stored(stored.driver)

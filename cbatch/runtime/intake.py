@@ -11,7 +11,7 @@ from collections import ChainMap
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from anyio.lowlevel import current_token
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.runtime.loop import Loop
 
+
+Saver: TypeAlias = "tuple[str, weakref.ref[Mailbox], int]"
+"""Who saves under a key: its id, and its route."""
 
 _N_FORGOTTEN = 64
 """Keys of requests that ended that may be remembered beyond those in flight."""
@@ -77,7 +80,7 @@ class Intake:
         self._backend, self._batcher, self._loop = backend, batcher, loop
         self._schedule, self._is_threaded = schedule, is_threaded
         self._mark = secrets.token_hex(8)
-        self._saving: dict[str, tuple[str, tuple[Mailbox, int]]] = {}  # by key: id and route
+        self._saving: dict[str, Saver] = {}
         self._submitting = threading.Lock()
         self._n_runs = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
@@ -180,9 +183,10 @@ class Intake:
                 raise CacheError(key, "two requests in flight would save it: one at a time")
             seen.add(key)
 
-    def _lives(self, saver: tuple[str, tuple[Mailbox, int]]) -> bool:
-        id, route = saver
-        return self._loop.routes.get(id) is route
+    def _lives(self, saver: Saver) -> bool:
+        id, mailbox, place = saver
+        route = self._loop.routes.get(id)
+        return route is not None and route[0] is mailbox() and route[1] == place
 
     def feed(
         self,
@@ -243,7 +247,10 @@ class Intake:
         routes = {d.request.id: (mailbox, i) for i, d in enumerate(drivers, first_place)}
         self._loop.routes.update(routes)
         saving = [d.request for d in drivers if d.request.options.save_cache]
-        self._saving.update((str(r.options.cache_key), (r.id, routes[r.id])) for r in saving)
+        ref = weakref.ref(mailbox)  # through it an engine would keep itself alive
+        self._saving.update(
+            (str(r.options.cache_key), (r.id, ref, routes[r.id][1])) for r in saving
+        )
         return routes
 
     def _submit(

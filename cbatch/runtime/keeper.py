@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from itertools import count
+from queue import PriorityQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
 
     Post = Callable[[Callable[[], object]], None]
     """Has something done by the owner thread."""
+    Written = Callable[[SequenceDriver, Found | None, str | None], object]
+    """Takes whose cells were to be written, what is on disk now, and what went wrong."""
+
+
+_READ, _WRITE, _END = range(3)
+"""What comes first: somebody waits for a read with a slot to be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,66 +54,75 @@ class Keeper:
     ) -> None:
         self._store, self._backend, self._post = store, backend, post
         self._is_threaded = is_threaded
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._work: PriorityQueue[tuple[int, int, Callable[[], None] | None]] = PriorityQueue()
+        self._numbers = count()
         self._thread: threading.Thread | None = None
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller's thread is the one that reads and writes."""
+        return self._thread is threading.current_thread()
 
     def read(self, fetch: Fetch, then: Callable[[Arrival], object]) -> None:
         """Read a file, then have `then` called with what came of it."""
-        self._do(lambda: self._read(fetch, then))
+        self._do(lambda: self._read(fetch, then), _READ)
 
-    def write(
-        self,
-        stored: Stored,
-        data: NDArray[np.uint8],
-        then: Callable[[SequenceDriver, Found | None, str | None], object],
-    ) -> None:
+    def write(self, stored: Stored, data: NDArray[np.uint8], then: Written) -> None:
         """Write a sequence's cells, then have `then` called with the driver, what is on disk, and what went wrong."""
-        self._do(lambda: self._write(stored, data, then))
+        self._do(lambda: self._write(stored, data, then), _WRITE)
 
     def close(self) -> None:
         """Return when all has been written. Nothing may be asked for afterwards."""
         if self._thread is not None:
-            self._work.put(None)
+            self._work.put((_END, next(self._numbers), None))
             self._thread.join()
 
-    def _do(self, work: Callable[[], None]) -> None:
-        if not self._is_threaded:
+    def _do(self, work: Callable[[], None], rank: int) -> None:
+        if self._is_threaded and self._thread is None:
+            self._start()
+        if self._is_threaded:
+            self._work.put((rank, next(self._numbers), work))
+        else:
             work()
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="cbatch-keeper", daemon=True)
-            self._thread.start()
-        self._work.put(work)
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="cbatch-keeper", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process may have no more: then who asks does the work
+            self._is_threaded = False
+        else:
+            self._thread = thread
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+        while (work := self._work.get()[2]) is not None:
+            with suppress(Exception):  # it has told whoever asked
+                work()
 
     def _read(self, fetch: Fetch, then: Callable[[Arrival], object]) -> None:
+        arrival = Arrival(fetch, CacheError(fetch.key, "reading it was broken off"))
         try:
             cells = self._store.read(fetch.key, self._backend.fingerprint(fetch.adapters))
             arrival = Arrival(fetch, Found(cells.tokens.tolist(), cells.n_prompt), cells.data)
         except CacheError as error:
             arrival = Arrival(fetch, error)
         except Exception as error:
-            failure = CacheError(fetch.key, f"it cannot be read: {error}")
+            failure = CacheError(fetch.key, f"it cannot be read: {error!r}")
             failure.__cause__ = error
             arrival = Arrival(fetch, failure)
-        self._post(lambda: then(arrival))
+        finally:
+            self._post(lambda: then(arrival))
 
-    def _write(
-        self,
-        stored: Stored,
-        data: NDArray[np.uint8],
-        then: Callable[[SequenceDriver, Found | None, str | None], object],
-    ) -> None:
+    def _write(self, stored: Stored, data: NDArray[np.uint8], then: Written) -> None:
         driver, n_cells = stored.driver, stored.n_cells
         key, adapters = driver.request.options.cache_key or "", driver.request.adapters
-        tokens = np.array(driver.tokens[:n_cells], np.int32)
-        cells = CachedCells(tokens, min(driver.n_prompt, n_cells), data)
-        found, problem = Found(tokens.tolist(), cells.n_prompt), None
+        found, problem = None, "the cells were not saved: writing them was broken off"
         try:
+            tokens = np.array(driver.tokens[:n_cells], np.int32)
+            cells = CachedCells(tokens, min(driver.n_prompt, n_cells), data)
             self._store.write(key, cells, self._backend.fingerprint(adapters))
+            found, problem = Found(tokens.tolist(), cells.n_prompt), None
         except Exception as error:
-            problem = f"the cells were not saved: {error}"
-        self._post(lambda: then(driver, None if problem else found, problem))
+            problem = f"the cells were not saved: {error or repr(error)}"
+        finally:
+            self._post(lambda: then(driver, found, problem))

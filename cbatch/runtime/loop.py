@@ -318,6 +318,9 @@ class Loop:
         if self._thread is threading.current_thread():  # the engine's last reference died here
             self._is_closed = True
             return
+        if self._disk.is_current_thread and self._thread is not None:  # the same, in the keeper's
+            self._commands.put(self._mark_closed)
+            return
         with self._closing:
             if self._thread is not None and self._thread.is_alive():
                 self._commands.put(self._mark_closed)
@@ -424,6 +427,10 @@ class Loop:
     def _end(self) -> None:
         """Leave nobody waiting, then free the backend. Owner thread, or after it."""
         self._do_commands()
+        if (
+            self._is_interrupted
+        ):  # nobody knows what slots hold: it must not go to disk as what they should
+            self._scheduler.start_over()
         self._end_requests()
         self._disk.close()
         self._do_commands()
