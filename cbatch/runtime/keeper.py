@@ -116,7 +116,8 @@ class Keeper:
     def _write(self, stored: Stored, data: NDArray[np.uint8], then: Written) -> None:
         driver, n_cells = stored.driver, stored.n_cells
         key, adapters = driver.request.options.cache_key or "", driver.request.adapters
-        found, problem = None, "the cells were not saved: writing them was broken off"
+        found: Found | None = None
+        problem: str | None = "the cells were not saved: writing them was broken off"
         try:
             tokens = np.array(driver.tokens[:n_cells], np.int32)
             cells = CachedCells(tokens, min(driver.n_prompt, n_cells), data)
