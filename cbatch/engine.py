@@ -98,7 +98,8 @@ class Engine:
         self._schedule = schedule or ScheduleOptions()
         self._threaded = threaded
         self._opener = opener
-        self._cache_dir, self._cache_mib = cache_dir, cache_mib
+        self._cache_dir = _folder(cache_dir)
+        self._cache_mib = cache_mib
         self._made: _Parts | None = None
         self._opening = threading.RLock()
         self._exactness_found = ""
@@ -184,7 +185,7 @@ class Engine:
         from cbatch.runtime.keeper import Keeper  # numpy is slow to import
         from cbatch.store import CacheStore, default_folder
 
-        folder = Path(self._cache_dir).expanduser() if self._cache_dir else default_folder()
+        folder = self._cache_dir or default_folder()
         store = CacheStore(folder, self._cache_mib * 2**20)
         return partial(Keeper, store, backend, is_threaded=self._threaded)
 
@@ -386,6 +387,15 @@ class Engine:
         stats.n_running = batcher.ledger.n_lent - batcher.n_paused_in_slots
         stats.n_paused = batcher.n_paused_in_slots
         return stats
+
+
+def _folder(named: str | os.PathLike[str] | None) -> Path | None:
+    if named is None:
+        return None
+    try:
+        return Path(named).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"cache_dir={str(named)!r}: {error}") from None
 
 
 def load(

@@ -90,12 +90,23 @@ class Backend(Protocol):
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells computed with `adapters` depend on, by readable names. From any thread; may read files."""
 
+    def fit(self, data: NDArray[np.uint8], n_cells: int) -> NDArray[np.uint8]:
+        """Return cells that `take` handed out, here or elsewhere, so that `keep` can take them. From any thread.
+
+        Args:
+            data: (n_bytes,) uint8.
+            n_cells: how many cells it holds at least.
+
+        Returns:
+            (n_bytes,) uint8; empty where they are no whole cells.
+        """
+
     def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
-        """Take cells that `take` handed out once, here or elsewhere, for a plan to load under `key`. Owner thread.
+        """Take cells for a plan to load under `key`. Owner thread.
 
         Args:
             key: new.
-            data: (n_bytes,) uint8, kept until they are loaded or forgotten.
+            data: (n_bytes,) uint8, as `fit` returned them, kept until they are loaded or forgotten.
             n_cells: how many cells it holds at least.
         """
 

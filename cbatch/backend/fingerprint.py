@@ -6,7 +6,7 @@ import hashlib
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import llama_cpp
 
@@ -15,6 +15,9 @@ from cbatch.backend.context import ROPE_VALUES
 if TYPE_CHECKING:
     from cbatch.backend.model import LlamaModel
     from cbatch.options import EngineOptions
+
+Parts: TypeAlias = "tuple[tuple[Path, int, int], ...]"
+"""Each file of a model, its size, and when it was written in ns."""
 
 _N_SAMPLES = 256
 _N_SAMPLE_BYTES = 2**16
@@ -31,11 +34,21 @@ _SETTINGS = (
 """Engine options that change the cells. Source: src/llama-kv-cache.cpp, state_read, and what it does not check."""
 
 
-def fingerprint(model: LlamaModel, options: EngineOptions) -> dict[str, str]:
-    """Return what the cells of a context depend on, by name. Reads some 32 MiB of a model's file, the first time."""
+def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
+    """Return what the cells of a context depend on, by name. Reads some 32 MiB of a model's file, the first time.
+
+    Args:
+        parts: the model's files, as `model_parts` found them when it was loaded.
+        options: those of the context.
+
+    Raises:
+        OSError: the files are gone, or others than those that were loaded.
+    """
+    if not parts or parts != model_parts(str(parts[0][0])):
+        raise OSError("the model's file is gone, or not the one that was loaded")
     said = {name: str(getattr(options, name)) for name in _SETTINGS}
     return {
-        "model": _digest_of(Path(model.name)),
+        "model": file_digest(parts),
         "llama-cpp-python": llama_cpp.__version__,
         **said,
     }
@@ -49,13 +62,17 @@ def rope_factors(model: LlamaModel, n_ctx_seq: int) -> str:
     return "long" if n_ctx_seq > int(said) else "short"
 
 
-def _digest_of(path: Path) -> str:
-    stats = [(part, part.stat()) for part in _parts(path)]
-    return file_digest(tuple((part, stat.st_size, stat.st_mtime_ns) for part, stat in stats))
+def model_parts(name: str) -> Parts:
+    """Return a model's files with size and time, or nothing where they are gone."""
+    try:
+        stats = [(part, part.stat()) for part in _parts(Path(name).absolute())]
+    except OSError:
+        return ()
+    return tuple((part, stat.st_size, stat.st_mtime_ns) for part, stat in stats)
 
 
 @lru_cache(maxsize=8)
-def file_digest(parts: tuple[tuple[Path, int, int], ...]) -> str:
+def file_digest(parts: Parts) -> str:
     """Return a digest of a model's parts: their sizes, the headers, and samples spread over the weights.
 
     Two models that share a beginning of 16 MiB and each of 256 places in the weights count as one.

@@ -12,7 +12,7 @@ import llama_cpp
 import numpy as np
 
 from cbatch.backend.context import available_cores, make_context, slot_window
-from cbatch.backend.fingerprint import fingerprint, rope_factors
+from cbatch.backend.fingerprint import fingerprint, model_parts, rope_factors
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
 from cbatch.backend.native import NativeStepper, handshake
@@ -109,6 +109,7 @@ class LlamaBackend:
             is_pool=self.memory.kind == "unified",
         )
         self.n_piece = _n_piece(self.n_batch, options)
+        self._parts = model_parts(model.name)
         self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self._ctx)))
         llama_log().install()
 
@@ -315,8 +316,11 @@ class LlamaBackend:
 
     def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         """Take cells that were saved; see `Backend.keep`."""
-        fit = fitted(data, n_cells, self.memory, n_slots=self.n_slots, is_state=self._is_state)
-        self._saved[key] = SavedCells(fit, n_cells)
+        self._saved[key] = SavedCells(data, n_cells)
+
+    def fit(self, data: NDArray[np.uint8], n_cells: int) -> NDArray[np.uint8]:
+        """Return cells from elsewhere as this memory would have them; see `Backend.fit`."""
+        return fitted(data, n_cells, self.memory, n_slots=self.n_slots, is_state=self._is_state)
 
     def take(self, key: int) -> NDArray[np.uint8] | None:
         """Hand out what was saved; see `Backend.take`."""
@@ -340,7 +344,7 @@ class LlamaBackend:
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]
             said["adapters"] = ", ".join(digests)
-        return {**fingerprint(self._model, self._options), **said}
+        return {**fingerprint(self._parts, self._options), **said}
 
     def _rebuild(self) -> None:
         self._free()

@@ -343,6 +343,7 @@ class MultiRequestBatcher:
             self._remove_waiting(driver)
             self._held[driver.number] = driver
         driver.pause()
+        driver.leave_beside()
         self.n_changes += 1
         return True
 
@@ -399,6 +400,7 @@ class MultiRequestBatcher:
         One whose cells go to disk has not ended before `end_stored`.
         """
         del self.in_flight[driver.request.id]
+        driver.leave_beside()
         if not self._stores(driver):
             self._ended.append(driver)
         self.cells.forget(driver)

@@ -75,6 +75,9 @@ class Cells:
         self._saves: list[tuple[Slot, int]] = []
         self._loads: list[tuple[Slot, int, int]] = []
         self._forgets: list[int] = []
+        self._forgotten: list[
+            int
+        ] = []  # as ordered with the last plan: done, or not if it was broken off
 
     @property
     def n_to_copy(self) -> int:
@@ -249,7 +252,7 @@ class Cells:
         for driver, _ in list(self._saved.values()):
             self.forget(driver)
             driver.rewind()
-        self._forgets += [*self._loading, *self._storing]
+        self._forgets += [*self._loading, *self._storing, *self._forgotten]
         self._settle_stores(self._storing)
         self._loading.clear()
         self._shifts.clear()
@@ -271,10 +274,13 @@ class Cells:
                 driver = self._saved[key][0]
                 self._drop(key)
                 self._lose(driver)
+        for key in self._loading.keys() - set(unloaded):
+            self._loading[key].beside = ()
         from_disk = [self._loading[key] for key in unloaded if key in self._adopted]
         for driver in from_disk:
             driver.lose_adopted()
         self._settle_stores(lost)
+        self._forgotten = []
         self._loading.clear()
         self._adopted &= self._saved.keys()
         self._copying = []
@@ -319,6 +325,7 @@ class Cells:
         if self._saves or self._loads or self._forgets:
             orders["saves"], orders["loads"] = tuple(self._saves), tuple(self._loads)
             orders["forgets"] = tuple(self._forgets)
+            self._forgotten = self._forgets
             self._saves, self._loads, self._forgets = [], [], []
         return orders
 

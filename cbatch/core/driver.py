@@ -380,6 +380,12 @@ class SequenceDriver:
         self.saved_key = key
         self.take_over(n_cells)
 
+    def leave_beside(self) -> None:
+        """Let those ask for the file themselves that were to copy what this one does not load now."""
+        for other in self.beside:
+            other.has_fetched = other.has_fetched and other.has_run
+        self.beside = ()
+
     def lose_adopted(self) -> None:
         """Take in that the cells from disk could not be put into a slot: they have to be computed."""
         self.n_computed = self.n_cached = self.n_reached = 0

@@ -146,7 +146,9 @@ class Fetches:
         n_most = 0
         for driver in drivers:
             n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
-            if not n_cells:
+            if driver.status is not Status.WAITING:  # paused: it asks again when its turn comes
+                driver.has_fetched = False
+            elif not n_cells:
                 driver.go_without(_no_beginning(fetch, found))
             elif not self._is_in_memory(driver, found) and (
                 not n_most or n_cells >= n_most + N_WORTH
@@ -155,6 +157,10 @@ class Fetches:
                 driver.beside = tuple(d for d in drivers if d is not driver)
                 n_most = n_cells if self._sharing.can_copy else 0
         return drivers, adopted
+
+    def is_wanted(self, fetch: Fetch) -> bool:
+        """Whether somebody still waits for a file. From any thread."""
+        return bool(self._waiting.get(fetch))
 
     def learn(self, fetch: Fetch, found: Found) -> None:
         """Take in what a file holds now."""

@@ -97,12 +97,12 @@ class ContinuousBatchScheduler:
         self.trials.group()  # who is cleared is so now: it may lose its cells in this plan
         if self._must_rebuild:
             return []
+        self._end_turns()  # before windows move: what moves in a plan cannot be saved in it
         full = self._shift_full_windows()
         is_short, self._has_made_room = self._has_preempted(), False
         shifted = [d for d in full if d.slot is not None]
         if is_short and self._running():  # who just lost its cells would take them back
             return shifted
-        self._end_turns()
         admitted = self.batcher.admit(now, self._n_copied_max())
         if not (admitted or shifted or self.batcher.n_waiting or self.batcher.n_awaited):
             moved = self.batcher.close_gap()
@@ -113,8 +113,7 @@ class ContinuousBatchScheduler:
         """Return the step for those that run now, of whom `admitted` have to be bound."""
         if self._must_rebuild:
             return self._rebuild()
-        order = self._of_one_turn(self.trials.group() or self._running())
-        shares = self._shares(order)
+        order, shares = self._take_turn(self.trials.group() or self._running())
         chunks = tuple(
             driver.chunk(Slot(i), shares[i])
             for i, driver in enumerate(self.batcher.running)
@@ -168,16 +167,21 @@ class ContinuousBatchScheduler:
             self._n_changes = self.batcher.n_changes
         return self._order
 
-    def _of_one_turn(self, order: list[SequenceDriver]) -> list[SequenceDriver]:
-        """Return those of one set of adapters: a step is computed with one, and each set has its turn."""
+    def _take_turn(
+        self, order: list[SequenceDriver]
+    ) -> tuple[list[SequenceDriver], dict[int, int]]:
+        """Return those of one set of adapters and what each slot computes: a step has one set, each has its turn."""
         sets = dict.fromkeys(d.request.adapters for d in order) if self._has_adapters else {}
         if len(sets) < 2:
-            return order
-        turns = {adapters: self._turns.get(adapters, self._n_turns) for adapters in sets}
-        next_one = min(turns, key=lambda adapters: turns[adapters])
+            return order, self._shares(order)
+        self._turns = {adapters: self._turns.get(adapters, self._n_turns) for adapters in sets}
+        for adapters in sorted(self._turns, key=lambda adapters: self._turns[adapters]):
+            group = [d for d in order if d.request.adapters == adapters]
+            if shares := self._shares(group):  # in a full pool there may be no room for its turn
+                break
         self._n_turns += 1
-        self._turns = turns | {next_one: self._n_turns}
-        return [d for d in order if d.request.adapters == next_one]
+        self._turns[group[0].request.adapters] = self._n_turns
+        return group, shares
 
     def _shift_full_windows(self) -> list[SequenceDriver]:
         """Have tokens taken out of windows that are full, where that was asked for; return whose."""
@@ -327,6 +331,7 @@ class ContinuousBatchScheduler:
             for other in driver.beside:
                 if other.status is Status.WAITING:
                     other.go_without(error)
+            driver.beside = ()
             if options.cache_required:
                 driver.finish("error", now, error)
                 self.batcher.retire(driver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cbatch.core.holds import Fetch
@@ -33,7 +34,8 @@ class Disk:
         """Have cells read that somebody waits for."""
         if self._keeper is not None:
             while (fetch := self._batcher.fetches.take_order()) is not None:
-                self._keeper.read(fetch, self._arrive)
+                is_wanted = partial(self._batcher.fetches.is_wanted, fetch)
+                self._keeper.read(fetch, self._arrive, is_wanted)
 
     def _arrive(self, arrival: Arrival) -> None:
         """Give cells from disk to the backend, and let those go on that waited for them."""

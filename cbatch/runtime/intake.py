@@ -326,7 +326,7 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
         raise ConfigError(
             f"cache_key={options.cache_key!r}: this model's memory cannot be copied out"
         )
-    if options.n_keep is not None and not options.n_discard:
+    if options.n_keep is not None and options.n_discard is None:
         raise ConfigError(f"n_keep={options.n_keep} has no effect without n_discard")
     if options.n_discard and (not memory.can_shift or backend.n_piece):
         why = "exact=True" if memory.can_shift else "this model's memory, which"
@@ -348,7 +348,12 @@ def check_extension(result: BatchResult, n_tokens: int) -> None:
     """
     if isinstance(n_tokens, bool) or not isinstance(n_tokens, int) or n_tokens < 1:
         raise ConfigError(f"extend takes a number of tokens, at least 1, not {n_tokens!r}")
-    if result.error is not None or result.finish_reason not in EXTENSIBLE:
+    if result.error is not None:
+        raise ConfigError(
+            f"result {result.id!r} ended by {result.finish_reason!r} with an error, which leaves nothing to go on "
+            f"from: {result.error}"
+        )
+    if result.finish_reason not in EXTENSIBLE:
         raise ConfigError(
             f"result {result.id!r} ended by {result.finish_reason!r}: only "
             f"{', '.join(EXTENSIBLE)} leave something to go on from"

@@ -57,22 +57,26 @@ class Keeper:
         self._work: PriorityQueue[tuple[int, int, Callable[[], None] | None]] = PriorityQueue()
         self._numbers = count()
         self._thread: threading.Thread | None = None
+        self._is_closing = False
 
     @property
     def is_current_thread(self) -> bool:
         """Whether the caller's thread is the one that reads and writes."""
         return self._thread is threading.current_thread()
 
-    def read(self, fetch: Fetch, then: Callable[[Arrival], object]) -> None:
-        """Read a file, then have `then` called with what came of it."""
-        self._do(lambda: self._read(fetch, then), _READ)
+    def read(
+        self, fetch: Fetch, then: Callable[[Arrival], object], is_wanted: Callable[[], bool]
+    ) -> None:
+        """Read a file, if it is wanted still, then have `then` called with what came of it."""
+        self._do(lambda: self._read(fetch, then, is_wanted), _READ)
 
     def write(self, stored: Stored, data: NDArray[np.uint8], then: Written) -> None:
         """Write a sequence's cells, then have `then` called with the driver, what is on disk, and what went wrong."""
         self._do(lambda: self._write(stored, data, then), _WRITE)
 
     def close(self) -> None:
-        """Return when all has been written. Nothing may be asked for afterwards."""
+        """Return when all has been written; nothing is read any more. Nothing may be asked for afterwards."""
+        self._is_closing = True
         if self._thread is not None:
             self._work.put((_END, next(self._numbers), None))
             self._thread.join()
@@ -99,11 +103,16 @@ class Keeper:
             with suppress(Exception):  # it has told whoever asked
                 work()
 
-    def _read(self, fetch: Fetch, then: Callable[[Arrival], object]) -> None:
+    def _read(
+        self, fetch: Fetch, then: Callable[[Arrival], object], is_wanted: Callable[[], bool]
+    ) -> None:
         arrival = Arrival(fetch, CacheError(fetch.key, "reading it was broken off"))
         try:
+            if self._is_closing or not is_wanted():
+                return
             cells = self._store.read(fetch.key, self._backend.fingerprint(fetch.adapters))
-            arrival = Arrival(fetch, Found(cells.tokens.tolist(), cells.n_prompt), cells.data)
+            data = self._backend.fit(cells.data, len(cells.tokens))
+            arrival = Arrival(fetch, Found(cells.tokens.tolist(), cells.n_prompt), data)
         except CacheError as error:
             arrival = Arrival(fetch, error)
         except Exception as error:

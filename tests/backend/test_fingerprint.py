@@ -12,7 +12,7 @@ import llama_cpp
 import pytest
 
 from cbatch.backend import fingerprint as subject
-from cbatch.backend.fingerprint import file_digest, fingerprint
+from cbatch.backend.fingerprint import file_digest, fingerprint, model_parts
 from cbatch.options import EngineOptions
 from tests.backend.slots import make_backends
 
@@ -24,15 +24,8 @@ if TYPE_CHECKING:
     from tests.conftest import SynthFactory
 
 
-class Named:
-    """As much of a model as a fingerprint asks for."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-
-
 def of(path: Path, **given: Any) -> dict[str, str]:
-    return fingerprint(Named(path), EngineOptions(**given))  # type: ignore[arg-type]
+    return fingerprint(model_parts(str(path)), EngineOptions(**given))
 
 
 @pytest.fixture(autouse=True)

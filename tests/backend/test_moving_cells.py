@@ -312,7 +312,7 @@ def test_shift_of_cells_that_were_lost_is_left_out(make: MakeBackend) -> None:
     backend = make("partitioned")
     shifted = shifted_by_hand(backend, 5)
     backend.run(StepPlan((chunk(1, 0, PROMPT),)))
-    backend.keep(1, np.zeros(64, np.uint8), 20)
+    keep(backend, 1, np.zeros(64, np.uint8), 20)
     plan = StepPlan((), loads=((Slot(2), 1, 20),), shifts=((Slot(2), 4, 7), *SHIFTS))
     assert backend.run(plan).lost == (1,)
     assert held(backend) == [0, N_LEFT, 0]
@@ -581,7 +581,7 @@ def test_time_of_moving_is_that_of_copies_alone(make: MakeBackend) -> None:
 def test_nothing_is_copied_where_a_load_failed(make: MakeBackend) -> None:
     backend = make("partitioned")
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
-    backend.keep(1, np.zeros(64, np.uint8), 20)
+    keep(backend, 1, np.zeros(64, np.uint8), 20)
     orders: dict[str, Any] = {"copies": ((Slot(0), Slot(2), 9),), "loads": ((Slot(1), 1, 20),)}
     assert backend.run(StepPlan((chunk(2, 9, [7]),), **orders)) == StepResult([[]], 0, lost=(1,))
     assert held(backend) == [20, 0, 0]
@@ -605,7 +605,7 @@ def test_first_of_saved_cells_go_on_as_if_computed(make: MakeBackend, setting: s
     kind, given = SETTINGS[setting]
     backend = make(kind, **given)
     expected = after(backend, 2, PROMPT[:n], 5)
-    backend.keep(3, saved(backend, PROMPT), 20)
+    keep(backend, 3, saved(backend, PROMPT), 20)
     output = go_on(backend, 1, [7], 5, start=n, loads=((Slot(1), 3, n),))
     assert output == expected
     assert held(backend) == [0, n + 5, n + 5]
@@ -615,7 +615,7 @@ def test_first_of_saved_cells_go_on_as_if_computed(make: MakeBackend, setting: s
 
 def test_part_of_a_state_is_lost(make: MakeBackend) -> None:
     backend = make("recurrent")
-    backend.keep(3, saved(backend, PROMPT), 20)
+    keep(backend, 3, saved(backend, PROMPT), 20)
     assert backend.run(StepPlan((), loads=((Slot(1), 3, 12),))).lost == (3,)
     assert held(backend) == [0, 0, 0]
     assert go_on(backend, 1, PROMPT, 4) == go_on(backend, 2, PROMPT, 4)
@@ -641,16 +641,20 @@ def test_cells_of_one_backend_go_on_in_another(
     expected = after(make(kind), 0, PROMPT, 5)
     first, second = make(kind), make(kind, parallel=parallel, n_ctx=n_ctx)
     go_on(first, 1, OTHER, 2)
-    second.keep(4, saved(first, PROMPT, slot=2), 20)
+    keep(second, 4, saved(first, PROMPT, slot=2), 20)
     slot = parallel - 1
     output = go_on(second, slot, [7], 5, start=20, loads=((Slot(slot), 4, 20),))
     assert output == expected
     assert held(second) == [*[0] * slot, 25]
 
 
+def keep(backend: LlamaBackend, key: int, data: np.ndarray[Any, Any], n_cells: int) -> None:
+    backend.keep(key, backend.fit(data, n_cells), n_cells)
+
+
 def is_clean_after(backend: LlamaBackend, data: np.ndarray[Any, Any], n_cells: int) -> bool:
     """Try to load data that do not fit; whether they are lost, the slot is empty, and goes on as another does."""
-    backend.keep(8, data, n_cells)
+    keep(backend, 8, data, n_cells)
     result = backend.run(StepPlan((chunk(1, n_cells, [7]),), loads=((Slot(1), 8, n_cells),)))
     assert result == StepResult([[]], 0, lost=(8,))
     assert held(backend) == [0, 0, 0]
@@ -686,7 +690,7 @@ def test_cells_of_other_settings_are_lost(make: MakeBackend, case: str) -> None:
 
 def test_more_cells_than_a_slot_has_are_lost(make: MakeBackend) -> None:
     backend, larger = make("partitioned"), make("partitioned", n_ctx=1536)
-    backend.keep(8, saved(larger, [*LONG, *LONG]), 300)
+    keep(backend, 8, saved(larger, [*LONG, *LONG]), 300)
     assert is_refused(backend, StepPlan((), loads=((Slot(1), 8, 300),)))
     assert backend.run(StepPlan((), loads=((Slot(1), 8, 200),))).lost == (8,)
     assert held(backend) == [0, 0, 0]
@@ -743,7 +747,7 @@ def test_slot_that_lacks_cells_once_it_is_cut_is_lost(make: MakeBackend) -> None
     backend = make("partitioned")
     data = saved(backend, PROMPT).copy()
     data.view(np.int32)[FIRST_POSITION["partitioned"] + 3 * 5] = 6  # position 5 is missing
-    backend.keep(8, data, 20)
+    keep(backend, 8, data, 20)
     assert backend.run(StepPlan((chunk(1, 6, [7]),), loads=((Slot(1), 8, 6),))).lost == (8,)
     assert held(backend) == [0, 0, 0]
 
@@ -806,7 +810,7 @@ def load_damaged(make: MakeBackend, kind: str) -> None:
             noise = bytes(byte & 0x7E for byte in noise)
         end = min(len(data), start + len(noise)) if start >= 12 else start + 1
         damaged[start:end] = np.frombuffer(noise, np.uint8)[: end - start]
-        backend.keep(8, damaged, len(PROMPT))
+        keep(backend, 8, damaged, len(PROMPT))
         result = backend.run(StepPlan((), loads=((Slot(1), 8, len(PROMPT)),)))
         n_cells = 0 if result.lost else len(PROMPT)
         assert held(backend) == [0, n_cells, 0]
@@ -835,6 +839,6 @@ def test_loaded_nan_does_not_reach_others_once_its_slot_is_cleared(
     expected = go_on(backend, 0, PROMPT[:5], 3)
     data = saved(backend, PROMPT, slot=1).copy()
     data[-400:] = 0xFF  # numbers of the last layer
-    backend.keep(8, data, 20)
+    keep(backend, 8, data, 20)
     assert backend.run(StepPlan((), loads=((Slot(1), 8, 20),), clears=(Slot(0),))).lost == ()
     assert go_on(backend, 2, PROMPT[:5], 3, clears=(Slot(1),), start=0) == expected
