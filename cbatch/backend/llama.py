@@ -337,7 +337,7 @@ class LlamaBackend:
         is_fitted = self.memory.can_trim or self._is_state  # see `fitted`
         said = {
             "pieces": str(self.n_piece),
-            "memory": self.memory.kind,
+            "memory": "cells" if self.memory.can_trim else self.memory.kind,
             "parallel": "any" if is_fitted else str(self.n_slots),
             "rope factors": self._rope_factors,
         }

@@ -42,6 +42,9 @@ N_REFUSED_MAX = 64
 N_FETCHED_PER_SLOT = 2
 """How many may wait for cells from disk: others pass them, and what was read for them takes memory."""
 
+N_STORED_PER_SLOT = 2
+"""How many may wait for their cells to be written, in host memory meanwhile; then nobody enters who saves."""
+
 N_WORTH_MOVE = 8
 """Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
 
@@ -197,6 +200,10 @@ class MultiRequestBatcher:
     ) -> bool:
         """Give a slot to one that fits, or hold it until it can begin further on; False if none would be free then."""
         if self.ledger.n_free_slots <= len(self.followers):
+            return False
+        if driver.request.options.save_cache and len(self.storing) >= (
+            N_STORED_PER_SLOT * self.ledger.n_slots
+        ):
             return False
         if leader is not None:
             self.hold(driver, Wait.LEADER)

@@ -31,11 +31,11 @@ class _Follower:
     n_seen: int = -1
 
     def goes_on_waiting(self, adapters: AdapterSet) -> bool:
-        n_computed, n_before = self.leader.n_computed, self.n_seen
+        n_computed, is_stuck = self.leader.n_computed, False
         if self.leader.request.adapters == adapters:  # else it was not its turn
-            self.n_seen = n_computed
+            is_stuck, self.n_seen = n_computed <= self.n_seen, n_computed
         is_running = self.leader.status is Status.RUNNING
-        return is_running and n_before < n_computed < self.n_cells
+        return is_running and not is_stuck and n_computed < self.n_cells
 
 
 class Followers:
@@ -157,6 +157,11 @@ class Fetches:
                 driver.beside = tuple(d for d in drivers if d is not driver)
                 n_most = n_cells if self._sharing.can_copy else 0
         return drivers, adopted
+
+    def order_again(self, fetch: Fetch) -> None:
+        """Have a file read after all that nobody wanted for a while, if somebody does now."""
+        if self.is_wanted(fetch):
+            self._orders.append(fetch)
 
     def is_wanted(self, fetch: Fetch) -> bool:
         """Whether somebody still waits for a file. From any thread."""

@@ -308,7 +308,8 @@ class ContinuousBatchScheduler:
         Raises:
             PlanError: nothing runs although somebody waits, or nobody that runs can be computed.
         """
-        is_idle = admitted or self.batcher.has_ended or self.batcher.n_awaited
+        batcher = self.batcher
+        is_idle = admitted or batcher.has_ended or batcher.n_awaited or batcher.storing
         if self._running() or (self.batcher.n_waiting and not is_idle):
             raise PlanError(
                 f"no progress: {len(self._running())} run, {self.batcher.n_waiting} wait, "

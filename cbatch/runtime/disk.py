@@ -39,6 +39,9 @@ class Disk:
 
     def _arrive(self, arrival: Arrival) -> None:
         """Give cells from disk to the backend, and let those go on that waited for them."""
+        if arrival.found is None:
+            self._batcher.fetches.order_again(arrival.fetch)
+            return
         drivers, adopted = self._batcher.fetches.arrive(arrival.fetch, arrival.found)
         for driver, key, n_cells in adopted:
             self._keep(arrival, driver, key, n_cells)

@@ -36,10 +36,10 @@ _READ, _WRITE, _END = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What reading a file brought; `data` is None where it failed."""
+    """What reading a file brought; `data` is None where it failed, and `found` where nobody wanted it any more."""
 
     fetch: Fetch
-    found: Found | CacheError
+    found: Found | CacheError | None
     data: NDArray[np.uint8] | None = None
 
 
@@ -109,6 +109,7 @@ class Keeper:
         arrival = Arrival(fetch, CacheError(fetch.key, "reading it was broken off"))
         try:
             if self._is_closing or not is_wanted():
+                arrival = Arrival(fetch, None)
                 return
             cells = self._store.read(fetch.key, self._backend.fingerprint(fetch.adapters))
             data = self._backend.fit(cells.data, len(cells.tokens))
