@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, TypeGuard, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, get_args
 
 from cbatch.errors import ConfigError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MAX_SEED = 2**64 - 1
 MAX_PARALLEL = 256
@@ -26,6 +29,19 @@ MAX_RPC_SERVERS = 16
 """Source: ggml/include/ggml-rpc.h, GGML_RPC_MAX_SERVERS."""
 
 
+MAX_LAST_N = 2**20
+"""Most tokens that penalties and DRY look back over. Source: native/include/cbatch.h, CBATCH_LAST_N_MAX."""
+
+MAX_BIASES = 4096
+"""Tokens that one request may give a bias: OpenAI takes 300, and a step must stay far below a pass over the row."""
+
+MAX_BREAKERS = 64
+MAX_BREAKER_BYTES = 40
+"""llama.cpp cuts longer ones. Source: src/llama-sampler.cpp, llama_sampler_init_dry, MAX_CHAR_LEN."""
+
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
+"""Source: llama.cpp common/common.h, common_params_sampling."""
+
 MAX_PRIORITY = 100
 MAX_KEY_LENGTH = 1024
 """Characters of a cache key: a name, not a prompt."""
@@ -41,8 +57,10 @@ MAX_TIME_S = 1e9
 class Sampling:
     """How one sequence's next token is chosen, every value settled.
 
-    Filters in llama.cpp's order: `top_k` (0 = all), `top_p` (1 = all), `min_p` (0 = all), then `temperature`
-    (0 = greedy, whatever the rest says). The draw is a function of (`seed`, `i_choice`, output position) alone.
+    In llama.cpp's order: `logit_bias`, penalties, DRY, `top_n_sigma` (≤ 0 = all), `top_k` (0 = all), `typical_p`
+    (1 = all), `top_p` (1 = all), `min_p` (0 = all), XTC, then `temperature` (0 = greedy, whatever the filters say). The
+    draw is a function of (`seed`, `i_choice`, output position) alone. Source: llama.cpp common/common.h and
+    common/sampling.cpp.
     """
 
     temperature: float = 0.8
@@ -51,6 +69,27 @@ class Sampling:
     min_p: float = 0.05
     seed: int = 0
     i_choice: int = 0
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_breakers: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    """The sequences of tokens past which DRY does not look: `Vocab.breakers` of `dry_sequence_breakers`."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, bias), ascending tokens."""
+
+    @property
+    def has_dry(self) -> bool:
+        """Whether DRY changes anything."""
+        return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n > 0
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -71,6 +110,29 @@ class RunOptions:
         top_k: keep the k most probable tokens, 0 keeps all. Not said: the model's, else 40.
         top_p: keep the smallest set with this probability, 0 … 1. Not said: the model's, else 0.95.
         min_p: drop tokens below this share of the most probable one, 0 … 1. Not said: the model's, else 0.05.
+        typical_p: keep the tokens whose surprise is nearest to the expected one, with this probability in all, 0 … 1;
+            not said: 1, which keeps all.
+        top_n_sigma: drop tokens whose logit is more than so many standard deviations below the largest, −1 … 1,000;
+            not said, or not above 0: keep all.
+        xtc_probability: how often to drop the most probable tokens but for the least probable of them, 0 … 1.
+            Not said: the model's, else 0.
+        xtc_threshold: the probability from which XTC drops tokens, 0 … 1; above 0.5 it drops none. Not said: the
+            model's, else 0.1.
+        repeat_penalty: divide the logits of tokens that were there by this, or multiply where they are below 0,
+            0.01 … 100. Not said: the model's, else 1.
+        repeat_last_n: tokens that the three penalties look back over, the prompt included, 0 … 2²⁰. Not said: the
+            model's, else 64.
+        presence_penalty: take this off the logit of every token that was there, −100 … 100; not said: 0.
+        frequency_penalty: take this off the logit of a token as often as it was there, −100 … 100; not said: 0.
+        dry_multiplier: DRY: take `dry_multiplier · dry_base ^ (length − dry_allowed_length)` off the logit of a token
+            that would go on with a repetition of `length` tokens, 0 … 100; not said: 0.
+        dry_base: DRY: 0 … 100, below 1 turns it off; not said: 1.75.
+        dry_allowed_length: DRY: repetitions that are shorter are free, ≥ 0; not said: 2.
+        dry_penalty_last_n: DRY: tokens to look back over, the prompt included, 0 … 2²⁰; not said: 64.
+        dry_sequence_breakers: DRY: strings that no repetition goes past, 64 at most, of 40 bytes at most.
+            Not said: newline, colon, quotation mark, asterisk.
+        logit_bias: a mapping of token ids, also written as strings, to what is added to their logits,
+            −10,000 … 10,000, or −∞ for a ban; 4,096 at most.
         seed: 0 … 2⁶⁴ − 1; 0 is a seed like any other. Not said: one is drawn and reported in the result.
         priority: −100 … 100, the higher the sooner, for an engine with `policy="priority"`. Not said: 0.
         timeout_s: seconds from submission on, queue time included; then it ends `timeout` with its partial text.
@@ -101,6 +163,20 @@ class RunOptions:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Sequence[str] | None = None
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     priority: int | None = None
     timeout_s: float | None = None
@@ -131,11 +207,8 @@ class RunOptions:
         self._settle("stop", _strings("stop", self.stop))
         self._settle("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_float("temperature", self.temperature, 0.0, 1e4)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
+        self._check_choice()
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         _check_float("timeout_s", self.timeout_s, 0.0, MAX_TIME_S)
         for name in ("include_stop", "ignore_eos", "save_cache", "cache_required", "prefill_only"):
@@ -144,6 +217,14 @@ class RunOptions:
         _check_int("n_keep", self.n_keep, -1, 2**31 - 1)
         _check_int("n_discard", self.n_discard, 0, 2**31 - 1)
         self._settle("adapter", _adapters(self.adapter))
+
+    def _check_choice(self) -> None:
+        for name, low, high in _CHOICE_FLOATS:
+            _check_float(name, getattr(self, name), low, high)
+        for name, most in _CHOICE_INTS:
+            _check_int(name, getattr(self, name), 0, most)
+        self._settle("dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
+        self._settle("logit_bias", _logit_bias(self.logit_bias))
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -176,12 +257,29 @@ class RunOptions:
         scales = self.adapter if isinstance(self.adapter, Mapping) else {}
         return tuple((name, scale) for name, scale in scales.items() if scale)
 
-    def sampling(self, defaults: Mapping[str, float], seed: int) -> Sampling:
-        """Return the settled sampling values: these, then the model's `defaults`, then llama.cpp's."""
-        names = ("temperature", "top_k", "top_p", "min_p")
-        said = {name: v for name in names if (v := getattr(self, name)) is not None}
+    def sampling(
+        self,
+        defaults: Mapping[str, float],
+        seed: int,
+        breakers: Callable[[Sequence[str]], tuple[tuple[int, ...], ...]] | None = None,
+    ) -> Sampling:
+        """Return the settled sampling values: these, then the model's `defaults`, then llama.cpp's.
+
+        Args:
+            defaults: what the model says, by the names of `Sampling`.
+            seed: the seed, settled.
+            breakers: gives DRY's strings as tokens, asked only where DRY is on; None: as no strings.
+        """
+        said = {name: v for name in _SAMPLED if (v := getattr(self, name)) is not None}
         known: dict[str, Any] = {**defaults, **said}
-        return Sampling(seed=seed, **known)
+        bias = tuple(sorted((self.logit_bias or {}).items()))
+        found = Sampling(seed=seed, logit_bias=bias, **known)
+        if breakers is None or not found.has_dry:
+            return found
+        strings = self.dry_sequence_breakers
+        return replace(
+            found, dry_breakers=breakers(DRY_SEQUENCE_BREAKERS if strings is None else strings)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -541,6 +639,45 @@ def _adapters(value: object) -> Mapping[str, float] | None:
     return {name: float(scales[name]) for name in sorted(scales)}
 
 
+def _breakers(value: object) -> tuple[str, ...] | None:
+    strings = _strings("dry_sequence_breakers", value)
+    if strings is None:
+        return None
+    if len(strings) > MAX_BREAKERS:
+        raise ConfigError(
+            f"dry_sequence_breakers has {len(strings)} strings, the most is {MAX_BREAKERS}"
+        )
+    for text in strings:
+        if len(text.encode()) > MAX_BREAKER_BYTES:
+            raise ConfigError(
+                f"dry_sequence_breakers: {text!r} is longer than {MAX_BREAKER_BYTES} bytes: shorten it"
+            )
+    return strings
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    """Return token ids with what is added to their logits; a mapping of JSON has its ids as strings."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"logit_bias must be a mapping of token ids to numbers, not {value!r}")
+    if len(value) > MAX_BIASES:
+        raise ConfigError(f"logit_bias has {len(value)} tokens, the most is {MAX_BIASES}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        if not _is_int(token) or not 0 <= token < 2**31:
+            raise ConfigError(f"logit_bias: a token is named by its id (0 and above), not {key!r}")
+        if token in biases:
+            raise ConfigError(f"logit_bias has token {token} twice")
+        if bias is None:
+            raise ConfigError(f"logit_bias: token {token} has None: give a number")
+        if bias != -math.inf:
+            _check_float(f"logit_bias of token {token} (−inf is a ban)", bias, -1e4, 1e4)
+        biases[token] = float(bias)
+    return biases
+
+
 def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
@@ -606,5 +743,26 @@ def _check_path(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a path, not {value!r}")
 
 
+_CHOICE_FLOATS = (
+    ("temperature", 0.0, 1e4),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("typical_p", 0.0, 1.0),
+    ("top_n_sigma", -1.0, 1e3),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("repeat_penalty", 0.01, 100.0),
+    ("presence_penalty", -100.0, 100.0),
+    ("frequency_penalty", -100.0, 100.0),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 0.0, 100.0),
+)
+_CHOICE_INTS = (
+    ("top_k", 2**31 - 1),
+    ("repeat_last_n", MAX_LAST_N),
+    ("dry_allowed_length", 2**31 - 1),
+    ("dry_penalty_last_n", MAX_LAST_N),
+)
+_SAMPLED = tuple(name for name, *_ in (*_CHOICE_FLOATS, *_CHOICE_INTS))
 _NAMES = frozenset(f.name for f in fields(RunOptions))
 _UNSAID = RunOptions()

@@ -20,16 +20,28 @@ float scale_of(double temperature) noexcept {
     return static_cast<float>(std::fmin(std::fmax(log2_e / temperature, 1e-30), 1e30));
 }
 
+uint64_t share_of(double share) noexcept {
+    return static_cast<uint64_t>(share * 4294967296.0);
+}
+
+bool are_filters_sane(const cbatch_sampling & s) noexcept {
+    return in_unit(s.top_p) && in_unit(s.min_p) && in_unit(s.typical_p) && in_unit(s.xtc_probability) &&
+           in_unit(s.xtc_threshold) && std::isfinite(s.top_n_sigma) && s.top_k >= 0;
+}
+
 }  // namespace
 
 bool sample_rule_init(const cbatch_sampling & s, sample_rule * rule) noexcept {
-    if (!std::isfinite(s.temperature) || s.temperature < 0.0 || !in_unit(s.top_p) || !in_unit(s.min_p) ||
-        s.top_k < 0 || s.i_choice < 0) {
+    if (!std::isfinite(s.temperature) || s.temperature < 0.0 || !are_filters_sane(s) || s.i_choice < 0) {
         return false;
     }
     rule->seed = s.seed;
-    rule->top_p = static_cast<uint64_t>(s.top_p * 4294967296.0);
+    rule->top_p = share_of(s.top_p);
+    rule->typical_p = share_of(s.typical_p);
+    rule->xtc_probability = s.xtc_threshold <= 0.5 ? share_of(s.xtc_probability) : 0;
+    rule->xtc_threshold = share_of(s.xtc_threshold);
     rule->log_min_p = s.min_p > 0.0 ? std::log(s.min_p) : -HUGE_VAL;
+    rule->top_n_sigma = s.top_n_sigma > 0.0 ? s.top_n_sigma : 0.0;
     rule->scale = s.temperature > 0.0 ? scale_of(s.temperature) : 0.0f;
     rule->top_k = s.top_k;
     rule->i_choice = s.i_choice;
@@ -37,15 +49,19 @@ bool sample_rule_init(const cbatch_sampling & s, sample_rule * rule) noexcept {
 }
 
 int64_t sample_cost_ps(const sample_rule & rule) noexcept {
-    const bool is_few = rule.top_k > 0 && rule.top_k <= n_best_max;
     if (rule.scale == 0.0f) {
         return 100;
     }
-    return is_few || (rule.top_k == 0 && rule.top_p == top_p_all) ? 200 : 3000;
+    const bool is_few = rule.top_k > 0 && rule.top_k <= n_best_max;
+    int64_t cost = is_few || (rule.top_k == 0 && rule.top_p == share_all) ? 200 : 3000;
+    cost += rule.top_n_sigma > 0.0 ? 500 : 0;
+    cost += rule.typical_p < share_all ? 3000 : 0;
+    return cost + (rule.xtc_probability > 0 ? 500 : 0);
 }
 
 int64_t sample_scratch_size(int32_t n_vocab) noexcept {
-    return static_cast<int64_t>(n_candidates + n_bins + 2 * block_count(n_vocab)) * sizeof(uint64_t);
+    const int64_t n_words = n_candidates + n_bins + 2 * block_count(n_vocab);
+    return n_words * static_cast<int64_t>(sizeof(uint64_t)) + 3 * n_vocab * static_cast<int64_t>(sizeof(float));
 }
 
 sample_scratch sample_scratch_at(char * memory, int32_t n_vocab) noexcept {
@@ -57,6 +73,9 @@ sample_scratch sample_scratch_at(char * memory, int32_t n_vocab) noexcept {
     s.block_sum = s.bins + n_bins;
     s.block_max = reinterpret_cast<float *>(s.block_sum + n_blocks);
     s.block_copy = s.block_max + n_blocks;
+    s.masked = s.block_copy + n_blocks;
+    s.kept = s.masked + n_vocab;
+    s.counts = reinterpret_cast<int32_t *>(s.kept + n_vocab);
     return s;
 }
 
@@ -80,12 +99,18 @@ void cbatch_philox(const uint32_t * counter, const uint32_t * key, uint32_t * ou
     }
 }
 
-uint64_t sample_random(uint64_t seed, int32_t i_output, int32_t i_choice) noexcept {
-    const uint32_t counter[4] = {static_cast<uint32_t>(i_output), static_cast<uint32_t>(i_choice), 0, 0};
-    const uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+sample_bits sample_random(const sample_rule & rule, int32_t i_output) noexcept {
+    uint32_t counter[4] = {static_cast<uint32_t>(i_output), static_cast<uint32_t>(rule.i_choice), 0, 0};
+    const uint32_t key[2] = {static_cast<uint32_t>(rule.seed), static_cast<uint32_t>(rule.seed >> 32)};
     uint32_t words[4];
     cbatch_philox(counter, key, words);
-    return words[0] | static_cast<uint64_t>(words[1]) << 32;
+    sample_bits bits = {words[0] | static_cast<uint64_t>(words[1]) << 32, 0};
+    if (rule.xtc_probability > 0) {
+        counter[2] = 1;
+        cbatch_philox(counter, key, words);
+        bits.xtc = words[0];
+    }
+    return bits;
 }
 
 int32_t cbatch_isa_best(void) noexcept {

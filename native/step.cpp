@@ -1,13 +1,18 @@
 // The stepper: fills llama_batch, decodes, samples all rows, and feeds the sampled tokens to the next step.
 #include "cbatch.h"
 #include "llama_abi.h"
+#include "row.h"
 #include "sample.h"
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstddef>
+#include <cstdlib>
 #include <exception>
+#include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -24,7 +29,7 @@ constexpr int32_t code_threw = -3;
 struct binding {
     bool is_bound = false;
     int32_t n_prompt = 0;
-    sample_rule rule = {};
+    row_binding row;
     int64_t cost_ps = 0;  // of one logit under the rule
     std::vector<int32_t> stop;
 };
@@ -32,9 +37,10 @@ struct binding {
 // One row to sample in the current step.
 struct output_row {
     int32_t i_chunk;
+    int32_t i_mask;   // its place among the chunks with an output
     int32_t i_token;  // index in the batch
     int32_t i_output;
-    const float * logits;
+    float * logits;
 };
 
 using steady = std::chrono::steady_clock;
@@ -69,8 +75,10 @@ struct cbatch_stepper {
     int32_t n_chunks;
     int32_t n_rows;
     int32_t * out;                     // the caller's, at the current step
+    cbatch_logprobs * logprobs;        // the caller's, at the current step, or NULL
+    const uint32_t * const * masks;    // the caller's, or NULL
 
-    std::vector<char> scratch_memory;
+    std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
     std::vector<sample_scratch> scratch;  // (n_threads)
     std::atomic<int32_t> i_next_row;
     std::atomic<int32_t> i_next_thread;
@@ -105,9 +113,13 @@ void allocate_batch(cbatch_stepper * s) {
 
 void allocate_scratch(cbatch_stepper * s) {
     const int64_t n_bytes = (sample_scratch_size(s->sizes.n_vocab) + 127) / 64 * 64;  // threads on lines of their own
-    s->scratch_memory.resize(n_bytes * s->sizes.n_threads);
+    // calloc, for pages that no row needs are never touched
+    s->scratch_memory.reset(static_cast<char *>(calloc(s->sizes.n_threads, n_bytes)));
+    if (s->scratch_memory == nullptr) {
+        throw std::bad_alloc();
+    }
     for (int32_t i = 0; i < s->sizes.n_threads; i++) {
-        s->scratch.push_back(sample_scratch_at(s->scratch_memory.data() + i * n_bytes, s->sizes.n_vocab));
+        s->scratch.push_back(sample_scratch_at(s->scratch_memory.get() + i * n_bytes, s->sizes.n_vocab));
     }
 }
 
@@ -153,8 +165,8 @@ int32_t check_tokens(const cbatch_stepper & s, const int32_t * tokens, int64_t n
 }
 
 int32_t check_run(const cbatch_stepper & s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
-                  int32_t n_steps, int64_t budget_us) {
-    if (n_steps < 1 || budget_us < 0) {
+                  int32_t n_steps, int64_t budget_us, bool has_masks) {
+    if (n_steps < 1 || budget_us < 0 || (has_masks && n_steps > 1)) {
         return CBATCH_BAD_STEPS;
     }
     if (n_chunks < 1) {
@@ -183,11 +195,12 @@ void put_token(cbatch_stepper * s, const cbatch_chunk & c, int32_t token, int32_
     s->logits[i] = c.has_output && i_in_chunk == c.n_tokens - 1;
 }
 
-void put_output(cbatch_stepper * s, int32_t i_chunk) {
+void put_output(cbatch_stepper * s, int32_t i_chunk, int32_t i_mask) {
     const cbatch_chunk & c = s->chunks[i_chunk];
     if (c.has_output) {
-        const int32_t i_output = c.start + c.n_tokens - s->bindings[c.slot].n_prompt;
-        s->rows[s->n_rows++] = {i_chunk, s->n_tokens - 1, i_output, nullptr};
+        const int64_t end = static_cast<int64_t>(c.start) + c.n_tokens;
+        const int32_t i_output = static_cast<int32_t>(end - s->bindings[c.slot].n_prompt);
+        s->rows[s->n_rows++] = {i_chunk, i_mask, s->n_tokens - 1, i_output, nullptr};
     }
 }
 
@@ -198,15 +211,19 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
     s->n_tokens = 0;
     s->n_rows = 0;
     int32_t offset = 0;
+    int32_t i_mask = 0;
     for (int32_t i = 0; i < s->n_chunks; i++) {
         const cbatch_chunk & c = s->chunks[i];
+        edits_feed(&s->bindings[c.slot].row.changes, c, tokens + offset);
         put_token(s, c, tokens[offset], 0);
         offset += c.n_tokens;
         if (c.n_tokens == 1) {
-            put_output(s, i);
+            put_output(s, i, i_mask);
         }
+        i_mask += c.has_output != 0;
     }
     offset = 0;
+    i_mask = 0;
     for (int32_t i = 0; i < s->n_chunks; i++) {
         const cbatch_chunk & c = s->chunks[i];
         for (int32_t j = 1; j < c.n_tokens; j++) {
@@ -214,8 +231,9 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
         }
         offset += c.n_tokens;
         if (c.n_tokens > 1) {
-            put_output(s, i);
+            put_output(s, i, i_mask);
         }
+        i_mask += c.has_output != 0;
     }
 }
 
@@ -236,12 +254,18 @@ void fetch_rows(cbatch_stepper * s) {
     }
 }
 
-void sample_one(cbatch_stepper * s, const output_row & row, const sample_scratch & scratch) {
+void sample_one(cbatch_stepper * s, int32_t i_row, const sample_scratch & scratch) {
+    const output_row & row = s->rows[i_row];
+    cbatch_logprobs * report = s->logprobs != nullptr ? s->logprobs + row.i_chunk : nullptr;
     int32_t token = CBATCH_BROKEN_ROW;
+    if (row.logits == nullptr && report != nullptr) {
+        *report = {};
+        report->logprob = NAN;
+    }
     if (row.logits != nullptr) {
-        const sample_rule & rule = s->bindings[s->chunks[row.i_chunk].slot].rule;
-        const uint64_t random = sample_random(rule.seed, row.i_output, rule.i_choice);
-        token = s->code->row(row.logits, s->sizes.n_vocab, rule, random, scratch);
+        const uint32_t * mask = s->masks != nullptr ? s->masks[row.i_mask] : nullptr;
+        const row_task task = {row.logits, s->sizes.n_vocab, mask, row.i_output, report, nullptr};
+        token = row_sample(*s->code, &s->bindings[s->chunks[row.i_chunk].slot].row, task, scratch);
     }
     s->out[row.i_chunk] = token;
 }
@@ -258,7 +282,7 @@ void sample_share(void * data) {
         if (i >= s->n_rows) {
             return;
         }
-        sample_one(s, s->rows[i], s->scratch[i_thread]);
+        sample_one(s, i, s->scratch[i_thread]);
     }
 }
 
@@ -347,6 +371,7 @@ void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t bu
         feed(s);
         tokens = s->fed.data();
         s->out += s->n_chunks;
+        s->logprobs += s->logprobs != nullptr ? s->n_chunks : 0;
     }
 }
 
@@ -397,32 +422,32 @@ void cbatch_stepper_free(cbatch_stepper * s) noexcept {
     delete s;
 }
 
-int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, int32_t n_prompt, const cbatch_sampling * sampling,
-                            const int32_t * stop, int32_t n_stop) noexcept {
+int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_binding * binding) noexcept {
     if (!has_slot(*s, slot)) {
         return CBATCH_BAD_SLOT;
     }
-    binding & b = s->bindings[slot];
-    sample_rule rule;
-    if (n_stop < 0 || !sample_rule_init(*sampling, &rule)) {
-        return CBATCH_BAD_SAMPLING;
-    }
     try {
-        b.stop.assign(stop, stop + n_stop);
+        struct binding b;
+        const int32_t code = row_binding_init(*binding, s->sizes.n_vocab, &b.row);
+        if (code != CBATCH_OK) {
+            return code;
+        }
+        b.stop.assign(binding->stop, binding->stop + binding->n_stop);
+        b.n_prompt = binding->n_prompt;
+        b.cost_ps = sample_cost_ps(b.row.rule);
+        b.is_bound = true;
+        s->bindings[slot] = std::move(b);
     } catch (const std::exception &) {
         return CBATCH_NO_MEMORY;
     }
-    b.n_prompt = n_prompt;
-    b.rule = rule;
-    b.cost_ps = sample_cost_ps(rule);
-    b.is_bound = true;
     return CBATCH_OK;
 }
 
 int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
-                           int32_t n_steps, int64_t budget_us, int32_t * out, cbatch_report * report) noexcept {
+                           int32_t n_steps, int64_t budget_us, const uint32_t * const * masks, int32_t * out,
+                           cbatch_logprobs * logprobs, cbatch_report * report) noexcept {
     *report = {};
-    const int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us);
+    const int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us, masks != nullptr);
     if (code != CBATCH_OK) {
         return code;
     }
@@ -434,44 +459,12 @@ int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int3
     }
     s->n_chunks = n_chunks;
     s->out = out;
+    s->logprobs = logprobs;
+    s->masks = masks;
     run(s, tokens, n_steps, budget_us, report);
     return CBATCH_OK;
 }
 
 void cbatch_stepper_interrupt(cbatch_stepper * s) noexcept {
     s->is_interrupted.store(true);
-}
-
-int32_t cbatch_sample_row(const float * logits, int32_t n_vocab, const cbatch_sampling * sampling, int32_t i_output,
-                          int32_t isa) noexcept {
-    const sample_code * code = sample_code_for(isa);
-    sample_rule rule;
-    if (n_vocab < 1 || code == nullptr || !sample_rule_init(*sampling, &rule)) {
-        return CBATCH_NO_TOKEN;
-    }
-    const size_t n_words = sample_scratch_size(n_vocab) / sizeof(uint64_t) + 1;
-    uint64_t * memory = new (std::nothrow) uint64_t[n_words];
-    if (memory == nullptr) {
-        return CBATCH_NO_TOKEN;
-    }
-    const uint64_t random = sample_random(rule.seed, i_output, rule.i_choice);
-    const int32_t token =
-        code->row(logits, n_vocab, rule, random, sample_scratch_at(reinterpret_cast<char *>(memory), n_vocab));
-    delete[] memory;
-    return token;
-}
-
-int32_t cbatch_weights(const float * logits, int32_t n, double temperature, int32_t isa, uint64_t * out) noexcept {
-    const sample_code * code = sample_code_for(isa);
-    const cbatch_sampling sampling = {temperature, 1.0, 0.0, 0, 0, 0};
-    sample_rule rule;
-    if (n < 1 || code == nullptr || temperature == 0.0 || !sample_rule_init(sampling, &rule)) {
-        return CBATCH_BAD_SAMPLING;
-    }
-    float max = logits[0];
-    for (int32_t i = 1; i < n; i++) {
-        max = logits[i] > max ? logits[i] : max;
-    }
-    code->weights(logits, n, max, rule.scale, out);
-    return CBATCH_OK;
 }

@@ -89,7 +89,9 @@ class Rig:
     def alone(self, request: Request, n_output: int) -> list[int]:
         """The tokens of a request run alone, its end included."""
         tokens = tokenize(self.backend, request.prompt)
-        binding = Binding(Slot(0), len(tokens), request.sampling, request.stop_tokens)
+        binding = Binding(
+            Slot(0), len(tokens), request.sampling, request.stop_tokens, tuple(tokens)
+        )
         if not request.options.n_discard:
             return self.backend.expected(tokens, binding, n_output, request.adapters)
         return self._alone_in_a_moving_window(request, tokens, n_output)
@@ -106,7 +108,8 @@ class Rig:
             if len(context) > n_window:
                 del context[n_keep : n_keep + n_discard]
             i_output = len(context) - len(output)
-            binding = Binding(Slot(0), i_output, request.sampling, request.stop_tokens)
+            history = (*tokens, *output)
+            binding = Binding(Slot(0), i_output, request.sampling, request.stop_tokens, history)
             [token] = self.backend.expected(context, binding, 1, request.adapters)
             context.append(token)
             output.append(token)

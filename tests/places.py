@@ -44,7 +44,7 @@ def expected(
     tokens: Sequence[int], n: int = 6, *, seed: int = 1, adapters: AdapterSet = ()
 ) -> tuple[int, ...]:
     """What a prompt gives with nobody beside it and nothing kept."""
-    binding = Binding(Slot(0), len(tokens), Sampling(seed=seed), ())
+    binding = Binding(Slot(0), len(tokens), Sampling(seed=seed), (), tuple(tokens))
     return tuple(FakeBackend(1).expected(tokens, binding, n, adapters))
 
 

@@ -210,6 +210,12 @@ WRONG_CALLS: tuple[tuple[Any, Any, str], ...] = (
     ([GOOD], {"stop_token_ids": "12"}, "stop_token_ids must be a list of token ids"),
     ([GOOD], {"stop_token_ids": [7, 1536]}, "has 1536, .*vocabulary of 1536"),
     ([GOOD], {"stop_token_ids": [2**40]}, "has 1099511627776, .*vocabulary of 1536"),
+    ([GOOD], {"logit_bias": {1536: 1.0}}, "logit_bias has 1536, .*vocabulary of 1536"),
+    ([GOOD], {"logit_bias": {3: math.nan}}, "logit_bias of token 3 .*finite number, not nan"),
+    ([GOOD], {"logit_bias": {3: 1e5}}, "logit_bias of token 3 .*-10000 … 10000, not 100000"),
+    ([GOOD], {"repeat_penalty": 0}, "repeat_penalty must be 0.01 … 100, not 0"),
+    ([GOOD], {"typical_p": math.nan}, "typical_p must be a finite number, not nan"),
+    ([GOOD], {"dry_sequence_breakers": ["a" * 41]}, "longer than 40 bytes: shorten it"),
     ([GOOD], {"ignore_eos": 1}, "ignore_eos must be True or False"),
     ([GOOD], "hot", "options must be RunOptions or a mapping, not str"),
 )
@@ -255,7 +261,7 @@ def test_wrong_call_is_refused_and_changes_nothing(
     watched.check_works()
 
 
-NOT_BUILT = ("n", "logprobs", "repeat_penalty", "json_schema", "grammar", "echo", "tools")
+NOT_BUILT = ("n", "logprobs", "mirostat", "json_schema", "grammar", "echo", "tools")
 
 
 @pytest.mark.parametrize("name", [*NOT_BUILT, "temprature", "__init__", ""])
@@ -378,6 +384,12 @@ def test_extreme_options_run(watched: Watched) -> None:
         {"top_p": 0, "min_p": 1, "seed": 0},
         {"stop_token_ids": list(range(1536)), "stop": [""] * 100},
         {"stop": ["x" * 10_000, "\0"]},
+        {"repeat_penalty": 100, "presence_penalty": 100, "frequency_penalty": -100},
+        {"repeat_penalty": 0.01, "repeat_last_n": 2**20, "dry_penalty_last_n": 2**20},
+        {"dry_multiplier": 100, "dry_base": 100, "dry_allowed_length": 0},
+        {"typical_p": 0, "top_n_sigma": 1e3, "xtc_probability": 1, "xtc_threshold": 0},
+        {"logit_bias": dict.fromkeys(range(1535), -math.inf)},
+        {"logit_bias": dict.fromkeys(range(1536), 1e4)},
     ]
     items = [BatchPrompt(prompt="Hi", options={"max_tokens": 3, **o}) for o in extremes]
     assert {r.error for r in all_results(watched.engine.run(items))} == {None}

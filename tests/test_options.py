@@ -7,12 +7,15 @@ import math
 import pickle
 from dataclasses import FrozenInstanceError
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.errors import CBatchError, ConfigError, RequestError, UnsupportedOptionError
 from cbatch.options import GREEDY, MAX_SEED, EngineOptions, RunOptions, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,40 @@ from cbatch.options import GREEDY, MAX_SEED, EngineOptions, RunOptions, Sampling
         ("stop_token_ids", [1.0]),
         ("include_stop", 1),
         ("ignore_eos", "yes"),
+        ("typical_p", 1.1),
+        ("top_n_sigma", -1.5),
+        ("top_n_sigma", math.inf),
+        ("xtc_probability", -0.1),
+        ("xtc_threshold", math.nan),
+        ("repeat_penalty", 0),
+        ("repeat_penalty", math.inf),
+        ("repeat_last_n", -1),
+        ("repeat_last_n", 2**20 + 1),
+        ("repeat_last_n", 64.0),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", "high"),
+        ("dry_multiplier", -0.5),
+        ("dry_base", math.nan),
+        ("dry_allowed_length", -1),
+        ("dry_penalty_last_n", 2**21),
+        ("dry_sequence_breakers", 3),
+        ("dry_sequence_breakers", ["x"] * 65),
+        ("dry_sequence_breakers", ["é" * 21]),
+        ("dry_sequence_breakers", ["half \ud83d"]),
+        ("logit_bias", [[1, 2.0]]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {2**31: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {1.0: 1.0}),
+        ("logit_bias", {"-1": 1.0}),
+        ("logit_bias", {"yes": 1.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: math.inf}),
+        ("logit_bias", {1: 20_000}),
+        ("logit_bias", {1: None}),
+        ("logit_bias", {1: False}),
+        ("logit_bias", {1: 1.0, "1": 2.0}),
+        ("logit_bias", dict.fromkeys(range(4097), 1.0)),
     ],
 )
 def test_wrong_value_is_refused_by_the_option_s_name(name: str, value: object) -> None:
@@ -72,6 +109,12 @@ def test_wrong_value_is_refused_by_the_option_s_name(name: str, value: object) -
         ("min_p", 1.0),
         ("seed", 0),
         ("seed", MAX_SEED),
+        ("top_n_sigma", -1),
+        ("xtc_threshold", 1),
+        ("repeat_penalty", 0.01),
+        ("repeat_last_n", 2**20),
+        ("dry_base", 0),
+        ("logit_bias", dict.fromkeys(range(4096), -math.inf)),
     ],
 )
 def test_value_on_the_edge_is_taken_as_it_is(name: str, value: float) -> None:
@@ -173,6 +216,34 @@ def test_sampling_takes_options_then_the_model_then_llama_cpp() -> None:
     assert sampling == Sampling(temperature=0.6, top_k=7, top_p=0.95, min_p=0.05, seed=11)
     assert RunOptions().sampling({}, 0) == Sampling(0.8, 40, 0.95, 0.05, 0)
     assert RunOptions(temperature=0).sampling({"temperature": 0.6}, 0) == GREEDY
+
+
+def test_logit_bias_takes_ids_as_json_has_them() -> None:
+    given: dict[Any, float] = {"7": -100, 3: -math.inf}
+    options = RunOptions(logit_bias=given)
+    given["8"] = 1.0
+    assert options.logit_bias == {7: -100.0, 3: -math.inf}
+    assert options.sampling({}, 0).logit_bias == ((3, -math.inf), (7, -100.0))
+
+
+def test_breakers_are_asked_for_only_where_dry_is_on() -> None:
+    asked: list[Sequence[str]] = []
+
+    def breakers(strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        asked.append(strings)
+        return ((1, 2),)
+
+    for off in (
+        {},
+        {"dry_multiplier": 1, "dry_base": 0.9},
+        {"dry_multiplier": 1, "dry_penalty_last_n": 0},
+    ):
+        assert RunOptions.of(off).sampling({}, 0, breakers).dry_breakers == ()
+    assert asked == []
+    on = RunOptions(dry_multiplier=1).sampling({}, 0, breakers)
+    assert on.dry_breakers == ((1, 2),)
+    RunOptions(dry_multiplier=1, dry_sequence_breakers=[]).sampling({}, 0, breakers)
+    assert asked == [("\n", ":", '"', "*"), ()]
 
 
 @pytest.mark.parametrize(

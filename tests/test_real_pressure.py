@@ -47,9 +47,13 @@ class FaultyStepper(NativeStepper):
         super().__init__(ctx, **sizes)
         self._fails = fails
 
-    def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+    def run(self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None) -> StepResult:
         code = self._fails(chunks)
-        return StepResult([[] for _ in chunks], 0, code) if code else super().run(chunks, n_steps)
+        return (
+            StepResult([[] for _ in chunks], 0, code)
+            if code
+            else super().run(chunks, n_steps, masks)
+        )
 
 
 def faulty_engine(path: Path, fails: Callable[[Sequence[Chunk]], int]) -> Engine:

@@ -73,7 +73,9 @@ def moving(
     while len(output) < n:
         if len(context) > n_window:
             del context[n_keep : n_keep + n_discard]
-        binding = Binding(Slot(0), len(context) - len(output), Sampling(seed=seed), ())
+        binding = Binding(
+            Slot(0), len(context) - len(output), Sampling(seed=seed), (), (*tokens, *output)
+        )
         output += backend.expected(context, binding, 1)
         context.append(output[-1])
     return tuple(output)

@@ -43,6 +43,12 @@ class Vocab(Protocol):
             RequestFailedError: there is no template, or it refuses these messages.
         """
 
+    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of tokens that DRY takes for these strings: `Sampling.dry_breakers`.
+
+        The first call may take a second or so; what was asked is kept.
+        """
+
 
 class Backend(Protocol):
     """Runs step plans. One thread only, but for `interrupt`; sizes are fixed from construction on."""
@@ -73,7 +79,7 @@ class Backend(Protocol):
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model itself says of `temperature`, `top_k`, `top_p`, `min_p`."""
+        """What the model itself says of sampling, by the names of `Sampling`."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Do one plan. Mutates cells of the slots in it and nothing else.

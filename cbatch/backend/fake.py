@@ -1,19 +1,30 @@
 """A backend without a model, for tests of scheduling and for simulation at scale.
 
-It keeps a fake cell for every token. Its next token is a function of the tokens found in a sequence's cells, of the
-sequence's seed and of the output position, never of the slot: a leaked cell, a wrong position or a recycled slot
-that is not clean gives a wrong token, so equality of streams proves the scheduler right.
+It keeps a fake cell for every token. Its next token is a function of the tokens found in a sequence's cells, of its
+history, of its seed and of the output position, never of the slot: a leaked cell, a wrong position, a history that is
+not its own or a recycled slot that is not clean gives a wrong token, so equality of streams proves the scheduler right.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Memory, Slot, StepPlan, StepResult
+from cbatch.backend.history import History
+from cbatch.core.plan import (
+    BROKEN_ROW,
+    Binding,
+    Chunk,
+    Memory,
+    Slot,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from cbatch.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -24,6 +35,9 @@ if TYPE_CHECKING:
     from cbatch.options import AdapterSet
 
 END_TOKEN = 256
+_N_SEEN = 4
+"""Newest tokens of a history that the next token depends on, besides how many there are."""
+
 _MASK = 2**64 - 1
 
 
@@ -43,6 +57,10 @@ class FakeVocab:
     def tokenize(self, text: str) -> list[int]:
         """Return the bytes of the text."""
         return list(text.encode("utf-8", "replace"))
+
+    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the bytes of each string."""
+        return tuple(tuple(self.tokenize(text)) for text in strings)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return `role:content` lines, the last left open."""
@@ -130,6 +148,7 @@ class FakeBackend:
         self._shared: list[list[int]] = [[] for _ in range(n_slots)]  # which cell each one is
         self._n_made = 0
         self._bindings: dict[Slot, Binding] = {}
+        self._histories: dict[Slot, History] = {}
         self._seed, self._faults, self._cost = seed, faults, cost
         self._is_interrupted = False
         self._is_closed = False
@@ -143,6 +162,7 @@ class FakeBackend:
         lost = self._do_orders(plan)
         self._tag = _tag(plan.adapters)
         self._bindings.update((b.slot, b) for b in plan.binds)
+        self._histories.update((b.slot, History(b.history)) for b in plan.binds)
         tokens: list[list[int]] = [[] for _ in plan.chunks]
         if any(key in lost for _, key, _ in plan.loads):
             return StepResult(tokens, 0, lost=lost)
@@ -165,7 +185,8 @@ class FakeBackend:
             ]
         n_kept = tuple(self._settle(c) for c in plan.chunks) if code not in (0, 1, -1) else ()
         seconds = self.now_s - start_s
-        return StepResult(tokens, n_done, code, seconds, 0.0, first_s, n_kept, lost)
+        found = self._logprobs(plan.chunks, tokens)
+        return StepResult(tokens, n_done, code, seconds, 0.0, first_s, n_kept, lost, logprobs=found)
 
     def interrupt(self) -> None:
         """End the run in flight, or the next one, after one step."""
@@ -185,11 +206,15 @@ class FakeBackend:
     def expected(
         self, prompt: Sequence[int], binding: Binding, n_output: int, adapters: AdapterSet = ()
     ) -> list[int]:
-        """Return the first `n_output` tokens of a sequence run alone, its end included: the reference for tests."""
+        """Return the first `n_output` tokens of a sequence run alone, its end included: the reference for tests.
+
+        `binding.history` is what it was before its first output.
+        """
         tag = _tag(adapters)
         state, output = self._after([token | tag for token in prompt]), list[int]()
         while len(output) < n_output:
-            output.append(self._token(state, binding, len(prompt) + len(output)))
+            history = (*binding.history, *output)
+            output.append(self._token(state, history, binding, len(prompt) + len(output)))
             if output[-1] in binding.stop_tokens:
                 break
             state = _mix(state, output[-1] | tag)
@@ -250,6 +275,7 @@ class FakeBackend:
     def _renew(self) -> None:
         self.n_rebuilt += 1
         self._bindings.clear()
+        self._histories.clear()
         for slot in range(self.n_slots):
             self._set_cells(slot, [])
 
@@ -281,6 +307,8 @@ class FakeBackend:
         if not code and self.memory.kind == "unified":
             code = int(self.n_used + n_tokens > self.memory.n_cells)
         for chunk in chunks:
+            if chunk.slot in self._histories:
+                self._histories[chunk.slot].feed(chunk)
             n = (
                 len(chunk.tokens)
                 if not code
@@ -300,11 +328,25 @@ class FakeBackend:
         if self._faults.broken(chunk):
             return BROKEN_ROW
         slot = chunk.slot
-        return self._token(self._states[slot], self._bindings[slot], len(self.cells[slot]))
+        history = self._histories[slot].tokens
+        return self._token(self._states[slot], history, self._bindings[slot], len(self.cells[slot]))
 
-    def _token(self, state: int, binding: Binding, n_cells: int) -> int:
-        state = _mix(_mix(state, binding.sampling.seed), n_cells - binding.n_prompt)
-        return state % self.vocab.n_vocab
+    def _token(self, state: int, history: Sequence[int], binding: Binding, n_cells: int) -> int:
+        for seen in (*history[-_N_SEEN:], len(history), binding.sampling.seed):
+            state = _mix(state, seen)
+        return _mix(state, n_cells - binding.n_prompt) % self.vocab.n_vocab
+
+    def _logprobs(
+        self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[TokenLogprobs]]:
+        """Return made-up log-probabilities of the chunks' tokens: `fake_logprobs` of each."""
+        n_top = [self._bindings[c.slot].n_logprobs if c.has_output else None for c in chunks]
+        if all(n is None for n in n_top):
+            return ()
+        return [
+            [] if n is None else [fake_logprobs(token, n) for token in row]
+            for n, row in zip(n_top, tokens, strict=True)
+        ]
 
     def _after(self, cells: Sequence[int]) -> int:
         """Return the state that cells leave a sequence in: it depends on each of them and on their order."""
@@ -403,6 +445,15 @@ class FakeBackend:
 def _mix(state: int, key: int) -> int:
     state = ((state ^ key) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
     return state ^ state >> 29
+
+
+def fake_logprobs(token: int, n_top: int) -> TokenLogprobs:
+    """Return what the fake backend reports of a token, a function of it alone: it is the likeliest, id 0 comes next."""
+    if token == BROKEN_ROW:
+        return TokenLogprobs(math.nan)
+    others = [i for i in range(n_top) if i != token][: n_top - 1]
+    top = [(t, -(1 + token % 7 + 3 * i) / 8) for i, t in enumerate((token, *others))]
+    return TokenLogprobs(top[0][1], tuple(top[:n_top]))
 
 
 def _tag(adapters: AdapterSet) -> int:

@@ -16,7 +16,7 @@ from cbatch.backend.fingerprint import fingerprint, model_parts, rope_factors
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
 from cbatch.backend.native import NativeStepper, handshake
-from cbatch.core.plan import Chunk, Memory, Slot, StepPlan, StepResult
+from cbatch.core.plan import Chunk, Memory, Slot, StepPlan, StepResult, TokenLogprobs
 from cbatch.errors import (
     ConfigError,
     EngineClosedError,
@@ -215,16 +215,21 @@ class LlamaBackend:
         groups = [rows] if rows else []
         groups += [(c,) for c in plan.chunks if len(c.tokens) > 1]
         sampled: dict[Slot, list[int]] = {}
+        reports: dict[Slot, Sequence[TokenLogprobs]] = {}
         decode_s = sample_s = 0.0
         for group in groups:
             result = self._steps(group)
             if result.code:
                 return StepResult([], 0, self._undo(sampled, plan, result.code))
             sampled.update((c.slot, t) for c, t in zip(group, result.tokens, strict=True))
+            if result.logprobs:
+                reports.update((c.slot, p) for c, p in zip(group, result.logprobs, strict=True))
             decode_s += result.decode_s
             sample_s += result.sample_s
         tokens = [sampled[c.slot] for c in plan.chunks]
-        return StepResult(tokens, 1, 0, decode_s, sample_s, first_s=decode_s + sample_s)
+        logprobs = [reports.get(c.slot, []) for c in plan.chunks] if reports else ()
+        seconds = decode_s + sample_s
+        return StepResult(tokens, 1, 0, decode_s, sample_s, first_s=seconds, logprobs=logprobs)
 
     def _undo(self, done: Mapping[Slot, object], plan: StepPlan, code: int) -> int:
         """Take back the cells of the groups that were computed before one failed; return the code to report."""

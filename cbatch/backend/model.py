@@ -19,6 +19,7 @@ from cbatch.backend.devices import add_servers
 from cbatch.backend.gguf_check import Cursor, DamagedError, check_file, read_header
 from cbatch.backend.vocab import LlamaVocab
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
+from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,10 @@ _SAMPLING_KEYS = {
     "top_k": "general.sampling.top_k",
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
+    "xtc_probability": "general.sampling.xtc_probability",
+    "xtc_threshold": "general.sampling.xtc_threshold",
+    "repeat_penalty": "general.sampling.penalty_repeat",
+    "repeat_last_n": "general.sampling.penalty_last_n",
 }
 # Source: include/llama.h, enum llama_split_mode.
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
@@ -112,15 +117,16 @@ class LlamaModel:
         """What most weights are stored as, such as "q4_k_m"; "unknown" where the file is silent."""
         return _file_types().get(self.metadata.get("general.file_type", ""), "unknown")
 
-    @property
+    @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """The file's own `temperature`, `top_k`, `top_p`, `min_p`, where they are in range."""
+        """What the file itself says of sampling, by the names of `RunOptions`, where that takes the values."""
         found = {name: _number(self.metadata.get(key)) for name, key in _SAMPLING_KEYS.items()}
-        return {
-            name: int(value) if name == "top_k" else value
+        said = {
+            name: int(value) if name in ("top_k", "repeat_last_n") else value
             for name, value in found.items()
-            if value is not None and 0 <= value <= (1 if name.endswith("_p") else 2**31 - 1)
+            if value is not None
         }
+        return {name: value for name, value in said.items() if _is_option(name, value)}
 
     @property
     def n_layers(self) -> int:
@@ -342,6 +348,14 @@ def _file_types() -> Mapping[str, str]:
         for name in dir(llama_cpp)
         if name.startswith(prefix)
     }
+
+
+def _is_option(name: str, value: float) -> bool:
+    try:
+        RunOptions.of({name: value})
+    except ConfigError:
+        return False
+    return True
 
 
 def _number(text: str | None) -> float | None:

@@ -11,20 +11,24 @@ import os
 import sys
 import threading
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
+import numpy as np
 
-from cbatch.core.plan import Binding, Chunk, StepPlan, StepResult
+from cbatch.core.plan import Binding, Chunk, StepPlan, StepResult, TokenLogprobs
 from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import TypeAlias
 
-    from cbatch.options import Sampling
+    from numpy.typing import NDArray
 
-ABI_VERSION = 2
+    Masks: TypeAlias = "Sequence[NDArray[np.uint32] | None] | NDArray[np.uint32]"
+
+ABI_VERSION = 3
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 ISA_BEST = -1
@@ -38,9 +42,9 @@ _MEANINGS = {
     4: "a slot out of range, not ascending or twice",
     5: "a sampling value out of its range",
     6: "no chunk, a chunk without tokens, or a start out of range",
-    7: "a token id outside the vocabulary",
+    7: "a token id outside the vocabulary: to compute, in a history, or with a bias",
     8: "more tokens than n_batch",
-    9: "n_steps below 1, or several steps while a chunk has no output",
+    9: "n_steps below 1, or several steps while a chunk has no output or masks are given",
     10: "an output in a slot that was never bound",
 }
 
@@ -71,14 +75,64 @@ class _Sizes(ctypes.Structure):
     ]
 
 
+class _Bias(ctypes.Structure):
+    _fields_ = [("token", ctypes.c_int32), ("bias", ctypes.c_float)]
+
+
 class _Sampling(ctypes.Structure):
     _fields_ = [
         ("temperature", ctypes.c_double),
         ("top_p", ctypes.c_double),
         ("min_p", ctypes.c_double),
+        ("typical_p", ctypes.c_double),
+        ("top_n_sigma", ctypes.c_double),
+        ("xtc_probability", ctypes.c_double),
+        ("xtc_threshold", ctypes.c_double),
         ("seed", ctypes.c_uint64),
         ("top_k", ctypes.c_int32),
         ("i_choice", ctypes.c_int32),
+        ("repeat_penalty", ctypes.c_float),
+        ("presence_penalty", ctypes.c_float),
+        ("frequency_penalty", ctypes.c_float),
+        ("repeat_last_n", ctypes.c_int32),
+        ("dry_multiplier", ctypes.c_float),
+        ("dry_base", ctypes.c_float),
+        ("dry_allowed_length", ctypes.c_int32),
+        ("dry_last_n", ctypes.c_int32),
+        ("bias", ctypes.c_void_p),
+        ("breakers", ctypes.c_void_p),
+        ("n_bias", ctypes.c_int32),
+        ("n_breakers", ctypes.c_int32),
+    ]
+
+
+class _Binding(ctypes.Structure):
+    _fields_ = [
+        ("sampling", _Sampling),
+        ("stop", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
+        ("n_stop", ctypes.c_int32),
+        ("n_history", ctypes.c_int32),
+        ("n_prompt", ctypes.c_int32),
+        ("has_logprobs", ctypes.c_int32),
+        ("n_top", ctypes.c_int32),
+    ]
+
+
+N_TOP_MAX = 20
+"""Most alternatives that are reported of a token. Source: native/include/cbatch.h, CBATCH_TOP_MAX."""
+
+
+_N_BREAKERS_KEPT = 16
+"""Sets of DRY's breakers that a stepper keeps as the native library takes them."""
+
+
+class _Logprobs(ctypes.Structure):
+    _fields_ = [
+        ("logprob", ctypes.c_float),
+        ("n_top", ctypes.c_int32),
+        ("token", ctypes.c_int32 * N_TOP_MAX),
+        ("top_logprob", ctypes.c_float * N_TOP_MAX),
     ]
 
 
@@ -98,13 +152,16 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_isa_best": (_int, []),
     "cbatch_stepper_init": (_int, [_pointer, _pointer, _pointer, _pointer]),
     "cbatch_stepper_free": (None, [_pointer]),
-    "cbatch_stepper_bind": (_int, [_pointer, _int, _int, _pointer, _pointer, _int]),
+    "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
     "cbatch_stepper_run": (
         _int,
-        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, _pointer, _pointer],
+        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 4],
     ),
     "cbatch_stepper_interrupt": (None, [_pointer]),
-    "cbatch_sample_row": (_int, [_pointer, _int, _pointer, _int, _int]),
+    "cbatch_sample_row": (
+        _int,
+        [_pointer, _int, _pointer, _pointer, _int, _int, _pointer, _pointer],
+    ),
     "cbatch_weights": (_int, [_pointer, _int, ctypes.c_double, _int, _pointer]),
     "cbatch_philox": (None, [_pointer, _pointer, _pointer]),
     "cbatch_log_init": (_pointer, [_int]),
@@ -312,6 +369,9 @@ class NativeStepper:
         self._report = _Report()
         self._report_at = ctypes.addressof(self._report)
         self._grow_out(0)
+        self._reporting: set[int] = set()  # slots that report log-probabilities
+        self._n_vocab = n_vocab
+        self._breakers: dict[int, tuple[object, array[int]]] = {}
         sizes = _Sizes(n_slots, n_batch, n_vocab, n_threads, isa)
         self._handle = self._init(ctx, sizes)
 
@@ -333,32 +393,44 @@ class NativeStepper:
         """Say how `binding.slot` is sampled from now on. Copies everything.
 
         Raises:
-            PlanError: the slot or a sampling value is out of range.
+            PlanError: the slot, a sampling value or a token is out of range.
         """
         try:
-            sampling = _as_native(binding.sampling)
-            stop = array("i", binding.stop_tokens)
-        except (TypeError, OverflowError) as error:
+            breakers = self._flat_breakers(binding.sampling.dry_breakers)
+            native, _kept = _as_native(binding, breakers)
+        except (TypeError, OverflowError, ctypes.ArgumentError) as error:
             raise PlanError(f"{error}: {binding!r}") from error
-        code = self._lib.cbatch_stepper_bind(
-            self._open(),
-            binding.slot,
-            binding.n_prompt,
-            ctypes.byref(sampling),
-            stop.buffer_info()[0],
-            len(stop),
-        )
+        code = self._lib.cbatch_stepper_bind(self._open(), binding.slot, ctypes.byref(native))
         if code != 0:
             raise PlanError(f"{_MEANINGS[code]}: {binding!r}")
+        change = self._reporting.discard if binding.n_logprobs is None else self._reporting.add
+        change(binding.slot)
 
-    def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+    def _flat_breakers(self, breakers: tuple[tuple[int, ...], ...]) -> array[int]:
+        """Return DRY's breakers as the native library takes them; what was seen is kept, as there can be thousands."""
+        if id(breakers) not in self._breakers:
+            while len(self._breakers) >= _N_BREAKERS_KEPT:
+                del self._breakers[next(iter(self._breakers))]
+            # with the original, which lives as long as its id is looked up here
+            self._breakers[id(breakers)] = breakers, _flat(breakers)
+        return self._breakers[id(breakers)][1]
+
+    def run(
+        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Masks | None = None
+    ) -> StepResult:
         """Do up to `n_steps` steps, feeding each sampled token to the next.
 
         `StepPlan` says when a run ends early. Mutates the cells of the chunks' slots. A failing
         `llama_decode` is no exception here: it is the result's `code`.
 
+        Args:
+            chunks: what to compute.
+            n_steps: most steps; 1 where there are masks.
+            masks: (n_rows, n_words) uint32, a row for each chunk with an output, `n_words` of 32 tokens each; token `i`
+                is allowed where bit `i % 32` of word `i // 32` is set. A sequence of rows may hold None for all tokens.
+
         Raises:
-            PlanError: the chunks break a rule of `StepPlan`; nothing was done.
+            PlanError: the chunks break a rule of `StepPlan`, or the masks do not fit; nothing was done.
             EngineClosedError: the stepper is closed.
         """
         n_chunks = len(chunks)
@@ -368,6 +440,8 @@ class NativeStepper:
             heads, tokens = _flatten(chunks)
         except (TypeError, OverflowError) as error:
             raise PlanError(f"{error}: {StepPlan(tuple(chunks), n_steps)!r}") from error
+        mask_rows = None if masks is None else self._mask_rows(masks, chunks)
+        reports = self._reports(chunks, n_steps)
         code = self._lib.cbatch_stepper_run(
             self._open(),
             heads.buffer_info()[0],
@@ -375,12 +449,46 @@ class NativeStepper:
             tokens.buffer_info()[0],
             n_steps,
             self._budget_us,
+            mask_rows,
             self._out_at,
+            reports,
             self._report_at,
         )
         if code != 0:
             raise PlanError(f"{_MEANINGS[code]}: {StepPlan(tuple(chunks), n_steps)!r}")
-        return self._result(chunks)
+        result = self._result(chunks)
+        if reports is None:
+            return result
+        return replace(result, logprobs=self._logprobs(chunks, result.n_steps, reports))
+
+    def _mask_rows(self, masks: Masks, chunks: Sequence[Chunk]) -> Any:
+        """Return the addresses of the masks, checked; they are read while `masks` lives."""
+        n_rows, n_words = sum(c.has_output for c in chunks), (self._n_vocab + 31) // 32
+        if len(masks) != n_rows:
+            raise PlanError(f"{len(masks)} masks for {n_rows} rows")
+        for mask in masks:
+            if mask is not None and not _is_mask(mask, n_words):
+                raise PlanError(f"a mask is {n_words} words of uint32 on end, not {mask!r}")
+        return (ctypes.c_void_p * n_rows)(*(None if m is None else m.ctypes.data for m in masks))
+
+    def _reports(self, chunks: Sequence[Chunk], n_steps: int) -> Any:
+        """Return room for log-probabilities, or None where nobody wants any."""
+        if not self._reporting or n_steps < 1:
+            return None
+        if not any(c.slot in self._reporting and c.has_output for c in chunks):
+            return None
+        return (_Logprobs * (len(chunks) * n_steps))()
+
+    def _logprobs(
+        self, chunks: Sequence[Chunk], n_steps: int, reports: Any
+    ) -> list[list[TokenLogprobs]]:
+        n = len(chunks)
+        return [
+            [_as_logprobs(reports[i + n * j]) for j in range(n_steps)]
+            if c.has_output and c.slot in self._reporting
+            else []
+            for i, c in enumerate(chunks)
+        ]
 
     def _result(self, chunks: Sequence[Chunk]) -> StepResult:
         report, out, n = self._report, self._out, len(chunks)
@@ -427,26 +535,110 @@ def _flatten(chunks: Sequence[Chunk]) -> tuple[array[int], array[int]]:
     return array("i", heads), array("i", tokens)
 
 
-def _as_native(s: Sampling) -> _Sampling:
-    return _Sampling(s.temperature, s.top_p, s.min_p, s.seed, s.top_k, s.i_choice)
+def _flat(breakers: Sequence[Sequence[int]]) -> array[int]:
+    return array("i", [n for tokens in breakers for n in (len(tokens), *tokens)])
 
 
-def sample_row(logits: Any, sampling: Sampling, i_output: int, isa: int = ISA_BEST) -> int:
-    """Return the token that a stepper would sample from one row, or `BROKEN_ROW`. For tests.
+def _as_native(b: Binding, breakers: array[int]) -> tuple[_Binding, Any]:
+    """Return a binding as the native library takes it, and what must live as long."""
+    s = b.sampling
+    n_seen = max(s.repeat_last_n, s.dry_penalty_last_n, 0)
+    stop = array("i", b.stop_tokens)
+    history = array("i", b.history[max(0, len(b.history) - n_seen) :])
+    biases = (_Bias * len(s.logit_bias))(*(_Bias(*pair) for pair in s.logit_bias))
+    sampling = _Sampling(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        min_p=s.min_p,
+        typical_p=s.typical_p,
+        top_n_sigma=s.top_n_sigma,
+        xtc_probability=s.xtc_probability,
+        xtc_threshold=s.xtc_threshold,
+        seed=s.seed,
+        top_k=s.top_k,
+        i_choice=s.i_choice,
+        repeat_penalty=s.repeat_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        repeat_last_n=s.repeat_last_n,
+        dry_multiplier=s.dry_multiplier,
+        dry_base=s.dry_base,
+        dry_allowed_length=s.dry_allowed_length,
+        dry_last_n=s.dry_penalty_last_n,
+        bias=ctypes.addressof(biases),
+        breakers=breakers.buffer_info()[0],
+        n_bias=len(biases),
+        n_breakers=len(breakers),
+    )
+    native = _Binding(
+        sampling=sampling,
+        stop=stop.buffer_info()[0],
+        history=history.buffer_info()[0],
+        n_stop=len(stop),
+        n_history=len(history),
+        n_prompt=b.n_prompt,
+        has_logprobs=b.n_logprobs is not None,
+        n_top=b.n_logprobs or 0,
+    )
+    return native, (stop, history, breakers, biases)
+
+
+def _as_logprobs(found: _Logprobs) -> TokenLogprobs:
+    n = found.n_top
+    return TokenLogprobs(
+        found.logprob, tuple(zip(found.token[:n], found.top_logprob[:n], strict=True))
+    )
+
+
+def _is_mask(mask: Any, n_words: int) -> bool:
+    return bool(mask.shape == (n_words,) and mask.dtype == np.uint32 and mask.flags.c_contiguous)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What became of one row: the token, its log-probabilities if asked for, and the weights it was drawn by."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+    kept: NDArray[np.uint64]
+    """(n_vocab,) uint64, 0 where a token could not have been drawn."""
+
+
+def sample_row(
+    logits: Any,
+    binding: Binding,
+    i_output: int = 0,
+    *,
+    mask: Any = None,
+    isa: int = ISA_BEST,
+) -> SampledRow:
+    """Return what a stepper would make of one row; a broken one has no weights. For tests.
 
     Args:
-        logits: (n_vocab,) float32 numpy array, contiguous, read only.
-        sampling: how to choose.
+        logits: (n_vocab,) float32 numpy array, contiguous; as before afterwards.
+        binding: how to choose, and what was there.
         i_output: which output of its sequence the token is, from 0.
+        mask: (n_words,) uint32, or None.
         isa: instruction set of the code to use.
 
     Raises:
-        PlanError: a sampling value is out of range, or this machine has not that instruction set.
+        PlanError: a value is out of range, or this machine has not that instruction set.
     """
-    native = _as_native(sampling)
+    try:
+        native, _kept = _as_native(binding, _flat(binding.sampling.dry_breakers))
+    except (TypeError, OverflowError) as error:
+        raise PlanError(f"{error}: {binding!r}") from error
+    found, kept = _Logprobs(), np.zeros(len(logits), np.uint64)
     token: int = library().cbatch_sample_row(
-        logits.ctypes.data, len(logits), ctypes.byref(native), i_output, isa
+        logits.ctypes.data,
+        len(logits),
+        ctypes.byref(native),
+        None if mask is None else mask.ctypes.data,
+        i_output,
+        isa,
+        ctypes.byref(found),
+        kept.ctypes.data,
     )
     if token < -1:
-        raise PlanError(f"cannot sample {len(logits)} logits by {sampling!r} with code {isa}")
-    return token
+        raise PlanError(f"cannot sample {len(logits)} logits by {binding!r} with code {isa}")
+    return SampledRow(token, None if binding.n_logprobs is None else _as_logprobs(found), kept)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
+from cbatch.backend.breakers import BreakerTable
 from cbatch.backend.chat import ChatTemplate
 from cbatch.errors import EngineClosedError, RequestFailedError
 
@@ -39,6 +40,7 @@ class LlamaVocab:
             i for i in range(self._n_vocab) if llama_cpp.llama_vocab_is_eog(self._vocab, i)
         )
         self._pieces: list[bytes | None] = [None] * self._n_vocab
+        self._breakers = BreakerTable(self._words, self._plain_tokens)
         self._chat = ChatTemplate(template, bos_text=self._bos_text, eos_text=self._eos_text)
 
     @property
@@ -50,6 +52,15 @@ class LlamaVocab:
     def end_tokens(self) -> tuple[int, ...]:
         """Every id that ends a generation, ascending."""
         return self._end_tokens
+
+    @property
+    def pointer(self) -> Any:
+        """`llama_vocab *`, while the model is open.
+
+        Raises:
+            EngineClosedError: it is not.
+        """
+        return self._open_vocab
 
     @property
     def bos_text(self) -> str:
@@ -86,7 +97,8 @@ class LlamaVocab:
         """
         data = _encode(text)
         has_bos = bool(self._bos_text) and text.startswith(self._bos_text)
-        return self._tokenize(data, add_special=self._may_add_special and not has_bos)
+        add_special = self._may_add_special and not has_bos
+        return self._tokenize(data, add_special=add_special, parse_special=True)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a chat by the model's template; a last `assistant` is left open.
@@ -95,6 +107,10 @@ class LlamaVocab:
             RequestFailedError: there is no template, or it refuses these messages.
         """
         return self.tokenize(self._chat.render(messages))
+
+    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of tokens that DRY takes for these strings; see `cbatch.backend.Vocab`."""
+        return self._breakers.find(strings)
 
     def close(self) -> None:
         """Let go of the model; later calls that need it raise `EngineClosedError`."""
@@ -106,12 +122,15 @@ class LlamaVocab:
             raise EngineClosedError("the model is closed")
         return self._vocab
 
-    def _tokenize(self, data: bytes, *, add_special: bool) -> list[int]:
+    def _plain_tokens(self, data: bytes) -> list[int]:
+        return self._tokenize(data, add_special=False, parse_special=False)
+
+    def _tokenize(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         n_room = len(data) + 8  # a byte is one token at most; a few more for BOS, EOS and spaces
         while True:
             tokens = (ctypes.c_int32 * n_room)()
             n = llama_cpp.llama_tokenize(
-                self._open_vocab, data, len(data), tokens, n_room, add_special, True
+                self._open_vocab, data, len(data), tokens, n_room, add_special, parse_special
             )
             if n >= 0:
                 return tokens[:n]
@@ -124,6 +143,19 @@ class LlamaVocab:
         while True:
             buffer = ctypes.create_string_buffer(n_room)
             n = llama_cpp.llama_token_to_piece(self._open_vocab, token, buffer, n_room, 0, False)
+            if n >= 0:
+                return buffer.raw[:n]
+            n_room = -n
+
+    def _words(self) -> list[bytes]:
+        """Return every token's text when it stands alone, special ones included."""
+        return [self._word(token) for token in range(self._n_vocab)]
+
+    def _word(self, token: int) -> bytes:
+        tokens, n_room = (ctypes.c_int32 * 1)(token), _PIECE_BYTES
+        while True:
+            buffer = ctypes.create_string_buffer(n_room)
+            n = llama_cpp.llama_detokenize(self._open_vocab, tokens, 1, buffer, n_room, False, True)
             if n >= 0:
                 return buffer.raw[:n]
             n_room = -n

@@ -139,6 +139,8 @@ class SequenceDriver:
     n_keep: int = 0
     """Tokens that are not taken out of the window."""
     n_shifts: int = 0
+    whole_prompt: tuple[int, ...] = ()
+    """The prompt as it was given, where tokens were taken out of the window."""
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
@@ -289,6 +291,8 @@ class SequenceDriver:
         """Take tokens out of the full window; return how many are kept before them, and how many cells go with them."""
         n_keep, n_discard = self.n_keep, self.n_discard
         n_cells = max(0, min(n_discard, self.n_computed - n_keep))
+        if not self.n_shifts:
+            self.whole_prompt = tuple(self.tokens[: self.n_prompt])
         del self.tokens[n_keep : n_keep + n_discard]
         self.n_prompt = max(n_keep, self.n_prompt - n_discard)
         self.n_computed -= n_cells
@@ -328,7 +332,12 @@ class SequenceDriver:
         request = self.request
         # from which the place of a token in the output is counted, whatever left the window
         i_output = len(self.tokens) - len(self.output)
-        return Binding(slot, i_output, request.sampling, request.stop_tokens)
+        return Binding(slot, i_output, request.sampling, request.stop_tokens, self.history)
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """All its tokens, those included that were taken out of the window."""
+        return (*self.whole_prompt, *self.output) if self.n_shifts else tuple(self.tokens)
 
     def chunk(self, slot: Slot, n_tokens: int) -> Chunk:
         """Return the next `n_tokens` pending tokens as a part of a plan; changes nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NewType
 
 if TYPE_CHECKING:
@@ -29,6 +29,11 @@ class Binding:
     sampling: Sampling
     stop_tokens: tuple[int, ...]
     """Every token id that ends the sequence, the model's end-of-generation ids included unless ignored."""
+    history: tuple[int, ...] = field(default=(), repr=False)
+    """All its tokens so far, prompt and output, those included that have no cell or were taken out of the window.
+    Penalties and DRY see them, and every token that is computed behind them."""
+    n_logprobs: int | None = None
+    """How many alternatives to report with the log-probability of each sampled token; None reports nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,18 @@ class Chunk:
     tokens: Sequence[int]
     has_output: bool
     """Whether the last token's logits are sampled: it is the sequence's last pending token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one sampled token by the model's own logits, before any option changes them.
+
+    `top` are the likeliest tokens with theirs, the likeliest first and the lower id first among equals: as many as
+    `Binding.n_logprobs`, but none whose probability is 0. For a broken row `logprob` is NaN.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +112,9 @@ class StepResult:
     """Keys that could not be saved or loaded. Where a load failed nothing was copied or computed: `n_steps` is 0."""
     move_s: float = 0.0
     """Copying cells from slot to slot, as far as it was done before decoding."""
+    logprobs: Sequence[Sequence[TokenLogprobs]] = ()
+    """`logprobs[i][j]` are those of `tokens[i][j]`; nothing for a chunk whose slot reports none, and empty where all
+    report none."""
 
 
 @dataclass(frozen=True, slots=True)

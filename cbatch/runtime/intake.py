@@ -98,7 +98,7 @@ class Intake:
             raise ConfigError(f"request {item.id!r}: {error}") from None
         own = () if options.ignore_eos else vocab.end_tokens
         stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
-        sampling = options.sampling(self._backend.sampling_defaults, seed)
+        sampling = options.sampling(self._backend.sampling_defaults, seed, vocab.breakers)
         deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
         request = Request(
             str(item.id),
@@ -315,6 +315,9 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
         raise ConfigError(
             f"stop_token_ids has {highest}, which is not in the vocabulary of {n_vocab}"
         )
+    highest = max(options.logit_bias or (0,))
+    if highest >= n_vocab:
+        raise ConfigError(f"logit_bias has {highest}, which is not in the vocabulary of {n_vocab}")
     if options.priority is not None and schedule.policy != "priority":
         raise ConfigError(
             f"priority={options.priority} has no effect with policy={schedule.policy!r}: "

@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 2
+#define CBATCH_ABI_VERSION 3
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or had no finite maximum, or llama.cpp gave no row
@@ -30,11 +30,11 @@ extern "C" {
 #define CBATCH_BAD_SIZES 2      // a size below 1, or an instruction set that this machine or build has not
 #define CBATCH_NO_MEMORY 3      // allocation failed
 #define CBATCH_BAD_SLOT 4       // slot out of range; in a run also: not ascending, or one slot twice
-#define CBATCH_BAD_SAMPLING 5   // a sampling value out of its range, or a negative n_stop
+#define CBATCH_BAD_SAMPLING 5   // a sampling value out of its range, or a negative count
 #define CBATCH_BAD_CHUNK 6      // no chunk, a chunk without tokens, a start below 0 or too far up
-#define CBATCH_BAD_TOKEN 7      // a token id outside [0, n_vocab)
+#define CBATCH_BAD_TOKEN 7      // a token id outside [0, n_vocab): to compute, in a history, with a bias
 #define CBATCH_BATCH_FULL 8     // more tokens than n_batch
-#define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 while a chunk has no output; negative budget
+#define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks or a chunk without output; a budget below 0
 #define CBATCH_NOT_BOUND 10     // a chunk with output in a slot that was never bound
 
 // Instruction sets that the sampling code is built for. All give the same tokens, bit for bit.
@@ -64,15 +64,63 @@ typedef struct cbatch_sizes {
     int32_t isa;        // CBATCH_ISA_*
 } cbatch_sizes;
 
-// How the next token of a slot is chosen. The definition is in sample.h.
+// What is added to the logit of a token.
+typedef struct cbatch_bias {
+    int32_t token;  // in [0, n_vocab)
+    float bias;     // finite, or −∞ for a ban
+} cbatch_bias;
+
+// How the next token of a slot is chosen. The definition is in sample.h; defaults that change nothing in brackets.
 typedef struct cbatch_sampling {
-    double temperature;  // 0 = greedy, whatever the rest says; finite, ≥ 0
-    double top_p;        // [0, 1]; 1 keeps all
-    double min_p;        // [0, 1]; 0 keeps all
-    uint64_t seed;       // key of the generator
-    int32_t top_k;       // ≥ 0; 0 keeps all
-    int32_t i_choice;    // ≥ 0; second word of the generator's counter
+    double temperature;        // 0 = greedy, whatever the filters say; finite, ≥ 0
+    double top_p;              // [0, 1]; 1 keeps all
+    double min_p;              // [0, 1]; 0 keeps all
+    double typical_p;          // [0, 1]; 1 keeps all
+    double top_n_sigma;        // finite; ≤ 0 keeps all
+    double xtc_probability;    // [0, 1]; 0 = off
+    double xtc_threshold;      // [0, 1]; above 0.5 = off
+    uint64_t seed;             // key of the generator
+    int32_t top_k;             // ≥ 0; 0 keeps all
+    int32_t i_choice;          // ≥ 0; second word of the generator's counter
+    float repeat_penalty;      // above 0, it and its inverse finite [1]
+    float presence_penalty;    // finite [0]
+    float frequency_penalty;   // finite [0]
+    int32_t repeat_last_n;     // 0 … CBATCH_LAST_N_MAX newest tokens that the penalties see; 0 = off
+    float dry_multiplier;      // finite, ≥ 0; 0 = off
+    float dry_base;            // finite; below 1 = off
+    int32_t dry_allowed_length;  // ≥ 0
+    int32_t dry_last_n;        // 0 … CBATCH_LAST_N_MAX newest tokens that DRY sees; 0 = off
+    const cbatch_bias * bias;  // (n_bias) or NULL
+    const int32_t * breakers;  // (n_breakers) or NULL: DRY's, each a length ≥ 1 and then so many token ids
+    int32_t n_bias;
+    int32_t n_breakers;        // numbers in `breakers`, lengths included
 } cbatch_sampling;
+
+// Most newest tokens that penalties and DRY can see, and most alternatives that are reported of a token.
+#define CBATCH_LAST_N_MAX 1048576
+#define CBATCH_TOP_MAX 20
+
+// What a slot needs to know of its sequence. Everything is copied.
+typedef struct cbatch_binding {
+    cbatch_sampling sampling;
+    const int32_t * stop;     // (n_stop) token ids that end a run, or NULL
+    const int32_t * history;  // (n_history) the tokens so far, prompt and output, those in no cell included; or NULL
+    int32_t n_stop;
+    int32_t n_history;
+    // The generator's counter is the sampled token's position minus this. Below 0 where more tokens were taken out of the
+    // window than the prompt had.
+    int32_t n_prompt;
+    int32_t has_logprobs;  // not 0: report log-probabilities
+    int32_t n_top;         // 0 … CBATCH_TOP_MAX alternatives to report with them
+} cbatch_binding;
+
+// Log-probabilities of one sampled token by the model's own logits: before mask, bias, penalties, filters, temperature.
+typedef struct cbatch_logprobs {
+    float logprob;                      // of the token; NaN for a broken row
+    int32_t n_top;                      // alternatives that follow: n_top of the binding, or all with a finite logit
+    int32_t token[CBATCH_TOP_MAX];      // the likeliest first, the lower id first among equals
+    float top_logprob[CBATCH_TOP_MAX];  // theirs
+} cbatch_logprobs;
 
 // The part of one sequence in a step; its tokens follow those of the chunk before in `tokens`.
 typedef struct cbatch_chunk {
@@ -113,33 +161,39 @@ CBATCH_EXPORT int32_t cbatch_stepper_init(const cbatch_api * api, void * ctx, co
 // Free a stepper; NULL is harmless. Not while a run is in flight.
 CBATCH_EXPORT void cbatch_stepper_free(cbatch_stepper * s) CBATCH_NOEXCEPT;
 
-// Say how `slot` is sampled from now on. Everything is copied.
-//   n_prompt: prompt tokens; the generator's counter is the sampled token's position minus n_prompt. Negative where more
-//             tokens were taken out of the window than the prompt had.
-//   stop: n_stop token ids that end a run, or NULL with n_stop 0.
-// Returns CBATCH_OK, _BAD_SLOT, _BAD_SAMPLING or _NO_MEMORY.
-CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, int32_t n_prompt,
-                                          const cbatch_sampling * sampling, const int32_t * stop,
-                                          int32_t n_stop) CBATCH_NOEXCEPT;
+// Say how `slot` is sampled from now on. Everything is copied; where penalties or DRY are on, tokens that are fed to the
+// slot afterwards join its history.
+// Returns CBATCH_OK, _BAD_SLOT, _BAD_SAMPLING, _BAD_TOKEN or _NO_MEMORY; the slot stays as it was unless CBATCH_OK.
+CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
+                                          const cbatch_binding * binding) CBATCH_NOEXCEPT;
 
 // Do up to n_steps steps: decode the chunks, sample their outputs, feed each sampled token to the next step.
 // Ends early after a step in which a row sampled a stop token of its slot or was broken, after an interrupt, when more
 // than budget_us have passed, and when llama_decode returned anything but 0.
 //   chunks: n_chunks, ascending slots.   tokens: the tokens of all chunks, one after another.
 //   budget_us: microseconds, 0 = no limit.
+//   masks: NULL, or one pointer for each chunk with an output, NULL or to (n_vocab + 31) / 32 words: a token is allowed
+//     where bit token % 32 of word token / 32 is set. Not with n_steps above 1.
 //   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW or CBATCH_NO_TOKEN.
+//   logprobs: (n_steps, n_chunks), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
+// A row of logits that llama.cpp gives may be changed while it is sampled; it is as before afterwards.
 // Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
 CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
-                                         const int32_t * tokens, int32_t n_steps, int64_t budget_us, int32_t * out,
+                                         const int32_t * tokens, int32_t n_steps, int64_t budget_us,
+                                         const uint32_t * const * masks, int32_t * out, cbatch_logprobs * logprobs,
                                          cbatch_report * report) CBATCH_NOEXCEPT;
 
 // Ask the run in flight, or else the next one, to end after its current step. From any thread.
 CBATCH_EXPORT void cbatch_stepper_interrupt(cbatch_stepper * s) CBATCH_NOEXCEPT;
 
 // Sample one row of n_vocab floats by itself, as a stepper would. For tests and probes: allocates its scratch.
-// Returns a token id, or CBATCH_BROKEN_ROW; on bad sizes, bad sampling or no memory CBATCH_NO_TOKEN.
-CBATCH_EXPORT int32_t cbatch_sample_row(const float * logits, int32_t n_vocab, const cbatch_sampling * sampling,
-                                        int32_t i_output, int32_t isa) CBATCH_NOEXCEPT;
+//   logits: changed while it runs, as before afterwards.   mask: (n_vocab + 31) / 32 words, or NULL.
+//   logprobs: written where the binding asks; may be NULL.
+//   kept: (n_vocab), or NULL: the weight with which each token could have been drawn; a greedy row has one, of 2^32.
+// Returns a token id, or CBATCH_BROKEN_ROW; on bad sizes, a bad binding or no memory CBATCH_NO_TOKEN.
+CBATCH_EXPORT int32_t cbatch_sample_row(float * logits, int32_t n_vocab, const cbatch_binding * binding,
+                                        const uint32_t * mask, int32_t i_output, int32_t isa,
+                                        cbatch_logprobs * logprobs, uint64_t * kept) CBATCH_NOEXCEPT;
 
 // Write the weights of n logits, without NaN or +∞, at a temperature above 0 to out: (n) uint64. For tests.
 // Returns CBATCH_OK or CBATCH_BAD_SAMPLING.

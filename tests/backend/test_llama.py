@@ -125,7 +125,7 @@ def one_step_a_run(stepper: type[NativeStepper | PythonStepper]) -> Callable[...
     def make_stepper(ctx: Any, **sizes: Any) -> NativeStepper | PythonStepper:
         made = stepper(ctx, **sizes)
         run = made.run
-        made.run = lambda chunks, n_steps=1: run(chunks, 1)  # type: ignore[method-assign]
+        made.run = lambda chunks, *_: run(chunks, 1)  # type: ignore[method-assign]
         return made
 
     return make_stepper
@@ -218,9 +218,9 @@ class FailingStepper(PythonStepper):
         super().__init__(ctx, **sizes)
         self._codes = codes
 
-    def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> Any:
+    def run(self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None) -> Any:
         code = next(self._codes, 0)
-        return StepResult([], 0, code) if code else super().run(chunks, n_steps)
+        return StepResult([], 0, code) if code else super().run(chunks, n_steps, masks)
 
 
 def test_memory_that_counts_otherwise_is_refused(make: MakeBackend) -> None:
@@ -314,11 +314,11 @@ def test_second_thread_in_one_context_is_refused(make: MakeBackend) -> None:
     held, go = threading.Event(), threading.Event()
 
     class HeldStepper(PythonStepper):
-        def run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> Any:
+        def run(self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None) -> Any:
             if chunks[0].has_output:
                 held.set()
                 assert go.wait(PATIENCE_S)
-            return super().run(chunks, n_steps)
+            return super().run(chunks, n_steps, masks)
 
     backend = make(stepper=HeldStepper)
     bind_all(backend)

@@ -46,6 +46,10 @@ def test_sampling_defaults_come_from_the_file(synth: SynthFactory) -> None:
         "general.sampling.top_k": 20,
         "general.sampling.top_p": 0.75,
         "general.sampling.min_p": 0.25,
+        "general.sampling.xtc_probability": 0.5,
+        "general.sampling.xtc_threshold": 0.125,
+        "general.sampling.penalty_repeat": 1.5,
+        "general.sampling.penalty_last_n": 256,
     }
     model = open_model(synth("test", metadata=said))
     assert model.sampling_defaults == {
@@ -53,13 +57,23 @@ def test_sampling_defaults_come_from_the_file(synth: SynthFactory) -> None:
         "top_k": 20,
         "top_p": 0.75,
         "min_p": 0.25,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.125,
+        "repeat_penalty": 1.5,
+        "repeat_last_n": 256,
     }
     assert isinstance(model.sampling_defaults["top_k"], int)
+    assert isinstance(model.sampling_defaults["repeat_last_n"], int)
     model.close()
 
 
 def test_sampling_default_out_of_range_is_left_out(synth: SynthFactory) -> None:
-    said = {"general.sampling.temp": float("nan"), "general.sampling.top_p": 7.0}
+    said = {
+        "general.sampling.temp": float("nan"),
+        "general.sampling.top_p": 7.0,
+        "general.sampling.penalty_repeat": 0.0,
+        "general.sampling.penalty_last_n": 2**21,
+    }
     model = open_model(synth("test", metadata=said))
     assert model.sampling_defaults == {}
     model.close()

@@ -92,6 +92,16 @@ def test_text_that_needs_more_room_than_guessed_is_tokenized_whole(vocab: LlamaV
     assert len(vocab.tokenize("é" * 20_000)) == 40_000 + 2
 
 
+def test_breakers_are_the_tokens_that_hold_a_string_or_begin_it(vocab: LlamaVocab) -> None:
+    found = vocab.breakers(["\n"])
+    assert (5 + 0x0A,) in found
+    assert all(b"\n" in vocab.piece(token) for token, *_ in found)
+    long = vocab.breakers(["ab"])
+    assert any(head == 5 + ord("a") and tail for head, *tail in long)
+    assert vocab.breakers([]) == vocab.breakers([""]) == ()
+    assert vocab.breakers(["\n"]) is found
+
+
 def test_control_tokens_add_no_bytes(vocab: LlamaVocab) -> None:
     assert [vocab.piece(token) for token in (0, BOS, EOS, TURN_START, TURN_END)] == [b""] * 5
     assert vocab.piece(5 + 0xC3) == b"\xc3"

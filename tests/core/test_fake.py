@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab, Faults, StepCost
+from cbatch.backend.fake import (
+    END_TOKEN,
+    FakeBackend,
+    FakeVocab,
+    Faults,
+    StepCost,
+    fake_logprobs,
+)
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Memory, Slot, StepPlan
 from cbatch.errors import ConfigError, PlanError
 from cbatch.options import GREEDY
@@ -125,6 +133,50 @@ def test_vocabulary_goes_there_and_back() -> None:
     assert vocab.render([{"role": "user", "content": "hi"}]) == vocab.tokenize("user:hi")
 
 
+# ---- histories and log-probabilities ----
+
+
+def test_history_of_another_sequence_gives_other_tokens() -> None:
+    def tokens(*history: int) -> list[list[int]]:
+        binding = Binding(Slot(0), 2, GREEDY, (), history)
+        return FakeBackend().run(StepPlan((row(),), n_steps=3, binds=(binding,))).tokens
+
+    assert tokens(1, 2) == tokens(1, 2)
+    assert tokens(1, 2) != tokens(1, 3)
+    assert tokens(1, 2) != tokens(2)
+    assert tokens(9, 1, 2, 3, 4) != tokens(1, 2, 3, 4)
+
+
+def test_history_grows_by_what_is_computed() -> None:
+    binding = Binding(Slot(0), 2, GREEDY, (), (1, 2))
+    backend = FakeBackend()
+    whole = backend.run(StepPlan((row(),), n_steps=6, binds=(binding,))).tokens[0]
+    assert whole == backend.expected([1, 2], binding, 6)
+    parts = FakeBackend()
+    found = parts.run(StepPlan((row(),), n_steps=2, binds=(binding,))).tokens[0]
+    chunk = Chunk(Slot(0), 3, found[1:], has_output=True)
+    assert parts.run(StepPlan((chunk,), n_steps=4)).tokens[0] == whole[2:]
+    again = Binding(Slot(0), 2, GREEDY, (), (1, 2, *whole))
+    more = Chunk(Slot(0), 7, whole[-1:], has_output=True)
+    assert (
+        backend.run(StepPlan((more,))).tokens
+        == parts.run(StepPlan((more,), 1, (), (again,))).tokens
+    )
+
+
+def test_logprobs_are_made_up_for_who_wants_them() -> None:
+    binds = (Binding(Slot(0), 2, GREEDY, (), (), 3), bind(1))
+    result = FakeBackend().run(StepPlan((row(0), row(1)), n_steps=2, binds=binds))
+    [wanted, none] = result.logprobs
+    assert list(wanted) == [fake_logprobs(token, 3) for token in result.tokens[0]]
+    assert list(none) == []
+    for found, token in zip(wanted, result.tokens[0], strict=True):
+        assert found.top[0] == (token, found.logprob)
+        assert len(dict(found.top)) == 3
+        assert sum(map(math.exp, dict(found.top).values())) < 3
+    assert FakeBackend().run(StepPlan((row(),), binds=(bind(),))).logprobs == ()
+
+
 # ---- memory verbs ----
 
 ABLE = {"can_save": True, "can_copy": True, "can_shift": True, "saved_bytes_per_cell": 8}
@@ -142,7 +194,8 @@ def moving(*, unified: bool = False, faults: Faults | None = None, **can: Any) -
 
 
 def next_tokens(backend: FakeBackend, slot: int, start: int, **orders: Any) -> list[int]:
-    plan = StepPlan((Chunk(Slot(slot), start, (50,), has_output=True),), n_steps=3, **orders)
+    chunk = Chunk(Slot(slot), start, (50,), has_output=True)
+    plan = StepPlan((chunk,), n_steps=3, binds=(bind(slot, 8),), **orders)
     return backend.run(plan).tokens[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -149,8 +150,13 @@ def test_run_takes_tokens_from_any_sequence(make: MakeStepper) -> None:
 
 
 def test_run_where_llama_gives_no_row_is_broken(make: MakeStepper) -> None:
-    result = make(FakeLlama(next_token=lambda slot, pos: -2)).run([chunk(0, 0, 1)])
+    stepper = make(FakeLlama(next_token=lambda slot, pos: -2))
+    stepper.bind(Binding(Slot(0), 0, GREEDY, (), (), 3))
+    result = stepper.run([chunk(0, 0, 1)])
     assert result.tokens == [[BROKEN_ROW]]
+    [[found]] = result.logprobs
+    assert math.isnan(found.logprob)
+    assert found.top == ()
 
 
 def test_run_keys_the_generator_by_output_position(make: MakeStepper) -> None:
@@ -160,8 +166,9 @@ def test_run_keys_the_generator_by_output_position(make: MakeStepper) -> None:
     stepper.bind(Binding(Slot(1), 3, how, ()))
     found = stepper.run([chunk(1, 2, 4, 5)]).tokens  # positions 2 and 3: the token at 4 is output 1
     row = fake.rows[-1]
-    assert found == [[native.sample_row(row, how, 1)]]
-    assert native.sample_row(row, how, 1) != native.sample_row(row, how, 0)
+    binding = Binding(Slot(1), 3, how, ())
+    assert found == [[native.sample_row(row, binding, 1).token]]
+    assert found != [[native.sample_row(row, binding, 0).token]]
 
 
 # ---- several steps ----
@@ -275,6 +282,138 @@ def test_native_run_whose_first_decode_fails_reports_no_first_step() -> None:
     assert stepper.run([chunk(0, 0, 1)]).first_s == 0
 
 
+# ---- history, masks, log-probabilities ----
+
+AGAIN = Sampling(temperature=0.0, repeat_penalty=100.0, repeat_last_n=3)
+"""Greedy, but a token of the last three is as good as banned."""
+
+
+def test_history_at_bind_is_seen_from_the_first_output_on(make: MakeStepper) -> None:
+    stepper = make(Countdown())
+    stepper.bind(Binding(Slot(0), 4, AGAIN, (), (9, 1, 2, 3)))
+    stepper.bind(Binding(Slot(1), 4, AGAIN, (), (1, 9, 2, 3)))
+    result = stepper.run([chunk(0, 0, 9, 1, 2, 3), chunk(1, 0, 1, 9, 2, 3)])
+    assert result.tokens == [[9], [8]]
+    stepper.bind(Binding(Slot(1), 4, GREEDY, (), (9, 9, 9, 9)))
+    assert stepper.run([chunk(1, 4, 9)]).tokens == [[9]]
+
+
+@dataclass(eq=False, slots=True)
+class Countdown(FakeLlama):
+    """Token 9 is the likeliest, then 8, 7, … down to 0."""
+
+    def get_logits(self, ctx: int | None, i_token: int) -> int | None:
+        row = np.zeros(self.n_vocab, dtype=np.float32)
+        row[:10] = np.arange(1, 11)
+        self.rows.append(row)
+        return int(row.ctypes.data)
+
+
+def test_history_grows_by_each_sampled_token_within_a_run(make: MakeStepper) -> None:
+    stepper = make(Countdown())
+    stepper.bind(Binding(Slot(0), 1, AGAIN, (), (5,)))
+    assert stepper.run([chunk(0, 0, 5)], n_steps=6).tokens == [[9, 8, 7, 6, 9, 8]]
+    assert stepper.run([chunk(0, 6, 8)], n_steps=2).tokens == [[7, 6]]
+
+
+def test_history_takes_tokens_that_nobody_sampled(make: MakeStepper) -> None:
+    stepper = make(Countdown())
+    stepper.bind(Binding(Slot(0), 1, AGAIN, (), (5,)))
+    assert stepper.run([chunk(0, 0, 5)]).tokens == [[9]]
+    assert stepper.run([chunk(0, 1, 9, 8, has_output=False)]).tokens == [[]]
+    assert stepper.run([chunk(0, 3, 7)]).tokens == [[6]]
+
+
+def test_history_has_what_is_computed_again_once(make: MakeStepper) -> None:
+    fake = Countdown(codes={1: 2})
+    stepper = make(fake)
+    stepper.bind(Binding(Slot(0), 2, AGAIN, (), (5, 4)))
+    assert stepper.run([chunk(0, 0, 5, 4)]).tokens == [[9]]
+    assert stepper.run([chunk(0, 2, 9)]).code == 2
+    assert stepper.run([chunk(0, 1, 4, has_output=False)]).code == 0
+    assert stepper.run([chunk(0, 2, 9)], n_steps=3).tokens == [[8, 7, 6]]
+
+
+def test_history_is_kept_however_long_it_becomes(make: MakeStepper) -> None:
+    stepper = make(Countdown())
+    stepper.bind(Binding(Slot(0), 1, AGAIN, (), (5,)))
+    found = stepper.run([chunk(0, 0, 5)], n_steps=50).tokens[0]
+    assert found == [9 - i % 4 for i in range(50)]
+
+
+def test_bind_in_the_middle_goes_on_as_if_it_had_not_been(make: MakeStepper) -> None:
+    stepper = make(Countdown())
+    stepper.bind(Binding(Slot(2), 1, AGAIN, (), (5, 9, 8)))
+    pending = chunk(2, 0, 5, 9, 8, has_output=True)
+    assert stepper.run([pending], n_steps=3).tokens == [[7, 6, 9]]
+
+
+def test_masks_belong_to_the_chunks_with_an_output(make: MakeStepper) -> None:
+    stepper = make(Countdown())
+    only_3, only_4 = (np.array([1 << i, 0], dtype=np.uint32) for i in (3, 4))
+    chunks = [chunk(0, 0, 1, 2), chunk(1, 0, 1, has_output=False), chunk(2, 0, 1), chunk(3, 0, 1)]
+    masks = [only_3, None, only_4]
+    assert stepper.run(chunks, masks=masks).tokens == [[3], [], [9], [4]]
+    both = np.stack([only_3, only_4])
+    assert stepper.run([chunk(0, 2, 1), chunk(3, 1, 1)], masks=both).tokens == [[3], [4]]
+    assert stepper.run([chunk(0, 3, 1)]).tokens == [[9]]
+
+
+@pytest.mark.parametrize("n_masks", [0, 2])
+def test_masks_of_another_number_raise(make: MakeStepper, n_masks: int) -> None:
+    fake = Countdown()
+    with pytest.raises(PlanError):
+        make(fake).run([chunk(0, 0, 1)], masks=[None] * n_masks)
+    assert fake.batches == []
+
+
+def test_masks_with_several_steps_raise(make: MakeStepper) -> None:
+    with pytest.raises(PlanError):
+        make(Countdown()).run([chunk(0, 0, 1)], n_steps=2, masks=[None])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        np.zeros(1, np.uint32),
+        np.zeros(2, np.int32),
+        np.zeros((1, 2), np.uint32),
+        np.zeros(4, np.uint32)[::2],
+    ],
+    ids=["short", "signed", "two dimensions", "gaps"],
+)
+def test_native_mask_of_another_shape_raises(mask: Any) -> None:
+    stepper = native_stepper(Countdown())
+    stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
+    with pytest.raises(PlanError, match="2 words"):
+        stepper.run([chunk(0, 0, 1)], masks=[mask])
+
+
+def test_logprobs_come_with_each_token_of_the_slots_that_want_them(make: MakeStepper) -> None:
+    stepper = make(Countdown())
+    stepper.bind(Binding(Slot(0), 0, AGAIN, (), (), 2))
+    result = stepper.run([chunk(0, 0, 1), chunk(1, 0, 1)], n_steps=3)
+    assert result.tokens == [[9, 8, 7], [9, 9, 9]]
+    row = np.zeros(N_VOCAB)
+    row[:10] = np.arange(1, 11)
+    p = row - np.log(np.exp(row).sum())
+    wanted, none = result.logprobs
+    assert list(none) == []
+    assert [found.logprob for found in wanted] == pytest.approx([p[9], p[8], p[7]], abs=1e-5)
+    for found in wanted:
+        assert [token for token, _ in found.top] == [9, 8]
+        assert [q for _, q in found.top] == pytest.approx([p[9], p[8]], abs=1e-5)
+
+
+def test_logprobs_are_empty_where_nobody_wants_them(make: MakeStepper) -> None:
+    stepper = make(Countdown())
+    stepper.bind(Binding(Slot(0), 0, GREEDY, (), (), 0))
+    assert len(stepper.run([chunk(0, 0, 1), chunk(1, 0, 1)]).logprobs) == 2
+    assert stepper.run([chunk(1, 1, 1)]).logprobs == ()
+    stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
+    assert stepper.run([chunk(0, 1, 1)]).logprobs == ()
+
+
 # ---- plans that break a rule ----
 
 
@@ -339,6 +478,12 @@ def test_native_run_with_numbers_beyond_32_bits_raises(chunks: list[Chunk]) -> N
     [
         Binding(Slot(N_SLOTS), 0, GREEDY, ()),
         Binding(Slot(-1), 0, GREEDY, ()),
+        Binding(Slot(0), 0, GREEDY, (), (N_VOCAB,)),
+        Binding(Slot(0), 0, GREEDY, (), (-1,)),
+        Binding(Slot(0), 0, GREEDY, (), (), 21),
+        Binding(Slot(0), 0, GREEDY, (), (), -1),
+        Binding(Slot(0), 0, Sampling(logit_bias=((N_VOCAB, 1.0),)), ()),
+        Binding(Slot(0), 0, Sampling(repeat_penalty=0.0), ()),
         Binding(Slot(0), 0, Sampling(temperature=-1.0), ()),
         Binding(Slot(0), 0, Sampling(top_p=2.0), ()),
         Binding(Slot(0), 0, Sampling(top_k=-5), ()),
@@ -396,10 +541,19 @@ def runs(draw: st.DrawFn) -> tuple[list[Chunk], int]:
     return chunks, n_steps
 
 
+HOW = [
+    Sampling(temperature=5.0, top_k=20, seed=4),
+    Sampling(temperature=5.0, repeat_penalty=1.5, frequency_penalty=2.0, repeat_last_n=7, seed=5),
+    Sampling(
+        temperature=5.0, dry_multiplier=3.0, dry_allowed_length=0, dry_breakers=((1,), (2, 3))
+    ),
+    Sampling(temperature=9.0, typical_p=0.9, xtc_probability=0.5, top_n_sigma=4.0, min_p=0.0),
+]
+
+
 def outcome(stepper: Stepper, workload: list[tuple[list[Chunk], int]]) -> list[StepResult]:
-    how = Sampling(temperature=5.0, top_k=20, seed=4)
     for slot in range(N_SLOTS):
-        stepper.bind(Binding(Slot(slot), 3, how, (slot, 17)))
+        stepper.bind(Binding(Slot(slot), 3, HOW[slot], (slot, 17), (4, slot, 4)))
     results = [stepper.run(chunks, n_steps) for chunks, n_steps in workload]
     return [StepResult(r.tokens, r.n_steps, r.code) for r in results]
 
@@ -494,7 +648,7 @@ def test_library_that_is_missing_says_how_to_reinstall(monkeypatch: pytest.Monke
 
 def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ABI_VERSION", 99)
-    with pytest.raises(IncompatibleLlamaError, match=r"surface 2.*wants 99"):
+    with pytest.raises(IncompatibleLlamaError, match=r"surface 3.*wants 99"):
         native.library.__wrapped__()
 
 

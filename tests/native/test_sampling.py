@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,12 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend import native, sampling
-from cbatch.core.plan import BROKEN_ROW
+from cbatch.core.plan import BROKEN_ROW, Binding, Slot
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 
 if TYPE_CHECKING:
-    from cbatch.backend.sampling import Logits
+    from collections.abc import Sequence
+
+    from cbatch.backend.sampling import Logits, Mask
 
 ISAS = range(native.library().cbatch_isa_best() + 1)
 
@@ -31,8 +34,31 @@ def random_row(n_vocab: int, seed: int, scale: float = 3.0, step: float = 0.0) -
     return (np.round(logits / step) * step if step else logits).astype(np.float32)
 
 
-def native_tokens(logits: Logits, how: Sampling, i_output: int = 0) -> set[int]:
-    return {native.sample_row(logits, how, i_output, isa) for isa in ISAS}
+def sample(
+    logits: Logits,
+    how: Sampling,
+    i_output: int = 0,
+    history: Sequence[int] = (),
+    mask: Mask | None = None,
+    isa: int = native.ISA_BEST,
+) -> int:
+    """Return the token that the native library chooses; the row must be as it was afterwards."""
+    before = logits.tobytes()
+    binding = Binding(Slot(0), 0, how, (), tuple(history), 5)
+    found = native.sample_row(logits, binding, i_output, mask=mask, isa=isa)
+    assert logits.tobytes() == before
+    assert found.token == BROKEN_ROW or found.kept[found.token] > 0
+    return found.token
+
+
+def native_tokens(
+    logits: Logits,
+    how: Sampling,
+    i_output: int = 0,
+    history: Sequence[int] = (),
+    mask: Mask | None = None,
+) -> set[int]:
+    return {sample(logits, how, i_output, history, mask, isa) for isa in ISAS}
 
 
 # ---- the definition, spelled out: see native/sample.h ----
@@ -62,7 +88,7 @@ def sample_by_definition(logits: Logits, how: Sampling, i_output: int) -> int:
         return values.index(max(values))
     ids = sorted(kept_by_definition(logits, how))
     w = [int(x) for x in sampling.weights(logits[ids], logits.max(), how.temperature)]
-    r = sampling.random_bits(how.seed, i_output, how.i_choice) * sum(w) >> 64
+    r = sampling.random_bits(how, i_output) * sum(w) >> 64
     return next(i for n, i in enumerate(ids) if sum(w[: n + 1]) > r)
 
 
@@ -108,6 +134,57 @@ def test_native_row_equals_the_oracle(logits: Logits, how: Sampling, i_output: i
     assert native_tokens(logits, how, i_output) == {expected}
 
 
+def everything(n_vocab: int) -> st.SearchStrategy[Sampling]:
+    """Samplings with every option, for rows of `n_vocab`."""
+    tokens = st.integers(0, min(n_vocab, 40) - 1)
+    biases = st.dictionaries(tokens, st.sampled_from([-math.inf, -3.0, 5.0, 100.0]), max_size=5)
+    breakers = st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3)
+    return st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 1e-9, 0.8, 1.0, 30.0]),
+        top_k=st.sampled_from([0, 0, 1, 40, 257, 10**9]),
+        top_p=st.sampled_from([1.0, 0.95, 0.3]),
+        min_p=st.sampled_from([0.0, 0.05, 1.0]),
+        seed=st.integers(0, 2**64 - 1),
+        i_choice=st.integers(0, 3),
+        typical_p=st.sampled_from([1.0, 1.0, 0.9, 0.2, 0.0]) | AMOUNTS,
+        top_n_sigma=st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0]),
+        xtc_probability=st.sampled_from([0.0, 0.5, 1.0]),
+        xtc_threshold=st.sampled_from([0.0, 0.01, 0.1, 0.5, 0.6]),
+        repeat_penalty=st.sampled_from([1.0, 1.1, 2.0, 0.5]),
+        repeat_last_n=st.sampled_from([0, 1, 64, 1000]),
+        presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
+        frequency_penalty=st.sampled_from([0.0, 0.3, -0.1]),
+        dry_multiplier=st.sampled_from([0.0, 0.8, 3.0]),
+        dry_base=st.sampled_from([1.75, 1.0, 0.5, 4.0]),
+        dry_allowed_length=st.sampled_from([0, 1, 2, 5]),
+        dry_penalty_last_n=st.sampled_from([0, 10, 64, 1000]),
+        dry_breakers=breakers.map(tuple),
+        logit_bias=biases.map(lambda found: tuple(sorted(found.items()))),
+    )
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.data())
+def test_native_row_with_every_option_equals_the_oracle(data: st.DataObject) -> None:
+    logits = data.draw(LONG_ROWS)
+    n_vocab = len(logits)
+    if data.draw(st.booleans()):
+        logits[data.draw(st.integers(0, 6)) :: data.draw(st.integers(2, 9))] = -np.inf
+    how = data.draw(everything(n_vocab))
+    history = data.draw(st.lists(st.integers(0, min(n_vocab, 12) - 1), max_size=150))
+    words = st.integers(0, 2**32 - 1) | st.sampled_from([0, 1, 2**32 - 1])
+    n_words = (n_vocab + 31) // 32
+    mask = data.draw(
+        st.none()
+        | st.lists(words, min_size=1, max_size=9).map(
+            lambda found: np.resize(np.array(found, dtype=np.uint32), n_words)
+        )
+    )
+    expected = sampling.sample_row(logits, how, 3, history, mask)
+    assert native_tokens(logits, how, 3, history, mask) == {expected}
+
+
 @pytest.mark.parametrize("n_vocab", [32_000, 151_936])
 @pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
 @pytest.mark.parametrize(
@@ -120,8 +197,10 @@ def test_native_row_equals_the_oracle(logits: Logits, how: Sampling, i_output: i
         Sampling(top_k=5000, top_p=0.9, min_p=0.0),
         Sampling(top_k=5000, top_p=1.0, min_p=0.0),
         Sampling(top_k=0, top_p=1.0, min_p=0.0, temperature=2.0),
+        Sampling(top_k=0, typical_p=0.9, top_p=0.5),
+        Sampling(top_k=0, top_n_sigma=2.0, top_p=0.9, xtc_probability=1.0, xtc_threshold=1e-4),
     ],
-    ids=repr,
+    ids=lambda how: f"{how.top_k}-{how.typical_p}-{how.top_p}-{how.min_p}-{how.temperature}",
 )
 def test_native_row_of_a_real_size_equals_the_oracle(
     n_vocab: int, step: float, how: Sampling
@@ -186,17 +265,45 @@ def test_greedy_row_with_equal_maxima_gives_the_lowest_id() -> None:
         Sampling(min_p=-0.1),
         Sampling(top_k=-1),
         Sampling(i_choice=-1),
+        Sampling(typical_p=-0.1),
+        Sampling(typical_p=math.nan),
+        Sampling(top_n_sigma=math.inf),
+        Sampling(xtc_probability=1.1),
+        Sampling(xtc_threshold=-1.0),
+        Sampling(repeat_penalty=0.0),
+        Sampling(repeat_penalty=-1.0),
+        Sampling(repeat_penalty=1e-40),
+        Sampling(repeat_penalty=math.inf),
+        Sampling(presence_penalty=math.nan),
+        Sampling(frequency_penalty=math.inf),
+        Sampling(repeat_last_n=-1),
+        Sampling(repeat_last_n=2**20 + 1),
+        Sampling(dry_multiplier=-1.0),
+        Sampling(dry_base=math.nan),
+        Sampling(dry_allowed_length=-1),
+        Sampling(dry_penalty_last_n=-1),
+        Sampling(dry_multiplier=1.0, dry_breakers=((),)),
+        Sampling(logit_bias=((2, 1.0),)),
+        Sampling(logit_bias=((-1, 1.0),)),
+        Sampling(logit_bias=((0, math.nan),)),
+        Sampling(logit_bias=((0, math.inf),)),
     ],
     ids=repr,
 )
 def test_sampling_value_out_of_range_is_refused(how: Sampling) -> None:
     with pytest.raises(PlanError):
-        native.sample_row(row(1.0, 2.0), how, 0)
+        sample(row(1.0, 2.0), how, 0)
+
+
+def test_history_with_a_token_that_is_not_there_is_refused() -> None:
+    for history in ([2], [-1]):
+        with pytest.raises(PlanError):
+            sample(row(1.0, 2.0), Sampling(), history=history)
 
 
 def test_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(PlanError):
-        native.sample_row(row(1.0), GREEDY, 0, isa=99)
+        sample(row(1.0), GREEDY, isa=99)
 
 
 # ---- filters by hand ----
@@ -223,6 +330,127 @@ def test_filters_keep_what_their_names_say(how: Sampling, expected: list[int]) -
     assert kept_by_definition(HALVES, how) == expected
     drawn = {t for i in range(400) for t in native_tokens(HALVES, how, i)}
     assert drawn == set(expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (
+            Sampling(typical_p=0.2),
+            [0],
+        ),  # −log p is 1.39; the entropy is 1.30, that of the first 0.69
+        (Sampling(typical_p=0.5), [1, 0]),
+        (Sampling(top_n_sigma=1.0), [1, 0]),  # the deviation is 0.80, the distances 0.69 and 1.39
+        (Sampling(top_n_sigma=2.0), [1, 0, 2]),
+        (Sampling(xtc_probability=1.0, xtc_threshold=0.1), [2, 3, 4]),
+        (Sampling(xtc_probability=1.0, xtc_threshold=0.2), [0, 2, 3, 4]),
+        (Sampling(xtc_probability=1.0, xtc_threshold=0.5), [1, 0, 2, 3, 4]),
+        (Sampling(logit_bias=((1, -math.inf), (4, 1.0))), [0, 4, 2, 3]),
+    ],
+)
+def test_further_filters_keep_what_their_names_say(how: Sampling, expected: list[int]) -> None:
+    how = replace(how, top_k=0, top_p=1.0, min_p=0.0)
+    assert list(sampling.kept_ids(sampling.edited(HALVES, how, ()), how)) == expected
+    assert {t for i in range(400) for t in native_tokens(HALVES, how, i)} == set(expected)
+
+
+def test_greedy_is_the_likeliest_whatever_the_filters_say() -> None:
+    how = replace(GREEDY, typical_p=0.1, xtc_probability=1.0, xtc_threshold=0.0)
+    assert native_tokens(HALVES, how) == {1}
+
+
+# ---- history and masks ----
+
+FREE = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def edited_logits(history: Sequence[int], **options: object) -> list[float]:
+    """Return log-probabilities of 10 tokens that were alike, each relative to the likeliest."""
+    how = replace(FREE, **options)  # type: ignore[arg-type]
+    logits = np.full(10, 2.0, dtype=np.float32)
+    kept = native.sample_row(logits, Binding(Slot(0), 0, how, (), tuple(history))).kept
+    with np.errstate(divide="ignore"):
+        return [round(x, 3) for x in np.log(kept / 2.0**32).tolist()]
+
+
+def test_penalties_count_the_newest_tokens_alone() -> None:
+    history = [1, 1, 2, 1, 3, 3]
+    assert edited_logits(history, repeat_penalty=2.0)[:5] == [0, -1, -1, -1, 0]
+    assert edited_logits(history, repeat_penalty=2.0, repeat_last_n=2)[:5] == [0, 0, 0, -1, 0]
+    assert edited_logits(history, presence_penalty=0.5)[:5] == [0, -0.5, -0.5, -0.5, 0]
+    assert edited_logits(history, frequency_penalty=0.5)[:5] == [0, -1.5, -0.5, -1, 0]
+    assert edited_logits(history, frequency_penalty=0.5, repeat_last_n=3)[:5] == [0, -0.5, 0, -1, 0]
+    assert edited_logits(history, repeat_penalty=2.0, repeat_last_n=0) == [0] * 10
+
+
+def test_dry_lowers_what_goes_on_with_a_repetition() -> None:
+    history = [1, 2, 3, 4, 9, 1, 2, 3]
+    found = edited_logits(history, dry_multiplier=1.0, dry_base=2.0)
+    assert found == [0, 0, 0, 0, -2, 0, 0, 0, 0, 0]  # three tokens repeated, two are free: 2 ** 1
+    broken = edited_logits(history, dry_multiplier=1.0, dry_base=2.0, dry_breakers=((2,),))
+    assert broken == [0] * 10
+
+
+def test_mask_bans_what_has_no_bit() -> None:
+    mask = np.array([1 << 1 | 1 << 31, 1 << 2], dtype=np.uint32)
+    drawn = {sample(np.zeros(40, np.float32), FREE, i, mask=mask) for i in range(200)}
+    assert drawn == {1, 31, 34}
+
+
+def test_mask_without_a_bit_gives_a_broken_row() -> None:
+    mask = np.array([0, 1 << 31], dtype=np.uint32)  # a bit past the vocabulary
+    assert native_tokens(np.zeros(40, np.float32), FREE, mask=mask) == {BROKEN_ROW}
+
+
+@pytest.mark.parametrize("bad", [3, 39])
+def test_nan_under_a_mask_breaks_the_row(bad: int) -> None:
+    logits = np.zeros(40, np.float32)
+    logits[bad] = np.nan
+    mask = np.array([1, 0], dtype=np.uint32)
+    assert native_tokens(logits, FREE, mask=mask) == {BROKEN_ROW}
+
+
+def test_mask_that_allows_few_of_many_leaves_top_k_what_there_is() -> None:
+    logits = random_row(151_936, seed=3)
+    mask = np.zeros(151_936 // 32, dtype=np.uint32)
+    mask[[17, 18, 4000]] = 1 << 3
+    for i in range(20):
+        expected = sampling.sample_row(logits, Sampling(), i, (), mask)
+        assert native_tokens(logits, Sampling(), i, (), mask) == {expected}
+
+
+# ---- log-probabilities ----
+
+
+@settings(max_examples=150, deadline=None)
+@given(LONG_ROWS.filter(lambda logits: np.abs(logits).max() < 1e6), st.integers(0, 20))
+def test_logprobs_are_those_of_the_raw_logits(logits: Logits, n_top: int) -> None:
+    how = Sampling(repeat_penalty=2.0, logit_bias=((0, -math.inf),) if len(logits) > 1 else ())
+    binding = Binding(Slot(0), 0, how, (), (0,), n_top)
+    for isa in ISAS:
+        found = native.sample_row(logits, binding, isa=isa)
+        wanted = sampling.logprobs(logits, found.token, n_top)
+        assert found.logprobs is not None
+        assert found.logprobs.logprob == pytest.approx(wanted.logprob, abs=1e-5, rel=1e-6)
+        assert [t for t, _ in found.logprobs.top] == [t for t, _ in wanted.top]
+        assert [p for _, p in found.logprobs.top] == pytest.approx(
+            [p for _, p in wanted.top], abs=1e-5, rel=1e-6
+        )
+
+
+def test_logprobs_leave_out_what_cannot_be() -> None:
+    logits = np.array([-math.inf, 1.0, -math.inf, 1.0], dtype=np.float32)
+    found = native.sample_row(logits, Binding(Slot(0), 0, GREEDY, (), (), 20)).logprobs
+    assert found is not None
+    assert found.logprob == pytest.approx(math.log(0.5))
+    assert [token for token, _ in found.top] == [1, 3]
+
+
+def test_logprobs_of_a_broken_row_are_not_numbers() -> None:
+    found = native.sample_row(row(1.0, math.nan), Binding(Slot(0), 0, GREEDY, (), (), 2))
+    assert found.logprobs is not None
+    assert math.isnan(found.logprobs.logprob)
+    assert found.logprobs.top == ()
 
 
 # ---- weights ----
@@ -288,18 +516,18 @@ def test_draws_depend_on_seed_output_and_choice() -> None:
     other_seed = Sampling(top_k=0, top_p=1.0, min_p=0.0, seed=2**63)
     other_choice = Sampling(top_k=0, top_p=1.0, min_p=0.0, i_choice=1)
     draws = [
-        native.sample_row(logits, how, i)
+        sample(logits, how, i)
         for how, i in [(base, 0), (base, 1), (other_seed, 0), (other_choice, 0)]
     ]
     assert len(set(draws)) == 4
-    assert native.sample_row(logits, base, 0) == draws[0]
+    assert sample(logits, base, 0) == draws[0]
 
 
 def test_many_tokens_of_tiny_weight_are_drawn_in_proportion() -> None:
     logits = np.full(150_000, -17.0, dtype=np.float32)  # e⁻¹⁷ each, 0.6 % together
     logits[-1] = 0.0
     how = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    n_tiny = sum(native.sample_row(logits, how, i) < 149_999 for i in range(2000))
+    n_tiny = sum(sample(logits, how, i) < 149_999 for i in range(2000))
     assert 3 < n_tiny < 30
 
 
@@ -317,7 +545,7 @@ def test_draws_follow_the_softmax(how: Sampling) -> None:
     ids = kept_by_definition(logits, how)
     p = np.exp(logits[ids].astype(np.float64) / how.temperature)
     n_draws = 20_000
-    drawn = np.bincount([native.sample_row(logits, how, i) for i in range(n_draws)], minlength=6)
+    drawn = np.bincount([sample(logits, how, i) for i in range(n_draws)], minlength=6)
     expected = n_draws * p / p.sum()
     chi_square = float(np.sum((drawn[ids] - expected) ** 2 / expected))
     assert chi_square < 21  # five degrees of freedom: chance 0.001, but the seeds are fixed

@@ -1,0 +1,62 @@
+// What changes single logits before any filter, in llama.cpp's order: bias, penalties, DRY. All of them are sparse, so
+// they are written into the row itself and taken back afterwards.
+#pragma once
+
+#include "cbatch.h"
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+// A sequence of tokens past which DRY does not look for repetitions.
+struct dry_breaker {
+    int32_t head;    // its first token
+    int32_t i_tail;  // where the others begin in edits.tails
+    int32_t n_tail;
+};
+
+// A logit as it was.
+struct edit_undo {
+    int32_t token;
+    float logit;
+};
+
+// The edits of one slot, and the newest tokens of its sequence as far as they need them.
+struct edits {
+    std::vector<cbatch_bias> bias;
+    float repeat_penalty = 1.0f;
+    float presence_penalty = 0.0f;
+    float frequency_penalty = 0.0f;
+    int32_t repeat_last_n = 0;  // 0 also where the penalties change nothing
+    float dry_multiplier = 0.0f;
+    float dry_base = 0.0f;
+    int32_t dry_allowed_length = 0;
+    int32_t dry_last_n = 0;             // 0 also where DRY is off
+    std::vector<dry_breaker> breakers;  // ascending heads
+    std::vector<int32_t> tails;
+
+    int32_t n_window = 0;                // the larger of the two last_n
+    std::unique_ptr<int32_t[]> tokens;   // (2 × n_window) the history: its newest end at n_tokens
+    int32_t n_tokens = 0;
+    bool is_placed = false;  // whether `end` is known: from the first chunk with an output on
+    int32_t end = 0;         // positions below it are in the history
+
+    std::unique_ptr<edit_undo[]> undo;    // (n_bias + 2 × n_window)
+    int32_t n_undo = 0;
+    std::unique_ptr<int32_t[]> repeats;   // (dry_last_n) how many tokens are repeated up to each
+};
+
+// Check and copy. Returns CBATCH_OK, _BAD_SAMPLING or _BAD_TOKEN. Throws std::bad_alloc.
+int32_t edits_init(const cbatch_binding & binding, int32_t n_vocab, edits * e);
+
+// Return whether anything is to be changed.
+bool edits_any(const edits & e) noexcept;
+
+// Take the tokens of a chunk into the history, as far as they are new: those at bind are all up to the first output.
+void edits_feed(edits * e, const cbatch_chunk & chunk, const int32_t * tokens) noexcept;
+
+// Change the row.   counts: (n_vocab) zeros, and zeros again afterwards.
+void edits_apply(edits * e, float * logits, int32_t * counts) noexcept;
+
+// Take back what edits_apply changed.
+void edits_undo(edits * e, float * logits) noexcept;

@@ -1,0 +1,148 @@
+"""Options of choice, through the whole engine on a real model."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch
+from cbatch import BatchPrompt
+from cbatch.backend.chain import LlamaChain
+from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.sampling import logprobs
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.options import DRY_SEQUENCE_BREAKERS, GREEDY, EngineOptions, RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+PROMPT = tuple(range(300, 330)) * 2
+LONG: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+
+ENDLESS_MEMORY: dict[str, Any] = {"presence_penalty": 100, "repeat_last_n": 2**20}
+HARD: dict[str, Any] = {
+    "repeat_penalty": 1.3,
+    "frequency_penalty": 0.2,
+    "dry_multiplier": 0.8,
+    "logit_bias": {5: -math.inf, 310: 2.0},
+}
+
+
+@pytest.fixture(scope="module")
+def model(test_model: Path) -> Iterator[LlamaModel]:
+    opened = open_model(test_model)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def engine(test_model: Path) -> Iterator[cbatch.Engine]:
+    with cbatch.load(
+        test_model, parallel=4, ctx_per_seq=256, n_threads=1, exact=True, n_ubatch=32
+    ) as loaded:
+        yield loaded
+
+
+def tokens_of(engine: cbatch.Engine, tokens: Sequence[int], **options: Any) -> tuple[int, ...]:
+    item = BatchPrompt(tokens=tokens, options={**LONG, **options})
+    return engine.submit(item).result().token_ids
+
+
+def by_llama_cpp(
+    model: LlamaModel, prompt: Sequence[int], n: int, options: RunOptions
+) -> list[int]:
+    """Return what llama.cpp's chain chooses, token by token, after it has accepted the prompt as llama-server does."""
+    sampling = options.sampling({}, 0)
+    settings = EngineOptions(parallel=1, ctx_per_seq=256, n_threads=1, exact=True, n_ubatch=32)
+    backend = LlamaBackend(model, settings, owns_model=False)
+    chain = LlamaChain(
+        sampling,
+        model.vocab.n_vocab,
+        vocab=model.vocab.pointer,
+        breakers=DRY_SEQUENCE_BREAKERS,
+    )
+    with closing(backend), closing(chain):
+        chain.accept(prompt)
+        backend.run(StepPlan((), binds=(Binding(Slot(0), len(prompt), GREEDY, ()),)))
+        output: list[int] = []
+        start = 0
+        for i in range(0, len(prompt), 32):
+            chunk = Chunk(Slot(0), i, prompt[i : i + 32], has_output=i + 32 >= len(prompt))
+            backend.run(StepPlan((chunk,)))
+            start = i + len(chunk.tokens)
+        while len(output) < n:
+            output.append(chain.sample(backend._ctx, -1))
+            backend.run(StepPlan((Chunk(Slot(0), start, output[-1:], has_output=True),)))
+            start += 1
+    return output
+
+
+def test_greedy_with_every_edit_gives_llama_cpps_answer(
+    engine: cbatch.Engine, model: LlamaModel
+) -> None:
+    found = tokens_of(engine, PROMPT, temperature=0, **HARD)
+    assert list(found) == by_llama_cpp(model, PROMPT, 40, RunOptions(temperature=0, **HARD))
+    assert found != tokens_of(engine, PROMPT, temperature=0)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_backend_reports_logprobs_of_the_model_itself(model: LlamaModel, exact: bool) -> None:
+    settings = EngineOptions(parallel=3, ctx_per_seq=256, n_threads=1, exact=exact)
+    sampling = RunOptions(temperature=0, **HARD).sampling({}, 0)
+    binds = (
+        Binding(Slot(0), 3, sampling, (), PROMPT[:3], 2),
+        Binding(Slot(1), 2, GREEDY, ()),
+        Binding(Slot(2), 2, GREEDY, (), (), 0),
+    )
+    chunks = tuple(Chunk(Slot(i), 0, PROMPT[: 3 - (i > 0)], has_output=True) for i in range(3))
+    with closing(LlamaBackend(model, settings, owns_model=False)) as backend:
+        result = backend.run(StepPlan(chunks, binds=binds))
+        rows = [backend.logits(Slot(i)) if i == 2 or not exact else None for i in range(3)]
+    assert [len(found) for found in result.logprobs] == [1, 0, 1]
+    for i, n_top in ((0, 2), (2, 0)):
+        if (row := rows[i]) is not None:
+            [found], [token] = result.logprobs[i], result.tokens[i]
+            wanted = logprobs(row, token, n_top)
+            assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+            assert [t for t, _ in found.top] == [t for t, _ in wanted.top]
+
+
+def test_penalties_see_prompt_and_answer(engine: cbatch.Engine) -> None:
+    found = tokens_of(engine, PROMPT, temperature=0, **ENDLESS_MEMORY)
+    assert len({*found, *PROMPT}) == len(found) + len(set(PROMPT))
+
+
+def test_ban_holds_from_the_first_token_on(engine: cbatch.Engine) -> None:
+    first, *_ = tokens_of(engine, PROMPT, temperature=0)
+    found = tokens_of(engine, PROMPT, temperature=0, logit_bias={str(first): -math.inf})
+    assert first not in found
+    only = tokens_of(engine, PROMPT, logit_bias={first: 1000.0})
+    assert set(only) == {first}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.2, **HARD},
+        {"temperature": 1.0, "typical_p": 0.8, "top_k": 0, "min_p": 0},
+        {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+        {"temperature": 1.5, "top_n_sigma": 1.0, "top_k": 0},
+    ],
+    ids=["edits", "typical", "xtc", "sigma"],
+)
+def test_answers_in_company_are_those_alone(engine: cbatch.Engine, options: dict[str, Any]) -> None:
+    prompts = [PROMPT[i : i + 20 + 3 * i] for i in range(9)]
+    options = {**LONG, **options}
+    items = [
+        BatchPrompt(tokens=p, options={"seed": i, "max_tokens": 20 + i})
+        for i, p in enumerate(prompts)
+    ]
+    together = [r.token_ids for r in engine.run(items, options=options).results()]
+    alone = [engine.submit(item, options=options).result().token_ids for item in items]
+    assert together == alone
+    assert len(set(together)) == len(together)
