@@ -1,0 +1,150 @@
+"""Our sampling beside llama.cpp's sampler chain: `python -m cbatch.bench.sampling [MODEL]`.
+
+Both sample the same rows of one context in turn, on one thread; the last lines are ours on two threads and on one, each
+right after a real decode. Without a model one with random weights and 151,936 tokens is written for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cbatch.backend.aside import run_aside
+from cbatch.backend.log import llama_log
+from cbatch.backend.model import open_model
+from cbatch.backend.rivals import LogitRows
+from cbatch.bench.synth import SHAPES, write_model
+from cbatch.options import EngineOptions, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cbatch.backend.model import LlamaModel
+
+_ALL = Sampling(top_k=0, top_p=1.0, min_p=0.0)
+_FEW = replace(_ALL, top_k=40, top_p=0.95)
+
+CHAINS: dict[str, tuple[Sampling, float | None]] = {
+    "greedy": (replace(_ALL, temperature=0.0), 2.5),
+    "top-k, top-p": (_FEW, 1.2),
+    "top-p": (replace(_ALL, top_p=0.95), 6.0),
+    "min-p": (replace(_ALL, min_p=0.05), None),
+    "penalties, top-k, top-p": (replace(_FEW, repeat_penalty=1.1, presence_penalty=0.2), 3.5),
+    "typical": (replace(_ALL, typical_p=0.9), None),
+    "top-n-sigma": (replace(_ALL, top_n_sigma=1.0), None),
+    "DRY, top-k, top-p": (replace(_FEW, dry_multiplier=0.8), None),
+}
+"""What is compared, and how many times as fast as llama.cpp ours is meant to be."""
+
+TEAM = {"top-k, top-p": (_FEW, 1.7), "top-p": (replace(_ALL, top_p=0.95), 1.7)}
+"""What two threads are compared on, and how many times as fast as one they are meant to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One comparison: medians of microseconds a row, and the median of each round's ratio."""
+
+    name: str
+    base_us: float
+    ours_us: float
+    ratio: float
+    target: float | None
+
+
+def compare(rows: LogitRows, n_steps: int, n_rounds: int) -> list[Line]:
+    """Return a line for each chain; `n_steps` samples of each row a round."""
+    history = [(7 * i) % rows.n_vocab for i in range(64)]
+    return [
+        _line(
+            name,
+            target,
+            partial(rows.theirs_s, sampling, history, n_steps),
+            partial(rows.ours_s, sampling, history, n_steps),
+            n_rounds,
+        )
+        for name, (sampling, target) in CHAINS.items()
+    ]
+
+
+def compare_teams(rows: LogitRows, n_steps: int, n_rounds: int) -> list[Line]:
+    """Return a line for each chain on two threads."""
+    return [
+        _line(
+            f"{name}: two threads after a decode",
+            target,
+            partial(rows.after_decode_s, sampling, n_steps, 1),
+            partial(rows.after_decode_s, sampling, n_steps, 2),
+            n_rounds,
+        )
+        for name, (sampling, target) in TEAM.items()
+    ]
+
+
+def _line(
+    name: str,
+    target: float | None,
+    base: Callable[[], float],
+    ours: Callable[[], float],
+    n_rounds: int,
+) -> Line:
+    """Run both in turn; the first turn warms up."""
+    turns = [(base(), ours()) for _ in range(n_rounds + 1)][1:]
+    middle = statistics.median
+    return Line(
+        name,
+        1e6 * middle(b for b, _ in turns),
+        1e6 * middle(o for _, o in turns),
+        middle(b / o for b, o in turns),
+        target,
+    )
+
+
+def table(lines: Sequence[Line], base: str, ours: str) -> str:
+    """Return lines as a table of Markdown."""
+    head = f"| µs a row | {base} | {ours} | ratio | target |\n|---|---|---|---|---|\n"
+    return head + "".join(
+        f"| {x.name} | {x.base_us:.1f} | {x.ours_us:.1f} | {x.ratio:.2f} | "
+        f"{'' if x.target is None else f'≥ {x.target:g}'} |\n"
+        for x in lines
+    )
+
+
+def _measure(model: LlamaModel, n_rows: int, n_steps: int, n_rounds: int) -> str:
+    options = EngineOptions(
+        parallel=n_rows, ctx_per_seq=n_steps + 8, n_threads=2, n_batch=max(n_rows, 512)
+    )
+    rows = LogitRows(model, options)
+    alone = compare(rows, n_steps, n_rounds)
+    teams = compare_teams(rows, n_steps, n_rounds)
+    rows.close()
+    return table(alone, "llama.cpp", "cbatch") + "\n" + table(teams, "one thread", "two threads")
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", nargs="?", help="a GGUF file")
+    parser.add_argument("--rows", type=int, default=16, help="rows of logits")
+    parser.add_argument("--steps", type=int, default=8, help="samples of each row in a round")
+    parser.add_argument("--rounds", type=int, default=7, help="turns after the warm-up")
+    arguments = parser.parse_args()
+    llama_log().install()
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.model or write_model(
+            Path(folder) / "model.gguf", replace(SHAPES["small"], n_layer=1, n_embd=192, n_ff=192)
+        )
+        model = open_model(path)
+        measure = partial(_measure, model, arguments.rows, arguments.steps, arguments.rounds)
+        sys.stdout.write(run_aside(measure))
+        model.close()
+    llama_log().remove()
+
+
+if __name__ == "__main__":
+    main()
