@@ -17,6 +17,15 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 
+from cbatch.backend.structs import (
+    NativeApi,
+    NativeLogprobs,
+    NativeReport,
+    NativeSizes,
+    as_logprobs,
+    as_native,
+    flat_breakers,
+)
 from cbatch.core.plan import Binding, Chunk, StepPlan, StepResult, TokenLogprobs
 from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
 
@@ -55,96 +64,8 @@ _REINSTALL = "reinstall it with: pip install --force-reinstall --no-deps --no-ca
 _BATCH_FIELDS = ("n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits")
 
 
-class _Api(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_uint32),
-        ("abi", ctypes.c_uint32),
-        ("decode", ctypes.c_void_p),
-        ("get_logits_ith", ctypes.c_void_p),
-        ("gomp_parallel", ctypes.c_void_p),
-    ]
-
-
-class _Sizes(ctypes.Structure):
-    _fields_ = [
-        ("n_slots", ctypes.c_int32),
-        ("n_batch", ctypes.c_int32),
-        ("n_vocab", ctypes.c_int32),
-        ("n_threads", ctypes.c_int32),
-        ("isa", ctypes.c_int32),
-    ]
-
-
-class _Bias(ctypes.Structure):
-    _fields_ = [("token", ctypes.c_int32), ("bias", ctypes.c_float)]
-
-
-class _Sampling(ctypes.Structure):
-    _fields_ = [
-        ("temperature", ctypes.c_double),
-        ("top_p", ctypes.c_double),
-        ("min_p", ctypes.c_double),
-        ("typical_p", ctypes.c_double),
-        ("top_n_sigma", ctypes.c_double),
-        ("xtc_probability", ctypes.c_double),
-        ("xtc_threshold", ctypes.c_double),
-        ("seed", ctypes.c_uint64),
-        ("top_k", ctypes.c_int32),
-        ("i_choice", ctypes.c_int32),
-        ("repeat_penalty", ctypes.c_float),
-        ("presence_penalty", ctypes.c_float),
-        ("frequency_penalty", ctypes.c_float),
-        ("repeat_last_n", ctypes.c_int32),
-        ("dry_multiplier", ctypes.c_float),
-        ("dry_base", ctypes.c_float),
-        ("dry_allowed_length", ctypes.c_int32),
-        ("dry_last_n", ctypes.c_int32),
-        ("bias", ctypes.c_void_p),
-        ("breakers", ctypes.c_void_p),
-        ("n_bias", ctypes.c_int32),
-        ("n_breakers", ctypes.c_int32),
-    ]
-
-
-class _Binding(ctypes.Structure):
-    _fields_ = [
-        ("sampling", _Sampling),
-        ("stop", ctypes.c_void_p),
-        ("history", ctypes.c_void_p),
-        ("n_stop", ctypes.c_int32),
-        ("n_history", ctypes.c_int32),
-        ("n_prompt", ctypes.c_int32),
-        ("has_logprobs", ctypes.c_int32),
-        ("n_top", ctypes.c_int32),
-    ]
-
-
-N_TOP_MAX = 20
-"""Most alternatives that are reported of a token. Source: native/include/cbatch.h, CBATCH_TOP_MAX."""
-
-
 _N_BREAKERS_KEPT = 16
 """Sets of DRY's breakers that a stepper keeps as the native library takes them."""
-
-
-class _Logprobs(ctypes.Structure):
-    _fields_ = [
-        ("logprob", ctypes.c_float),
-        ("n_top", ctypes.c_int32),
-        ("token", ctypes.c_int32 * N_TOP_MAX),
-        ("top_logprob", ctypes.c_float * N_TOP_MAX),
-    ]
-
-
-class _Report(ctypes.Structure):
-    _fields_ = [
-        ("n_steps", ctypes.c_int32),
-        ("code", ctypes.c_int32),
-        ("decode_ns", ctypes.c_int64),
-        ("sample_ns", ctypes.c_int64),
-        ("first_ns", ctypes.c_int64),
-    ]
-
 
 _int, _pointer = ctypes.c_int32, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -284,10 +205,10 @@ class LlamaApi:
         """Return the functions of the installed llama-cpp-python."""
         return cls(llama_cpp.llama_decode, llama_cpp.llama_get_logits_ith, _gomp_parallel())
 
-    def table(self) -> _Api:
+    def table(self) -> NativeApi:
         """Return the addresses as the native library takes them; valid while `self` lives."""
-        return _Api(
-            size=ctypes.sizeof(_Api),
+        return NativeApi(
+            size=ctypes.sizeof(NativeApi),
             abi=ABI_VERSION,
             decode=ctypes.cast(self.decode, ctypes.c_void_p),
             get_logits_ith=ctypes.cast(self.get_logits_ith, ctypes.c_void_p),
@@ -366,22 +287,22 @@ class NativeStepper:
         self._api = api or LlamaApi.of_llama_cpp()  # kept: it owns what the addresses point to
         self._budget_us = int(slice_s * 1e6)
         self._lock = threading.Lock()  # `interrupt` against `close`
-        self._report = _Report()
+        self._report = NativeReport()
         self._report_at = ctypes.addressof(self._report)
         self._grow_out(0)
         self._reporting: set[int] = set()  # slots that report log-probabilities
         self._n_vocab = n_vocab
         self._breakers: dict[int, tuple[object, array[int]]] = {}
-        sizes = _Sizes(n_slots, n_batch, n_vocab, n_threads, isa)
+        sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa)
         self._handle = self._init(ctx, sizes)
 
-    def _init(self, ctx: Any, sizes: _Sizes) -> int | None:
+    def _init(self, ctx: Any, sizes: NativeSizes) -> int | None:
         table, handle = self._api.table(), ctypes.c_void_p()
         code = self._lib.cbatch_stepper_init(
             ctypes.byref(table), ctx, ctypes.byref(sizes), ctypes.byref(handle)
         )
         if code != 0:
-            given = {name: getattr(sizes, name) for name, *_ in _Sizes._fields_}
+            given = {name: getattr(sizes, name) for name, *_ in NativeSizes._fields_}
             raise PlanError(f"{_MEANINGS[code]}: {given}")
         return handle.value
 
@@ -397,7 +318,7 @@ class NativeStepper:
         """
         try:
             breakers = self._flat_breakers(binding.sampling.dry_breakers)
-            native, _kept = _as_native(binding, breakers)
+            native, _kept = as_native(binding, breakers)
         except (TypeError, OverflowError, ctypes.ArgumentError) as error:
             raise PlanError(f"{error}: {binding!r}") from error
         code = self._lib.cbatch_stepper_bind(self._open(), binding.slot, ctypes.byref(native))
@@ -412,7 +333,7 @@ class NativeStepper:
             while len(self._breakers) >= _N_BREAKERS_KEPT:
                 del self._breakers[next(iter(self._breakers))]
             # with the original, which lives as long as its id is looked up here
-            self._breakers[id(breakers)] = breakers, _flat(breakers)
+            self._breakers[id(breakers)] = breakers, flat_breakers(breakers)
         return self._breakers[id(breakers)][1]
 
     def run(
@@ -477,14 +398,14 @@ class NativeStepper:
             return None
         if not any(c.slot in self._reporting and c.has_output for c in chunks):
             return None
-        return (_Logprobs * (len(chunks) * n_steps))()
+        return (NativeLogprobs * (len(chunks) * n_steps))()
 
     def _logprobs(
         self, chunks: Sequence[Chunk], n_steps: int, reports: Any
     ) -> list[list[TokenLogprobs]]:
         n = len(chunks)
         return [
-            [_as_logprobs(reports[i + n * j]) for j in range(n_steps)]
+            [as_logprobs(reports[i + n * j]) for j in range(n_steps)]
             if c.has_output and c.slot in self._reporting
             else []
             for i, c in enumerate(chunks)
@@ -535,61 +456,6 @@ def _flatten(chunks: Sequence[Chunk]) -> tuple[array[int], array[int]]:
     return array("i", heads), array("i", tokens)
 
 
-def _flat(breakers: Sequence[Sequence[int]]) -> array[int]:
-    return array("i", [n for tokens in breakers for n in (len(tokens), *tokens)])
-
-
-def _as_native(b: Binding, breakers: array[int]) -> tuple[_Binding, Any]:
-    """Return a binding as the native library takes it, and what must live as long."""
-    s = b.sampling
-    n_seen = max(s.repeat_last_n, s.dry_penalty_last_n, 0)
-    stop = array("i", b.stop_tokens)
-    history = array("i", b.history[max(0, len(b.history) - n_seen) :])
-    biases = (_Bias * len(s.logit_bias))(*(_Bias(*pair) for pair in s.logit_bias))
-    sampling = _Sampling(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        typical_p=s.typical_p,
-        top_n_sigma=s.top_n_sigma,
-        xtc_probability=s.xtc_probability,
-        xtc_threshold=s.xtc_threshold,
-        seed=s.seed,
-        top_k=s.top_k,
-        i_choice=s.i_choice,
-        repeat_penalty=s.repeat_penalty,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        repeat_last_n=s.repeat_last_n,
-        dry_multiplier=s.dry_multiplier,
-        dry_base=s.dry_base,
-        dry_allowed_length=s.dry_allowed_length,
-        dry_last_n=s.dry_penalty_last_n,
-        bias=ctypes.addressof(biases),
-        breakers=breakers.buffer_info()[0],
-        n_bias=len(biases),
-        n_breakers=len(breakers),
-    )
-    native = _Binding(
-        sampling=sampling,
-        stop=stop.buffer_info()[0],
-        history=history.buffer_info()[0],
-        n_stop=len(stop),
-        n_history=len(history),
-        n_prompt=b.n_prompt,
-        has_logprobs=b.n_logprobs is not None,
-        n_top=b.n_logprobs or 0,
-    )
-    return native, (stop, history, breakers, biases)
-
-
-def _as_logprobs(found: _Logprobs) -> TokenLogprobs:
-    n = found.n_top
-    return TokenLogprobs(
-        found.logprob, tuple(zip(found.token[:n], found.top_logprob[:n], strict=True))
-    )
-
-
 def _is_mask(mask: Any, n_words: int) -> bool:
     return bool(mask.shape == (n_words,) and mask.dtype == np.uint32 and mask.flags.c_contiguous)
 
@@ -625,10 +491,10 @@ def sample_row(
         PlanError: a value is out of range, or this machine has not that instruction set.
     """
     try:
-        native, _kept = _as_native(binding, _flat(binding.sampling.dry_breakers))
+        native, _kept = as_native(binding, flat_breakers(binding.sampling.dry_breakers))
     except (TypeError, OverflowError) as error:
         raise PlanError(f"{error}: {binding!r}") from error
-    found, kept = _Logprobs(), np.zeros(len(logits), np.uint64)
+    found, kept = NativeLogprobs(), np.zeros(len(logits), np.uint64)
     token: int = library().cbatch_sample_row(
         logits.ctypes.data,
         len(logits),
@@ -641,4 +507,4 @@ def sample_row(
     )
     if token < -1:
         raise PlanError(f"cannot sample {len(logits)} logits by {binding!r} with code {isa}")
-    return SampledRow(token, None if binding.n_logprobs is None else _as_logprobs(found), kept)
+    return SampledRow(token, None if binding.n_logprobs is None else as_logprobs(found), kept)

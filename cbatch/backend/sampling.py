@@ -5,28 +5,21 @@ The definition stands in `native/sample.h`; here it is written for the reader, n
 
 from __future__ import annotations
 
-import ctypes
 import math
-import threading
-import time
 from collections import Counter
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from cbatch.backend.history import History
-from cbatch.backend.native import N_TOP_MAX, LlamaApi
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, StepPlan, StepResult, TokenLogprobs
-from cbatch.errors import PlanError
+from cbatch.core.plan import BROKEN_ROW, TokenLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from cbatch.backend.native import Masks
     from cbatch.options import Sampling
 
 Mask = npt.NDArray[np.uint32]
@@ -291,192 +284,3 @@ def logprobs(logits: Logits, token: int, n_top: int) -> TokenLogprobs:
     found -= math.log(np.exp(found).sum())
     best = [int(i) for i in np.argsort(-logits, kind="stable")[:n_top] if logits[i] > -np.inf]
     return TokenLogprobs(float(found[token]), tuple((i, float(found[i])) for i in best))
-
-
-class PythonStepper:
-    """`NativeStepper` in Python: the same methods, the same tokens, for tests and comparison."""
-
-    def __init__(
-        self,
-        ctx: Any,
-        *,
-        n_slots: int,
-        n_batch: int,
-        n_vocab: int,
-        n_threads: int = 1,
-        slice_s: float = 0.02,
-        api: LlamaApi | None = None,
-    ) -> None:
-        """Take what `NativeStepper` takes; `n_threads` is not used."""
-        self._ctx, self._n_threads, self._slice_s = ctx, n_threads, slice_s
-        self._n_slots, self._n_batch, self._n_vocab = n_slots, n_batch, n_vocab
-        self._api = api or LlamaApi.of_llama_cpp()
-        self._bindings: dict[int, Binding] = {}
-        self._histories: dict[int, History] = {}
-        self._interrupted = threading.Event()
-
-    def bind(self, binding: Binding) -> None:
-        """Say how a slot is sampled from now on.
-
-        Raises:
-            PlanError: the slot or a sampling value is out of range.
-        """
-        s = binding.sampling
-        tokens = (*binding.history, *(token for token, _ in s.logit_bias))
-        in_range = (
-            0 <= binding.slot < self._n_slots
-            and all(0 <= t < self._n_vocab for t in tokens)
-            and 0 <= (binding.n_logprobs or 0) <= N_TOP_MAX
-        )
-        if not in_range or not _is_sane(s):
-            raise PlanError(f"a value out of range: {binding!r}")
-        self._bindings[binding.slot] = binding
-        self._histories[binding.slot] = History(binding.history)
-
-    def run(
-        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Masks | None = None
-    ) -> StepResult:
-        """Do up to `n_steps` steps; see `NativeStepper.run`."""
-        self._check(chunks, n_steps, masks)
-        begin = time.perf_counter()
-        tokens: list[list[int]] = [[] for _ in chunks]
-        reports: list[list[TokenLogprobs]] = [[] for _ in chunks]
-        n_done, code, decode_s, first_s = 0, 0, 0.0, 0.0
-        for n_done in range(n_steps + 1):
-            if n_done > 0 and (n_done == n_steps or self._ends(chunks, tokens, begin)):
-                break
-            step_begin = time.perf_counter()
-            code, rows = self._decode(list(_fed(chunks, tokens)))
-            decode_s += time.perf_counter() - step_begin
-            if code != 0:
-                break
-            for i_row, (i, logits) in enumerate(sorted(rows, key=lambda row: row[0])):
-                mask = None if masks is None else masks[i_row]
-                token = self._sample(chunks[i], len(tokens[i]), logits, mask)
-                tokens[i].append(token)
-                n_top = self._bindings[chunks[i].slot].n_logprobs
-                reports[i] += [] if n_top is None else [logprobs(logits, token, n_top)]
-            first_s = first_s or time.perf_counter() - begin
-        sample_s = time.perf_counter() - begin - decode_s
-        found = reports if any(self._reports(c) for c in chunks) else ()
-        return StepResult(tokens, n_done, code, decode_s, sample_s, first_s, logprobs=found)
-
-    def _reports(self, chunk: Chunk) -> bool:
-        return chunk.has_output and self._bindings[chunk.slot].n_logprobs is not None
-
-    def interrupt(self) -> None:
-        """Ask the run in flight, or else the next one, to end after its current step."""
-        self._interrupted.set()
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-    def _check(self, chunks: Sequence[Chunk], n_steps: int, masks: Masks | None) -> None:
-        slots = [c.slot for c in chunks]
-        n_tokens = sum(len(c.tokens) for c in chunks)
-        ok = (
-            chunks
-            and slots == sorted(set(slots))
-            and slots[0] >= 0
-            and slots[-1] < self._n_slots
-            and n_tokens <= self._n_batch
-            and n_steps >= 1
-            and all(len(c.tokens) >= 1 and c.start >= 0 for c in chunks)
-            and all(0 <= t < self._n_vocab for c in chunks for t in c.tokens)
-            and all(c.slot in self._bindings for c in chunks if c.has_output)
-            and (n_steps == 1 or (masks is None and all(c.has_output for c in chunks)))
-            and (masks is None or len(masks) == sum(c.has_output for c in chunks))
-        )
-        if not ok:
-            raise PlanError(f"a run breaks a rule: {StepPlan(tuple(chunks), n_steps)!r}")
-
-    def _decode(self, chunks: Sequence[Chunk]) -> tuple[int, list[tuple[int, Logits]]]:
-        """Decode one step; return llama.cpp's code and (chunk, its logits) of each output."""
-        for chunk in chunks:
-            if chunk.slot in self._histories:
-                self._histories[chunk.slot].feed(chunk)
-        rows = list(_rows(chunks))
-        code = int(self._api.decode(self._ctx, _batch(chunks, rows)))
-        if code != 0:
-            return code, []
-        wanted = [(i, n) for n, (i, j) in enumerate(rows) if _is_output(chunks[i], j)]
-        return code, [(i, self._logits(n)) for i, n in wanted]
-
-    def _logits(self, i_token: int) -> Logits:
-        row = self._api.get_logits_ith(self._ctx, i_token)
-        if not row:
-            return np.full(1, np.nan, dtype=np.float32)
-        floats = ctypes.cast(row, ctypes.POINTER(ctypes.c_float))
-        return np.ctypeslib.as_array(floats, (self._n_vocab,)).copy()
-
-    def _sample(self, chunk: Chunk, n_sampled: int, logits: Logits, mask: Mask | None) -> int:
-        binding = self._bindings[chunk.slot]
-        i_output = chunk.start + len(chunk.tokens) + n_sampled - binding.n_prompt
-        history = self._histories[chunk.slot].tokens
-        return sample_row(logits, binding.sampling, i_output, history, mask)
-
-    def _ends(self, chunks: Sequence[Chunk], tokens: list[list[int]], begin: float) -> bool:
-        interrupted = self._interrupted.is_set()
-        self._interrupted.clear()
-        late = 0 < self._slice_s < time.perf_counter() - begin
-        return interrupted or late or any(map(self._is_end, chunks, tokens))
-
-    def _is_end(self, chunk: Chunk, tokens: list[int]) -> bool:
-        if not tokens:
-            return False
-        return tokens[-1] == BROKEN_ROW or tokens[-1] in self._bindings[chunk.slot].stop_tokens
-
-
-def _is_sane(s: Sampling) -> bool:
-    shares = (s.top_p, s.min_p, s.typical_p, s.xtc_probability, s.xtc_threshold)
-    counts = (s.top_k, s.i_choice, s.repeat_last_n, s.dry_penalty_last_n, s.dry_allowed_length)
-    finite = (s.top_n_sigma, s.presence_penalty, s.frequency_penalty, s.dry_base)
-    return (
-        0 <= s.temperature < math.inf
-        and all(0 <= share <= 1 for share in shares)
-        and min(counts) >= 0
-        and all(map(math.isfinite, finite))
-        and 0 < s.repeat_penalty < math.inf
-        and 0 <= s.dry_multiplier < math.inf
-        and all(bias < math.inf for _, bias in s.logit_bias)
-    )
-
-
-def _fed(chunks: Sequence[Chunk], tokens: list[list[int]]) -> Iterator[Chunk]:
-    """Yield the next step's chunks: each the token sampled last; before the first step itself."""
-    for chunk, sampled in zip(chunks, tokens, strict=True):
-        if sampled:
-            start = chunk.start + len(chunk.tokens) + len(sampled) - 1
-            yield Chunk(chunk.slot, start, sampled[-1:], has_output=True)
-        else:
-            yield chunk
-
-
-def _rows(chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
-    """Yield (chunk, token in it) in batch order: every chunk's first token, then the remainders."""
-    for i in range(len(chunks)):
-        yield i, 0
-    for i, chunk in enumerate(chunks):
-        for j in range(1, len(chunk.tokens)):
-            yield i, j
-
-
-def _is_output(chunk: Chunk, j: int) -> bool:
-    return chunk.has_output and j == len(chunk.tokens) - 1
-
-
-def _batch(chunks: Sequence[Chunk], rows: Sequence[tuple[int, int]]) -> Any:
-    """Return a `llama_batch` that keeps its own arrays alive."""
-    import llama_cpp
-
-    n = len(rows)
-    ids = [ctypes.c_int32(chunks[i].slot) for i, _ in rows]
-    arrays = (
-        (ctypes.c_int32 * n)(*[chunks[i].tokens[j] for i, j in rows]),
-        None,
-        (ctypes.c_int32 * n)(*[chunks[i].start + j for i, j in rows]),
-        (ctypes.c_int32 * n)(*[1] * n),
-        (ctypes.POINTER(ctypes.c_int32) * n)(*[ctypes.pointer(slot) for slot in ids]),
-        (ctypes.c_int8 * n)(*[_is_output(chunks[i], j) for i, j in rows]),
-    )
-    return llama_cpp.llama_batch(n, *arrays)

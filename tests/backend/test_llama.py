@@ -22,7 +22,7 @@ from cbatch.backend.llama import LlamaBackend, output_row
 from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model
 from cbatch.backend.native import NativeStepper
-from cbatch.backend.sampling import PythonStepper
+from cbatch.backend.python_stepper import PythonStepper
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
 from cbatch.engine import Engine, load
 from cbatch.errors import (

@@ -13,7 +13,7 @@ from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
 from cbatch.backend.model import LlamaModel, open_model
 from cbatch.backend.probe import BITWISE, probe
-from cbatch.backend.sampling import PythonStepper
+from cbatch.backend.python_stepper import PythonStepper
 from cbatch.core.plan import StepResult
 from cbatch.engine import Engine, load
 from cbatch.options import EngineOptions

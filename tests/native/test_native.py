@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from cbatch.backend import native
 from cbatch.backend.log import LlamaLog, llama_log
 from cbatch.backend.native import LlamaApi, NativeStepper
-from cbatch.backend.sampling import PythonStepper
+from cbatch.backend.python_stepper import PythonStepper
+from cbatch.backend.structs import NativeSizes
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepResult
 from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
 from cbatch.options import GREEDY, Sampling
@@ -662,7 +663,7 @@ def test_table_that_does_not_fit_is_refused(change: dict[str, int | None]) -> No
     table, handle = api.table(), ctypes.c_void_p(1)
     for name, value in change.items():
         setattr(table, name, value)
-    sizes = native._Sizes(1, 1, 1, 1, native.ISA_BEST)
+    sizes = NativeSizes(1, 1, 1, 1, native.ISA_BEST)
     code = native.library().cbatch_stepper_init(
         ctypes.byref(table), None, ctypes.byref(sizes), ctypes.byref(handle)
     )

@@ -1,0 +1,172 @@
+"""The structures that cross the border to the native library, and ours as it takes them: native/include/cbatch.h."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from cbatch.core.plan import TokenLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.core.plan import Binding
+
+
+class NativeApi(ctypes.Structure):
+    """The addresses of the functions that a stepper calls: `cbatch_api`."""
+
+    _fields_ = [
+        ("size", ctypes.c_uint32),
+        ("abi", ctypes.c_uint32),
+        ("decode", ctypes.c_void_p),
+        ("get_logits_ith", ctypes.c_void_p),
+        ("gomp_parallel", ctypes.c_void_p),
+    ]
+
+
+class NativeSizes(ctypes.Structure):
+    """Sizes of a stepper: `cbatch_sizes`."""
+
+    _fields_ = [
+        ("n_slots", ctypes.c_int32),
+        ("n_batch", ctypes.c_int32),
+        ("n_vocab", ctypes.c_int32),
+        ("n_threads", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+    ]
+
+
+class NativeBias(ctypes.Structure):
+    """What is added to the logit of a token: `cbatch_bias`."""
+
+    _fields_ = [("token", ctypes.c_int32), ("bias", ctypes.c_float)]
+
+
+class NativeSampling(ctypes.Structure):
+    """How a token is chosen: `cbatch_sampling`."""
+
+    _fields_ = [
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("typical_p", ctypes.c_double),
+        ("top_n_sigma", ctypes.c_double),
+        ("xtc_probability", ctypes.c_double),
+        ("xtc_threshold", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("top_k", ctypes.c_int32),
+        ("i_choice", ctypes.c_int32),
+        ("repeat_penalty", ctypes.c_float),
+        ("presence_penalty", ctypes.c_float),
+        ("frequency_penalty", ctypes.c_float),
+        ("repeat_last_n", ctypes.c_int32),
+        ("dry_multiplier", ctypes.c_float),
+        ("dry_base", ctypes.c_float),
+        ("dry_allowed_length", ctypes.c_int32),
+        ("dry_last_n", ctypes.c_int32),
+        ("bias", ctypes.c_void_p),
+        ("breakers", ctypes.c_void_p),
+        ("n_bias", ctypes.c_int32),
+        ("n_breakers", ctypes.c_int32),
+    ]
+
+
+class NativeBinding(ctypes.Structure):
+    """What a slot needs to know of its sequence: `cbatch_binding`."""
+
+    _fields_ = [
+        ("sampling", NativeSampling),
+        ("stop", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
+        ("n_stop", ctypes.c_int32),
+        ("n_history", ctypes.c_int32),
+        ("n_prompt", ctypes.c_int32),
+        ("has_logprobs", ctypes.c_int32),
+        ("n_top", ctypes.c_int32),
+    ]
+
+
+N_TOP_MAX = 20
+"""Most alternatives that are reported of a token. Source: native/include/cbatch.h, CBATCH_TOP_MAX."""
+
+
+class NativeLogprobs(ctypes.Structure):
+    """Log-probabilities of one token: `cbatch_logprobs`."""
+
+    _fields_ = [
+        ("logprob", ctypes.c_float),
+        ("n_top", ctypes.c_int32),
+        ("token", ctypes.c_int32 * N_TOP_MAX),
+        ("top_logprob", ctypes.c_float * N_TOP_MAX),
+    ]
+
+
+class NativeReport(ctypes.Structure):
+    """What a run did: `cbatch_report`."""
+
+    _fields_ = [
+        ("n_steps", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        ("decode_ns", ctypes.c_int64),
+        ("sample_ns", ctypes.c_int64),
+        ("first_ns", ctypes.c_int64),
+    ]
+
+
+def flat_breakers(breakers: Sequence[Sequence[int]]) -> array[int]:
+    """Return DRY's breakers one after another, each behind its length."""
+    return array("i", [n for tokens in breakers for n in (len(tokens), *tokens)])
+
+
+def as_native(b: Binding, breakers: array[int]) -> tuple[NativeBinding, Any]:
+    """Return a binding as the native library takes it, and what must live as long."""
+    s = b.sampling
+    n_seen = max(s.repeat_last_n, s.dry_penalty_last_n, 0)
+    stop = array("i", b.stop_tokens)
+    history = array("i", b.history[max(0, len(b.history) - n_seen) :])
+    biases = (NativeBias * len(s.logit_bias))(*(NativeBias(*pair) for pair in s.logit_bias))
+    sampling = NativeSampling(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        min_p=s.min_p,
+        typical_p=s.typical_p,
+        top_n_sigma=s.top_n_sigma,
+        xtc_probability=s.xtc_probability,
+        xtc_threshold=s.xtc_threshold,
+        seed=s.seed,
+        top_k=s.top_k,
+        i_choice=s.i_choice,
+        repeat_penalty=s.repeat_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        repeat_last_n=s.repeat_last_n,
+        dry_multiplier=s.dry_multiplier,
+        dry_base=s.dry_base,
+        dry_allowed_length=s.dry_allowed_length,
+        dry_last_n=s.dry_penalty_last_n,
+        bias=ctypes.addressof(biases),
+        breakers=breakers.buffer_info()[0],
+        n_bias=len(biases),
+        n_breakers=len(breakers),
+    )
+    native = NativeBinding(
+        sampling=sampling,
+        stop=stop.buffer_info()[0],
+        history=history.buffer_info()[0],
+        n_stop=len(stop),
+        n_history=len(history),
+        n_prompt=b.n_prompt,
+        has_logprobs=b.n_logprobs is not None,
+        n_top=b.n_logprobs or 0,
+    )
+    return native, (stop, history, breakers, biases)
+
+
+def as_logprobs(found: NativeLogprobs) -> TokenLogprobs:
+    """Return what was reported of one token."""
+    n = found.n_top
+    return TokenLogprobs(
+        found.logprob, tuple(zip(found.token[:n], found.top_logprob[:n], strict=True))
+    )
