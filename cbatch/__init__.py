@@ -31,6 +31,7 @@ from cbatch.response import (
     BatchResult,
     FinishReason,
     Timings,
+    ToolCall,
     Usage,
 )
 
@@ -66,6 +67,7 @@ __all__ = [
     "RunOptions",
     "StepRecord",
     "Timings",
+    "ToolCall",
     "UnsupportedOptionError",
     "Usage",
     "__version__",

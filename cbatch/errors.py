@@ -100,10 +100,11 @@ class CacheError(RequestError):
 class UnsupportedOptionError(RequestError, ConfigError):
     """An option that this cbatch does not know or has not built."""
 
-    def __init__(self, option: str, known: Sequence[str]) -> None:
-        """Keep the option's name; `known` lists what there is."""
+    def __init__(self, option: str, known: Sequence[str] = (), *, reason: str = "") -> None:
+        """Keep the option's name; `known` lists what there is, `reason` says why this one cannot be had."""
         self.option = option
-        super().__init__(f"unknown option {option!r}; there is: {', '.join(sorted(known))}")
+        unknown = f"unknown option {option!r}; there is: {', '.join(sorted(known))}"
+        super().__init__(f"{option}: {reason}" if reason else unknown)
 
 
 class RequestFailedError(RequestError):

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from cbatch.errors import ConfigError, DuplicateIdError
 from cbatch.options import RunOptions
+from cbatch.tools import check_calls
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = "str | Sequence[Message] | BatchPrompt"
@@ -18,7 +19,8 @@ class BatchPrompt:
     """One request: a chat, a raw prompt, or tokens; with an id and options of its own if it wants.
 
     Args:
-        messages: a chat, each message with `role` and `content`; a last one from `assistant` is continued.
+        messages: a chat, each message with `role` and `content`; a last one from `assistant` is continued. One from
+            `assistant` may have `tool_calls`, and then no content; one from `tool` has its answer.
         prompt: text to complete as it stands, without the chat template.
         tokens: token ids to complete as they stand.
         id: a name for the result, unique among the requests in flight; without one it gets a number.
@@ -199,7 +201,12 @@ def _messages(messages: object) -> tuple[Message, ...]:
         raise ConfigError(f"messages must be a list of messages, not {type(messages).__name__}")
     if not messages:
         raise ConfigError("the prompt is empty: messages has no message")
-    return tuple(_message(i, m) for i, m in enumerate(messages))
+    checked = tuple(_message(i, m) for i, m in enumerate(messages))
+    if "tool_calls" in checked[-1]:
+        raise ConfigError(
+            f"messages[{len(checked) - 1}] calls tools and is the last: add what they answer, by role 'tool'"
+        )
+    return checked
 
 
 def _message(i: int, message: object) -> Message:
@@ -210,9 +217,17 @@ def _message(i: int, message: object) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ConfigError(f"messages[{i}] has no role: it needs a non-empty string")
+    calls = check_calls(f"messages[{i}]", role, message.get("tool_calls"))
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    for name in ("tool_call_id", "name"):
+        if not isinstance(rest.get(name, "-"), str) or not rest.get(name, "-"):
+            raise ConfigError(f"messages[{i}] {name} must be a non-empty string")
+    if calls and message.get("content") is None:
+        return {**rest, "content": None, "tool_calls": calls}
     if message.get("content") is None:
         raise ConfigError(f"messages[{i}] has no content")
-    return {**message, "content": _content(i, message["content"])}
+    checked = {**rest, "content": _content(i, message["content"])}
+    return {**checked, "tool_calls": calls} if calls else checked
 
 
 def _content(i: int, content: object) -> str:

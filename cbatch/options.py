@@ -9,6 +9,15 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, get_args
 
 from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.tools import (
+    Tool,
+    ToolChoice,
+    Tools,
+    check_template_kwargs,
+    check_tool_choice,
+    check_tools,
+    offered,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,6 +154,12 @@ class RunOptions:
             0 and not said: end `window`. Only where the model's memory can shift.
         n_keep: tokens that are never taken out, −1 for the whole prompt. Not said: a chat's first message, else 1.
         adapter: LoRA adapter to answer with, by the name it was loaded by, or a mapping of names to scales.
+        tools: functions that the model may call, as OpenAI's API has them; its calls are in the result.
+        tool_choice: "none", "auto", "required" or one function by name. Not said: auto.
+        chat_template_kwargs: variables for the chat template, such as `enable_thinking`.
+        reasoning_format: "auto" splits what was thought off the text where the template marks it, "none" leaves it.
+            Not said: auto.
+        skip_special_tokens: leave control tokens out of the text; not said: True.
 
     Raises:
         ConfigError: a value of the wrong type, out of range, or at odds with another.
@@ -187,6 +202,11 @@ class RunOptions:
     n_keep: int | None = None
     n_discard: int | None = None
     adapter: str | Mapping[str, float] | None = None
+    tools: Sequence[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    reasoning_format: Literal["auto", "none"] | None = None
+    skip_special_tokens: bool | None = None
 
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""
@@ -217,6 +237,12 @@ class RunOptions:
         _check_int("n_keep", self.n_keep, -1, 2**31 - 1)
         _check_int("n_discard", self.n_discard, 0, 2**31 - 1)
         self._settle("adapter", _adapters(self.adapter))
+        self._settle("tools", check_tools(self.tools))
+        self._settle("tool_choice", check_tool_choice(self.tool_choice))
+        kwargs = check_template_kwargs(self.chat_template_kwargs)
+        self._settle("chat_template_kwargs", kwargs)
+        _check_choice("reasoning_format", self.reasoning_format, (None, "auto", "none"))
+        _check_bool("skip_special_tokens", self.skip_special_tokens)
 
     def _check_choice(self) -> None:
         for name, low, high in _CHOICE_FLOATS:
@@ -256,6 +282,24 @@ class RunOptions:
         """The adapters to answer with; one of scale 0 changes nothing and is left out."""
         scales = self.adapter if isinstance(self.adapter, Mapping) else {}
         return tuple((name, scale) for name, scale in scales.items() if scale)
+
+    @property
+    def offered_tools(self) -> Tools:
+        """The tools that the model is told of and may call.
+
+        Raises:
+            ConfigError: `tool_choice` does not fit `tools`.
+            UnsupportedOptionError: `tool_choice` needs the answer constrained.
+        """
+        return offered(check_tools(self.tools), self.tool_choice)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets besides the messages."""
+        variables = dict(self.chat_template_kwargs or {})
+        if tools := self.offered_tools:
+            variables["tools"] = list(tools)
+        return variables
 
     def sampling(
         self,

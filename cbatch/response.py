@@ -12,13 +12,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FinishReason = Literal["stop", "length", "window", "cancelled", "timeout", "error"]
-"""`stop`: end of generation, a stop string or a stop token; `length`: the cap; `window`: the slot's context is full."""
+FinishReason = Literal["stop", "length", "window", "tool_calls", "cancelled", "timeout", "error"]
+"""`stop`: end of generation, a stop string or a stop token; `length`: the cap; `window`: the slot's context is full;
+`tool_calls`: as `stop`, and tools are called."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOutputChunk:
-    """New text of one item. Its chunks joined are its result's text; the last one alone has a `finish_reason`."""
+    """New text of one item, as it comes; the last one alone has a `finish_reason`.
+
+    Its chunks joined are its result's text, but where tools are called or the template marks thinking: what is taken
+    apart in the result is still whole here.
+    """
 
     id: str
     text: str
@@ -55,6 +60,20 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool: `arguments` is JSON text of an object, as the model wrote it; not checked by its schema."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the call as OpenAI's API has it, for a message's `tool_calls`."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
 class BatchResult:
     """One item's outcome: text, or `error` (`finish_reason` "error"; or "cancelled", "timeout" where it never ran)."""
 
@@ -67,6 +86,9 @@ class BatchResult:
     timings: Timings
     seed: int
     warnings: tuple[str, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    """What was thought before the answer, where the template marks that."""
     origin: object = field(default=None, repr=False, compare=False)
     """What `Engine.extend` goes on from."""
 

@@ -116,12 +116,14 @@ class Rig:
         return output
 
 
-def tokenize(backend: FakeBackend, prompt: BatchPrompt) -> Sequence[int]:
+def tokenize(
+    backend: FakeBackend, prompt: BatchPrompt, options: RunOptions | None = None
+) -> Sequence[int]:
     if prompt.tokens is not None:
         return prompt.tokens
     if prompt.prompt is not None:
         return backend.vocab.tokenize(prompt.prompt)
-    return backend.vocab.render(prompt.messages or ())
+    return backend.vocab.render(prompt.messages or (), (options or RunOptions()).template_variables)
 
 
 def make_scheduler(

@@ -12,7 +12,7 @@ import cbatch
 ROOT = Path(cbatch.__file__).parent
 
 ORDER = (
-    {"errors", "options", "messages", "response", "store"},
+    {"errors", "options", "messages", "response", "store", "tools"},
     {"core"},
     {"runtime"},
     {"engine"},
@@ -23,7 +23,7 @@ ORDER = (
 
 LAYER = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 
-FACE = {"errors", "options", "messages", "response"}
+FACE = {"errors", "options", "messages", "response", "tools"}
 
 BACKEND_SEES = {"errors", "options", "messages", "core.plan"}
 

@@ -30,14 +30,35 @@ class Vocab(Protocol):
     def end_tokens(self) -> tuple[int, ...]:
         """Every id that ends a generation, ascending."""
 
+    @property
+    def control_tokens(self) -> frozenset[int]:
+        """Every id that adds nothing to the text but has one of its own, such as the mark of a tool call."""
+
+    @property
+    def template(self) -> str:
+        """The chat template's source; empty where there is none."""
+
+    @property
+    def tool_refusal(self) -> str:
+        """Why chats cannot have tools, naming the template; empty where they can."""
+
     def piece(self, token: int) -> bytes:
         """Return the bytes a token adds to the text; control tokens add none."""
+
+    def shown_piece(self, token: int) -> bytes:
+        """Return the bytes of a token; control tokens are written out."""
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one, never twice."""
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> list[int]:
         """Return the tokens of a chat by the model's template; a last message from `assistant` is left open.
+
+        Args:
+            messages: the chat; the arguments of `tool_calls` are mappings.
+            variables: what the template gets besides, such as `tools`.
 
         Raises:
             RequestFailedError: there is no template, or it refuses these messages.

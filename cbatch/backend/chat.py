@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,42 +25,149 @@ _NO_TEMPLATE = (
 )
 
 
+_TOOL_NAME, _ARGUMENT = "tool_of_a_probe", "argument_of_a_probe"
+_ASKED = {"role": "user", "content": "Hi"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _TOOL_NAME,
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+_CALL = {"name": _TOOL_NAME, "arguments": {"a": _ARGUMENT}}
+_ID = "123456789"  # Mistral's templates refuse ids of another length
+_CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": _ID, "type": "function", "function": _CALL}],
+}
+_ANSWERED = {"role": "tool", "tool_call_id": _ID, "name": _TOOL_NAME, "content": "{}"}
+
+
+@dataclass(frozen=True, slots=True)
+class _CallShape:
+    """What a template wants of a message with calls: arguments as JSON text, and text where there is no content."""
+
+    has_text_arguments: bool
+    has_text_content: bool
+
+    def put(self, message: Message) -> Message:
+        """Return a message in this shape; one without calls as it is."""
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or not calls:
+            return message
+        if self.has_text_arguments:
+            calls = [{**call, "function": _with_text(call["function"])} for call in calls]
+        content = message.get("content")
+        if content is None and self.has_text_content:
+            content = ""
+        return {**message, "content": content, "tool_calls": calls}
+
+
+# empty text before none: a template that prints what it gets would print "None"
+_SHAPES = tuple(_CallShape(text, content) for text in (False, True) for content in (True, False))
+
+
+def _with_text(function: Mapping[str, object]) -> Mapping[str, object]:
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+
 class ChatTemplate:
     """A Jinja template, run by llama-cpp-python's formatter in an immutable sandbox."""
 
-    def __init__(self, source: str | None, *, bos_text: str = "", eos_text: str = "") -> None:
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        bos_text: str = "",
+        eos_text: str = "",
+        name: str = "the chat template",
+    ) -> None:
         """Keep the template's source; it is compiled at first use.
 
         Args:
             source: Jinja; `None` where the model has none.
             bos_text: what `{{ bos_token }}` stands for.
             eos_text: what `{{ eos_token }}` stands for.
+            name: what error messages call it.
         """
-        self._source = source
+        self._source, self._name = source, name
         self._bos_text, self._eos_text = bos_text, eos_text
 
-    def render(self, messages: Sequence[Message]) -> str:
+    @property
+    def source(self) -> str:
+        """Jinja; empty where there is none."""
+        return self._source or ""
+
+    @cached_property
+    def tool_refusal(self) -> str:
+        """Why chats cannot have tools; empty where the template shows them to the model."""
+        if self._source is None:
+            return _NO_TEMPLATE
+        try:
+            shown = self._render([_ASKED], {"tools": [_TOOL]})
+        except RequestFailedError as error:
+            return f"{self._name} fails with tools: {error}"
+        if _TOOL_NAME in shown:
+            return ""
+        return (
+            f"{self._name} does not show tools to the model: load it with a chat_template that does, "
+            "or describe them in a message"
+        )
+
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> str:
         """Return the prompt's text up to where the model goes on.
 
         Args:
-            messages: the chat; a last one from `assistant` is left open, its content verbatim.
+            messages: the chat; a last one from `assistant` is left open, its content verbatim. The arguments of
+                `tool_calls` are mappings.
+            variables: what the template gets besides, such as `tools`.
 
         Raises:
             RequestFailedError: there is no template, it does not compile, or it refuses.
         """
+        if any(message.get("tool_calls") for message in messages):
+            messages = [self._calls.put(message) for message in messages]
         if messages and messages[-1].get("role") == "assistant":
             opened = _text_of(messages[-1].get("content"))
-            return self._render(messages[:-1]) + opened
-        return self._render(messages)
+            return self._render(messages[:-1], variables) + opened
+        return self._render(messages, variables)
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> str:
         formatter = self._formatter
+        copies = [dict(message) for message in messages]
         try:
-            return str(formatter(messages=[dict(message) for message in messages]).prompt)
+            return str(formatter(messages=copies, **(variables or {})).prompt)
         except Exception as error:  # the template is a program: it may raise whatever it likes
             raise RequestFailedError(
                 f"the chat template refuses these messages: {_words(error)}"
             ) from error
+
+    @cached_property
+    def _calls(self) -> _CallShape:
+        """How this template takes calls in earlier messages: the first shape in which it shows one."""
+        for shape in _SHAPES:
+            chat = [_ASKED, shape.put(_CALLED), _ANSWERED]
+            try:
+                shown = self._render(chat, {"tools": [_TOOL]})
+            except RequestFailedError:
+                continue
+            # not as Python writes a mapping, nor text within text
+            if (
+                _ARGUMENT in shown
+                and f"'{_ARGUMENT}'" not in shown
+                and f'\\"{_ARGUMENT}' not in shown
+            ):
+                return shape
+        raise RequestFailedError(
+            f"{self._name} does not show the tool_calls of earlier messages: "
+            "write them into the message's content"
+        )
 
     @cached_property
     def _formatter(self) -> Any:

@@ -7,6 +7,7 @@ not its own or a recycled slot that is not clean gives a wrong token, so equalit
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from dataclasses import dataclass
@@ -47,12 +48,25 @@ class FakeVocab:
     def __init__(self, n_vocab: int) -> None:
         self.n_vocab = n_vocab
         self.end_tokens: tuple[int, ...] = (END_TOKEN,)
+        self.template = ""
+        self.tool_refusal = ""
+        self.controls: dict[int, bytes] = {END_TOKEN: b"<end>"}
+        """Control tokens with their text."""
+
+    @property
+    def control_tokens(self) -> frozenset[int]:
+        """The end, and what else a test made one."""
+        return frozenset(self.controls)
 
     def piece(self, token: int) -> bytes:
-        """Return a byte for itself, nothing for the end, else two bytes of UTF-8."""
-        if token < END_TOKEN:
-            return bytes([token])
-        return b"" if token == END_TOKEN else chr(0x100 + token % 0x400).encode()
+        """Return a byte for itself, nothing for a control token, else two bytes of UTF-8."""
+        if token in self.controls:
+            return b""
+        return bytes([token]) if token < END_TOKEN else chr(0x100 + token % 0x400).encode()
+
+    def shown_piece(self, token: int) -> bytes:
+        """Return as `piece`, but control tokens written out."""
+        return self.controls.get(token) or self.piece(token)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the bytes of the text."""
@@ -62,9 +76,12 @@ class FakeVocab:
         """Return the bytes of each string."""
         return tuple(tuple(self.tokenize(text)) for text in strings)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return `role:content` lines, the last left open."""
-        lines = [f"{m['role']}:{m['content']}" for m in messages]
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None = None
+    ) -> list[int]:
+        """Return the variables, if there are any, and `role:content` lines, the last left open."""
+        lines = [json.dumps(variables)] if variables else []
+        lines += [f"{m['role']}:{m['content']}" for m in messages]
         return self.tokenize("\n".join(lines))
 
 

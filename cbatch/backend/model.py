@@ -92,8 +92,11 @@ class LlamaModel:
         self.metadata: Mapping[str, str] = _read_metadata(pointer)
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
         self.description = _read_text(llama_cpp.llama_model_desc, pointer)
+        own = self.metadata.get("tokenizer.chat_template")
         self.vocab = LlamaVocab(
-            pointer, template=template or self.metadata.get("tokenizer.chat_template")
+            pointer,
+            template=template or own,
+            template_name="the given chat_template" if template else f"the template in {name}",
         )
 
     @property

@@ -213,7 +213,7 @@ def choose_kv(
 def read_demand(vocab: Vocab, look_ahead: LookAhead) -> Demand:
     """Return what these prompts ask for; those that cannot be read are left out, and say nothing."""
     prompts = look_ahead.prompts[:N_LOOKED_AT]
-    read = [(t, options) for prompt, options in prompts if (t := _tokens(vocab, prompt))]
+    read = [(t, options) for prompt, options in prompts if (t := _tokens(vocab, prompt, options))]
     n_read = max(1, len(read))
     return Demand(
         n_window=max((_n_needed(len(tokens), options) for tokens, options in read), default=0),
@@ -241,11 +241,11 @@ def _n_needed(n_prompt: int, options: RunOptions) -> int:
     return max(n_prompt + OUTPUT_UNSAID, DEFAULT_WINDOW)
 
 
-def _tokens(vocab: Vocab, prompt: BatchPrompt) -> Sequence[int]:
+def _tokens(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
     try:
         if prompt.prompt is not None:
             return vocab.tokenize(prompt.prompt)
-        return prompt.tokens or vocab.render(prompt.messages or ())
+        return prompt.tokens or vocab.render(prompt.messages or (), options.template_variables)
     except CBatchError:  # it will be said of this prompt alone
         return ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -12,23 +13,28 @@ from cbatch.backend.chat import ChatTemplate
 from cbatch.errors import EngineClosedError, RequestFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.backend import Message
 
 _MAX_BYTES = 2**31 - 1  # llama_tokenize counts in int32
+# Source: llama-vocab.cpp, token_to_piece: what it leaves out of the text
+_HIDDEN = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _PIECE_BYTES = 64  # most pieces are shorter; a longer one is asked for twice
 
 
 class LlamaVocab:
     """A model's vocabulary and chat template; implements `cbatch.backend.Vocab`."""
 
-    def __init__(self, model: Any, *, template: str | None = None) -> None:
+    def __init__(
+        self, model: Any, *, template: str | None = None, template_name: str = "the chat template"
+    ) -> None:
         """Read what never changes; `model` is borrowed: close this object before it is freed.
 
         Args:
             model: `llama_model *` as ctypes gives it.
             template: Jinja source of the chat template, if there is one.
+            template_name: what error messages call it.
         """
         self._vocab: Any = llama_cpp.llama_model_get_vocab(model)
         self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
@@ -41,7 +47,10 @@ class LlamaVocab:
         )
         self._pieces: list[bytes | None] = [None] * self._n_vocab
         self._breakers = BreakerTable(self._words, self._plain_tokens)
-        self._chat = ChatTemplate(template, bos_text=self._bos_text, eos_text=self._eos_text)
+        self._shown: dict[int, bytes] = {}
+        self._chat = ChatTemplate(
+            template, bos_text=self._bos_text, eos_text=self._eos_text, name=template_name
+        )
 
     @property
     def n_vocab(self) -> int:
@@ -72,6 +81,22 @@ class LlamaVocab:
         """The end-of-text token as text; empty where the model has none."""
         return self._eos_text
 
+    @cached_property
+    def control_tokens(self) -> frozenset[int]:
+        """Every id that adds nothing to the text but has one of its own; the first call looks at all of them."""
+        get_attributes, vocab = llama_cpp.llama_vocab_get_attr, self._open_vocab
+        return frozenset(t for t in range(self._n_vocab) if get_attributes(vocab, t) & _HIDDEN)
+
+    @property
+    def template(self) -> str:
+        """The chat template's source; empty where there is none."""
+        return self._chat.source
+
+    @property
+    def tool_refusal(self) -> str:
+        """Why chats cannot have tools, naming the template; empty where they can."""
+        return self._chat.tool_refusal
+
     def piece(self, token: int) -> bytes:
         """Return the bytes a token adds to the text; control tokens add none.
 
@@ -85,6 +110,18 @@ class LlamaVocab:
             # Two threads may both get here: they write the same bytes.
             known = self._pieces[token] = self._read_piece(token)
         return known
+
+    def shown_piece(self, token: int) -> bytes:
+        """Return the bytes of a token; control tokens are written out.
+
+        Raises:
+            ValueError: no such token id.
+        """
+        if piece := self.piece(token):
+            return piece
+        if token not in self._shown:
+            self._shown[token] = self._read_piece(token, is_shown=True)
+        return self._shown[token]
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one.
@@ -100,13 +137,19 @@ class LlamaVocab:
         add_special = self._may_add_special and not has_bos
         return self._tokenize(data, add_special=add_special, parse_special=True)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> list[int]:
         """Return the tokens of a chat by the model's template; a last `assistant` is left open.
+
+        Args:
+            messages: the chat.
+            variables: what the template gets besides, such as `tools`.
 
         Raises:
             RequestFailedError: there is no template, or it refuses these messages.
         """
-        return self.tokenize(self._chat.render(messages))
+        return self.tokenize(self._chat.render(messages, variables))
 
     def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of tokens that DRY takes for these strings; see `cbatch.backend.Vocab`."""
@@ -138,11 +181,11 @@ class LlamaVocab:
                 raise RequestFailedError("the prompt has more tokens than llama.cpp can count")
             n_room = -n
 
-    def _read_piece(self, token: int) -> bytes:
+    def _read_piece(self, token: int, *, is_shown: bool = False) -> bytes:
         n_room = _PIECE_BYTES
         while True:
             buffer = ctypes.create_string_buffer(n_room)
-            n = llama_cpp.llama_token_to_piece(self._open_vocab, token, buffer, n_room, 0, False)
+            n = llama_cpp.llama_token_to_piece(self._open_vocab, token, buffer, n_room, 0, is_shown)
             if n >= 0:
                 return buffer.raw[:n]
             n_room = -n

@@ -303,7 +303,7 @@ class FakeServer:
             self.backend.interrupt()
         return seconds
 
-    def _tokenize(self, prompt: BatchPrompt) -> Sequence[int]:
+    def _tokenize(self, prompt: BatchPrompt, _: RunOptions) -> Sequence[int]:
         return self._tokens[: int(prompt.prompt or 0)]
 
 

@@ -189,6 +189,8 @@ def _as_json(result: BatchResult) -> dict[str, object]:
         "usage": asdict(result.usage),
         "timings": asdict(result.timings),
         "seed": result.seed,
+        **({"reasoning": result.reasoning} if result.reasoning else {}),
+        **({"tool_calls": [c.as_dict() for c in result.tool_calls]} if result.tool_calls else {}),
     }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cbatch.core.cells import Cells
 from cbatch.core.deadlines import Deadlines
 from cbatch.core.demand import N_PREEMPTED_MAX, Demand
-from cbatch.core.driver import SequenceDriver, Status, Wait
+from cbatch.core.driver import Request, SequenceDriver, Status, Wait
 from cbatch.core.holds import Fetches, Followers
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import n_common
@@ -19,7 +19,7 @@ from cbatch.core.queue import make_queue
 from cbatch.core.sharing import Sharing
 from cbatch.errors import CBatchError, LedgerError, RequestFailedError
 from cbatch.messages import BatchPrompt
-from cbatch.options import ScheduleOptions
+from cbatch.options import RunOptions, ScheduleOptions
 
 if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cbatch.options import AdapterSet
     from cbatch.response import FinishReason
 
-Tokenize = Callable[[BatchPrompt], Sequence[int]]
+Tokenize = Callable[[BatchPrompt, RunOptions], Sequence[int]]
 
 N_LOOK = 4
 """How many of those that wait are looked at where the first does not fit."""
@@ -144,10 +144,10 @@ class MultiRequestBatcher:
         if driver.is_prepared:
             return
         try:
-            tokens = self._tokenize(driver.request.prompt)
+            tokens = self._tokenize(driver.request.prompt, driver.request.options)
             driver.prepare(tokens, self.ledger.n_window)
             if driver.request.options.n_discard:
-                driver.keep_in_window(self._n_first_message(driver.request.prompt, tokens))
+                driver.keep_in_window(self._n_first_message(driver.request, tokens))
         except CBatchError as error:
             driver.refusal = error
         except Exception as error:
@@ -155,12 +155,13 @@ class MultiRequestBatcher:
             driver.refusal = RequestFailedError(f"the prompt could not be prepared: {error}")
             driver.refusal.__cause__ = error
 
-    def _n_first_message(self, prompt: BatchPrompt, tokens: Sequence[int]) -> int:
+    def _n_first_message(self, request: Request, tokens: Sequence[int]) -> int:
         """Return how many tokens the first message of a chat takes; the first token of what is no chat."""
+        prompt = request.prompt
         if prompt.messages is None:
             return 1
         try:
-            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]))
+            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), request.options)
         except Exception:  # a template may refuse a lone message
             return 1
         return max(1, n_common(first, tokens, 0))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from cbatch.core.answer import N_TAIL, Answer, AnswerReader
+from cbatch.core.calls import call_id
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot
 from cbatch.core.stats import RequestClock
 from cbatch.core.text import TextStream
@@ -19,7 +21,7 @@ from cbatch.errors import (
     RequestFailedError,
     SequenceStateError,
 )
-from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Usage
+from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, ToolCall, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,6 +125,11 @@ class SequenceDriver:
     request: Request
     clock: RequestClock
     text: TextStream
+    reader: AnswerReader | None = None
+    """Takes the answer apart when it has ended, where it is more than text."""
+    answer: Answer | None = None
+    prompt_tail: Sequence[int] = ()
+    """The prompt's last tokens, for the reader."""
     status: Status = Status.WAITING
     waits_for: Wait | None = None
     number: int = 0
@@ -170,12 +177,18 @@ class SequenceDriver:
     n_given_tokens: int = 0
 
     @classmethod
-    def of(cls, request: Request, piece: Callable[[int], bytes], now: float) -> SequenceDriver:
+    def of(
+        cls,
+        request: Request,
+        piece: Callable[[int], bytes],
+        now: float,
+        reader: AnswerReader | None = None,
+    ) -> SequenceDriver:
         """Return a waiting sequence for `request`, submitted `now`."""
         options = request.options
         stops = tuple(options.stop or ())
         text = TextStream(piece, stops, include_stop=bool(options.include_stop))
-        return cls(request, RequestClock(now), text)
+        return cls(request, RequestClock(now), text, reader)
 
     @property
     def n_tokens(self) -> int:
@@ -265,6 +278,7 @@ class SequenceDriver:
         self.tokens = [*tokens, *self.request.output]
         self.output = list(self.request.output)
         self.n_prompt = self.n_given = n_prompt
+        self.prompt_tail = tokens[-N_TAIL:] if self.reader else ()
         self.n_window = n_window
         endless = MAX_OUTPUT if options.n_discard else n_window - n_prompt
         self.n_cap = endless if cap is None else cap
@@ -421,6 +435,21 @@ class SequenceDriver:
         self.clock.finished_s = now
         self.feed_text()
         self.text.flush()
+        if self.reader is not None:
+            self._read_answer(self.reader)
+
+    def _read_answer(self, reader: AnswerReader) -> None:
+        """Take the ended answer apart: once, in proportion to its length."""
+        options = self.request.options
+        self.answer = reader.read(
+            "".join(self.text.parts),
+            self.output[: self.text.n_fed],
+            self.prompt_tail,
+            stops=tuple(options.stop or ()) if self.text.is_stopped else (),
+            include_stop=bool(options.include_stop),
+        )
+        if self.answer.calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
 
     def feed_text(self) -> None:
         """Bring the text up to the tokens; costs what is new since the last time."""
@@ -447,16 +476,23 @@ class SequenceDriver:
         if self.finish_reason is None:
             raise SequenceStateError(f"{self.request.id!r} has not finished")
         n_new = self.n_output - len(self.request.output)
+        answer = self.answer or Answer("".join(self.text.parts))
+        calls = (
+            ToolCall(call_id(self.request.owner, self.number, i), call.name, call.arguments)
+            for i, call in enumerate(answer.calls)
+        )
         return BatchResult(
             id=self.request.id,
-            text="".join(self.text.parts),
+            text=answer.text,
             token_ids=tuple(self.output[: self.text.n_fed]),
             finish_reason=self.finish_reason,
             error=self.error,
             usage=Usage(self.n_given, self.n_output, self.n_cached, self.n_shifts),
             timings=self.clock.timings(self.n_given, n_new),
             seed=self.request.sampling.seed,
-            warnings=tuple(self.warnings),
+            warnings=(*self.warnings, *answer.warnings),
+            tool_calls=tuple(calls),
+            reasoning=answer.reasoning,
             origin=Origin(self.request, self.number),
         )
 

@@ -9,12 +9,13 @@ import time
 import weakref
 from collections import ChainMap
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from anyio.lowlevel import current_token
 
+from cbatch.core.answer import AnswerFormat, AnswerReader, Pieces, answer_format
 from cbatch.core.driver import Origin, Request, SequenceDriver
 from cbatch.errors import (
     CacheError,
@@ -24,6 +25,7 @@ from cbatch.errors import (
     EngineClosedError,
     QueueFullError,
     RequestFailedError,
+    UnsupportedOptionError,
 )
 from cbatch.messages import BatchPrompt, Prompt, as_prompt, free_id, with_ids
 from cbatch.options import RunOptions, ScheduleOptions, check_seconds
@@ -94,6 +96,9 @@ class Intake:
         vocab = self._backend.vocab
         try:
             check_fits(options, self._backend, self._schedule)
+            check_chat(item, options, vocab)
+        except UnsupportedOptionError:
+            raise
         except ConfigError as error:
             raise ConfigError(f"request {item.id!r}: {error}") from None
         own = () if options.ignore_eos else vocab.end_tokens
@@ -110,7 +115,50 @@ class Intake:
             options.adapters,
             owner=self._mark,
         )
-        return self._prepared(SequenceDriver.of(request, vocab.piece, now))
+        return self._sequence(request, now)
+
+    def _sequence(self, request: Request, now: float) -> SequenceDriver:
+        vocab, is_shown = self._backend.vocab, request.options.skip_special_tokens is False
+        piece = vocab.shown_piece if is_shown else vocab.piece
+        driver = SequenceDriver.of(request, piece, now, self._reader(request, is_shown=is_shown))
+        self._warn(driver)
+        return self._prepared(driver)
+
+    def _reader(self, request: Request, *, is_shown: bool) -> AnswerReader | None:
+        """Return what takes a chat's answer apart; None where it is text and nothing else."""
+        messages, options = request.prompt.messages, request.options
+        if messages is None:
+            return None
+        tools, splits = options.offered_tools, options.reasoning_format != "none"
+        if not tools and (self._format.is_plain or not splits):
+            return None
+        last = messages[-1]
+        opened = str(last["content"]) if last["role"] == "assistant" else ""
+        pieces = self._shown_pieces if is_shown else self._pieces
+        return AnswerReader(self._format, pieces, tools, splits, opened)
+
+    @cached_property
+    def _format(self) -> AnswerFormat:
+        return answer_format(self._backend.vocab.template)
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        vocab = self._backend.vocab
+        return Pieces(vocab.piece, vocab.shown_piece, vocab.control_tokens)
+
+    @cached_property
+    def _shown_pieces(self) -> Pieces:
+        vocab = self._backend.vocab
+        return Pieces(vocab.shown_piece, vocab.shown_piece)
+
+    def _warn(self, driver: SequenceDriver) -> None:
+        """Say what will have no effect: a variable that the chat template never names."""
+        template = self._backend.vocab.template
+        driver.warnings += (
+            f"chat_template_kwargs has {name!r}, which the chat template does not use"
+            for name in driver.request.options.chat_template_kwargs or ()
+            if template and name not in template
+        )
 
     def _prepared(self, driver: SequenceDriver) -> SequenceDriver:
         if self._schedule.policy == "shortest":
@@ -158,7 +206,7 @@ class Intake:
                 output=result.token_ids,
                 continues=origin.number,
             )
-            driver = self._prepared(SequenceDriver.of(request, self._backend.vocab.piece, now))
+            driver = self._sequence(request, now)
             self._check_keys([driver])
             run = Run(next(self._n_runs), request.options, make_mailbox(1), [old.id], {})
             routes = self._route(run.mailbox, [driver])
@@ -343,6 +391,24 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
             raise ConfigError(f"adapter {name!r} is not loaded; loaded are: {known}")
 
 
+def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
+    """Refuse options for a chat where there is none, or where its template would ignore them.
+
+    Raises:
+        ConfigError: `tools` or `chat_template_kwargs` for a prompt without messages; a choice of no tools.
+        UnsupportedOptionError: a template without tools, or a choice that cannot be had.
+    """
+    tools = options.offered_tools
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(options, name) and prompt.messages is None:
+            raise ConfigError(
+                f"{name} is for the chat template, and this prompt has no messages: give messages, "
+                f"or {name}={'[]' if name == 'tools' else '{}'} with the prompt"
+            )
+    if tools and vocab.tool_refusal:
+        raise UnsupportedOptionError("tools", reason=vocab.tool_refusal)
+
+
 def check_extension(result: BatchResult, n_tokens: int) -> None:
     """Refuse to go on from what has ended by itself.
 
@@ -377,7 +443,7 @@ def _end_feed(mailbox: weakref.ref[Mailbox]) -> None:
         alive.end_feed()
 
 
-def tokenize(vocab: Vocab, prompt: BatchPrompt) -> Sequence[int]:
+def tokenize(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
     """Return a prompt's tokens.
 
     Raises:
@@ -386,7 +452,7 @@ def tokenize(vocab: Vocab, prompt: BatchPrompt) -> Sequence[int]:
     if prompt.prompt is not None:
         return vocab.tokenize(prompt.prompt)
     if prompt.messages is not None:
-        return vocab.render(prompt.messages)
+        return vocab.render(prompt.messages, options.template_variables)
     tokens = prompt.tokens or ()
     if tokens and max(tokens) >= vocab.n_vocab:
         raise RequestFailedError(f"token {max(tokens)} is not in the vocabulary of {vocab.n_vocab}")

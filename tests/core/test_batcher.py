@@ -126,7 +126,7 @@ def test_refused_request_gives_its_slot_to_the_next_in_the_same_plan() -> None:
 def test_prompt_that_cannot_be_prepared_fails_alone(cause: Exception) -> None:
     rig = make_scheduler(n_slots=1)
 
-    def tokenize(prompt: BatchPrompt) -> Sequence[int]:
+    def tokenize(prompt: BatchPrompt, _: object) -> Sequence[int]:
         if prompt.prompt == "bad":
             raise cause
         return (1, 2)
@@ -143,7 +143,7 @@ def test_long_queue_is_tokenized_only_when_its_turn_comes() -> None:
     rig = make_scheduler(n_slots=1)
     seen: list[str | None] = []
 
-    def tokenize(prompt: BatchPrompt) -> Sequence[int]:
+    def tokenize(prompt: BatchPrompt, _: object) -> Sequence[int]:
         seen.append(prompt.prompt)
         return (1,)
 

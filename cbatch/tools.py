@@ -1,0 +1,251 @@
+"""Tools as OpenAI's API has them: definitions and calls, checked; and what a call must look like, as a JSON schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from cbatch.errors import ConfigError, UnsupportedOptionError
+
+Tool: TypeAlias = Mapping[str, Any]
+ToolChoice: TypeAlias = "str | Mapping[str, Any]"
+
+TEMPLATE_NAMES = frozenset(
+    {"messages", "tools", "tool_choice", "functions", "function_call", "add_generation_prompt"}
+    | {"bos_token", "eos_token", "raise_exception", "strftime_now"}
+)
+"""What a chat template gets from cbatch itself. Source: llama_cpp/llama_chat_format.py, Jinja2ChatFormatter."""
+
+_NAME = re.compile(r"[\w.:/-]{1,128}")
+_CHOICES = ("none", "auto", "required")
+
+
+class Tools(tuple[Tool, ...]):
+    """Tool definitions that were checked: plain JSON values, nobody else's to change."""
+
+    __slots__ = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions' names."""
+        return tuple(tool["function"]["name"] for tool in self)
+
+    def parameters(self, name: str) -> Mapping[str, Any]:
+        """Return the JSON schema of a function's arguments; an empty one where there is none."""
+        found = (t["function"].get("parameters") for t in self if t["function"]["name"] == name)
+        return next(found, None) or {}
+
+
+class TemplateKwargs(dict[str, Any]):
+    """Variables for the chat template that were checked: plain JSON values."""
+
+
+def check_tools(value: object) -> Tools | None:
+    """Return OpenAI's list of tools as definitions that were checked; an empty list stands for no tools.
+
+    Raises:
+        ConfigError: not a list of functions, two of one name, or no JSON.
+    """
+    if value is None or isinstance(value, Tools):
+        return value
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        raise ConfigError(
+            f'tools must be a list of {{"type": "function", "function": {{…}}}}, not {value!r}'
+        )
+    tools = Tools(_tool(i, tool) for i, tool in enumerate(value))
+    for i, name in enumerate(tools.names):
+        if name in tools.names[:i]:
+            raise ConfigError(f"tools has two functions named {name!r}: names must be unique")
+    return tools
+
+
+def _tool(i: int, tool: object) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise ConfigError(f'tools[{i}] must be {{"type": "function", "function": {{…}}}}')
+    if not isinstance(function, Mapping):
+        raise ConfigError(f"tools[{i}] has no function: a mapping with name and parameters")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"tools[{i}] has the name {name!r}: it takes 1 … 128 letters, digits and _ - . : /"
+        )
+    if not isinstance(function.get("description"), str | None):
+        raise ConfigError(f"tools[{i}] ({name}): description must be a string")
+    if not isinstance(parameters, Mapping | None):
+        raise ConfigError(f"tools[{i}] ({name}): parameters must be a JSON schema, a mapping")
+    settled: Tool = as_json(f"tools[{i}] ({name})", tool)
+    return settled
+
+
+def check_tool_choice(value: object) -> ToolChoice | None:
+    """Return a tool choice: "none", "auto", "required" or one function by name.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    if value is None or (isinstance(value, str) and value in _CHOICES):
+        return value
+    if isinstance(value, Mapping) and value.get("type") == "function":
+        function = value.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str) and name:
+            return {"type": "function", "function": {"name": name}}
+    raise ConfigError(
+        f"tool_choice must be one of {', '.join(_CHOICES)}, or "
+        f'{{"type": "function", "function": {{"name": …}}}}, not {value!r}'
+    )
+
+
+def check_calls(place: str, role: str, value: object) -> list[dict[str, Any]]:
+    """Return a message's `tool_calls` with arguments as mappings; empty where there are none.
+
+    Args:
+        place: what errors call the message.
+        role: its role.
+        value: OpenAI's list of calls, arguments as JSON text; mappings are taken too.
+
+    Raises:
+        ConfigError: not such a list, or not of the assistant.
+    """
+    if not value:
+        return []
+    if role != "assistant":
+        raise ConfigError(f"{place} has tool_calls: only the assistant calls tools, not {role!r}")
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        raise ConfigError(f"{place} tool_calls must be a list of calls, not {value!r}")
+    return [_message_call(f"{place} tool_calls[{i}]", call) for i, call in enumerate(value)]
+
+
+def _message_call(place: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise ConfigError(f"{place} must have a function with name and arguments")
+    if call.get("type", "function") != "function":
+        raise ConfigError(f"{place} has the type {call['type']!r}: only functions are called")
+    name, id = function.get("name"), call.get("id")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{place} has no name: a non-empty string")
+    if id is not None and (not isinstance(id, str) or not id):
+        raise ConfigError(f"{place} id must be a non-empty string, not {id!r}")
+    arguments = _arguments(f"{place} ({name}) arguments", function.get("arguments"))
+    settled = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": id, **settled} if id else settled
+
+
+def _arguments(place: str, value: object) -> dict[str, Any]:
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{place} must be JSON text: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{place} must be an object, not {value!r}")
+    settled: dict[str, Any] = as_json(place, value)
+    return settled
+
+
+def check_template_kwargs(value: object) -> TemplateKwargs | None:
+    """Return variables for the chat template.
+
+    Raises:
+        ConfigError: not a mapping of names to JSON values, or a name that cbatch gives itself.
+    """
+    if value is None or isinstance(value, TemplateKwargs):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"chat_template_kwargs must be a mapping of names, not {value!r}")
+    for name in value:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(f"chat_template_kwargs has {name!r}, which is no name of a variable")
+        if name in TEMPLATE_NAMES:
+            raise ConfigError(f"chat_template_kwargs must not have {name!r}: cbatch gives that")
+    return TemplateKwargs(as_json("chat_template_kwargs", value))
+
+
+def as_json(name: str, value: object) -> Any:
+    """Return a copy of `value` as plain JSON values.
+
+    Raises:
+        ConfigError: it is no JSON.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False, default=_as_plain))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is no JSON: {error}") from None
+
+
+def _as_plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
+    """Return the tools that a request's model may call: those it is told of.
+
+    Raises:
+        ConfigError: a choice of tools where there are none, or of one that there is not.
+        UnsupportedOptionError: a choice that needs the answer constrained.
+    """
+    tools = tools or Tools()
+    if choice == "none":
+        return Tools()
+    if choice in (None, "auto"):
+        return tools
+    if not tools:
+        raise ConfigError(f"tool_choice={choice!r} needs tools")
+    name = choice["function"]["name"] if isinstance(choice, Mapping) else None
+    if name is not None and name not in tools.names:
+        raise ConfigError(f"tool_choice has {name!r}; tools are: {', '.join(tools.names)}")
+    raise UnsupportedOptionError(
+        "tool_choice",
+        reason=f"{choice!r} needs the answer constrained to a call, which is not built; "
+        'there is "auto" and "none"',
+    )
+
+
+def tool_schema(tools: Tools, choice: ToolChoice | None) -> dict[str, Any] | None:
+    """Return the JSON schema of the call that `choice` demands; None where it demands none.
+
+    An answer of this schema is read as a call under every chat template: see `cbatch.core.calls`.
+
+    Args:
+        tools: checked, with the chosen one among them.
+        choice: "required" for any of them, or one by name.
+    """
+    if choice in (None, "none", "auto"):
+        return None
+    name = choice["function"]["name"] if isinstance(choice, Mapping) else None
+    names = tools.names if name is None else (name,)
+    if len(names) == 1:
+        return _call_schema(names[0], tools.parameters(names[0]), "#")
+    calls = (_call_schema(n, tools.parameters(n), f"#/anyOf/{i}") for i, n in enumerate(names))
+    return {"anyOf": list(calls)}
+
+
+def _call_schema(name: str, parameters: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """Return the schema of one function's call, which stands `at` this place of the whole."""
+    arguments = _moved(parameters, f"{at}/properties/arguments") or {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """Return a schema whose references into itself hold where it is put."""
+    if isinstance(schema, Mapping):
+        return {
+            key: to + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, to)
+            for key, value in schema.items()
+        }
+    return [_moved(item, to) for item in schema] if isinstance(schema, list) else schema
