@@ -156,6 +156,8 @@ class _Pairs:
     """Up to a value; with a group `key`."""
     end: str
     """Behind a value."""
+    close: str
+    """Behind the last one: without it the call was cut off."""
 
     def __call__(self, text: str, head: re.Match[str], tools: Tools) -> tuple[list[Call], int]:
         """See `Read`."""
@@ -170,6 +172,8 @@ class _Pairs:
             value = text[begin.end() : end].removeprefix("\n").removesuffix("\n")
             values[begin["key"]] = _typed(value, types.get(begin["key"]))
             at = _end(_SPACE, text, end + len(self.end))
+        if not text.startswith(self.close, at):
+            raise ValueError("arguments without an end")
         return [_call(head["name"], values)], at
 
 
@@ -274,14 +278,18 @@ def _formats() -> Iterator[CallFormat]:
         "glm",
         ("<tool_call>", "<arg_key>"),
         r"<tool_call>\s*(?P<name>[\w.:/-]+)\s*(?=<arg_key>|</tool_call>)",
-        _Pairs(re.compile(r"\s*<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"), "</arg_value>"),
+        _Pairs(
+            re.compile(r"\s*<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"),
+            "</arg_value>",
+            "</tool_call>",
+        ),
         r"\s*</tool_call>",
     )
     yield _format(
         "function tags",  # with JSON: Llama 3.1 as functionary has it; one by one: Qwen3-Coder, Nemotron 3
         ("<function=",),
         r"(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[\w.:/-]+)>",
-        _Pairs(re.compile(r"\s*<parameter=(?P<key>[^>]*)>"), "</parameter>"),
+        _Pairs(re.compile(r"\s*<parameter=(?P<key>[^>]*)>"), "</parameter>", "</function>"),
         r"\s*</function>(?:\s*</(?:seed:)?tool_call>)?",
     )
     yield _format(
@@ -291,6 +299,7 @@ def _formats() -> Iterator[CallFormat]:
         _Pairs(
             re.compile(r'\s*<｜DSML｜parameter name="(?P<key>[^"]*)"(?: string="\w+")?>'),
             "</｜DSML｜parameter>",
+            "</｜DSML｜invoke>",
         ),
         r"\s*</｜DSML｜invoke>(?:\s*</｜DSML｜\w+>)?",
     )
@@ -298,7 +307,7 @@ def _formats() -> Iterator[CallFormat]:
         "invoke tags",
         ("<invoke name=",),
         r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
-        _Pairs(re.compile(r'\s*<parameter name="(?P<key>[^"]*)">'), "</parameter>"),
+        _Pairs(re.compile(r'\s*<parameter name="(?P<key>[^"]*)">'), "</parameter>", "</invoke>"),
         r"\s*</invoke>(?:\s*</minimax:tool_call>)?",
     )
     yield _format("mistral", ("[TOOL_CALLS]",), r"\[TOOL_CALLS\]\s*", _read_mistral, "")

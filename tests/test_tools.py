@@ -1,0 +1,192 @@
+"""Tools, choices and calls as a caller gives them: what is taken, and what is refused by which name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
+from cbatch.tools import Tools, check_tools, tool_schema
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
+USER = {"role": "user", "content": "How is it in Paris?"}
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+
+
+def checked(*tools: dict[str, Any]) -> Tools:
+    return check_tools(tools) or Tools()
+
+
+def call(arguments: object = '{"city": "Paris"}', **more: object) -> dict[str, Any]:
+    function = {"name": "get_weather", "arguments": arguments}
+    return {"id": "abcdefghi", "type": "function", "function": function, **more}
+
+
+def test_tools_are_taken_as_plain_values_of_their_own() -> None:
+    given = json.loads(json.dumps([WEATHER, TIME]))
+    options = RunOptions(tools=given)
+    given[0]["function"]["name"] = "changed"
+    assert options.tools == (WEATHER, TIME)
+    assert options.offered_tools.names == ("get_weather", "get_time")
+
+
+def test_merged_options_keep_tools_without_checking_them_again() -> None:
+    options = RunOptions(tools=[WEATHER], chat_template_kwargs={"enable_thinking": False})
+    merged = RunOptions(max_tokens=3).over(options)
+    assert merged.tools is options.tools
+    assert merged.chat_template_kwargs is options.chat_template_kwargs
+    assert pickle.loads(pickle.dumps(merged)) == merged
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ("get_weather", "list"),
+        (WEATHER, "list"),
+        ([{"function": {"name": "f"}}], r"tools\[0\]"),
+        ([WEATHER, {"type": "function"}], r"tools\[1\] has no function"),
+        ([{"type": "retrieval"}], r"tools\[0\]"),
+        ([{"type": "function", "function": {}}], "name None"),
+        ([{"type": "function", "function": {"name": "two words"}}], "two words"),
+        ([{"type": "function", "function": {"name": "f" * 129}}], "128"),
+        ([{"type": "function", "function": {"name": "f", "description": 3}}], "description"),
+        ([{"type": "function", "function": {"name": "f", "parameters": []}}], "parameters"),
+        ([{"type": "function", "function": {"name": "f", "parameters": {"x": {1}}}}], "no JSON"),
+        ([{"type": "function", "function": {"name": "f", "x": float("nan")}}], "no JSON"),
+        ([TIME, TIME], "get_time.*unique"),
+    ],
+)
+def test_malformed_tools_are_refused_where_they_stand(tools: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RunOptions(tools=tools)
+
+
+@pytest.mark.parametrize("choice", ["any", True, {}, {"type": "function"}, {"name": "f"}])
+def test_unknown_choice_is_refused(choice: Any) -> None:
+    with pytest.raises(ConfigError, match="tool_choice must be one of none, auto, required"):
+        RunOptions(tool_choice=choice)
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_tools_are_offered_where_the_model_may_choose(choice: str | None) -> None:
+    assert RunOptions(tools=[TIME], tool_choice=choice).template_variables == {"tools": [TIME]}
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", None])
+def test_no_tools_are_offered_where_there_are_none_or_shall_be_none(choice: str | None) -> None:
+    tools = [TIME] if choice == "none" else []
+    assert RunOptions(tools=tools, tool_choice=choice).template_variables == {}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_choice_that_needs_a_constraint_is_refused_with_the_reason(choice: Any) -> None:
+    with pytest.raises(UnsupportedOptionError, match="constrained") as caught:
+        _ = RunOptions(tools=[TIME], tool_choice=choice).offered_tools
+    assert caught.value.option == "tool_choice"
+
+
+def test_choice_without_its_tool_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs tools"):
+        _ = RunOptions(tool_choice="required").offered_tools
+    with pytest.raises(ConfigError, match="'get_time'; tools are: get_weather"):
+        _ = RunOptions(tools=[WEATHER], tool_choice=NAMED).offered_tools
+
+
+@pytest.mark.parametrize(
+    "kwargs", [["enable_thinking"], {"": 1}, {"two words": 1}, {3: 1}, {"messages": []}, {"x": {1}}]
+)
+def test_malformed_template_variables_are_refused(kwargs: Any) -> None:
+    with pytest.raises(ConfigError, match="chat_template_kwargs"):
+        RunOptions(chat_template_kwargs=kwargs)
+
+
+def test_template_gets_tools_and_variables() -> None:
+    options = RunOptions(tools=[TIME], chat_template_kwargs={"enable_thinking": False})
+    assert options.template_variables == {"enable_thinking": False, "tools": [TIME]}
+
+
+@pytest.mark.parametrize("content", [None, "Let me see."])
+@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
+def test_message_with_calls_is_taken(content: str | None, arguments: object) -> None:
+    asks = {"role": "assistant", "content": content, "tool_calls": [call(arguments)]}
+    answers = {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"}
+    messages = BatchPrompt([USER, asks, answers]).messages or ()
+    assert messages[1] == {**asks, "tool_calls": [call({"city": "Paris"})]}
+    assert messages[2] == answers
+
+
+@pytest.mark.parametrize("none", [None, []])
+def test_message_that_says_it_has_no_calls_has_none(none: Any) -> None:
+    [message] = BatchPrompt([{**USER, "tool_calls": none}]).messages or ()
+    assert "tool_calls" not in message
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": "x", "tool_calls": [call()]}, "only the assistant"),
+        ({"role": "assistant", "tool_calls": "x"}, "list of calls"),
+        ({"role": "assistant", "tool_calls": [{}]}, r"tool_calls\[0\] must have a function"),
+        ({"role": "assistant", "tool_calls": [call(type="x")]}, "only functions"),
+        ({"role": "assistant", "tool_calls": [call(id=3)]}, "id must be"),
+        ({"role": "assistant", "tool_calls": [call("{")]}, "must be JSON text"),
+        ({"role": "assistant", "tool_calls": [call("[]")]}, "must be an object"),
+        ({"role": "assistant", "tool_calls": [call(3)]}, "must be an object"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, "has no name"),
+        ({"role": "assistant", "content": None}, "no content"),
+        ({"role": "tool", "content": None}, "no content"),
+        ({"role": "tool", "content": "x", "tool_call_id": 3}, "tool_call_id must be"),
+        ({"role": "tool", "content": "x", "name": ""}, "name must be"),
+    ],
+)
+def test_malformed_message_is_refused_where_it_stands(message: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"messages\[1\].*{words}"):
+        BatchPrompt([USER, message, USER])
+
+
+def test_chat_that_ends_with_a_call_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"messages\[1\] calls tools and is the last"):
+        BatchPrompt([USER, {"role": "assistant", "content": None, "tool_calls": [call()]}])
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_free_choice_has_no_schema(choice: str | None) -> None:
+    assert tool_schema(checked(WEATHER), choice) is None
+
+
+def test_schema_of_one_function_is_its_call() -> None:
+    schema = tool_schema(checked(WEATHER, TIME), NAMED)
+    assert schema == tool_schema(checked(TIME), "required")
+    assert schema == {
+        "type": "object",
+        "properties": {"name": {"const": "get_time"}, "arguments": {"type": "object"}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def test_schema_of_any_function_moves_references_along() -> None:
+    parameters = {"properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": {}}}
+    placed = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    schema = tool_schema(checked(TIME, placed), "required") or {}
+    assert [c["properties"]["name"]["const"] for c in schema["anyOf"]] == ["get_time", "go"]
+    moved = schema["anyOf"][1]["properties"]["arguments"]
+    assert moved["properties"]["at"]["$ref"] == "#/anyOf/1/properties/arguments/$defs/place"
+    assert moved["$defs"] == {"place": {}}
