@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import threading
 import time
@@ -157,7 +158,7 @@ class Intake:
         driver.warnings += (
             f"chat_template_kwargs has {name!r}, which the chat template does not use"
             for name in driver.request.options.chat_template_kwargs or ()
-            if template and name not in template
+            if template and not re.search(rf"\b{name}\b", template)
         )
 
     def _prepared(self, driver: SequenceDriver) -> SequenceDriver:

@@ -1,0 +1,204 @@
+"""Well-known chat templates: tools reach the prompt, and what they write of a call is read as that call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend.chat import NAMED_TEMPLATES, ChatTemplate
+from cbatch.core.answer import Answer, AnswerReader, Pieces, answer_format
+from cbatch.errors import RequestFailedError
+from cbatch.tools import Tools, check_tools
+
+if TYPE_CHECKING:
+    from cbatch.backend import Message
+
+FOLDER = Path(__file__).parent.parent / "data" / "templates"
+LLAMA_3 = """{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
+{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}
+{%- for m in messages %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
+{%- if m.tool_calls is defined %}
+{{- '{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}
+{{- m.tool_calls[0].function.arguments | tojson + '}<|eot_id|>' }}
+{%- else %}{{- m.content + '<|eot_id|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
+"""As Llama 3.2's in what matters."""
+
+TOOLS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Tells the weather.", "parameters": TOOLS},
+}
+ARGUMENTS = {"city": 'Paris "2" é', "days": 3}
+USER: Message = {"role": "user", "content": "How is it?"}
+ASKS: Message = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": ARGUMENTS},
+        }
+    ],
+}
+ANSWERS: Message = {
+    "role": "tool",
+    "tool_call_id": "abcdefghi",
+    "name": "get_weather",
+    "content": "sunny",
+}
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>", "<|call|>", "<|observation|>")
+WITH_TOOLS = (
+    "GLM-4.6",
+    "Qwen-Qwen2.5-7B-Instruct",
+    "Qwen-Qwen3-0.6B",
+    "Qwen3-Coder",
+    "meetkai-functionary-medium-v3.1",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "openai-gpt-oss-120b",
+    "like Llama 3",
+)
+
+
+def source(name: str) -> str:
+    if name == "like Llama 3":
+        return LLAMA_3
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(source(name), bos_text="<s>", eos_text="</s>", name=f"template {name}")
+
+
+def read(name: str, text: str, prompt: str = "", tools: Tools | None = None) -> Answer:
+    def piece(token: int) -> bytes:
+        return bytes([token])
+
+    reader = AnswerReader(answer_format(source(name)), Pieces(piece, piece), tools or Tools())
+    return reader.read(text, list(text.encode()), list(prompt[-16:].encode()))
+
+
+def checked() -> Tools:
+    return check_tools([WEATHER]) or Tools()
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_tools_reach_the_prompt(name: str) -> None:
+    chat = template(name)
+    assert chat.tool_refusal == ""
+    prompt = chat.render([USER], {"tools": [WEATHER]})
+    assert "get_weather" in prompt
+    assert "city" in prompt
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_call_as_the_template_writes_it_is_read_as_that_call(name: str) -> None:
+    chat, variables = template(name), {"tools": [WEATHER]}
+    prompt = chat.render([USER], variables)
+    after = chat.render([USER, ASKS, ANSWERS], variables)
+    n_same = next(i for i, (a, b) in enumerate(zip(prompt + "\0", after, strict=False)) if a != b)
+    written = after[n_same:]
+    written = written[: min(i for end in ENDS if (i := written.find(end)) >= 0)]
+    answer = read(name, written, prompt, checked())
+    assert [(c.name, json.loads(c.arguments)) for c in answer.calls] == [("get_weather", ARGUMENTS)]
+    assert (answer.text, answer.warnings) == ("", ())
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_calls_and_their_answers_are_rendered_with_any_shape_of_message(name: str) -> None:
+    chat, variables = template(name), {"tools": [WEATHER]}
+    said: Message = {**ASKS, "content": "Let me see."}
+    for message in (ASKS, said):
+        prompt = chat.render([USER, message, ANSWERS], variables)
+        assert "sunny" in prompt
+        assert "None" not in prompt.replace("None.", "")
+        assert "'city'" not in prompt
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai-DeepSeek-V3.1", "chatml"])
+def test_template_that_would_ignore_tools_is_named(name: str) -> None:
+    text = NAMED_TEMPLATES[name] if name in NAMED_TEMPLATES else source(name)
+    refusal = ChatTemplate(text, name=f"template {name}").tool_refusal
+    assert refusal.startswith(f"template {name} does not show tools")
+
+
+def test_template_that_fails_with_tools_says_how() -> None:
+    text = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}"
+    assert "no tools here" in ChatTemplate(text).tool_refusal
+
+
+def test_without_a_template_there_are_no_tools() -> None:
+    assert "no chat template" in ChatTemplate(None).tool_refusal
+
+
+def test_earlier_calls_that_a_template_would_drop_are_refused() -> None:
+    chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", name="this template")
+    with pytest.raises(RequestFailedError, match="this template does not show the tool_calls"):
+        chat.render([USER, ASKS, ANSWERS])
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("{{ c.arguments | tojson }}", '{"city"'),
+        ("{{ c.arguments }}", '{"city"'),
+        ("{% if c.arguments is string %}{{ c.arguments }}{% endif %}", '{"city"'),
+        ("{% for k, v in c.arguments.items() %}{{ k }}={{ v }};{% endfor %}", "city="),
+    ],
+)
+def test_arguments_are_given_as_the_template_wants_them(shown: str, expected: str) -> None:
+    text = (
+        "{% for m in messages %}{% for t in m.tool_calls or [] %}{% set c = t.function %}"
+        f"{shown}{{% endfor %}}{{{{ m.content }}}}{{% endfor %}}"
+    )
+    prompt = ChatTemplate(text).render([USER, ASKS, ANSWERS])
+    assert expected in prompt
+    assert "None" not in prompt
+
+
+def test_content_is_none_where_the_template_asks_for_that() -> None:
+    text = (
+        "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert "get_weather" in ChatTemplate(text).render([USER, ASKS, ANSWERS])
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "end"),
+    [
+        ("Qwen-Qwen3-0.6B", {"enable_thinking": False}, "<think>\n\n</think>\n\n"),
+        ("GLM-4.6", {"enable_thinking": False}, "<think></think>"),
+        ("deepseek-ai-DeepSeek-V3.1", {"thinking": False}, "<think></think>"),
+        ("deepseek-ai-DeepSeek-V3.1", {"thinking": True}, "<think>"),
+    ],
+)
+def test_variables_open_and_close_thinking(name: str, kwargs: dict[str, Any], end: str) -> None:
+    prompt = template(name).render([USER], kwargs)
+    assert prompt.endswith(end)
+    opened = end == "<think>"
+    assert read(name, "a</think>b" if opened else "b", prompt).text == "b"
+    assert read(name, "a</think>b" if opened else "b", prompt).reasoning == ("a" if opened else "")
+
+
+@pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "GLM-4.6", "deepseek-ai-DeepSeek-V3.1"])
+def test_thinking_is_split_off(name: str) -> None:
+    prompt = template(name).render([USER])
+    assert read(name, "<think>\nhm\n</think>\n\nYes.", prompt) == Answer("Yes.", "hm")
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen2.5-7B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407"]
+)
+def test_template_without_thinking_splits_nothing(name: str) -> None:
+    assert read(name, "<think>hm</think>Yes.") == Answer("<think>hm</think>Yes.")

@@ -1,0 +1,291 @@
+"""Tools, thinking and special tokens from `run` to the result, on a backend that says what a test wants."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch
+from cbatch import BatchPrompt, ConfigError, Engine, UnsupportedOptionError
+from cbatch.backend.fake import END_TOKEN, FakeBackend
+from tests.test_tools import NAMED, TIME, USER, WEATHER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch.core.plan import Binding
+    from cbatch.response import BatchResponse
+
+THINK, THINK_END, CALL, CALL_END = 300, 301, 302, 303
+CONTROLS = {
+    END_TOKEN: b"<end>",
+    THINK: b"<think>",
+    THINK_END: b"</think>",
+    CALL: b"<tool_call>",
+    CALL_END: b"</tool_call>",
+}
+TEMPLATE = "{% if enable_thinking %}<think></think>{% endif %}<tool_call>"
+BODY = b'{"name": "get_time", "arguments": {"zone": "CET"}}'
+SAID = [THINK, *"I häve to ".encode(), THINK_END, *b" Wait. ", CALL, *BODY, CALL_END, END_TOKEN]
+PLAIN = 'I häve to  Wait. {"name": "get_time", "arguments": {"zone": "CET"}}'
+
+
+class Speaker(FakeBackend):
+    """Answers every prompt with the same tokens."""
+
+    def __init__(self, said: list[int], template: str = TEMPLATE, **sizes: int) -> None:
+        super().__init__(**{"n_slots": 2, "n_window": 512, **sizes})  # type: ignore[arg-type]
+        self.said = said
+        self.vocab.template = template
+        self.vocab.controls = CONTROLS
+
+    def _token(self, state: int, binding: Binding, n_cells: int) -> int:
+        self.interrupt()  # one step a run
+        i = n_cells - binding.n_prompt
+        return self.said[i] if i < len(self.said) else END_TOKEN
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with closing(Engine(Speaker(SAID), threaded=False)) as engine:
+        yield engine
+
+
+def ask(engine: Engine, **options: Any) -> BatchResponse:
+    return engine.run([[USER]], options=options)
+
+
+def streamed(response: BatchResponse) -> tuple[str, str | None]:
+    chunks = list(response)
+    return "".join(c.text for c in chunks), chunks[-1].finish_reason
+
+
+def test_call_is_in_the_result_and_out_of_its_text(engine: Engine) -> None:
+    result = ask(engine, tools=[TIME]).result()
+    assert (result.text, result.reasoning) == ("Wait.", "I häve to")
+    assert result.finish_reason == "tool_calls"
+    [call] = result.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("get_time", {"zone": "CET"})
+    assert call.as_dict() == {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": "get_time", "arguments": call.arguments},
+    }
+    assert result.token_ids == tuple(SAID[:-1])
+    assert engine.stats().n_finished == {"tool_calls": 1}
+
+
+def test_tools_and_variables_reach_the_prompt(engine: Engine) -> None:
+    plain = ask(engine).result().usage.prompt_tokens
+    with_tools = ask(engine, tools=[TIME], chat_template_kwargs={"enable_thinking": True}).result()
+    variables = {"enable_thinking": True, "tools": [TIME]}
+    assert with_tools.usage.prompt_tokens == plain + len(json.dumps(variables)) + 1
+
+
+def test_call_goes_back_as_a_message(engine: Engine) -> None:
+    [call] = ask(engine, tools=[TIME]).result().tool_calls
+    asks = {"role": "assistant", "content": None, "tool_calls": [call.as_dict()]}
+    answers = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+    assert engine.run([[USER, asks, answers]], options={"tools": [TIME]}).result().tool_calls
+
+
+def test_ids_of_calls_differ_between_requests(engine: Engine) -> None:
+    results = engine.run([[USER]] * 5, options={"tools": [TIME]}).results()
+    assert len({r.tool_calls[0].id for r in results}) == 5
+
+
+def test_chunks_are_the_text_as_it_comes(engine: Engine) -> None:
+    text, reason = streamed(ask(engine, tools=[TIME]))
+    assert (text, reason) == (PLAIN, "tool_calls")
+
+
+@pytest.mark.parametrize("tools", [None, [], [TIME]])
+def test_without_tools_a_call_is_text(engine: Engine, tools: Any) -> None:
+    result = ask(engine, tools=tools, tool_choice="none" if tools else None).result()
+    assert (result.text, result.reasoning) == (
+        'Wait. {"name": "get_time", "arguments": {"zone": "CET"}}',
+        "I häve to",
+    )
+    assert (result.tool_calls, result.finish_reason) == ((), "stop")
+
+
+def test_where_nothing_is_taken_apart_chunks_are_the_text(engine: Engine) -> None:
+    response = ask(engine, reasoning_format="none")
+    text, reason = streamed(response)
+    result = response.result()
+    assert (text, reason) == (result.text, result.finish_reason) == (PLAIN, "stop")
+    assert result.reasoning == ""
+
+
+@pytest.mark.parametrize("prompt", ["raw", BatchPrompt(tokens=[1, 2])])
+def test_what_is_no_chat_is_not_taken_apart(engine: Engine, prompt: Any) -> None:
+    result = engine.run([prompt]).result()
+    assert (result.text, result.reasoning) == (PLAIN, "")
+
+
+def test_special_tokens_are_shown_on_demand(engine: Engine) -> None:
+    shown = b"".join(CONTROLS.get(t) or bytes([t]) for t in SAID[:-1]).decode()
+    response = ask(engine, skip_special_tokens=False, reasoning_format="none")
+    text, _ = streamed(response)
+    assert text == response.result().text == shown
+    ended = ask(
+        engine, skip_special_tokens=False, reasoning_format="none", include_stop=True
+    ).result()
+    assert ended.text == f"{shown}<end>"
+    assert ask(engine, skip_special_tokens=False, tools=[TIME]).result().text == "Wait."
+
+
+def test_shown_special_token_is_found_as_a_stop_string(engine: Engine) -> None:
+    result = ask(
+        engine, skip_special_tokens=False, reasoning_format="none", stop="</think>"
+    ).result()
+    assert result.text == "<think>I häve to "
+    hidden = ask(engine, reasoning_format="none", stop="</think>").result()
+    assert hidden.text == PLAIN
+
+
+def test_stop_string_before_a_call_ends_the_answer(engine: Engine) -> None:
+    result = ask(engine, tools=[TIME], stop="Wait").result()
+    assert (result.text, result.finish_reason, result.tool_calls) == ("", "stop", ())
+    assert result.reasoning == "I häve to"
+
+
+@pytest.mark.parametrize("n_tokens", range(1, len(SAID) + 1))
+def test_answer_cut_anywhere_is_read_as_far_as_it_goes(engine: Engine, n_tokens: int) -> None:
+    result = ask(engine, tools=[TIME], max_tokens=n_tokens).result()
+    is_whole = n_tokens >= SAID.index(CALL_END)
+    assert bool(result.tool_calls) == is_whole
+    assert result.finish_reason == ("length" if n_tokens < len(SAID) else "tool_calls")
+    assert not any("taken apart" in warning for warning in result.warnings)
+    if n_tokens <= SAID.index(THINK_END):
+        assert result.text == ""
+
+
+def test_malformed_call_is_text_and_a_warning_but_no_error() -> None:
+    said = [CALL, *b'{"name": "get_time", "argum', CALL_END, END_TOKEN]
+    with closing(Engine(Speaker(said), threaded=False)) as engine:
+        result = ask(engine, tools=[TIME]).result()
+    assert (result.text, result.error) == ('{"name": "get_time", "argum', None)
+    assert "could not be read" in result.warnings[0]
+    assert result.finish_reason == "stop"
+
+
+def test_extended_answer_is_read_as_a_whole(engine: Engine) -> None:
+    cut = ask(engine, tools=[TIME], max_tokens=len(SAID) - 20).result()
+    assert cut.tool_calls == ()
+    whole = engine.extend(cut, 40).result()
+    assert [call.name for call in whole.tool_calls] == ["get_time"]
+    assert whole.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
+@pytest.mark.parametrize("prompt", ["raw", BatchPrompt(tokens=[1, 2])])
+def test_prompt_without_messages_refuses_what_is_for_the_template(
+    engine: Engine, name: str, prompt: Any
+) -> None:
+    value: Any = [TIME] if name == "tools" else {"enable_thinking": False}
+    with pytest.raises(ConfigError, match=f"{name} is for the chat template"):
+        engine.run([prompt], options={name: value})
+    empty: Any = [] if name == "tools" else {}
+    [result] = engine.run(
+        [BatchPrompt(prompt="raw", options={name: empty})], options={name: value}
+    ).results()
+    assert result.text == PLAIN
+
+
+def test_template_that_ignores_tools_is_refused(engine: Engine) -> None:
+    speaker = Speaker(SAID)
+    speaker.vocab.tool_refusal = "the template of this test does not show tools"
+    with closing(Engine(speaker, threaded=False)) as engine:
+        with pytest.raises(UnsupportedOptionError, match="tools: the template of this test"):
+            ask(engine, tools=[TIME])
+        assert ask(engine, tools=[TIME], tool_choice="none").result().text
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_choice_that_needs_a_constraint_is_refused(engine: Engine, choice: Any) -> None:
+    with pytest.raises(UnsupportedOptionError, match="constrained to a call"):
+        ask(engine, tools=[TIME], tool_choice=choice)
+
+
+def test_variable_that_the_template_does_not_use_is_a_warning(engine: Engine) -> None:
+    kwargs = {"enable_thinking": True, "enable_thinkin": True}
+    [warning] = ask(engine, chat_template_kwargs=kwargs).result().warnings
+    assert "'enable_thinkin'" in warning
+
+
+def test_bytes_left_over_come_out_at_every_end() -> None:
+    said = [*b"abc", *"😀".encode()[:3], *[b"x"[0]] * 500]
+    for options in ({"max_tokens": 6}, {"max_tokens": 5}, {"max_tokens": 4}):
+        with closing(Engine(Speaker(said), threaded=False)) as engine:
+            response = ask(engine, **options)
+            text, _ = streamed(response)
+            assert text == response.result().text == "abc\ufffd"
+
+
+def test_character_that_the_window_cuts_comes_out_as_broken() -> None:
+    said = [*"ab😀😀😀".encode()]
+    with closing(Engine(Speaker(said, n_window=16), threaded=False)) as engine:
+        result = engine.run(["12345678"]).result()
+    assert (result.text, result.finish_reason) == ("ab😀\ufffd", "window")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_character_that_a_cancel_cuts_comes_out_as_broken(is_streamed: bool) -> None:
+    said = [*"ab😀".encode()[:-1], *b"x" * 500]
+    with closing(Engine(Speaker(said), threaded=False)) as engine:
+        response = engine.run(["1"], options={"stop": ["b\ufffdx", "never"], "max_tokens": 400})
+        chunks = iter(response) if is_streamed else None
+        shown = next(chunks).text if chunks else ""
+        while engine.stats().n_output_tokens < 5:
+            engine.step()
+        engine.cancel("0")
+        shown += "".join(c.text for c in chunks or ())
+        [result] = response.results()
+    assert (result.text, result.finish_reason) == ("ab\ufffd", "cancelled")
+    assert shown == (result.text if is_streamed else "")
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_emoji_over_tokens_with_a_stop_string_of_them(include_stop: bool) -> None:
+    said = [*"🙂🙃🙂🙂 end".encode(), END_TOKEN]
+    options = {"stop": ["🙂🙂"], "include_stop": include_stop}
+    with closing(Engine(Speaker(said), threaded=False)) as engine:
+        response = engine.run(["x"], options=options)
+        chunks = list(response)
+        result = response.result()
+    assert (
+        result.text == "".join(c.text for c in chunks) == ("🙂🙃🙂🙂" if include_stop else "🙂🙃")
+    )
+    assert all("\ufffd" not in c.text for c in chunks)
+    assert result.finish_reason == "stop"
+
+
+def test_tail_of_a_stop_string_comes_out_at_timeout_and_cap() -> None:
+    said = [*b"one ST", *[0x4F] * 400]
+    with closing(Engine(Speaker(said), threaded=False)) as engine:
+        capped = engine.run(["x"], options={"stop": "STOOP", "max_tokens": 7}).result()
+        assert capped.text == "one STO"
+        late = engine.run(["x"], options={"stop": "STOP", "timeout_s": 0.0}).results(
+            return_errors=True
+        )
+    assert late[0].finish_reason == "timeout"
+
+
+def test_shipped_model_has_no_tools_and_says_so() -> None:
+    with cbatch.load(parallel=1) as engine:
+        with pytest.raises(UnsupportedOptionError, match="does not show tools"):
+            engine.run([[USER]], options={"tools": [WEATHER]})
+        assert engine.run([[USER]], options={"max_tokens": 3}).result().error is None
+
+
+def test_shipped_model_with_a_template_for_tools_is_told_of_them() -> None:
+    template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ messages[-1].content }}"
+    with cbatch.load(parallel=1, chat_template=template) as engine:
+        options: dict[str, Any] = {"max_tokens": 3, "temperature": 0}
+        plain = engine.run([[USER]], options=options).result()
+        told = engine.run([[USER]], options={**options, "tools": [WEATHER]}).result()
+    assert told.usage.prompt_tokens > plain.usage.prompt_tokens + 20
