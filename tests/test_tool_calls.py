@@ -87,7 +87,7 @@ def test_tools_and_variables_reach_the_prompt(engine: Engine) -> None:
 
 def test_call_goes_back_as_a_message(engine: Engine) -> None:
     [call] = ask(engine, tools=[TIME]).result().tool_calls
-    asks = {"role": "assistant", "content": None, "tool_calls": [call.as_dict()]}
+    asks: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call.as_dict()]}
     answers = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
     assert engine.run([[USER, asks, answers]], options={"tools": [TIME]}).result().tool_calls
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -161,3 +163,21 @@ def test_matcher_holds_back_no_more_than_it_must() -> None:
     assert matcher.feed(b"ST") == (b"", None)
     assert matcher.feed(b"!") == (b"S", b"T!")
     assert matcher.flush() == b""
+
+
+def seconds_per_token(n_tokens: int, stops: Sequence[str]) -> float:
+    pieces = [b"word ", b"S", b"TO", "é".encode()[:1], "é".encode()[1:], b""]
+    tokens, best = [i % len(pieces) for i in range(n_tokens)], math.inf
+    for _ in range(3):
+        text = TextStream(pieces.__getitem__, stops)
+        start = time.process_time()
+        for token in tokens:
+            text.feed([token])
+        text.flush()
+        best = min(best, time.process_time() - start)
+    return best / n_tokens
+
+
+@pytest.mark.parametrize("stops", [[], ["STOP", "\n\n"], ["x" * 1000]])
+def test_token_costs_the_same_however_long_the_answer(stops: Sequence[str]) -> None:
+    assert seconds_per_token(100_000, stops) < 5 * seconds_per_token(2_000, stops)
