@@ -14,7 +14,7 @@ from cbatch.backend.fake import END_TOKEN, FakeBackend
 from tests.test_tools import NAMED, TIME, USER, WEATHER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from cbatch.core.plan import Binding
     from cbatch.response import BatchResponse
@@ -42,7 +42,7 @@ class Speaker(FakeBackend):
         self.vocab.template = template
         self.vocab.controls = CONTROLS
 
-    def _token(self, state: int, binding: Binding, n_cells: int) -> int:
+    def _token(self, state: int, history: Sequence[int], binding: Binding, n_cells: int) -> int:
         self.interrupt()  # one step a run
         i = n_cells - binding.n_prompt
         return self.said[i] if i < len(self.said) else END_TOKEN
