@@ -107,6 +107,15 @@ class UnsupportedOptionError(RequestError, ConfigError):
         super().__init__(f"{option}: {reason}" if reason else unknown)
 
 
+class GrammarError(RequestError):
+    """A schema, regex or grammar that cannot be compiled, or that grew past a limit while an answer followed it."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        """Keep the option that it came by, and what is wrong: the compiler's message, with the place."""
+        self.kind, self.reason = kind, reason
+        super().__init__(f"{kind}: {reason}")
+
+
 class RequestFailedError(RequestError):
     """The request could not be computed; the cause is chained where there is one."""
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, get_args
+from functools import lru_cache
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    TypeAlias,
+    TypeGuard,
+    get_args,
+)
 
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.tools import (
@@ -55,6 +66,9 @@ MAX_PRIORITY = 100
 MAX_KEY_LENGTH = 1024
 """Characters of a cache key: a name, not a prompt."""
 
+MAX_GRAMMAR_LENGTH = 2**20
+"""Characters of a schema, regex or grammar: our choice; what compiles is far shorter."""
+
 AdapterSet: TypeAlias = "tuple[tuple[str, float], ...]"
 """Names of LoRA adapters with their scales, in order of names; empty for the model alone."""
 
@@ -102,6 +116,18 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must match, as text: equal texts are compiled once."""
+
+    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    text: str
+
+
+_STRUCTURE = ("json_schema", "response_format", "regex", "grammar")
+"""Options that say what an answer must match: one request has one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +186,11 @@ class RunOptions:
         reasoning_format: "auto" splits what was thought off the text where the template marks it, "none" leaves it.
             Not said: auto.
         skip_special_tokens: leave control tokens out of the text; not said: True.
+        json_schema: the answer is JSON that this schema allows: a mapping, or JSON text, as which it is kept.
+        response_format: OpenAI's way to say so: `{"type": "json_schema", "json_schema": {"schema": …}}`, or the type
+            "json_object" for any JSON object, or "text" for no constraint. Kept as JSON text.
+        regex: the whole answer matches this regular expression, in the syntax of Rust's regex crate.
+        grammar: the answer is what this grammar makes, in llguidance's Lark, or in llama.cpp's GBNF: known by `::=`.
 
     Raises:
         ConfigError: a value of the wrong type, out of range, or at odds with another.
@@ -207,6 +238,10 @@ class RunOptions:
     chat_template_kwargs: Mapping[str, Any] | None = None
     reasoning_format: Literal["auto", "none"] | None = None
     skip_special_tokens: bool | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    response_format: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""
@@ -243,6 +278,7 @@ class RunOptions:
         self._settle("chat_template_kwargs", kwargs)
         _check_choice("reasoning_format", self.reasoning_format, (None, "auto", "none"))
         _check_bool("skip_special_tokens", self.skip_special_tokens)
+        self._check_structure()
 
     def _check_choice(self) -> None:
         for name, low, high in _CHOICE_FLOATS:
@@ -251,6 +287,19 @@ class RunOptions:
             _check_int(name, getattr(self, name), 0, most)
         self._settle("dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
         self._settle("logit_bias", _logit_bias(self.logit_bias))
+
+    def _check_structure(self) -> None:
+        for name in ("json_schema", "response_format"):
+            self._settle(name, _json_object(name, getattr(self, name)))
+        for name in ("regex", "grammar"):
+            _check_text(name, getattr(self, name), MAX_GRAMMAR_LENGTH)
+        said = [name for name in _STRUCTURE if getattr(self, name) is not None]
+        if len(said) > 1:
+            raise ConfigError(
+                f"{' and '.join(said)} each say what the answer must match: give one of them"
+            )
+        if self.response_format is not None:
+            _schema_of(str(self.response_format))
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -275,7 +324,21 @@ class RunOptions:
         said = {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
         if not said:
             return other
-        return RunOptions(**{name: said.get(name, getattr(other, name)) for name in _NAMES})
+        kept = _NAMES.difference(_STRUCTURE) if said.keys() & set(_STRUCTURE) else _NAMES
+        return RunOptions(**{name: getattr(other, name) for name in kept} | said)
+
+    @property
+    def structure(self) -> Grammar | None:
+        """What the answer must match, whichever option said so."""
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.grammar is not None:
+            is_gbnf = re.search(r"^\s*[\w-]+\s*::=", self.grammar, re.MULTILINE)
+            return Grammar("gbnf" if is_gbnf else "lark", self.grammar)
+        schema = self.json_schema
+        if self.response_format is not None:
+            schema = _schema_of(str(self.response_format))
+        return None if schema is None else Grammar("json_schema", str(schema))
 
     @property
     def adapters(self) -> AdapterSet:
@@ -661,11 +724,87 @@ def _check_text(name: str, value: object, n_most: int) -> None:
     if value is None:
         return
     if not isinstance(value, str) or not 0 < len(value) <= n_most:
-        raise ConfigError(f"{name} must be a string of 1 … {n_most} characters, not {value!r}")
+        shown = repr(value)[:80]
+        raise ConfigError(f"{name} must be a string of 1 … {n_most} characters, not {shown}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{name} holds half of a surrogate pair: {value!r}") from None
+        raise ConfigError(f"{name} holds half of a surrogate pair: {value[:80]!r}") from None
+
+
+def _json_object(name: str, value: object) -> str | None:
+    """Return a JSON object as text, in one way of writing: order of keys kept, no superfluous space."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _json_object_of_text(name, value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a mapping or JSON text, not {type(value).__name__}")
+    return _json_text(name, value)
+
+
+@lru_cache(maxsize=64)  # a batch's options are merged anew for each of its items
+def _json_object_of_text(name: str, text: str) -> str:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object, not {type(value).__name__}")
+    return _json_text(name, value)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _json_text(name: str, value: Mapping[str, Any]) -> str:
+    try:
+        text = json.dumps(
+            value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
+        )
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be written as JSON: {error}") from None
+    _check_text(name, text, MAX_GRAMMAR_LENGTH)
+    return text
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no type of JSON")
+
+
+@lru_cache(maxsize=64)
+def _schema_of(response_format: str) -> str | None:
+    """Return the schema that a response format asks for; None for text.
+
+    Source: OpenAI's API reference, chat completions, `response_format`.
+    """
+    said = json.loads(response_format)
+    kind, inner = said.get("type"), said.get("json_schema")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ConfigError(
+            f"response_format: type must be text, json_object or json_schema, not {kind!r}"
+        )
+    _check_keys(
+        "response_format", said, ("type", "json_schema") if kind == "json_schema" else ("type",)
+    )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return '{"type":"object"}'
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        raise ConfigError('response_format needs {"json_schema": {"schema": {…}}} with this type')
+    _check_keys("response_format: json_schema", inner, ("name", "description", "schema", "strict"))
+    _check_bool("response_format: strict", inner.get("strict"))
+    return _json_text("response_format: schema", inner["schema"])
+
+
+def _check_keys(name: str, said: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in said:
+        if key not in known:
+            raise ConfigError(f"{name} has {key!r}, known are {', '.join(known)}")
 
 
 def _adapters(value: object) -> Mapping[str, float] | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.errors import CBatchError, ConfigError, RequestError, UnsupportedOptionError
-from cbatch.options import GREEDY, MAX_SEED, EngineOptions, RunOptions, Sampling
+from cbatch.options import GREEDY, MAX_SEED, EngineOptions, Grammar, RunOptions, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -383,3 +385,94 @@ def test_unknown_engine_option_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedOptionError) as caught:
         EngineOptions.of({"n_parallel": 4})
     assert caught.value.option == "n_parallel"
+
+
+SCHEMA = {"type": "object", "properties": {"ü": {"type": "number"}}}
+TEXT = '{"type":"object","properties":{"ü":{"type":"number"}}}'
+
+
+@pytest.mark.parametrize(
+    ("said", "grammar"),
+    [
+        ({"json_schema": SCHEMA}, Grammar("json_schema", TEXT)),
+        ({"json_schema": json.dumps(SCHEMA, indent=2)}, Grammar("json_schema", TEXT)),
+        ({"json_schema": MappingProxyType(SCHEMA)}, Grammar("json_schema", TEXT)),
+        ({"response_format": {"type": "text"}}, None),
+        (
+            {"response_format": {"type": "json_object"}},
+            Grammar("json_schema", '{"type":"object"}'),
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
+                }
+            },
+            Grammar("json_schema", TEXT),
+        ),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+        ({"grammar": '# a\nroot ::= "a"'}, Grammar("gbnf", '# a\nroot ::= "a"')),
+        ({"grammar": 'start ::= "a"'}, Grammar("gbnf", 'start ::= "a"')),
+        ({}, None),
+    ],
+)
+def test_structure_is_what_one_option_says(said: dict[str, Any], grammar: Grammar | None) -> None:
+    options = RunOptions(**said)
+    assert options.structure == grammar
+    assert hash(options) == hash(RunOptions(**said))
+    assert RunOptions(max_tokens=1).over(options).structure == grammar
+
+
+def test_nearest_structure_wins_as_a_whole() -> None:
+    far = RunOptions(json_schema=SCHEMA, seed=1)
+    assert RunOptions(regex="a").over(far).structure == Grammar("regex", "a")
+    assert RunOptions(response_format={"type": "text"}).over(far).structure is None
+    assert RunOptions(regex="a").over(far).seed == 1
+
+
+CYCLE: dict[str, Any] = {}
+CYCLE["a"] = CYCLE
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"json_schema": SCHEMA, "regex": "a"}, "json_schema and regex"),
+        ({"grammar": "start: A", "response_format": {"type": "text"}}, "give one"),
+        ({"json_schema": "["}, "not JSON"),
+        ({"json_schema": "[]"}, "JSON object"),
+        ({"json_schema": 5}, "mapping or JSON text"),
+        ({"json_schema": True}, "mapping or JSON text"),
+        ({"json_schema": {"a": math.nan}}, "written as JSON"),
+        ({"json_schema": '{"a": NaN}'}, "NaN"),
+        ({"json_schema": CYCLE}, "written as JSON"),
+        ({"json_schema": "[" * 100_000}, "not JSON"),
+        ({"json_schema": {"a": {1}}}, "set"),
+        ({"json_schema": {"a": "\ud800"}}, "surrogate"),
+        ({"response_format": {"type": "xml"}}, "'xml'"),
+        ({"response_format": {}}, "None"),
+        ({"response_format": "json"}, "not JSON"),
+        ({"response_format": {"type": "json_schema"}}, "needs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "needs"),
+        ({"response_format": {"type": "text", "schema": {}}}, "'schema'"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {}, "strict": 1},
+                }
+            },
+            "strict",
+        ),
+        ({"regex": ""}, "1 … "),
+        ({"regex": 5}, "string"),
+        ({"grammar": "a" * 2**21}, "1 … 1048576"),
+        ({"grammar": "\ud800"}, "surrogate"),
+    ],
+)
+def test_wrong_structure_is_refused_with_the_reason(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        RunOptions(**said)
+    assert len(str(caught.value)) < 300
