@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.backend.fake import FakeBackend, Faults, StepCost
+from cbatch.backend.fake import (
+    FakeBackend,
+    FakeConstraint,
+    FakeGrammars,
+    FakeMatcher,
+    Faults,
+    StepCost,
+)
 from cbatch.core.batcher import N_LOOK, N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.demand import N_PREEMPTED_MAX
 from cbatch.core.driver import Request, SequenceDriver, Status
@@ -18,7 +25,7 @@ from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Binding, Memory, Slot
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
-from cbatch.errors import CacheError
+from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, ScheduleOptions
 
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.core.plan import Chunk, StepPlan
+    from cbatch.options import Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
 
 A_SECOND_A_STEP = StepCost(base_s=1.0)
@@ -65,6 +73,7 @@ class Rig:
     disk: dict[Fetch, tuple[Found, NDArray[np.uint8]]] = field(default_factory=dict)
     storing: list[SequenceDriver] = field(default_factory=list)
     fetching: list[Fetch] = field(default_factory=list)
+    compiling: list[Grammar] = field(default_factory=list)
 
     @property
     def now(self) -> float:
@@ -90,7 +99,12 @@ class Rig:
         """The tokens of a request run alone, its end included."""
         tokens = tokenize(self.backend, request.prompt)
         binding = Binding(
-            Slot(0), len(tokens), request.sampling, request.stop_tokens, tuple(tokens)
+            Slot(0),
+            len(tokens),
+            request.sampling,
+            request.stop_tokens,
+            tuple(tokens),
+            constraint=constraint_of(request),
         )
         if not request.options.n_discard:
             return self.backend.expected(tokens, binding, n_output, request.adapters)
@@ -104,16 +118,46 @@ class Rig:
         context, output = list(tokens), list[int]()
         n_keep = min(1 if options.n_keep is None else options.n_keep, len(tokens), n_window - 2)
         n_discard = min(options.n_discard or 0, n_window - n_keep - 1)
+        constraint = constraint_of(request)
         while len(output) < n_output and not (output and output[-1] in request.stop_tokens):
+            if constraint is not None and is_complete(constraint, output):
+                break
             if len(context) > n_window:
                 del context[n_keep : n_keep + n_discard]
             i_output = len(context) - len(output)
-            history = (*tokens, *output)
-            binding = Binding(Slot(0), i_output, request.sampling, request.stop_tokens, history)
-            [token] = self.backend.expected(context, binding, 1, request.adapters)
-            context.append(token)
-            output.append(token)
+            binding = Binding(
+                Slot(0),
+                i_output,
+                request.sampling,
+                request.stop_tokens,
+                (*tokens, *output),
+                constraint=constraint,
+                output=tuple(output),
+            )
+            found = self.backend.expected(context, binding, 1, request.adapters)
+            if not found:  # the constraint cannot be followed
+                break
+            context += found
+            output += found
         return output
+
+
+def constraint_of(request: Request) -> FakeConstraint | None:
+    """The request's grammar, compiled; None where it has none or a bad one."""
+    if request.grammar is None:
+        return None
+    try:
+        return FakeGrammars().compile(request.grammar)
+    except GrammarError:
+        return None
+
+
+def is_complete(constraint: FakeConstraint, output: Sequence[int]) -> bool:
+    """Whether a constraint lets nothing follow an output that has followed it."""
+    if not output:
+        return False
+    said = FakeMatcher(constraint, output[:-1]).follow(output[-1])
+    return said.is_complete and not said.forced
 
 
 def tokenize(
@@ -178,7 +222,15 @@ def make_request(
     given = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": prompt}
     stops = (() if said.ignore_eos else (256,)) + tuple(said.stop_token_ids or ())
     sampling = said.sampling({}, seed)
-    return Request(id, BatchPrompt(**given), said, sampling, stops, adapters=said.adapters)
+    return Request(
+        id,
+        BatchPrompt(**given),
+        said,
+        sampling,
+        stops,
+        adapters=said.adapters,
+        grammar=said.structure,
+    )
 
 
 def with_deadline(request: Request, now: float) -> Request:
@@ -198,9 +250,11 @@ def make_sequences(n: int, n_prompt: int = 4, **options: Any) -> list[Request]:
 def step(rig: Rig) -> StepPlan | None:
     """Plan, run and apply once, check everything, and take what came out."""
     settle_disk(rig)
+    settle_grammars(rig)
     n_visited, n_preempted = rig.batcher.n_visited, n_preemptions(rig)
     plan = rig.scheduler.plan(rig.now)
     rig.fetching = [*iter(rig.batcher.fetches.take_order, None)]
+    rig.compiling += rig.batcher.compiles.take_orders()
     assert rig.batcher.n_visited - n_visited <= n_visited_max(rig)
     if plan is not None:
         check_plan(rig, plan, has_preempted=n_preemptions(rig) > n_preempted)
@@ -233,6 +287,18 @@ def settle_disk(rig: Rig) -> None:
     for driver in rig.storing:
         rig.batcher.end_stored(driver)
     rig.fetching, rig.storing = [], []
+
+
+def settle_grammars(rig: Rig) -> None:
+    """Hand over what was to be compiled when the plan before was made."""
+    grammars, rig.compiling = rig.compiling, []
+    for grammar in grammars:
+        found: object
+        try:
+            found = rig.backend.grammars.compile(grammar)
+        except GrammarError as error:
+            found = error
+        rig.batcher.take_grammar(grammar, found, rig.now)
 
 
 def store(rig: Rig) -> None:
@@ -269,7 +335,7 @@ def drive(
         if before is not None:
             before(rig)
         plan = step(rig)
-        if plan is None and (rig.fetching or rig.storing):
+        if plan is None and (rig.fetching or rig.storing or rig.compiling):
             continue
         if plan is None:
             assert rig.scheduler.is_idle, "requests in flight, but nothing to compute"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.core.plan import Memory, StepPlan, StepResult
-    from cbatch.options import AdapterSet
+    from cbatch.options import AdapterSet, Grammar
 
 Message = Mapping[str, object]
 """One chat message: at least `role` and `content`."""
@@ -71,6 +71,17 @@ class Vocab(Protocol):
         """
 
 
+class Grammars(Protocol):
+    """Grammars for one model's tokens."""
+
+    def compile(self, grammar: Grammar) -> object:
+        """Return what a binding takes as `constraint`; may take a while. From one thread at a time, not the owner.
+
+        Raises:
+            GrammarError: it cannot be compiled, or is larger than the limits.
+        """
+
+
 class Backend(Protocol):
     """Runs step plans. One thread only, but for `interrupt`; sizes are fixed from construction on."""
 
@@ -97,6 +108,10 @@ class Backend(Protocol):
     @property
     def vocab(self) -> Vocab:
         """The model's vocabulary and template."""
+
+    @property
+    def grammars(self) -> Grammars:
+        """What compiles grammars for plans of this backend."""
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:

@@ -20,20 +20,21 @@ from cbatch.core.plan import (
     BROKEN_ROW,
     Binding,
     Chunk,
+    Guidance,
     Memory,
     Slot,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
-from cbatch.errors import ConfigError, PlanError
+from cbatch.errors import ConfigError, GrammarError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from cbatch.options import AdapterSet
+    from cbatch.options import AdapterSet, Grammar
 
 END_TOKEN = 256
 _N_SEEN = 4
@@ -83,6 +84,71 @@ class FakeVocab:
         lines = [json.dumps(variables)] if variables else []
         lines += [f"{m['role']}:{m['content']}" for m in messages]
         return self.tokenize("\n".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class FakeConstraint:
+    """Every token has a parity; some force a run behind them; one kind is the last, one cannot be followed.
+
+    Args:
+        parity: of every token, 0 or 1.
+        last: a token of this rest modulo 16, forced runs behind it included, is followed by nothing.
+        bad: a token of this rest modulo 16 cannot be sampled: there the constraint fails.
+    """
+
+    parity: int
+    last: int = -1
+    bad: int = -1
+
+
+class FakeGrammars:
+    """Makes a constraint of a regex such as "1", "1:5" or "1:5:7": parity, last, bad; of nothing else."""
+
+    def compile(self, grammar: Grammar) -> FakeConstraint:
+        """Compile a grammar; see `Grammars.compile`."""
+        try:
+            return FakeConstraint(*map(int, grammar.text.split(":")))
+        except (TypeError, ValueError) as error:
+            raise GrammarError(grammar.kind, f"not parity:last:bad: {error}") from error
+
+
+class FakeMatcher:
+    """Follows a constraint; what it forces depends on all of the output so far, so a wrong one is found out."""
+
+    def __init__(self, constraint: FakeConstraint, output: Sequence[int] = ()) -> None:
+        self._constraint = constraint
+        self._state = 1
+        self._forced: list[int] = []
+        for token in output:
+            self._take(token)
+
+    def choose(self, token: int) -> int:
+        """Return what is sampled where `token` would be without a constraint."""
+        if self._forced:
+            return self._forced[0]
+        return token if token % 2 == self._constraint.parity else token - 1 if token else 1
+
+    def follow(self, token: int) -> Guidance:
+        """Take a sampled token and what it forces; return what there is to say."""
+        if not self._forced and token % 16 == self._constraint.bad:
+            return Guidance(problem="a bad token")
+        self._take(token)
+        forced = tuple(self._forced)
+        for behind in forced:
+            self._take(behind)
+        return Guidance(forced, is_complete=(token, *forced)[-1] % 16 == self._constraint.last)
+
+    def _take(self, token: int) -> None:
+        if token % 2 != self._constraint.parity:
+            raise PlanError(f"token {token} breaks {self._constraint}")
+        self._state = _mix(self._state, token)
+        if not self._forced:
+            n_forced = self._state % 16 - 10
+            self._forced = [
+                _mix(self._state, i) % 128 * 2 + self._constraint.parity for i in range(n_forced)
+            ]
+        elif self._forced.pop(0) != token:
+            raise PlanError(f"token {token} is not the one that is forced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +232,8 @@ class FakeBackend:
         self._n_made = 0
         self._bindings: dict[Slot, Binding] = {}
         self._histories: dict[Slot, History] = {}
+        self._matchers: dict[Slot, FakeMatcher] = {}
+        self.grammars = FakeGrammars()
         self._seed, self._faults, self._cost = seed, faults, cost
         self._is_interrupted = False
         self._is_closed = False
@@ -178,7 +246,7 @@ class FakeBackend:
         self.plans.append(plan)
         lost = self._do_orders(plan)
         self._tag = _tag(plan.adapters)
-        self._bindings.update((b.slot, b) for b in plan.binds)
+        self._bind(plan.binds)
         self._histories.update((b.slot, History(b.history)) for b in plan.binds)
         tokens: list[list[int]] = [[] for _ in plan.chunks]
         if any(key in lost for _, key, _ in plan.loads):
@@ -203,7 +271,19 @@ class FakeBackend:
         n_kept = tuple(self._settle(c) for c in plan.chunks) if code not in (0, 1, -1) else ()
         seconds = self.now_s - start_s
         found = self._logprobs(plan.chunks, tokens)
-        return StepResult(tokens, n_done, code, seconds, 0.0, first_s, n_kept, lost, logprobs=found)
+        guided = self._guide(plan.chunks, tokens) if n_done else {}
+        return StepResult(
+            tokens,
+            n_done,
+            code,
+            seconds,
+            0.0,
+            first_s,
+            n_kept,
+            lost,
+            logprobs=found,
+            guided=guided,
+        )
 
     def interrupt(self) -> None:
         """End the run in flight, or the next one, after one step."""
@@ -230,9 +310,17 @@ class FakeBackend:
         tag = _tag(adapters)
         state, output = self._after([token | tag for token in prompt]), list[int]()
         while len(output) < n_output:
+            matcher = _matcher(binding, output)
             history = (*binding.history, *output)
-            output.append(self._token(state, history, binding, len(prompt) + len(output)))
+            output.append(
+                self._token(state, history, binding, len(prompt) + len(output), matcher)
+            )
             if output[-1] in binding.stop_tokens:
+                break
+            guidance = matcher.follow(output[-1]) if matcher else Guidance()
+            if guidance.problem:
+                del output[-1]
+            if guidance.problem or (guidance.is_complete and not guidance.forced):
                 break
             state = _mix(state, output[-1] | tag)
         return output
@@ -254,6 +342,25 @@ class FakeBackend:
         """Hand out saved cells and forget them."""
         cells = self.saved.pop(key, None)
         return None if cells is None else np.array(cells, np.int64).view(np.uint8)
+
+    def _bind(self, bindings: Sequence[Binding]) -> None:
+        for binding in bindings:
+            self._bindings[binding.slot] = binding
+            self._matchers.pop(binding.slot, None)
+            if matcher := _matcher(binding):
+                self._matchers[binding.slot] = matcher
+
+    def _guide(self, chunks: Sequence[Chunk], tokens: list[list[int]]) -> dict[Slot, Guidance]:
+        """Have constraints follow what was sampled; a row that breaks one is broken."""
+        guided: dict[Slot, Guidance] = {}
+        for chunk, sampled in zip(chunks, tokens, strict=True):
+            matcher = self._matchers.get(chunk.slot)
+            if matcher is None or not sampled or sampled[-1] == BROKEN_ROW:
+                continue
+            if sampled[-1] not in self._bindings[chunk.slot].stop_tokens:
+                guided[chunk.slot] = guidance = matcher.follow(sampled[-1])
+                sampled[-1] = BROKEN_ROW if guidance.problem else sampled[-1]
+        return guided
 
     def _do_orders(self, plan: StepPlan) -> tuple[int, ...]:
         """Do what comes before computing; return the keys of cells that were lost."""
@@ -293,6 +400,7 @@ class FakeBackend:
         self.n_rebuilt += 1
         self._bindings.clear()
         self._histories.clear()
+        self._matchers.clear()
         for slot in range(self.n_slots):
             self._set_cells(slot, [])
 
@@ -345,13 +453,23 @@ class FakeBackend:
         if self._faults.broken(chunk):
             return BROKEN_ROW
         slot = chunk.slot
-        history = self._histories[slot].tokens
-        return self._token(self._states[slot], history, self._bindings[slot], len(self.cells[slot]))
+        history, matcher = self._histories[slot].tokens, self._matchers.get(slot)
+        return self._token(
+            self._states[slot], history, self._bindings[slot], len(self.cells[slot]), matcher
+        )
 
-    def _token(self, state: int, history: Sequence[int], binding: Binding, n_cells: int) -> int:
+    def _token(
+        self,
+        state: int,
+        history: Sequence[int],
+        binding: Binding,
+        n_cells: int,
+        matcher: FakeMatcher | None = None,
+    ) -> int:
         for seen in (*history[-_N_SEEN:], len(history), binding.sampling.seed):
             state = _mix(state, seen)
-        return _mix(state, n_cells - binding.n_prompt) % self.vocab.n_vocab
+        token = _mix(state, n_cells - binding.n_prompt) % self.vocab.n_vocab
+        return matcher.choose(token) if matcher else token
 
     def _logprobs(
         self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]
@@ -391,9 +509,15 @@ class FakeBackend:
             raise PlanError(f"more than {self.n_batch} tokens: {plan}")
         if plan.n_steps > 1 and not all(c.has_output for c in plan.chunks):
             raise PlanError(f"only steps with outputs can be repeated: {plan}")
+        if plan.n_steps > 1 and self._is_constrained(plan):
+            raise PlanError(f"steps under a constraint cannot be repeated: {plan}")
         if any(name not in self.adapters for name, _ in plan.adapters):
             raise PlanError(f"no such adapter: {plan}")
         self._check_slots(plan)
+
+    def _is_constrained(self, plan: StepPlan) -> bool:
+        bindings = {**self._bindings, **{b.slot: b for b in plan.binds}}
+        return any(bindings[c.slot].constraint for c in plan.chunks if c.slot in bindings)
 
     def _check_slots(self, plan: StepPlan) -> None:
         named: list[int] = [*plan.clears, *(b.slot for b in plan.binds)]
@@ -457,6 +581,13 @@ class FakeBackend:
                 raise PlanError(f"past the window of {self.n_window}: {plan}")
             if c.has_output and c.slot not in bound:
                 raise PlanError(f"slot {c.slot} was never bound: {plan}")
+
+
+def _matcher(binding: Binding, output: Sequence[int] | None = None) -> FakeMatcher | None:
+    constraint = binding.constraint
+    if not isinstance(constraint, FakeConstraint):
+        return None
+    return FakeMatcher(constraint, [*binding.output, *(output or ())])
 
 
 def _mix(state: int, key: int) -> int:

@@ -12,19 +12,19 @@ from cbatch.core.cells import Cells
 from cbatch.core.deadlines import Deadlines
 from cbatch.core.demand import N_PREEMPTED_MAX, Demand
 from cbatch.core.driver import Request, SequenceDriver, Status, Wait
-from cbatch.core.holds import Fetches, Followers
+from cbatch.core.holds import Compiles, Fetches, Followers
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import n_common
 from cbatch.core.queue import make_queue
 from cbatch.core.sharing import Sharing
-from cbatch.errors import CBatchError, LedgerError, RequestFailedError
+from cbatch.errors import CBatchError, GrammarError, LedgerError, RequestFailedError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, ScheduleOptions
 
 if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory
-    from cbatch.options import AdapterSet
+    from cbatch.options import AdapterSet, Grammar
     from cbatch.response import FinishReason
 
 Tokenize = Callable[[BatchPrompt, RunOptions], Sequence[int]]
@@ -89,6 +89,7 @@ class MultiRequestBatcher:
         self._held: dict[int, SequenceDriver] = {}
         self.followers = Followers()
         self.fetches = Fetches(self.sharing, self.cells)
+        self.compiles = Compiles()
         self.last_adapters: AdapterSet = ()
         """What the last step was computed with."""
         self._numbers = count()
@@ -133,10 +134,34 @@ class MultiRequestBatcher:
                 self.prepare(driver)
             if driver.refusal is not None:
                 self._end(driver, "error", driver.clock.submitted_s, driver.refusal)
-            elif driver.is_held:
+            elif driver.is_held or self._waits_for_grammar(driver):
                 self._held[driver.number] = driver
             else:
                 ready.append(driver)
+        self._queue.add(ready)
+
+    def _waits_for_grammar(self, driver: SequenceDriver) -> bool:
+        grammar = driver.request.grammar
+        if grammar is None or not self.compiles.is_needed(driver):
+            return False
+        driver.waits_for = Wait.COMPILE
+        self.compiles.add(driver, grammar)
+        return True
+
+    def take_grammar(self, grammar: Grammar, found: object | GrammarError, now: float) -> None:
+        """Take what compiling brought: who waited for it queues now, or ends where it cannot be compiled."""
+        if isinstance(found, GrammarError):
+            for driver in self.compiles.arrive(grammar, None):
+                self._withdraw(driver)
+                driver.fail_grammar(found.reason, now)
+                self.retire(driver)
+            return
+        drivers = self.compiles.arrive(grammar, found)
+        for driver in drivers:
+            driver.waits_for = None
+        ready = [d for d in drivers if d.status is Status.WAITING]  # others are paused
+        for driver in ready:
+            del self._held[driver.number]
         self._queue.add(ready)
 
     def prepare(self, driver: SequenceDriver) -> None:
@@ -470,6 +495,8 @@ class MultiRequestBatcher:
             self.followers.drop(driver)
         elif driver.waits_for is Wait.CACHE:
             self.fetches.drop(driver)
+        elif driver.waits_for is Wait.COMPILE:
+            self.compiles.drop(driver)
         if self._held.pop(driver.number, None) is None and driver.status is Status.WAITING:
             self._remove_waiting(driver)
 

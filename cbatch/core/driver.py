@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.answer import N_TAIL, Answer, AnswerReader
 from cbatch.core.calls import call_id
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot
+from cbatch.core.plan import BROKEN_ROW, FREE, Binding, Chunk, Guidance, Slot
 from cbatch.core.stats import RequestClock
 from cbatch.core.text import TextStream
 from cbatch.errors import (
     CacheError,
     CBatchError,
     DeadlineError,
+    GrammarError,
     PromptTooLongError,
     RequestCancelledError,
     RequestFailedError,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.messages import BatchPrompt
-    from cbatch.options import AdapterSet, RunOptions, Sampling
+    from cbatch.options import AdapterSet, Grammar, RunOptions, Sampling
 
 
 class Status(Enum):
@@ -101,6 +102,8 @@ class Request:
     """What it goes on from: tokens that an earlier request with this prompt sampled."""
     continues: int | None = None
     """The number of that request's sequence."""
+    grammar: Grammar | None = None
+    """What its output must match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,8 @@ class SequenceDriver:
     error: CBatchError | None = None
     refusal: CBatchError | None = None
     """Why its prompt cannot be computed, where that was found out before its turn."""
+    constraint: object = None
+    """Its grammar, compiled."""
     saved_key: int | None = None
     """Under which its cells stand in host memory while it has no slot."""
     n_preempted: int = 0
@@ -346,7 +351,16 @@ class SequenceDriver:
         request = self.request
         # from which the place of a token in the output is counted, whatever left the window
         i_output = len(self.tokens) - len(self.output)
-        return Binding(slot, i_output, request.sampling, request.stop_tokens, self.history)
+        is_bound = self.constraint is not None
+        return Binding(
+            slot,
+            i_output,
+            request.sampling,
+            request.stop_tokens,
+            self.history,
+            constraint=self.constraint,
+            output=tuple(self.output) if is_bound else (),
+        )
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -361,10 +375,13 @@ class SequenceDriver:
             return Chunk(slot, start, (self.tokens[start],), has_output)
         return Chunk(slot, start, self.tokens[start:end], has_output)
 
-    def accept(self, n_chunk: int, sampled: list[int], now: float) -> None:
+    def accept(
+        self, n_chunk: int, sampled: list[int], now: float, guidance: Guidance = FREE
+    ) -> None:
         """Take what a run brought: `n_chunk` tokens of the plan got cells, then `sampled` came one a step.
 
-        Ends the sequence where its last token ends it. A stop token comes before the cap when both fall together.
+        Ends the sequence where its last token ends it. A stop token, and the end of its grammar, come before the cap
+        when they fall together.
         """
         self.n_computed += n_chunk + max(0, len(sampled) - 1)
         self.n_reached = max(self.n_reached, self.n_computed)
@@ -377,11 +394,27 @@ class SequenceDriver:
         if good:
             if self.clock.first_token_s is None:
                 self.clock.first_token_s = now
-            self.tokens.extend(good)
-            self.output.extend(good)
-            self._check_end(now)
-        if is_broken and self.finish_reason is None:
+            self._append(good, now, is_last=guidance.is_complete and not guidance.forced)
+        if guidance.problem and self.finish_reason is None:
+            self.fail_grammar(guidance.problem, now)
+        elif is_broken and self.finish_reason is None:
             self.finish("error", now, RequestFailedError("the model's logits are not numbers"))
+        for n_behind in range(len(guidance.forced), 0, -1):
+            # what a full window has no place for is sampled under the grammar when the window has moved
+            if self.finish_reason is not None or self.is_over_window:
+                break
+            token = guidance.forced[-n_behind]
+            self._append([token], now, is_last=guidance.is_complete and n_behind == 1)
+
+    def _append(self, tokens: list[int], now: float, *, is_last: bool) -> None:
+        self.tokens.extend(tokens)
+        self.output.extend(tokens)
+        self._check_end(now, is_complete=is_last)
+
+    def fail_grammar(self, reason: str, now: float) -> None:
+        """End a sequence whose grammar cannot be compiled, or not be followed any further."""
+        grammar = self.request.grammar
+        self.finish("error", now, GrammarError(grammar.kind if grammar else "", reason))
 
     def take_over(self, n_cells: int) -> None:
         """Begin with `n_cells` cells that somebody else computed."""
@@ -496,7 +529,7 @@ class SequenceDriver:
             origin=Origin(self.request, self.number),
         )
 
-    def _check_end(self, now: float) -> None:
+    def _check_end(self, now: float, *, is_complete: bool) -> None:
         if self.tokens[-1] in self.request.stop_tokens:
             self.has_end_token = True
         if self.text.has_stops:
@@ -504,7 +537,7 @@ class SequenceDriver:
         if self.text.is_stopped:
             n_past = len(self.output) - self.text.n_fed  # sampled past the stop string
             del self.output[len(self.output) - n_past :], self.tokens[len(self.tokens) - n_past :]
-        if self.text.is_stopped or self.has_end_token:
+        if self.text.is_stopped or self.has_end_token or is_complete:
             self.finish("stop", now)
         elif self.n_left <= 0:
             is_capped = self.request.options.max_tokens is not None

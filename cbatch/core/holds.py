@@ -1,4 +1,4 @@
-"""Who waits for something that a free slot does not bring: another's prefix, or cells that stand on disk."""
+"""Who waits for something that a free slot does not bring: another's prefix, cells on disk, or its own grammar."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
     from cbatch.core.cells import Cells
     from cbatch.core.sharing import Sharing
-    from cbatch.options import AdapterSet
+    from cbatch.options import AdapterSet, Grammar
 
 _N_KNOWN_MAX = 256
 """Files on disk whose tokens are remembered, so that what is in memory anyway is not read again."""
+
+_N_GRAMMARS_MAX = 32
+"""Compiled grammars that are kept for those who will want them: each holds up to some ten MiB. Our choice."""
 
 
 @dataclass(eq=False, slots=True)
@@ -185,6 +188,56 @@ class Fetches:
         n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
         best = self._sharing.best(driver)
         return n_cells > 0 and best is not None and n_cells < best.n_cells + N_WORTH
+
+
+class Compiles:
+    """Those that wait for their grammar; each is compiled once for all who want it, and kept for a while."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Grammar, dict[int, SequenceDriver]] = {}  # by number
+        self._orders: list[Grammar] = []
+        self._kept: dict[Grammar, object] = {}  # the one unused for longest first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def is_needed(self, driver: SequenceDriver) -> bool:
+        """Whether a new driver has to wait for its grammar; else it has it now, or needs none."""
+        grammar = driver.request.grammar
+        if grammar is None:
+            return False
+        if grammar not in self._kept:
+            return True
+        driver.constraint = self._kept[grammar] = self._kept.pop(grammar)
+        return False
+
+    def add(self, driver: SequenceDriver, grammar: Grammar) -> None:
+        """Have a held driver wait for its grammar."""
+        if grammar not in self._waiting:
+            self._orders.append(grammar)
+            self._waiting[grammar] = {}
+        self._waiting[grammar][driver.number] = driver
+
+    def take_orders(self) -> list[Grammar]:
+        """Return the grammars to compile; each once."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def arrive(self, grammar: Grammar, constraint: object) -> list[SequenceDriver]:
+        """Take a grammar that was compiled, None where that failed; return who waited for it."""
+        drivers = [*self._waiting.pop(grammar, {}).values()]
+        for driver in drivers:
+            driver.constraint = constraint
+        if constraint is not None:
+            self._kept[grammar] = constraint
+            if len(self._kept) > _N_GRAMMARS_MAX:
+                del self._kept[next(iter(self._kept))]
+        return drivers
+
+    def drop(self, driver: SequenceDriver) -> None:
+        """Forget one that waits no more; nothing happens where it never did."""
+        if driver.request.grammar is not None:
+            self._waiting.get(driver.request.grammar, {}).pop(driver.number, None)
 
 
 def _fetch_of(driver: SequenceDriver) -> Fetch:

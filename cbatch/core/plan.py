@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NewType
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.options import AdapterSet, Sampling
 
@@ -34,6 +34,10 @@ class Binding:
     Penalties and DRY see them, and every token that is computed behind them."""
     n_logprobs: int | None = None
     """How many alternatives to report with the log-probability of each sampled token; None reports nothing."""
+    constraint: object = None
+    """What the sequence must match, as the backend's `Grammars` compiled it; None for anything."""
+    output: tuple[int, ...] = ()
+    """With a constraint: the output so far, which it has followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class TokenLogprobs:
 class StepPlan:
     """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
 
+    Where a slot is bound with a constraint, no token is sampled that it does not allow; such a chunk with an output
+    is done in one step alone, for what is allowed next depends on what was sampled.
     `chunks` are in ascending order of slot, one a slot at most. With `n_steps` > 1 every chunk has an output, and
     each further step computes the token that the step before sampled, one a slot. The run ends early after a step
     in which a row sampled one of its stop tokens or was broken, when it is interrupted, or when decoding failed; a
@@ -94,6 +100,22 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Guidance:
+    """What a constraint says once a token was sampled under it."""
+
+    forced: tuple[int, ...] = ()
+    """What must follow, without a choice: output that has no cells yet."""
+    is_complete: bool = False
+    """Whether nothing more may follow, after the forced ones."""
+    problem: str = ""
+    """Why the constraint cannot be followed any further; a broken row stands for the token sampled then."""
+
+
+FREE = Guidance()
+"""What is said of a sequence without a constraint: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a run did. `tokens[i]` are the tokens sampled for `chunks[i]`: `n_steps` of them, or none without output."""
 
@@ -115,6 +137,8 @@ class StepResult:
     logprobs: Sequence[Sequence[TokenLogprobs]] = ()
     """`logprobs[i][j]` are those of `tokens[i][j]`; nothing for a chunk whose slot reports none, and empty where all
     report none."""
+    guided: Mapping[Slot, Guidance] = field(default_factory=dict)
+    """What constraints say of the tokens sampled in their slots; those that have nothing to say are left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cbatch.core.batcher import slot_of
 from cbatch.core.costs import StepCosts
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import FREE, Chunk, Guidance, Slot, StepPlan, StepResult
 from cbatch.core.shape import even_out, split_budget, whole_pieces
 from cbatch.core.trials import Trials
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
@@ -141,7 +141,9 @@ class ContinuousBatchScheduler:
             self._n_failures, self._has_rebuilt = 0, False
             self._count(drivers, plan, result, now)
             for driver, chunk, sampled in zip(drivers, plan.chunks, result.tokens, strict=True):
-                self._accept(driver, len(chunk.tokens), sampled, now)
+                self._accept(
+                    driver, len(chunk.tokens), sampled, now, result.guided.get(chunk.slot, FREE)
+                )
         if result.code:
             self._contain(drivers, plan, result, now)
         return drivers
@@ -292,7 +294,7 @@ class ContinuousBatchScheduler:
         """Return how often this plan can be done: while no row ends, no turn ends, and nobody is left out."""
         if not chunks or len(chunks) < len(running) or not all(c.has_output for c in chunks):
             return 1
-        if len(self.batcher.followers):
+        if len(self.batcher.followers) or any(d.constraint is not None for d in running):
             return 1
         n_steps = min(N_STEPS_MAX, *(d.n_room for d in running))
         if self._quantum and self.batcher.n_waiting:
@@ -341,12 +343,19 @@ class ContinuousBatchScheduler:
         if result.move_s:
             self.costs.learn_copy(sum(n for _, _, n in plan.copies), result.move_s)
 
-    def _accept(self, driver: SequenceDriver, n_chunk: int, sampled: list[int], now: float) -> None:
+    def _accept(
+        self,
+        driver: SequenceDriver,
+        n_chunk: int,
+        sampled: list[int],
+        now: float,
+        guidance: Guidance,
+    ) -> None:
         n_computed = driver.n_computed
         if n_computed < driver.n_prompt or n_computed < driver.n_reached:
             self.stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
             self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
-        driver.accept(n_chunk, sampled, now)
+        driver.accept(n_chunk, sampled, now, guidance)
         if driver.slot is not None:
             self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
         if driver.status is Status.FINISHED:
@@ -372,8 +381,12 @@ class ContinuousBatchScheduler:
             self.stats.count_step(n_rows, n_rows, 0, total_s - first_s, n_later)
             self.costs.learn_decode(n_rows, (total_s - first_s) / n_later)
         self.stats.n_runs += 1
-        self.stats.n_output_tokens += sum(map(len, result.tokens))
-        self.stats.count_gaps(drivers, result.tokens, now)
+        tokens = result.tokens
+        if result.guided:
+            said = [result.guided.get(c.slot, FREE).forced for c in plan.chunks]
+            tokens = [[*row, *forced] for row, forced in zip(tokens, said, strict=True)]
+        self.stats.n_output_tokens += sum(map(len, tokens))
+        self.stats.count_gaps(drivers, tokens, now)
 
     # ---- failures ----
 

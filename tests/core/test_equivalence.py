@@ -14,6 +14,7 @@ from cbatch.core.plan import Memory
 from cbatch.errors import (
     DeadlineError,
     DecodeError,
+    GrammarError,
     PromptTooLongError,
     RequestCancelledError,
     RequestFailedError,
@@ -22,7 +23,9 @@ from cbatch.options import RunOptions
 from cbatch.runtime.intake import EXTENSIBLE
 from tests.helpers import (
     Rig,
+    constraint_of,
     drive,
+    is_complete,
     make_request,
     make_scheduler,
     make_sequences,
@@ -69,6 +72,14 @@ class Item:
     cache_key: str | None = None
     save_cache: bool = False
     extend_by: int | None = None
+    regex: str | None = None
+    """A constraint of the fake backend, or a bad one."""
+
+    @property
+    def grammar(self) -> str | None:
+        """Its constraint; not where failures are placed: what is forced is there before it is computed."""
+        is_placed = self.broken_at is not None or self.guilty_at is not None
+        return None if is_placed else self.regex
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -139,6 +150,7 @@ ITEMS = st.builds(
     cache_key=st.sampled_from([None, None, "k", "l"]),
     save_cache=st.booleans(),
     extend_by=_rarely(st.integers(1, 8)),
+    regex=st.sampled_from([None, None, None, "0", "1", "1:5", "0:4:6", "1:3:9", "x"]),
 )
 
 
@@ -282,7 +294,7 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
 
 def _request(rig: Rig, id: str, item: Item) -> Request:
     """Return an item's request; its stops are cut from the stream that it gives without them."""
-    said: dict[str, Any] = {"adapter": item.adapter}
+    said: dict[str, Any] = {"adapter": item.adapter, "regex": item.grammar}
     if item.window and rig.backend.memory.can_shift and not rig.backend.n_piece:
         said["n_keep"], said["n_discard"] = item.window
     plain = make_request(id, item.prompt, seed=item.seed, ignore_eos=True, **said)
@@ -298,7 +310,7 @@ def _request(rig: Rig, id: str, item: Item) -> Request:
         ignore_eos=item.ignore_eos,
         include_stop=item.include_stop,
         stop=stops,
-        stop_token_ids=[] if at is None else [stream[at]],
+        stop_token_ids=stream[at : at + 1] if at is not None else [],
         priority=item.priority,
         timeout_s=item.timeout_s,
         prefill_only=item.prefill_only,
@@ -333,6 +345,11 @@ def alone(rig: Rig, request: Request) -> Outcome:
             data = data[: end if options.include_stop else end + minus_n]
         if ends or is_end:
             return Outcome("stop", tuple(given), data.decode("utf-8", "replace"), n)
+    constraint = constraint_of(request)
+    if constraint is not None and is_complete(constraint, stream):
+        return Outcome("stop", tuple(stream), _text(rig, stream), len(stream))
+    if len(stream) < cap:  # it cannot be followed
+        return Outcome("error", tuple(stream), _text(rig, stream), len(stream))
     reason: FinishReason = "window" if options.max_tokens is None else "length"
     return Outcome(reason, tuple(stream), _text(rig, stream), len(stream))
 
@@ -343,6 +360,10 @@ def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) ->
         _check_cut_short(rig, request, result)
         return
     options = request.options
+    if item.grammar == "x" and isinstance(result.error, GrammarError):
+        assert not rig.drivers[request.id].has_run
+        return
+    assert item.grammar != "x" or isinstance(result.error, PromptTooLongError)
     n_least = 0 if options.prefill_only else 1 if options.n_discard else options.max_tokens or 1
     if n_prompt + n_least > rig.backend.n_window:
         assert isinstance(result.error, PromptTooLongError)
@@ -359,6 +380,8 @@ def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) ->
             assert isinstance(result.error.__cause__, DecodeError)
             assert result.error.__cause__.code == item.guilty_code
         whole = Outcome("error", tokens, _text(rig, tokens), len(tokens))
+    elif whole.reason == "error":
+        assert isinstance(result.error, GrammarError)
     assert result.finish_reason == whole.reason
     assert result.token_ids == whole.tokens
     assert result.text == whole.text
