@@ -30,6 +30,7 @@ from cbatch.messages import (
 )
 from cbatch.options import EngineOptions, RunOptions, ScheduleOptions, check_seconds
 from cbatch.response import BatchResponse
+from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.intake import Intake, is_in_event_loop, tokenize
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
@@ -174,7 +175,9 @@ class Engine:
             can_trim=memory.can_trim,
             has_adapters=bool(backend.adapters),
         )
-        loop = Loop(backend, scheduler, time.perf_counter, self._make_keeper(backend))
+        compiler = partial(Compiler, backend.grammars, is_threaded=self._threaded)
+        keeper = self._make_keeper(backend)
+        loop = Loop(backend, scheduler, time.perf_counter, keeper, compiler)
         intake = Intake(backend, batcher, loop, schedule, is_threaded=self._threaded)
         self._finalizer = weakref.finalize(self, loop.close)
         self._made = _Parts(backend, batcher, loop, intake, stats, exactness)

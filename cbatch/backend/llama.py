@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import llama_cpp
@@ -13,6 +14,7 @@ import numpy as np
 
 from cbatch.backend.context import available_cores, make_context, slot_window
 from cbatch.backend.fingerprint import fingerprint, model_parts, rope_factors
+from cbatch.backend.grammar import Guides, LlamaGrammars
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
 from cbatch.backend.native import NativeStepper, handshake
@@ -87,6 +89,7 @@ class LlamaBackend:
         self._make_stepper = stepper or NativeStepper
         self._adapters = adapters
         self._is_state = bool(llama_cpp.llama_model_is_recurrent(model.pointer))
+        self.grammars = LlamaGrammars(model)
         self._is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
         self._busy = threading.Lock()
         self._is_closed = False
@@ -95,6 +98,7 @@ class LlamaBackend:
         self._saved: dict[int, SavedCells] = {}
         self.n_slots = options.n_slots
         self.n_threads = options.n_threads or available_cores()
+        self._guides = Guides(self.n_slots, self.n_threads)
         self.is_unified = options.kv == "unified"
         try:
             self._open()
@@ -182,6 +186,7 @@ class LlamaBackend:
                 self._unshifted.add(slot)
         for binding in plan.binds:
             self._stepper.bind(binding)
+            self._guides.bind(binding)
         can_compute = plan.chunks and is_loaded
         if can_compute and self._adapters is not None:
             self._adapters.use(self._ctx, plan.adapters)
@@ -194,6 +199,9 @@ class LlamaBackend:
     def _compute(self, plan: StepPlan) -> StepResult:
         result = self._pieces(plan) if self.n_piece else self._steps(plan.chunks, plan.n_steps)
         if result.n_steps:
+            tokens, guided = self._guides.follow(plan.chunks, result.tokens)
+            if guided:
+                result = replace(result, tokens=tokens, guided=guided)
             self._uncopied.clear()
             self._unshifted.clear()
             for chunk in plan.chunks:
@@ -204,7 +212,12 @@ class LlamaBackend:
 
     def _steps(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
         self._last_chunks = chunks
-        result: StepResult = self._stepper.run(chunks, n_steps)
+        masks = self._guides.masks(chunks)
+        result: StepResult
+        if masks is None:
+            result = self._stepper.run(chunks, n_steps)
+        else:
+            result = self._stepper.run(chunks, n_steps, masks, partial(self._guides.fill, chunks))
         return result
 
     def _pieces(self, plan: StepPlan) -> StepResult:
@@ -380,6 +393,8 @@ class LlamaBackend:
         self._is_closed = True
         self._free()
         self._saved.clear()
+        self._guides.close()
+        self.grammars.close()
         if self._adapters is not None:
             self._adapters.close()
         if self._owns_model:

@@ -115,6 +115,7 @@ class Intake:
             deadline_s,
             options.adapters,
             owner=self._mark,
+            grammar=options.structure,
         )
         return self._sequence(request, now)
 

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler
+    from cbatch.options import Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.compiler import Compiler
     from cbatch.runtime.keeper import Keeper, Post
     from cbatch.runtime.mailbox import Mailbox
 
     MakeKeeper = Callable[[Post], Keeper]
+    MakeCompiler = Callable[[Post], Compiler]
 
 T = TypeVar("T")
 
@@ -59,6 +62,7 @@ class Loop:
         scheduler: ContinuousBatchScheduler,
         clock: Callable[[], float],
         keeper: MakeKeeper | None = None,
+        compiler: MakeCompiler | None = None,
     ) -> None:
         self.routes: dict[str, Route] = {}
         self.recorder: Callable[[StepRecord], object] | None = None
@@ -67,6 +71,7 @@ class Loop:
         self._disk = Disk(
             backend, scheduler.batcher, keeper(self._commands.put) if keeper else None
         )
+        self._compiler = compiler(self._commands.put) if compiler else None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._is_closed = False
@@ -171,7 +176,8 @@ class Loop:
         """Return how many wait and how many more may: those that a slot is there for do not count."""
         batcher = self._scheduler.batcher
         n_slots = batcher.ledger.n_free_slots + batcher.n_paused_in_slots - batcher.n_awaited
-        return batcher.n_waiting, max(0, n_limit + n_slots - batcher.n_waiting)
+        n_waiting = batcher.n_waiting + len(batcher.compiles)
+        return n_waiting, max(0, n_limit + n_slots - n_waiting)
 
     def call(self, command: Callable[[], T]) -> T:
         """Do `command` between two runs and return what it returns. From any thread; waits.
@@ -236,6 +242,8 @@ class Loop:
         start = self._clock()
         if self._timers:
             self._do_timers(start)
+        if self._compiler is not None:
+            self._compile_grammars(self._compiler)
         admitted_now = self._scheduler.admit(start)
         self._disk.fetch()
         admitted = self._clock()
@@ -264,6 +272,14 @@ class Loop:
             times = (start, admitted, built, ran, applied, delivered)
             self._report(_record(plan, result, self._scheduler.batcher.n_waiting, times))
         return True
+
+    def _compile_grammars(self, compiler: Compiler) -> None:
+        """Have grammars compiled that somebody waits for."""
+        for grammar in self._scheduler.batcher.compiles.take_orders():
+            compiler.compile(grammar, self._take_grammar)
+
+    def _take_grammar(self, grammar: Grammar, found: object) -> None:
+        self._scheduler.batcher.take_grammar(grammar, found, self._clock())
 
     def _report(self, record: StepRecord) -> None:
         """Hand a record out; a recorder that raises is called no more, for requests are not to suffer by it."""
@@ -433,6 +449,8 @@ class Loop:
             self._scheduler.start_over()
         self._end_requests()
         self._disk.close()
+        if self._compiler is not None:
+            self._compiler.close()
         self._do_commands()
         self._deliver(())
         self._backend.close()

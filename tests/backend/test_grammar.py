@@ -1,0 +1,351 @@
+"""Grammars for a real vocabulary: what compiles, what is refused and in what time, what is allowed next."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cbatch.backend.grammar import Constraint, Guides, LlamaGrammars, is_suspicious
+from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.sampling import allowed
+from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Guidance, Slot
+from cbatch.errors import EngineClosedError, GrammarError
+from cbatch.options import GREEDY, Grammar, RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+SLOT = Slot(1)
+A_WHILE_S = 5.0
+"""Far more than any of these takes, on a machine that does other things too."""
+
+
+@pytest.fixture(scope="module")
+def model(test_model: Path) -> Iterator[LlamaModel]:
+    opened = open_model(test_model)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def grammars(model: LlamaModel) -> LlamaGrammars:
+    return LlamaGrammars(model)
+
+
+def compiled(grammars: LlamaGrammars, **options: Any) -> Constraint:
+    grammar = RunOptions(**options).structure
+    assert grammar is not None
+    return grammars.compile(grammar)
+
+
+def guides(
+    constraint: Constraint, *, output: Sequence[int] = (), stops: Sequence[int] = (2, 4)
+) -> Guides:
+    """Guides of two slots, the second of which has the constraint."""
+    made = Guides(2, 1)
+    made.bind(Binding(SLOT, 3, GREEDY, tuple(stops), constraint, tuple(output)))
+    return made
+
+
+def row() -> Chunk:
+    return Chunk(SLOT, 5, (7,), has_output=True)
+
+
+def may_follow(made: Guides, n_vocab: int) -> list[int]:
+    [mask] = made.masks([row()]) or [None]
+    made.fill([row()])
+    assert mask is not None
+    return [int(token) for token in np.flatnonzero(allowed(mask, n_vocab))]
+
+
+def texts(model: LlamaModel, tokens: Sequence[int]) -> set[bytes]:
+    return {model.vocab.piece(t) for t in tokens}
+
+
+# ---- what is allowed ----
+
+
+def test_end_tokens_are_allowed_where_the_grammar_is_complete_and_nowhere_else(
+    model: LlamaModel, grammars: LlamaGrammars
+) -> None:
+    made = guides(compiled(grammars, regex="a+"))
+    ends = set(model.vocab.end_tokens)
+    assert len(ends) > 1
+    assert not ends & set(may_follow(made, model.vocab.n_vocab))
+    [token] = model.vocab._tokenize(b"a", add_special=False)
+    assert made.follow([row()], [[token]]) == ([[token]], {})
+    assert ends < set(may_follow(made, model.vocab.n_vocab))
+
+
+def test_ignored_end_tokens_are_never_allowed(model: LlamaModel, grammars: LlamaGrammars) -> None:
+    [token] = model.vocab._tokenize(b"a", add_special=False)
+    made = guides(compiled(grammars, regex="a+"), output=[token], stops=())
+    found = may_follow(made, model.vocab.n_vocab)
+    assert found
+    assert not set(model.vocab.end_tokens) & set(found)
+
+
+def test_tokens_without_text_are_not_allowed_in_a_json_string(
+    model: LlamaModel, grammars: LlamaGrammars
+) -> None:
+    output = model.vocab._tokenize(b'"a', add_special=False)
+    made = guides(compiled(grammars, json_schema={"type": "string"}), output=output)
+    found = may_follow(made, model.vocab.n_vocab)
+    assert len(found) > 100
+    assert all(model.vocab.piece(t) for t in found)
+
+
+def test_rows_of_other_slots_have_no_mask(grammars: LlamaGrammars) -> None:
+    made = guides(compiled(grammars, regex="a"))
+    other = Chunk(Slot(0), 0, (1,), has_output=True)
+    silent = Chunk(SLOT, 0, (1,), has_output=False)
+    assert made.masks([other, silent]) is None
+    masks = made.masks([other, row()])
+    assert masks is not None
+    assert [m is None for m in masks] == [True, False]
+
+
+def test_slot_bound_anew_without_a_constraint_is_free(grammars: LlamaGrammars) -> None:
+    made = guides(compiled(grammars, regex="a"))
+    made.bind(Binding(SLOT, 3, GREEDY, ()))
+    assert made.masks([row()]) is None
+
+
+def test_output_so_far_is_followed(model: LlamaModel, grammars: LlamaGrammars) -> None:
+    [a] = model.vocab._tokenize(b"a", add_special=False)
+    made = guides(compiled(grammars, regex="ab"), output=[a])
+    assert texts(model, may_follow(made, model.vocab.n_vocab)) == {b"b"}
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_rows_of_one_grammar_are_apart(
+    model: LlamaModel, grammars: LlamaGrammars, n_threads: int
+) -> None:
+    constraint, made = compiled(grammars, regex="ab|cd"), Guides(3, n_threads)
+    [a], [c] = (model.vocab._tokenize(t, add_special=False) for t in (b"a", b"c"))
+    for slot, output in enumerate(([], [a], [c])):
+        made.bind(Binding(Slot(slot), 3, GREEDY, (), constraint, tuple(output)))
+    chunks = [Chunk(Slot(i), 5, (7,), has_output=True) for i in range(3)]
+    masks = made.masks(chunks)
+    made.fill(chunks)
+    assert masks is not None
+    n = model.vocab.n_vocab
+    found = [texts(model, np.flatnonzero(allowed(m, n)).tolist()) for m in masks if m is not None]
+    assert found[0] >= {b"a", b"c"}
+    assert found[1:] == [{b"b"}, {b"d"}]
+
+
+# ---- what follows ----
+
+
+def test_what_leaves_no_choice_is_forced_and_ends(
+    model: LlamaModel, grammars: LlamaGrammars
+) -> None:
+    made = guides(compiled(grammars, json_schema={"const": "hello there"}))
+    first = may_follow(made, model.vocab.n_vocab)[0]
+    tokens, guided = made.follow([row()], [[first]])
+    assert tokens == [[first]]
+    text = b"".join(map(model.vocab.piece, (first, *guided[SLOT].forced)))
+    assert json.loads(text) == "hello there"
+    assert guided[SLOT].is_complete
+
+
+def test_token_that_is_not_allowed_breaks_the_row_with_a_reason(
+    model: LlamaModel, grammars: LlamaGrammars
+) -> None:
+    made = guides(compiled(grammars, regex="a"))
+    [b] = model.vocab._tokenize(b"b", add_special=False)
+    tokens, guided = made.follow([row()], [[b]])
+    assert tokens == [[BROKEN_ROW]]
+    assert guided[SLOT].problem
+
+
+def test_broken_row_stays_broken(grammars: LlamaGrammars) -> None:
+    made = guides(compiled(grammars, regex="a"))
+    assert made.follow([row()], [[BROKEN_ROW]]) == ([[BROKEN_ROW]], {})
+
+
+def test_grammar_that_outgrows_its_limits_fails_its_row(
+    model: LlamaModel, grammars: LlamaGrammars
+) -> None:
+    made = guides(compiled(grammars, regex="((a{1000}){1000}){1000}"))
+    start = time.perf_counter()
+    guided: dict[Slot, Guidance] = {}
+    for _ in range(20):
+        found = may_follow(made, model.vocab.n_vocab)
+        guided = made.follow([row()], [[found[0] if found else 0]])[1]
+        if guided.get(SLOT, Guidance()).problem:
+            break
+    assert guided[SLOT].problem
+    assert time.perf_counter() - start < A_WHILE_S
+
+
+# ---- what compiles ----
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ('root ::= "yes" | "no"', {b"y", b"n"}),
+        ('root ::= [\\u0041-\\u0043] "x"', {b"A", b"B", b"C"}),
+        ('root ::= ws "x"\nws ::= [ ]*\n', {b" ", b"x"}),
+        ('start ::= "a"\nroot ::= start start\n', {b"a"}),
+    ],
+)
+def test_gbnf_is_known_and_converted(
+    model: LlamaModel, grammars: LlamaGrammars, text: str, first: set[bytes]
+) -> None:
+    if text.startswith("start"):
+        with pytest.raises(GrammarError, match="already exists"):
+            compiled(grammars, grammar=text)
+        return
+    made = guides(compiled(grammars, grammar=text))
+    assert {t[:1] for t in texts(model, may_follow(made, model.vocab.n_vocab))} == first
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"regex": "a(b"}, "unclosed group"),
+        ({"grammar": "start: foo\n"}, r'unknown name: "foo"'),
+        ({"grammar": 'start: "a" |\n  )\n'}, r"2\(3\)"),
+        ({"grammar": "root ::= foo\n"}, "'foo' not found"),
+        ({"grammar": "root ::= (\n"}, "line 2"),
+        ({"json_schema": {"type": "strnig"}}, "strnig"),
+        ({"json_schema": {"enum": [1], "type": "string"}}, "Unsatisfiable"),
+        ({"json_schema": {"not": {"type": "string"}}}, "not"),
+        ({"json_schema": {"$ref": "#"}}, "nothing matches"),
+        ({"json_schema": {"$ref": "file:///etc/passwd"}}, "not fetch"),
+        ({"json_schema": {"$ref": "http://localhost:1/x.json"}}, "not fetch"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(
+    grammars: LlamaGrammars, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(GrammarError, match=said) as caught:
+        compiled(grammars, **options)
+    assert caught.value.kind in ("regex", "lark", "gbnf", "json_schema")
+    assert caught.value.reason in str(caught.value)
+    assert "<state>" not in caught.value.reason
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+def doubled(depth: int, by: str) -> dict[str, Any]:
+    defs: dict[str, Any] = {
+        f"a{i}": {by: [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(depth)
+    }
+    return {"$defs": {**defs, f"a{depth}": {"type": "string"}}, "$ref": "#/$defs/a0"}
+
+
+NASTY: dict[str, Grammar] = {
+    "deep": Grammar("json_schema", nested(500)),
+    "many values": Grammar("json_schema", json.dumps({"enum": [f"v{i}" for i in range(100_000)]})),
+    "loop": Grammar("json_schema", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/a"}}}'),
+    "loop of all": Grammar(
+        "json_schema",
+        '{"$ref":"#/$defs/a","$defs":{"a":{"allOf":[{"$ref":"#/$defs/a"},{"type":"string"}]}}}',
+    ),
+    "doubling all": Grammar("json_schema", json.dumps(doubled(25, "allOf"))),
+    "doubling any": Grammar("json_schema", json.dumps(doubled(25, "anyOf"))),
+    "doubling one": Grammar("json_schema", json.dumps(doubled(25, "oneOf"))),
+    "many properties": Grammar(
+        "json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(20_000)}})
+    ),
+    "multiple": Grammar("json_schema", '{"type":"integer","multipleOf":999999937}'),
+    "long string": Grammar("json_schema", '{"type":"string","minLength":1000000}'),
+    "patterns": Grammar(
+        "json_schema",
+        json.dumps({"allOf": [{"pattern": f"^(a|b)*a(a|b){{{i}}}$"} for i in range(10, 20)]}),
+    ),
+    "groups": Grammar("regex", "(" * 20_000 + "a" + ")" * 20_000),
+    "chain": Grammar(
+        "json_schema",
+        json.dumps(
+            {
+                "$defs": {
+                    **{f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(4000)},
+                    "d4000": {},
+                },
+                "$ref": "#/$defs/d0",
+            }
+        ),
+    ),
+    "crossed patterns": Grammar(
+        "json_schema",
+        json.dumps({"type": "string", "allOf": [{"pattern": f"x{i}"} for i in range(30)]}),
+    ),
+    "crossed terminals": Grammar(
+        "lark",
+        "start: A\nA: " + " & ".join(f"/(a|b)*a(a|b){{{i + 1}}}/" for i in range(20)) + "\n",
+    ),
+    "chain of rules": Grammar(
+        "lark",
+        "start: r0\n" + "".join(f'r{i}: "x" r{i + 1}\n' for i in range(4000)) + 'r4000: "z"\n',
+    ),
+    "doubling terminals": Grammar(
+        "lark",
+        "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(2400)) + 'T2400: "a"\n',
+    ),
+    "counts": Grammar("regex", "((a{1000}){1000}){1000}"),
+    "exponential": Grammar("regex", "(a|b)*a(a|b){30}"),
+    "alternatives": Grammar("regex", "|".join(f"x{i}.*y{i}" for i in range(3000))),
+    "ambiguous": Grammar("lark", 'start: s\ns: s s | s s s | "a" | ""\n'),
+    "repeated": Grammar("lark", 'start: a{100000000}\na: "x" b\nb: "y"\n'),
+    "json in lark": Grammar("lark", "start: %json " + "[" * 3000),
+    "long gbnf": Grammar("gbnf", "root ::= " + '"a" ' * 10_000),
+    "rules of gbnf": Grammar(
+        "gbnf", "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(2000))
+    ),
+    "groups of gbnf": Grammar("gbnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
+}
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex"])
+def test_usual_grammar_is_compiled_without_a_trial(kind: Any) -> None:
+    text = json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(50)}})
+    assert not is_suspicious(Grammar(kind, text))
+
+
+def test_grammar_that_must_be_tried_and_cannot_be_is_refused(
+    grammars: LlamaGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(GrammarError, match="cannot be done here"):
+        grammars.compile(NASTY["crossed terminals"])
+
+
+@pytest.mark.parametrize("grammar", NASTY.values(), ids=NASTY.keys())
+def test_nasty_grammar_is_compiled_or_refused_in_bounded_time_and_steps(
+    model: LlamaModel, grammars: LlamaGrammars, grammar: Grammar
+) -> None:
+    start = time.perf_counter()
+    try:
+        made = guides(grammars.compile(grammar))
+    except GrammarError:
+        assert time.perf_counter() - start < A_WHILE_S * 4
+        return
+    assert time.perf_counter() - start < A_WHILE_S
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        start = time.perf_counter()
+        found = may_follow(made, model.vocab.n_vocab)
+        token = int(rng.choice(found)) if found else 0
+        said = made.follow([row()], [[token]])[1].get(SLOT, Guidance())
+        assert time.perf_counter() - start < A_WHILE_S / 5
+        if said.problem or said.is_complete:
+            break
+
+
+def test_closed_model_compiles_nothing(test_model: Path) -> None:
+    opened = open_model(test_model)
+    opened.close()
+    with pytest.raises(EngineClosedError):
+        compiled(LlamaGrammars(opened), regex="a")

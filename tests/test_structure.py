@@ -1,0 +1,256 @@
+"""Structured output through the engine: on the model that ships, and on the fake one where time must stand still."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+
+import cbatch
+from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars
+from cbatch.engine import Engine
+from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
+from cbatch.messages import BatchPrompt
+from cbatch.options import ScheduleOptions
+from tests import structure_runs
+from tests.runtime.backends import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch.options import Grammar
+
+PERSON = structure_runs.SCHEMAS[0]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with cbatch.load(parallel=4, ctx_per_seq=512) as loaded:
+        yield loaded
+
+
+# ---- on a real model ----
+
+
+def test_answers_parse_and_validate_at_a_high_temperature(engine: Engine) -> None:
+    found = structure_runs.run(engine, 64)
+    assert found.n_right > 40
+
+
+def test_answers_do_not_depend_on_company_where_that_is_promised() -> None:
+    prompts = structure_runs.prompts(12)
+    with cbatch.load(parallel=4, ctx_per_seq=512, exact=True) as exact:
+        options = {"temperature": 1.5, "max_tokens": 60}
+        together = exact.run(prompts, options=options).results()
+        alone = [exact.submit(p, options=options).result() for p in prompts]
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert [r.finish_reason for r in together] == [r.finish_reason for r in alone]
+
+
+def test_answers_validate_where_cells_are_taken_back() -> None:
+    with cbatch.load(parallel=8, n_ctx=512, kv="unified", swap_mib=0) as small:
+        found = structure_runs.run(small, 48)
+        assert found.n_right > 24
+
+
+def test_bad_grammar_fails_alone_and_the_next_request_runs(engine: Engine) -> None:
+    prompts = [
+        BatchPrompt(prompt="A", options={"regex": "a(b"}),
+        BatchPrompt(prompt="B", options={"json_schema": PERSON}),
+        BatchPrompt(prompt="C"),
+    ]
+    bad, good, free = engine.run(prompts, options={"max_tokens": 80}).results(return_errors=True)
+    assert isinstance(bad.error, GrammarError)
+    assert "unclosed group" in str(bad.error)
+    assert (good.error, free.error) == (None, None)
+    assert engine.submit("D", options={"max_tokens": 2}).result().error is None
+
+
+def test_format_of_an_item_comes_before_that_of_its_run(engine: Engine) -> None:
+    prompts = [
+        BatchPrompt(prompt="A", options={"response_format": {"type": "text"}, "seed": 3}),
+        BatchPrompt(prompt="A", options={"response_format": {"type": "json_object"}}),
+        BatchPrompt(prompt="A"),
+    ]
+    options = {"regex": "(x|y)", "max_tokens": 30, "seed": 3}
+    free, held, bound = engine.run(prompts, options=options).results()
+    again = engine.submit("A", options={"max_tokens": 30, "seed": 3}).result()
+    assert free.text == again.text
+    assert held.text.startswith("{")
+    assert bound.text in ("x", "y")
+
+
+def test_stream_joined_is_the_result(engine: Engine) -> None:
+    response = engine.run(structure_runs.prompts(8), options={"max_tokens": 60, "temperature": 1.5})
+    texts = dict.fromkeys(response.ids, "")
+    tokens: dict[str, tuple[int, ...]] = dict.fromkeys(response.ids, ())
+    for chunk in response:
+        texts[chunk.id] += chunk.text
+        tokens[chunk.id] += chunk.token_ids
+    for result in response.results():
+        assert texts[result.id] == result.text
+        assert tokens[result.id] == result.token_ids
+
+
+def test_stop_string_ends_a_constrained_answer(engine: Engine) -> None:
+    options = {"json_schema": PERSON, "stop": '", "age"', "temperature": 1.5, "seed": 5}
+    result = engine.submit("A", options=options).result()
+    assert result.finish_reason == "stop"
+    assert result.text.startswith('{"name": "')
+    assert "age" not in result.text
+
+
+def test_ignored_end_tokens_leave_the_end_to_the_grammar(engine: Engine) -> None:
+    options = {"json_schema": PERSON, "ignore_eos": True, "temperature": 1.5}
+    result = engine.submit("A", options=options).result()
+    assert result.finish_reason == "stop"
+    json.loads(result.text)
+    options = {"regex": "a+", "ignore_eos": True, "max_tokens": 20}
+    result = engine.submit("A", options=options).result()
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 20)
+
+
+@pytest.mark.parametrize("cap", [1, 2, 3, 5, 8, 13])
+def test_extended_answer_is_the_one_in_one_go(engine: Engine, cap: int) -> None:
+    options = {"json_schema": PERSON, "temperature": 1.5, "seed": 11}
+    whole = engine.submit("A", options=options).result()
+    part = engine.submit("A", options={**options, "max_tokens": cap}).result()
+    assert part.finish_reason == "length"
+    assert part.token_ids == whole.token_ids[:cap]
+    extended = engine.extend(part, 200).result()
+    json.loads(extended.text)
+    assert extended.finish_reason == "stop"
+
+
+def test_moving_window_keeps_to_the_grammar(engine: Engine) -> None:
+    options = {"regex": "([a-z]{3} [0-9]{2}, )*", "ignore_eos": True, "max_tokens": 900}
+    said = {**options, "n_discard": 100, "n_keep": 2, "temperature": 1.5}
+    result = engine.submit("A", options=said).result()
+    assert result.usage.context_shifts > 0
+    assert len(result.token_ids) == 900
+    for part in result.text.split(", ")[:-1]:
+        assert part[:3].isalpha()
+        assert part[3:4] == " "
+        assert part[4:].isdigit()
+
+
+def test_pause_and_resume_keep_to_the_grammar(engine: Engine) -> None:
+    response = engine.submit("A", options={"json_schema": PERSON, "temperature": 1.5})
+    [id] = response.ids
+    if engine.pause(id):
+        engine.resume(id)
+    json.loads(response.result().text)
+
+
+def test_engine_without_a_thread_compiles_too() -> None:
+    with cbatch.load(parallel=2, ctx_per_seq=256, threaded=False) as byhand:
+        results = byhand.run(["A", "B"], options={"json_schema": PERSON}).results()
+        assert all(json.loads(r.text) for r in results)
+
+
+# ---- while compiling ----
+
+
+class GatedGrammars(FakeGrammars):
+    """Compiles nothing before it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.n_compiled = 0
+
+    def compile(self, grammar: Grammar) -> FakeConstraint:
+        self.entered.set()
+        assert self.go.wait(PATIENCE_S)
+        self.n_compiled += 1
+        return super().compile(grammar)
+
+
+@pytest.fixture
+def gate() -> Iterator[GatedGrammars]:
+    made = GatedGrammars()
+    yield made
+    made.go.set()
+
+
+def gated(gate: GatedGrammars, **options: Any) -> Engine:
+    backend = FakeBackend(2, 64, 32)
+    backend.grammars = gate
+    return Engine(backend, schedule=ScheduleOptions(**options))
+
+
+def test_others_run_while_one_compiles(gate: GatedGrammars) -> None:
+    with gated(gate) as engine:
+        bound = engine.run(["a"], options={"regex": "1", "max_tokens": 4})
+        assert gate.entered.wait(PATIENCE_S)
+        assert engine.submit("b", options={"max_tokens": 4}).result().error is None
+        assert engine.stats().n_held == 1
+        gate.go.set()
+        [result] = bound.results()
+        assert all(t % 2 for t in result.token_ids)
+
+
+def test_cancel_while_compiling_ends_at_once(gate: GatedGrammars) -> None:
+    with gated(gate) as engine:
+        response = engine.run(["a"], options={"regex": "1"})
+        assert gate.entered.wait(PATIENCE_S)
+        assert engine.cancel(response.ids[0])
+        [result] = response.results(return_errors=True)
+        assert isinstance(result.error, RequestCancelledError)
+        gate.go.set()
+
+
+def test_timeout_while_compiling_ends_at_its_time(gate: GatedGrammars) -> None:
+    with gated(gate) as engine:
+        response = engine.run(["a"], options={"regex": "1", "timeout_s": 0.01})
+        [result] = response.results(return_errors=True)
+        assert isinstance(result.error, DeadlineError)
+        gate.go.set()
+
+
+def test_close_while_compiling_ends_everybody_and_begins_no_other(gate: GatedGrammars) -> None:
+    engine = gated(gate)
+    response = engine.run([BatchPrompt(prompt=str(i), options={"regex": str(i)}) for i in range(3)])
+    assert gate.entered.wait(PATIENCE_S)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    for result in response.results(return_errors=True):
+        assert isinstance(result.error, RequestCancelledError)
+    gate.go.set()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert gate.n_compiled == 1
+
+
+def test_those_that_wait_for_a_grammar_fill_the_queue(gate: GatedGrammars) -> None:
+    with gated(gate, max_queue=1, when_full="reject") as engine:
+        engine.run(["a", "b", "c"], options={"regex": "1", "max_tokens": 1})
+        with pytest.raises(QueueFullError):
+            engine.run(["d"], options={"max_tokens": 1})
+        gate.go.set()
+
+
+def test_compiler_that_panics_fails_the_request_alone(gate: GatedGrammars) -> None:
+    class PanicError(BaseException):
+        pass
+
+    def panic(grammar: Grammar) -> FakeConstraint:
+        raise PanicError("index out of range")
+
+    gate.compile = panic  # type: ignore[method-assign]
+    with gated(gate) as engine:
+        [result] = engine.run(["a"], options={"regex": "1"}).results(return_errors=True)
+        assert isinstance(result.error, GrammarError)
+        assert "index out of range" in str(result.error)
+        assert engine.submit("b", options={"max_tokens": 2}).result().error is None
+
+
+def test_async_reader_gets_a_constrained_answer() -> None:
+    async def ask() -> str:
+        async with Engine(FakeBackend(2, 64, 32)) as engine:
+            [result] = await engine.run(["a"], options={"regex": "1", "max_tokens": 4})
+            return result.text
+
+    assert anyio.run(ask)
