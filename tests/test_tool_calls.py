@@ -10,7 +10,7 @@ import pytest
 
 import cbatch
 from cbatch import BatchPrompt, ConfigError, Engine, UnsupportedOptionError
-from cbatch.backend.fake import END_TOKEN, FakeBackend
+from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeMatcher
 from tests.test_tools import NAMED, TIME, USER, WEATHER
 
 if TYPE_CHECKING:
@@ -42,7 +42,14 @@ class Speaker(FakeBackend):
         self.vocab.template = template
         self.vocab.controls = CONTROLS
 
-    def _token(self, state: int, history: Sequence[int], binding: Binding, n_cells: int) -> int:
+    def _token(
+        self,
+        state: int,
+        history: Sequence[int],
+        binding: Binding,
+        n_cells: int,
+        matcher: FakeMatcher | None = None,
+    ) -> int:
         self.interrupt()  # one step a run
         i = n_cells - binding.n_prompt
         return self.said[i] if i < len(self.said) else END_TOKEN

@@ -312,9 +312,7 @@ class FakeBackend:
         while len(output) < n_output:
             matcher = _matcher(binding, output)
             history = (*binding.history, *output)
-            output.append(
-                self._token(state, history, binding, len(prompt) + len(output), matcher)
-            )
+            output.append(self._token(state, history, binding, len(prompt) + len(output), matcher))
             if output[-1] in binding.stop_tokens:
                 break
             guidance = matcher.follow(output[-1]) if matcher else Guidance()

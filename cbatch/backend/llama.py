@@ -6,7 +6,6 @@ import ctypes
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import llama_cpp
@@ -217,7 +216,9 @@ class LlamaBackend:
         if masks is None:
             result = self._stepper.run(chunks, n_steps)
         else:
-            result = self._stepper.run(chunks, n_steps, masks, partial(self._guides.fill, chunks))
+            self._guides.fill(chunks)
+            rows = [m for c, m in zip(chunks, masks, strict=True) if c.has_output]
+            result = self._stepper.run(chunks, n_steps, rows)
         return result
 
     def _pieces(self, plan: StepPlan) -> StepResult:

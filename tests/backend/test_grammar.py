@@ -7,11 +7,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cbatch.backend.grammar import Constraint, Guides, LlamaGrammars, is_suspicious
 from cbatch.backend.model import LlamaModel, open_model
-from cbatch.backend.sampling import allowed
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Guidance, Slot
 from cbatch.errors import EngineClosedError, GrammarError
 from cbatch.options import GREEDY, Grammar, RunOptions
@@ -48,8 +48,14 @@ def guides(
 ) -> Guides:
     """Guides of two slots, the second of which has the constraint."""
     made = Guides(2, 1)
-    made.bind(Binding(SLOT, 3, GREEDY, tuple(stops), constraint, tuple(output)))
+    made.bind(Binding(SLOT, 3, GREEDY, tuple(stops), constraint=constraint, output=tuple(output)))
     return made
+
+
+def allowed(mask: npt.NDArray[np.uint32], n_vocab: int) -> npt.NDArray[np.bool_]:
+    """Return (n_vocab,) bool: whether each token's bit is set."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=n_vocab)
+    return bits.astype(np.bool_)
 
 
 def row() -> Chunk:
@@ -77,13 +83,13 @@ def test_end_tokens_are_allowed_where_the_grammar_is_complete_and_nowhere_else(
     ends = set(model.vocab.end_tokens)
     assert len(ends) > 1
     assert not ends & set(may_follow(made, model.vocab.n_vocab))
-    [token] = model.vocab._tokenize(b"a", add_special=False)
+    [token] = model.vocab._tokenize(b"a", add_special=False, parse_special=True)
     assert made.follow([row()], [[token]]) == ([[token]], {})
     assert ends < set(may_follow(made, model.vocab.n_vocab))
 
 
 def test_ignored_end_tokens_are_never_allowed(model: LlamaModel, grammars: LlamaGrammars) -> None:
-    [token] = model.vocab._tokenize(b"a", add_special=False)
+    [token] = model.vocab._tokenize(b"a", add_special=False, parse_special=True)
     made = guides(compiled(grammars, regex="a+"), output=[token], stops=())
     found = may_follow(made, model.vocab.n_vocab)
     assert found
@@ -93,7 +99,7 @@ def test_ignored_end_tokens_are_never_allowed(model: LlamaModel, grammars: Llama
 def test_tokens_without_text_are_not_allowed_in_a_json_string(
     model: LlamaModel, grammars: LlamaGrammars
 ) -> None:
-    output = model.vocab._tokenize(b'"a', add_special=False)
+    output = model.vocab._tokenize(b'"a', add_special=False, parse_special=True)
     made = guides(compiled(grammars, json_schema={"type": "string"}), output=output)
     found = may_follow(made, model.vocab.n_vocab)
     assert len(found) > 100
@@ -117,7 +123,7 @@ def test_slot_bound_anew_without_a_constraint_is_free(grammars: LlamaGrammars) -
 
 
 def test_output_so_far_is_followed(model: LlamaModel, grammars: LlamaGrammars) -> None:
-    [a] = model.vocab._tokenize(b"a", add_special=False)
+    [a] = model.vocab._tokenize(b"a", add_special=False, parse_special=True)
     made = guides(compiled(grammars, regex="ab"), output=[a])
     assert texts(model, may_follow(made, model.vocab.n_vocab)) == {b"b"}
 
@@ -127,9 +133,11 @@ def test_rows_of_one_grammar_are_apart(
     model: LlamaModel, grammars: LlamaGrammars, n_threads: int
 ) -> None:
     constraint, made = compiled(grammars, regex="ab|cd"), Guides(3, n_threads)
-    [a], [c] = (model.vocab._tokenize(t, add_special=False) for t in (b"a", b"c"))
+    [a], [c] = (
+        model.vocab._tokenize(t, add_special=False, parse_special=True) for t in (b"a", b"c")
+    )
     for slot, output in enumerate(([], [a], [c])):
-        made.bind(Binding(Slot(slot), 3, GREEDY, (), constraint, tuple(output)))
+        made.bind(Binding(Slot(slot), 3, GREEDY, (), constraint=constraint, output=tuple(output)))
     chunks = [Chunk(Slot(i), 5, (7,), has_output=True) for i in range(3)]
     masks = made.masks(chunks)
     made.fill(chunks)
@@ -159,7 +167,7 @@ def test_token_that_is_not_allowed_breaks_the_row_with_a_reason(
     model: LlamaModel, grammars: LlamaGrammars
 ) -> None:
     made = guides(compiled(grammars, regex="a"))
-    [b] = model.vocab._tokenize(b"b", add_special=False)
+    [b] = model.vocab._tokenize(b"b", add_special=False, parse_special=True)
     tokens, guided = made.follow([row()], [[b]])
     assert tokens == [[BROKEN_ROW]]
     assert guided[SLOT].problem
