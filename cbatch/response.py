@@ -61,7 +61,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool: `arguments` is JSON text of an object, as the model wrote it; not checked by its schema."""
+    """One call of a tool: `arguments` is JSON text of an object, not checked by the tool's schema."""
 
     id: str
     name: str

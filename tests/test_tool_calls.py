@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pytest
 import cbatch
 from cbatch import BatchPrompt, ConfigError, Engine, UnsupportedOptionError
 from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeMatcher
+from cbatch.cli.lines import write_result
 from tests.test_tools import NAMED, TIME, USER, WEATHER
 
 if TYPE_CHECKING:
@@ -90,6 +92,25 @@ def test_tools_and_variables_reach_the_prompt(engine: Engine) -> None:
     with_tools = ask(engine, tools=[TIME], chat_template_kwargs={"enable_thinking": True}).result()
     variables = {"enable_thinking": True, "tools": [TIME]}
     assert with_tools.usage.prompt_tokens == plain + len(json.dumps(variables)) + 1
+
+
+def test_tools_reach_the_prompt_in_a_batch_as_alone(engine: Engine) -> None:
+    prompts = [
+        BatchPrompt([USER], options={"tools": tools}) for tools in ([TIME], [], [WEATHER, TIME])
+    ]
+    together = [r.usage.prompt_tokens for r in engine.run(prompts).results()]
+    assert together == [engine.run(p).result().usage.prompt_tokens for p in prompts]
+    assert len(set(together)) == 3
+
+
+def test_written_line_has_the_calls_and_what_was_thought(engine: Engine) -> None:
+    file = io.BytesIO()
+    write_result(file, ask(engine, tools=[TIME]).result())
+    write_result(file, ask(engine, reasoning_format="none").result())
+    taken_apart, whole = map(json.loads, file.getvalue().splitlines())
+    assert taken_apart["reasoning"] == "I häve to"
+    assert taken_apart["tool_calls"][0]["function"]["name"] == "get_time"
+    assert not {"reasoning", "tool_calls"} & whole.keys()
 
 
 def test_call_goes_back_as_a_message(engine: Engine) -> None:

@@ -192,27 +192,31 @@ class AnswerReader:
     def _take_apart(self, written: _Written, tail: Sequence[int]) -> Answer:
         if self.format.has_channels:
             return self._read_channels(written)
-        warnings = list[str]()
-        thought = self._thought(written.text, tail) if self.splits_reasoning else None
-        reasoning, start = "", 0
-        if thought is not None:
-            (first, last), start = thought
-            reasoning = written.without(first, last).strip()
-            if reasoning and last == len(written.text):
-                warnings.append(_CUT_THINKING)
+        reasoning, start, warnings = self._split_reasoning(written, tail)
         if self.format.wrapper is not None:
             written.remove(m.span() for m in self.format.wrapper.finditer(written.text, start))
         found = FoundCalls()
         if self.tools:
             found = find_calls(written.text, start, self.format.calls, self.tools)
             written.remove(found.spans)
-            warnings += _odd(found, self.tools)
         text = written.without(start, len(written.text))
         if found.calls:
             text = text.strip()
-        elif thought is not None:
+        elif start:
             text = text.lstrip()
-        return Answer(text, reasoning, tuple(found.calls), tuple(warnings))
+        return Answer(text, reasoning, tuple(found.calls), (*warnings, *_odd(found, self.tools)))
+
+    def _split_reasoning(
+        self, written: _Written, tail: Sequence[int]
+    ) -> tuple[str, int, tuple[str, ...]]:
+        """Return what was thought, where the answer goes on behind it, and what is odd about that."""
+        thought = self._thought(written.text, tail) if self.splits_reasoning else None
+        if thought is None:
+            return "", 0, ()
+        (first, last), start = thought
+        reasoning = written.without(first, last).strip()
+        is_cut = bool(reasoning) and last == len(written.text)
+        return reasoning, start, (_CUT_THINKING,) if is_cut else ()
 
     def _thought(self, text: str, tail: Sequence[int]) -> tuple[Span, int] | None:
         """Return where in the text was thought, and where the answer goes on behind that; None for nowhere."""

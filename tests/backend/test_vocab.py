@@ -107,6 +107,30 @@ def test_control_tokens_add_no_bytes(vocab: LlamaVocab) -> None:
     assert vocab.piece(5 + 0xC3) == b"\xc3"
 
 
+def test_control_tokens_are_written_out_on_demand(vocab: LlamaVocab) -> None:
+    assert {BOS, EOS, TURN_START, TURN_END} <= vocab.control_tokens
+    assert vocab.shown_piece(TURN_START) == b"<|im_start|>"
+    assert vocab.shown_piece(5 + 0xC3) == b"\xc3"
+    plain = set(range(vocab.n_vocab)) - vocab.control_tokens
+    assert all(vocab.shown_piece(token) == vocab.piece(token) for token in plain)
+    assert not any(vocab.piece(token) for token in vocab.control_tokens)
+
+
+def test_vocab_has_the_template_and_knows_whether_it_shows_tools(vocab: LlamaVocab) -> None:
+    assert "<|im_start|>" in vocab.template
+    assert "does not show tools" in vocab.tool_refusal
+    assert ".gguf" in vocab.tool_refusal
+
+
+def test_template_gets_tools_and_variables(synth: SynthFactory) -> None:
+    template = "{{ (tools or []) | tojson }}{{ style }}{{ messages[0]['content'] }}"
+    model = open_model(synth("test", metadata={"tokenizer.chat_template": template}))
+    chat, tools = [{"role": "user", "content": "Hi"}], [{"type": "function"}]
+    tokens = model.vocab.render(chat, {"tools": tools, "style": "brief"})
+    assert tokens == model.vocab.tokenize('[{"type": "function"}]briefHi')
+    model.close()
+
+
 def test_piece_longer_than_the_buffer_is_whole(synth: SynthFactory) -> None:
     from cbatch.bench.synth import vocabulary
 
