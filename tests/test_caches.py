@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import threading
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -43,13 +46,15 @@ from tests.places import (
     text_of,
     wait_until,
 )
-from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread
+from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread, owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
-    from cbatch.core.plan import StepPlan, StepResult
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet
     from cbatch.response import BatchResponse, BatchResult
@@ -414,6 +419,29 @@ def test_failed_step_saves_what_was_computed_again(any_way: Place) -> None:
 # ---- every way to end ----
 
 
+def test_step_that_fails_behind_a_stop_string_loses_the_cells_and_no_answer(
+    any_way: Place,
+) -> None:
+    memory = Memory("recurrent", 2, can_trim=False, can_save=True, saved_bytes=64)
+    answer, vocab = expected(text_of(20), 30), FakeBackend(1).vocab
+    k = next(i for i in range(3, 28) if answer[i] > 256 and answer.index(answer[i]) == i)
+    chunks = list[tuple[int, int]]()
+
+    def code(step: Sequence[Chunk]) -> int:
+        chunks.extend((c.slot, c.start) for c in step)
+        return -3 if any((c.slot, c.start) == (1, 20 + k) for c in step) else 0
+
+    engine = any_way.engine(2, memory=memory, faults=Faults(code=code))
+    beside = item(text_of(10, start=5), max_tokens=200)
+    stopped = item(text_of(20), **SAVED, max_tokens=30, stop=vocab.piece(answer[k]).decode())
+    other, result = any_way.results(engine.run([beside, stopped]))
+    assert (1, 20 + k) in chunks  # the run went on behind the stop string
+    assert other.token_ids == expected(text_of(10, start=5), 200)
+    assert result.finish_reason == "stop"
+    assert "not saved" in result.warnings[-1]
+    assert any_way.keys() == []
+
+
 def saver(**options: Any) -> BatchPrompt:
     """One that goes on until it is cancelled."""
     return item(text_of(40), "saver", **{**SAVED, "max_tokens": ENDLESS - 40, **options})
@@ -631,6 +659,38 @@ def test_close_while_a_file_is_read_ends_who_waits_for_it(place: Place, reading:
     closed()
 
 
+def test_close_by_the_thread_that_reads_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [Engine(FakeBackend(memory=can_all(1024)), cache_dir=tmp_path)]
+    owner, loop = owner_of(made[0]), made[0]._loop
+
+    def read(*_: object) -> None:
+        loop.close()  # the collector may run in any thread, and find an engine that nobody has
+        raise OSError(5, "I/O")
+
+    monkeypatch.setattr(CacheStore, "read", read)
+    response = made.pop().submit(item(text_of(40), **READ))
+    [result] = response.results(timeout=PATIENCE_S, return_errors=True)
+    assert isinstance(result.error, RequestCancelledError)
+    owner.join(PATIENCE_S)
+    assert not owner.is_alive()
+
+
+def test_engine_dropped_after_a_save_is_freed_without_the_collector(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        engine = Engine(FakeBackend(memory=can_all(1024)), options=DEFAULTS, cache_dir=tmp_path)
+        owner, ref = owner_of(engine), weakref.ref(engine)
+        engine.submit(item(text_of(40), **SAVED)).result(timeout=PATIENCE_S)
+        del engine
+        owner.join(PATIENCE_S)
+        assert not owner.is_alive()
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
 def test_close_with_a_disk_that_is_full_loses_no_answer(
     any_way: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -701,6 +761,55 @@ def test_ctrl_c_while_cells_are_copied_out_disturbs_nobody_beside(
     assert result.token_ids == expected(text_of(40))
     assert "not saved" in result.warnings[-1]
     assert beside.token_ids == expected(text_of(20, start=3), 40)
+
+
+class StruckBeforeCopies(FakeBackend):
+    """Ctrl-C strikes in the first run that copies cells from slot to slot, before its work."""
+
+    has_struck = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if self.has_struck or not plan.copies:
+            return super().run(plan)
+        self.has_struck = True
+        raise KeyboardInterrupt
+
+
+def test_close_after_ctrl_c_saves_nothing_that_the_slots_do_not_hold(by_hand: Place) -> None:
+    engine = by_hand.engine(n_slots=2, kind=StruckBeforeCopies)
+    engine.submit(item(text_of(100), max_tokens=150))
+    engine._backend.interrupt()
+    engine.step()
+    by_hand.result(
+        engine, text_of(150, start=5), max_tokens=3
+    )  # its cells stay where the copy goes
+    response = engine.submit(item([*text_of(100), 9], **SAVED, max_tokens=20))
+    with pytest.raises(KeyboardInterrupt):
+        response.results(timeout=PATIENCE_S)
+    engine.close()
+    [result] = by_hand.results(response)
+    assert "not saved" in result.warnings[-1]
+    assert by_hand.keys() == []
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_ctrl_c_while_a_file_is_read_or_written_leaves_nobody_waiting(
+    by_hand: Place, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    engine = by_hand.engine()
+    response = engine.submit(item(text_of(40), **SAVED))
+
+    def strike(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheStore, what, strike)
+        with pytest.raises(KeyboardInterrupt):
+            all(iter(engine.step, False))
+    [result] = by_hand.results(response)
+    assert result.token_ids == expected(text_of(40))
+    assert "broken off" in result.warnings[0]
+    assert by_hand.result(engine, text_of(40), **READ).token_ids == expected(text_of(40))
 
 
 def test_ctrl_c_while_run_waits_for_room_leaves_the_engine_usable(
@@ -839,6 +948,42 @@ def test_key_where_memory_cannot_be_saved_is_refused(any_way: Place) -> None:
 # ---- one file, many readers ----
 
 
+def test_file_that_has_a_first_token_in_common_alone_is_none(any_way: Place) -> None:
+    save(any_way, text_of(200))
+    other = [text_of(1)[0], *text_of(60, start=99)]  # as every chat begins with its template
+    failed, warned = any_way.results(
+        any_way.engine().run([item(other, **REQUIRED), item(other, **READ)])
+    )
+    assert isinstance(failed.error, CacheError)
+    assert "does not begin" in failed.error.reason
+    assert warned.warnings == (str(failed.error),)
+    assert (warned.token_ids, warned.usage.cached_tokens) == (expected(other), 0)
+
+
+def test_file_known_to_be_of_no_use_is_not_read_again(by_hand: Place, reads: list[str]) -> None:
+    save(by_hand, text_of(200))
+    reads.clear()
+    engine = by_hand.engine()
+    prompts = [[text_of(1)[0], *text_of(60, start=i)] for i in range(1, 6)]
+    results = [by_hand.result(engine, p, **READ) for p in prompts]
+    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
+    assert [len(r.warnings) for r in results] == [1] * 5
+    assert reads == ["k"]
+
+
+@pytest.mark.parametrize("n_shared", [(40, 200, 200), (1, 200, 200), (200, 40, 200)])
+def test_first_of_those_who_wait_for_a_file_takes_nothing_from_those_behind(
+    any_way: Place, reads: list[str], n_shared: tuple[int, ...]
+) -> None:
+    save(any_way, text_of(200))
+    reads.clear()
+    prompts = [[*text_of(n), *text_of(20, start=90 + i)] for i, n in enumerate(n_shared)]
+    results = any_way.results(any_way.engine().run([item(p, **READ) for p in prompts]))
+    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
+    assert [r.usage.cached_tokens for r in results] == [n if n > 1 else 0 for n in n_shared]
+    assert reads == ["k"]
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("n_slots", [1, 4, 20])
 def test_many_readers_read_once_and_compute_what_is_their_own(
@@ -946,6 +1091,21 @@ def test_those_without_a_key_pass_one_whose_file_is_read(place: Place, reading: 
     assert place.results(waits)[0].token_ids == expected(text_of(40))
 
 
+@pytest.mark.parametrize("keys", ["kkkk", "abcd"])
+def test_readers_for_every_slot_leave_the_slots_to_those_without_a_key(
+    place: Place, reading: Gate, keys: str
+) -> None:
+    engine = place.engine(n_slots=4)
+    prompts = [text_of(40, i) for i in range(4)]
+    items = [item(p, cache_key=key) for p, key in zip(prompts, keys, strict=True)]
+    waits = engine.run(items)
+    reading.wait()
+    assert place.result(engine, text_of(20, 9)).token_ids == expected(text_of(20, 9))
+    assert engine.stats().n_held == 4
+    reading.go.set()
+    assert [r.token_ids for r in place.results(waits)] == [expected(p) for p in prompts]
+
+
 def test_cancel_while_its_file_is_read_ends_it_at_once(place: Place, reading: Gate) -> None:
     engine = place.engine(n_slots=1)
     responses = [engine.submit(item([*text_of(40), i], id, **READ)) for i, id in enumerate("ab")]
@@ -1009,6 +1169,84 @@ def test_all_who_wait_for_one_file_may_leave(place: Place, reading: Gate) -> Non
     stats = engine.stats()
     assert (stats.n_held, stats.n_waiting, stats.n_running) == (0, 0, 0)
     assert place.result(engine, text_of(40), **READ).token_ids == expected(text_of(40))
+
+
+def test_those_beside_one_that_is_paused_meanwhile_begin_with_the_file(
+    place: Place, monkeypatch: pytest.MonkeyPatch, reading: Gate
+) -> None:
+    reading.go.set()
+    save(place, text_of(100), prefill_only=True)
+    reading.go.clear()
+    reading.arrived.clear()
+    engine = place.engine()
+    prompts = [[*text_of(100), i] for i in range(3)]
+    response = engine.run([item(p, f"{i}", **REQUIRED) for i, p in enumerate(prompts)])
+    reading.wait()
+    assert engine.pause("0")
+    reading.go.set()
+    wait_until(lambda: engine.stats().n_held == 1)
+    assert engine.resume("0")
+    results = place.results(response)
+    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
+    assert [r.usage.cached_tokens for r in results] == [100] * 3
+
+
+def test_close_reads_no_file_that_nobody_waits_for(
+    place: Place, reads: list[str], reading: Gate
+) -> None:
+    engine = place.engine(n_slots=16)
+    response = engine.run([item(text_of(40, i), cache_key=f"k{i}") for i in range(20)])
+    reading.wait()
+    closed = in_thread(engine.close)
+    assert {r.finish_reason for r in place.results(response)} == {"cancelled"}
+    reading.go.set()
+    closed()
+    assert (reads, reading.n_times) == (["k0"], 1)
+
+
+class Fitting(FakeBackend):
+    """Notes who fits cells from disk into its memory, and what it is to keep."""
+
+    def __init__(self, *sizes: int, **given: Any) -> None:
+        super().__init__(*sizes, **given)
+        self.fitters: list[str] = []
+        self.kept: list[object] = []
+
+    def fit(self, data: NDArray[np.uint8], n_cells: int) -> NDArray[np.uint8]:
+        self.fitters.append(threading.current_thread().name)
+        return super().fit(data.copy(), n_cells)
+
+    def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
+        self.kept.append(data)
+        super().keep(key, data, n_cells)
+
+
+def test_cells_are_fitted_once_for_all_and_not_by_the_thread_that_computes(place: Place) -> None:
+    save(place, text_of(80), prefill_only=True)
+    engine = place.engine(n_slots=8, kind=Fitting, schedule={"share_prefixes": False})
+    prompts = [[*text_of(80), i] for i in range(4)]
+    place.results(engine.run([item(p, **REQUIRED) for p in prompts]))
+    backend = engine._backend
+    assert isinstance(backend, Fitting)
+    assert backend.fitters == ["cbatch-keeper"]
+    assert len(backend.kept) == 4
+    assert len({id(data) for data in backend.kept}) == 1
+
+
+def test_relative_folder_of_cells_stays_where_it_was(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.folder.mkdir()
+    monkeypatch.chdir(place.folder)
+    engine = place.engine(folder=Path("here"))
+    monkeypatch.chdir("/")
+    assert place.result(engine, text_of(40), **SAVED).warnings == ()
+    assert place.keys(place.folder / "here") == ["k"]
+
+
+def test_folder_of_a_user_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cache_dir='~nobody-of-this-name/x'"):
+        Engine(FakeBackend(), cache_dir="~nobody-of-this-name/x")
 
 
 # ---- files that are no good ----
@@ -1153,6 +1391,44 @@ def test_cells_that_the_backend_refuses_fail_all_who_require_them(by_hand: Place
     prompts = [[*text_of(80), i] for i in range(4)]
     results = by_hand.results(engine.run([item(p, **REQUIRED) for p in prompts]))
     assert [r.finish_reason for r in results] == ["error"] * 4
+
+
+def test_cells_for_which_there_is_no_room_fail_or_are_computed_and_nobody_else_notices(
+    any_way: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(any_way, text_of(60))
+    engine = any_way.engine()
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine._backend, "keep", full)
+    beside = engine.submit(item(text_of(20, start=3), max_tokens=100))
+    for options, reason in ((REQUIRED, "error"), (READ, "length")):
+        result = any_way.result(engine, text_of(60), **options)
+        assert (result.finish_reason, result.usage.cached_tokens) == (reason, 0)
+        assert "no room for its cells" in (str(result.error) + "".join(result.warnings))
+    assert result.token_ids == expected(text_of(60))
+    assert any_way.results(beside)[0].token_ids == expected(text_of(20, start=3), 100)
+
+
+def test_keeper_that_gets_no_thread_harms_nobody(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(place, text_of(60))
+    engine, start = place.engine(), threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "cbatch-keeper":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    beside = engine.submit(item(text_of(20, start=3), max_tokens=100))
+    result = place.result(engine, text_of(60), **REQUIRED)
+    assert (result.token_ids, result.usage.cached_tokens) == (expected(text_of(60)), 59)
+    assert place.results(beside)[0].token_ids == expected(text_of(20, start=3), 100)
+    engine.close()
 
 
 # ---- adapters ----

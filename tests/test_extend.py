@@ -418,6 +418,12 @@ def test_result_with_nothing_to_go_on_from_is_refused(any_way: Place, reason: st
     assert engine._loop.routes == {}
 
 
+def test_result_of_one_that_never_ran_is_refused_with_its_error(any_way: Place) -> None:
+    engine, result = ended_by(any_way, "cancelled")
+    with pytest.raises(ConfigError, match="nothing to go on from: cancelled before it got a slot"):
+        engine.extend(result, 5)
+
+
 # ---- what cannot be extended ----
 
 

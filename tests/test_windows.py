@@ -369,6 +369,17 @@ def test_keeping_without_discarding_is_refused(any_way: Place, options: dict[str
         any_way.engine().submit(item(text_of(9), **options))
 
 
+def test_request_may_switch_off_the_moving_window_of_the_run(any_way: Place) -> None:
+    engine = any_way.engine(n_window=W)
+    moving = {"n_keep": 4, "n_discard": 8, "max_tokens": 2 * W}
+    still: list[dict[str, Any]] = [{}, {"max_tokens": W - 9}]
+    items = [item(text_of(9)), *(item(text_of(9), n_discard=0, **said) for said in still)]
+    moved, refused, fits = any_way.results(engine.run(items, options=moving))
+    assert len(moved.token_ids) == 2 * W
+    assert too_long(refused) == (9, 2 * W, W)
+    assert fits.token_ids == expected(text_of(9), W - 9)
+
+
 @pytest.mark.parametrize(
     "options", [{"n_keep": -2}, {"n_discard": -1}, {"n_discard": 1.5}, {"n_discard": True}]
 )

@@ -12,7 +12,9 @@ import llama_cpp
 import pytest
 
 from cbatch.backend import fingerprint as subject
-from cbatch.backend.fingerprint import file_digest, fingerprint, model_parts
+from cbatch.backend.fingerprint import file_digest, fingerprint, model_parts, rope_factors
+from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.model import open_model
 from cbatch.options import EngineOptions
 from tests.backend.slots import make_backends
 
@@ -209,3 +211,85 @@ def test_backend_adds_its_memory_and_pieces(make: MakeBackend) -> None:
 @pytest.mark.parametrize("kind", ["partitioned", "unified", "recurrent"])
 def test_number_of_slots_and_their_window_do_not_count(make: MakeBackend, kind: str) -> None:
     assert make(kind).fingerprint(()) == make(kind, parallel=2, n_ctx=512).fingerprint(())
+
+
+@pytest.mark.parametrize(
+    ("said", "n_ctx_seq", "factors"),
+    [
+        (None, 256, "one"),
+        ("", 256, "one"),
+        ("no number", 256, "one"),
+        ("256", 255, "short"),
+        ("256", 256, "short"),
+        ("256", 257, "long"),
+    ],
+)
+def test_window_beyond_the_original_one_takes_the_long_factors(
+    said: str | None, n_ctx_seq: int, factors: str
+) -> None:
+    class Said:
+        architecture = "phi3"
+        metadata = {"phi3.rope.scaling.original_context_length": said} if said is not None else {}
+
+    assert rope_factors(Said(), n_ctx_seq) == factors  # type: ignore[arg-type]
+
+
+def test_windows_that_take_other_factors_differ_in_them_alone(make: MakeBackend) -> None:
+    shape = {"metadata": {"llama.rope.scaling.original_context_length": 300}}
+    short, shorter, long = (
+        make("partitioned", shape=shape, n_ctx=n_ctx).fingerprint(()) for n_ctx in (768, 384, 1536)
+    )
+    assert short == shorter
+    assert {key for key in short if short[key] != long[key]} == {"rope factors"}
+    assert (short["rope factors"], long["rope factors"]) == ("short", "long")
+
+
+# ---- the file that was loaded ----
+
+
+def test_model_loaded_by_a_relative_path_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"weights")
+    monkeypatch.chdir(tmp_path)
+    loaded = model_parts("m.gguf")
+    monkeypatch.chdir("/")
+    assert fingerprint(loaded, EngineOptions()) == of(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("change", ["replaced", "rewritten", "gone"])
+def test_file_that_is_not_the_one_that_was_loaded_has_no_fingerprint(
+    tmp_path: Path, change: str
+) -> None:
+    path, other = tmp_path / "m.gguf", tmp_path / "n.gguf"
+    path.write_bytes(b"weights")
+    os.utime(path, (1, 1))
+    loaded = model_parts(str(path))
+    if change == "replaced":
+        other.write_bytes(b"WEIGHTS")
+        other.replace(path)
+    elif change == "rewritten":
+        path.write_bytes(b"more weights")
+        os.utime(path, (1, 1))
+    else:
+        path.unlink()
+    with pytest.raises(OSError, match="gone, or not the one"):
+        fingerprint(loaded, EngineOptions())
+
+
+def test_backend_remembers_the_file_it_was_loaded_from(
+    synth: SynthFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(synth("test"), tmp_path / "m.gguf")
+    monkeypatch.chdir(tmp_path)
+    options = EngineOptions(parallel=2, n_ctx=512, n_threads=1)
+    backend = LlamaBackend(open_model("m.gguf"), options)
+    monkeypatch.chdir("/")
+    try:
+        before = backend.fingerprint(())
+        assert before["model"] == of(synth("test"))["model"]
+        os.utime(tmp_path / "m.gguf", (1, 1))
+        with pytest.raises(OSError, match="not the one that was loaded"):
+            backend.fingerprint(())
+    finally:
+        backend.close()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cbatch.backend.fake import FakeVocab
-from cbatch.core.cells import Cells
+from cbatch.core.cells import Cells, Stored
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Memory, Slot
@@ -201,3 +201,40 @@ def test_forget_all_gives_up_every_saved_sequence() -> None:
     assert orders["forgets"] == (0, 1)
     assert [d.n_computed for d in drivers] == [0, 0]
     assert cells.n_saved_bytes == 0
+
+
+def test_store_of_a_slot_whose_cells_are_lost_is_given_up_and_others_stay() -> None:
+    cells = make_cells()
+    (lost, first), (kept, second) = running(cells, 5), running(cells, 7)
+    assert cells.store(lost, first)
+    assert cells.store(kept, second)
+    cells.give_up_store(first)
+    assert cells.take()["saves"] == ((1, 1),)
+    assert cells.take_stored() == Stored(lost, None, 5)
+    assert ["not saved" in w for w in lost.warnings] == [True]
+    cells.settle(())
+    assert cells.take_stored() == Stored(kept, 1, 7)
+    assert cells.take_stored() is None
+    assert not kept.warnings
+
+
+def test_giving_up_stores_of_a_slot_leaves_what_is_saved_from_it_for_later() -> None:
+    cells = make_cells()
+    driver, slot = running(cells, 5)
+    leave(cells, driver, slot)
+    cells.give_up_store(slot)
+    assert cells.take()["saves"] == ((0, 0),)
+    assert cells.take_stored() is None
+
+
+def test_saved_cells_that_a_broken_off_plan_was_to_forget_are_forgotten_again() -> None:
+    cells = make_cells()
+    driver = parked(cells, 5)
+    cells.take()
+    cells.forget(driver)
+    assert cells.take()["forgets"] == (0,)
+    cells.forget_all()  # nobody knows whether it was done
+    assert cells.take()["forgets"] == (0,)
+    cells.settle(())
+    cells.forget_all()
+    assert cells.take() == {}

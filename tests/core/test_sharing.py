@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.core.driver import Status, Wait
 from cbatch.core.plan import Slot
+from cbatch.core.sharing import N_WORTH
 from tests.helpers import (
     Rig,
     drive,
@@ -341,3 +343,51 @@ def test_lost_load_takes_the_copies_of_its_plan_with_it() -> None:
     drive(rig)
     assert {id: r.finish_reason for id, r in rig.results.items()} == dict.fromkeys("abc", "length")
     assert rig.results["c"].token_ids == tuple(rig.alone(make_request("c", [*COMMON, 1]), 5))
+
+
+def known_of(rig: Rig, id: str) -> list[int]:
+    """How many tokens of one and the same value the index knows in a sequence's slot."""
+    slot = rig.drivers[id].slot
+    return [n for n, at in rig.batcher.sharing.index().matches([5] * 64) if at == slot]
+
+
+def test_moved_cells_that_come_back_are_no_beginning_behind_those_kept() -> None:
+    memory = replace(partitioned(2 * 64), can_shift=True)
+    rig = make_rig(2, n_window=64, memory=memory)
+    request = make_request("a", [5] * 40, max_tokens=60, n_keep=3, n_discard=8)
+    rig.submit(request)
+    while not rig.drivers["a"].n_shifts:
+        rig.backend.interrupt()
+        step(rig)
+    rig.batcher.pause("a")
+    rig.batcher.park_paused()
+    step(rig)
+    rig.batcher.resume("a")
+    rig.backend.interrupt()
+    plan = step(rig)
+    assert plan is not None
+    assert plan.loads
+    assert known_of(rig, "a") == [3]
+    drive(rig)
+    assert rig.results["a"].token_ids == tuple(rig.alone(request, 60))
+
+
+@pytest.mark.parametrize(
+    ("n_saved", "n_shared", "n_prompt", "n_usable"),
+    [
+        (100, 1, 60, 0),  # as every chat begins
+        (100, N_WORTH - 1, 60, 0),
+        (100, N_WORTH, 60, N_WORTH),
+        (5, 5, 60, 5),  # the whole file
+        (100, 9, 10, 9),  # all that the prompt can begin with
+        (100, 8, 10, 0),
+    ],
+)
+def test_few_of_many_saved_cells_are_none(
+    n_saved: int, n_shared: int, n_prompt: int, n_usable: int
+) -> None:
+    rig = make_rig()
+    prompt = [*range(n_shared), *range(200, 200 + n_prompt - n_shared)]
+    rig.submit(make_request("a", prompt))
+    found = rig.batcher.sharing.n_usable(rig.drivers["a"], range(n_saved), n_saved)
+    assert found == n_usable

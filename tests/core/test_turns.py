@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -210,3 +210,32 @@ def test_other_policies_let_everybody_finish(policy: str) -> None:
     rig.submit(*make_sequences(3, max_tokens=2 * DEFAULT_QUANTUM))
     drive(rig)
     assert whose(turns) == "012"
+
+
+def test_set_of_adapters_keeps_its_turns_while_new_sets_come_and_go() -> None:
+    rig = make_scheduler(2, 128, adapters=("a",))
+    long = make_request("long", range(20), max_tokens=20, adapter="a")
+    rig.submit(long)
+    for i in range(60):
+        rig.submit(make_request(f"{i}", [i] * 5, max_tokens=1, adapter={"a": 1 + (i + 1) / 1000}))
+    for _ in range(45):  # a piece of 4 tokens beside another set, and 20 steps of its own
+        rig.backend.interrupt()
+        step(rig)
+    assert rig.results["long"].token_ids == tuple(rig.alone(long, 20))
+    assert 15 < len(rig.results) - 1 < 30
+    drive(rig)
+
+
+@pytest.mark.parametrize("n_discard", [4, 8, 9])
+def test_turn_that_ends_where_a_window_moves_saves_the_cells(n_discard: int) -> None:
+    memory = replace(partitioned(64), can_shift=True)
+    rig = make_scheduler(1, 64, 64, memory=memory, policy="round_robin", quantum=8)
+    requests = [
+        make_request(f"{i}", [i] * 40, max_tokens=100, n_keep=1, n_discard=n_discard)
+        for i in range(2)
+    ]
+    rig.submit(*requests)
+    drive(rig)
+    assert rig.stats.n_recomputed_tokens == 0
+    for request in requests:
+        assert rig.results[request.id].token_ids == tuple(rig.alone(request, 100))

@@ -1,0 +1,230 @@
+"""Who waits for cells on disk: what of a file each one gets, and whom they hold up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.core.batcher import N_FETCHED_PER_SLOT, N_STORED_PER_SLOT
+from cbatch.core.driver import SequenceDriver, Wait
+from cbatch.core.holds import Fetch, Found
+from cbatch.core.sharing import N_WORTH
+from cbatch.errors import CacheError
+from tests.helpers import (
+    Rig,
+    drive,
+    make_request,
+    make_scheduler,
+    partitioned,
+    settle_disk,
+    step,
+    store,
+)
+
+if TYPE_CHECKING:
+    from cbatch.core.driver import Request
+
+FETCH = Fetch("k")
+FILE = Found(range(100), 100)
+
+
+def make_rig(n_slots: int = 4, **options: Any) -> Rig:
+    given: dict[str, Any] = {"n_batch": 64, "share_prefixes": True, **options}
+    return make_scheduler(n_slots, 256, memory=partitioned(n_slots * 256), **given)
+
+
+def reader(id: str, n_shared: int, key: str = "k", **options: Any) -> Request:
+    """One whose prompt begins with so many tokens of the file, and goes on for 20."""
+    prompt = [*FILE.tokens[:n_shared], *range(200, 220)]
+    return make_request(id, prompt, cache_key=key, max_tokens=2, **options)
+
+
+def waiting(rig: Rig, *requests: Request) -> Rig:
+    """Have them wait for their files."""
+    rig.submit(*requests)
+    step(rig)
+    assert all(rig.drivers[r.id].waits_for is Wait.CACHE for r in requests)
+    return rig
+
+
+def adopted(rig: Rig, found: Found | CacheError = FILE) -> list[tuple[str, int]]:
+    """Who gets cells of the file that is there now, and how many it begins with."""
+    _, adopted = rig.batcher.fetches.arrive(FETCH, found)
+    return [(driver.request.id, driver.n_computed) for driver, _, _ in adopted]
+
+
+# ---- what each one gets ----
+
+
+@pytest.mark.parametrize(
+    ("n_shared", "who"),
+    [
+        ((100, 100, 100), [("0", 100)]),
+        ((100, 40, 100), [("0", 100)]),
+        ((40, 100, 100), [("0", 40), ("1", 100)]),
+        ((1, 100), [("1", 100)]),
+        ((60, 60 + N_WORTH - 1), [("0", 60)]),
+        ((60, 60 + N_WORTH), [("0", 60), ("1", 60 + N_WORTH)]),
+    ],
+)
+def test_those_that_share_much_more_than_the_ones_before_get_cells_of_their_own(
+    n_shared: tuple[int, ...], who: list[tuple[str, int]]
+) -> None:
+    rig = make_rig()
+    waiting(rig, *(reader(f"{i}", n) for i, n in enumerate(n_shared)))
+    assert adopted(rig) == who
+
+
+def test_without_sharing_each_one_gets_cells_of_its_own() -> None:
+    rig = waiting(make_rig(share_prefixes=False), *(reader(f"{i}", 100) for i in range(3)))
+    assert adopted(rig) == [("0", 100), ("1", 100), ("2", 100)]
+
+
+@pytest.mark.parametrize("n_shared", [0, 1, N_WORTH - 1])
+def test_one_that_shares_next_to_nothing_goes_without(n_shared: int) -> None:
+    rig = waiting(make_rig(), reader("a", n_shared), reader("b", n_shared, cache_required=True))
+    assert adopted(rig) == []
+    warned, refused = rig.drivers["a"], rig.drivers["b"]
+    assert "does not begin" in warned.warnings[0]
+    assert isinstance(refused.refusal, CacheError)
+
+
+# ---- one that is to load for all, and leaves ----
+
+
+def with_file(n_slots: int = 4) -> Rig:
+    """A rig with the file on its disk."""
+    rig, writer = make_rig(n_slots), make_rig()
+    writer.submit(reader("saver", 100, save_cache=True, prefill_only=True))
+    drive(writer)
+    rig.disk.update(writer.disk)
+    return rig
+
+
+@pytest.mark.parametrize("leave", ["pause", "cancel"])
+def test_those_beside_one_that_leaves_before_it_loads_ask_again(leave: str) -> None:
+    requests = [reader(f"{i}", 100, cache_required=True) for i in range(3)]
+    rig = waiting(with_file(), *requests)
+    settle_disk(rig)
+    if leave == "pause":
+        rig.batcher.pause("0")
+    else:
+        rig.cancel("0")
+    step(rig)
+    assert rig.fetching == [FETCH]
+    step(rig)
+    rig.batcher.resume("0")
+    drive(rig)
+    assert [rig.results[id].usage.cached_tokens >= 100 for id in "12"] == [True, True]
+
+
+def test_one_that_is_paused_when_the_file_comes_loads_it_for_nobody() -> None:
+    rig = waiting(make_rig(), *(reader(f"{i}", 100) for i in range(3)))
+    rig.batcher.pause("0")
+    assert adopted(rig) == [("1", 100)]
+    assert not rig.drivers["0"].has_fetched
+
+
+def test_those_beside_one_that_has_loaded_ask_for_nothing_when_it_ends() -> None:
+    requests = [reader(f"{i}", 100, cache_required=True) for i in range(6)]
+    rig = waiting(with_file(2), *requests[:4])
+    rig.submit(*requests[4:])
+    step(rig)
+    assert not rig.drivers["0"].beside
+    drive(rig, after=lambda rig, _: rig.fetching and pytest.fail("it is read again"))
+    assert [rig.results[r.id].usage.cached_tokens >= 100 for r in requests] == [True] * 6
+
+
+def test_one_who_asks_while_a_read_that_nobody_wants_is_dropped_gets_it_ordered_again() -> None:
+    rig = waiting(make_rig(), reader("left", 100))
+    rig.cancel("left")
+    rig.fetching.clear()
+    assert not rig.batcher.fetches.is_wanted(FETCH)  # so it is dropped
+    waiting(rig, reader("a", 100, cache_required=True))
+    assert rig.fetching == []
+    rig.batcher.fetches.order_again(FETCH)
+    assert rig.batcher.fetches.take_order() == FETCH
+    assert adopted(rig) == [("a", 100)]
+
+
+# ---- what is known of a file ----
+
+
+def test_file_known_to_be_of_no_use_is_not_ordered() -> None:
+    rig = make_rig()
+    rig.batcher.fetches.learn(FETCH, FILE)
+    rig.submit(reader("a", 1))
+    plan = step(rig)
+    assert plan is not None
+    assert rig.fetching == []
+    assert "does not begin" in rig.drivers["a"].warnings[0]
+    drive(rig)
+
+
+def test_file_that_is_required_is_ordered_whatever_is_known_of_it() -> None:
+    rig = make_rig()
+    rig.batcher.fetches.learn(FETCH, FILE)
+    waiting(rig, reader("a", 1, cache_required=True))
+    assert rig.fetching == [FETCH]
+
+
+# ---- whom they hold up ----
+
+
+def test_followers_of_another_set_of_adapters_stay_where_they_are_in_a_turn_of_ours() -> None:
+    rig = make_rig(n_batch=16, adapters=("a",))
+    hold, held = rig.batcher.hold, list[str]()
+
+    def noted(driver: SequenceDriver, reason: Wait) -> None:
+        held.append(driver.request.id)
+        hold(driver, reason)
+
+    rig.batcher.hold = noted  # type: ignore[method-assign]
+    rig.submit(make_request("other", [9] * 100, max_tokens=30))
+    alike = [make_request(f"{i}", [*range(100), i], max_tokens=2, adapter="a") for i in range(3)]
+    rig.submit(*alike)
+    drive(rig)
+    assert held == ["1", "2"]
+    assert [rig.results[r.id].usage.cached_tokens for r in alike] == [0, 100, 100]
+
+
+@pytest.mark.parametrize("keys", ["kkkk", "abcd"])
+def test_others_pass_those_that_wait_for_files(keys: str) -> None:
+    rig = make_rig()
+    readers = [reader(f"{i}", 9, key) for i, key in enumerate(keys)]
+    others = [make_request(f"o{i}", [i] * 30, max_tokens=9) for i in range(4)]
+    rig.submit(*readers, *others)
+    step(rig)
+    assert rig.running() == ["o0", "o1", "o2", "o3"]
+    assert len(rig.fetching) == len(set(keys))
+    drive(rig)
+
+
+def test_no_more_wait_for_files_than_twice_the_slots() -> None:
+    rig = make_rig(2)
+    n_most = 2 * N_FETCHED_PER_SLOT
+    rig.submit(*(reader(f"{i}", 9, f"{i}") for i in range(n_most + 3)))
+    step(rig)
+    assert rig.batcher.fetches.n_waiting == len(rig.fetching) == n_most
+    assert rig.batcher.n_waiting == 3
+    drive(rig)
+
+
+def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> None:
+    rig, n_slots = make_rig(2), 2
+    savers = [reader(f"{i}", 9, f"{i}", save_cache=True) for i in range(20)]
+    rig.submit(*savers)
+    for _ in range(60):  # nothing that is copied out is ever written
+        settle_disk(rig)
+        plan = rig.scheduler.plan(rig.now)
+        rig.fetching = [*iter(rig.batcher.fetches.take_order, None)]
+        if plan is not None:
+            rig.scheduler.apply(plan, rig.backend.run(plan), rig.now)
+    n_most = N_STORED_PER_SLOT * n_slots
+    assert (
+        n_most <= len(rig.batcher.storing) < n_most + n_slots
+    )  # with those that ran when it was full
+    store(rig)
+    drive(rig)
+    assert [rig.results[r.id].finish_reason for r in savers] == ["length"] * 20

@@ -1,0 +1,227 @@
+"""The thread that reads and writes files: whoever asked is told, whatever happens, and a reader before a writer."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cbatch.backend.fake import FakeBackend, FakeVocab
+from cbatch.core.cells import Stored
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.holds import Fetch, Found
+from cbatch.errors import CacheError
+from cbatch.runtime import keeper as subject
+from cbatch.runtime.keeper import Arrival, Keeper
+from cbatch.store import CachedCells, CacheStore
+from tests.helpers import make_request
+from tests.places import text_of
+from tests.runtime.backends import PATIENCE_S, in_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from cbatch.store import Fingerprint
+
+DATA = np.zeros(80, np.uint8)
+
+
+@dataclass(eq=False)
+class Owner:
+    """Who asks a keeper, and is told."""
+
+    keeper: Keeper
+    posted: SimpleQueue[Callable[[], object]]
+    told: list[Any] = field(default_factory=list)
+
+    def read(self, key: str, *, is_wanted: bool = True) -> None:
+        told = self.told
+        self.keeper.read(Fetch(key), lambda arrival: told.append(arrival.found), lambda: is_wanted)
+
+    def write(self, key: str) -> None:
+        self.keeper.write(stored(key), DATA, lambda *said: self.told.append(said[1:]))
+
+    def take(self, n: int = 1) -> list[Any]:
+        """Wait until so many answers are there."""
+        for _ in range(n):
+            self.posted.get(timeout=PATIENCE_S)()
+        return self.told[-n:]
+
+
+def stored(key: str) -> Stored:
+    request = make_request(key, text_of(10), cache_key=key, save_cache=True)
+    driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
+    driver.prepare(text_of(10), 64)
+    return Stored(driver, 0, 10)
+
+
+def make_owner(folder: Path, *, is_threaded: bool) -> Owner:
+    posted = SimpleQueue[Any]()
+    store = CacheStore(folder, 2**40)
+    return Owner(Keeper(store, FakeBackend(), posted.put, is_threaded=is_threaded), posted)
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    """Return who has a keeper with a thread."""
+    made = make_owner(tmp_path, is_threaded=True)
+    yield made
+    in_thread(made.keeper.close)()
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Owner:
+    """Return who does the work of a keeper without a thread."""
+    return make_owner(tmp_path, is_threaded=False)
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def broken(*_: object) -> None:
+        raise error
+
+    return broken
+
+
+def test_file_that_was_written_is_read(owner: Owner) -> None:
+    owner.write("k")
+    assert owner.take() == [(Found(text_of(10), 10), None)]
+    owner.read("k")
+    assert owner.take() == [Found(text_of(10), 10)]
+
+
+# ---- whatever happens, whoever asked is told ----
+
+
+def test_write_that_has_no_memory_for_its_tokens_is_told_and_the_next_read_is_done(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "CachedCells", raises(MemoryError()))
+    owner.write("k")
+    [(found, problem)] = owner.take()
+    assert found is None
+    assert "the cells were not saved" in problem
+    owner.read("other")
+    [missing] = owner.take()
+    assert missing.is_missing
+
+
+def test_answer_that_cannot_be_posted_leaves_the_thread_to_the_next(tmp_path: Path) -> None:
+    posted = SimpleQueue[Any]()
+    posts = iter([raises(RuntimeError("the engine is closed")), posted.put])
+    store = CacheStore(tmp_path, 2**40)
+    keeper = Keeper(store, FakeBackend(), lambda c: next(posts)(c), is_threaded=True)
+    owner = Owner(keeper, posted)
+    owner.write("lost")
+    owner.write("k")
+    assert owner.take() == [(Found(text_of(10), 10), None)]
+    in_thread(keeper.close)()
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_work_that_ctrl_c_breaks_off_by_hand_is_told_before_it_goes_on(
+    by_hand: Owner, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(CacheStore, what, raises(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        getattr(by_hand, what)("k")
+    [said] = by_hand.take()
+    if what == "read":
+        assert isinstance(said, CacheError)
+        assert "broken off" in said.reason
+    else:
+        assert said == (None, "the cells were not saved: writing them was broken off")
+
+
+def test_thread_that_cannot_start_leaves_the_work_to_who_asks(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raises(RuntimeError("can't start new thread")))
+        owner.write("k")
+        owner.read("k")
+    assert owner.take(2) == [(Found(text_of(10), 10), None), Found(text_of(10), 10)]
+
+
+def test_keeper_knows_its_own_thread(tmp_path: Path) -> None:
+    told = SimpleQueue[bool]()
+    keeper = Keeper(
+        CacheStore(tmp_path, 2**40),
+        FakeBackend(),
+        lambda _: told.put(keeper.is_current_thread),
+        is_threaded=True,
+    )
+    assert not keeper.is_current_thread
+    keeper.read(Fetch("k"), Arrival.__repr__, lambda: True)
+    assert told.get(timeout=PATIENCE_S)
+    assert not keeper.is_current_thread
+    in_thread(keeper.close)()
+
+
+# ---- what comes first ----
+
+
+@pytest.fixture
+def first_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
+    """Stop writing until it is let go; return what lets it go, and the files as they are done."""
+    arrived, go, done = threading.Event(), threading.Event(), list[str]()
+    read, write = CacheStore.read, CacheStore.write
+
+    def noted(store: CacheStore, key: str, fingerprint: Fingerprint) -> CachedCells:
+        done.append(f"read {key}")
+        return read(store, key, fingerprint)
+
+    def gated(store: CacheStore, key: str, cells: CachedCells, fingerprint: Fingerprint) -> None:
+        arrived.set()
+        assert go.wait(PATIENCE_S)
+        write(store, key, cells, fingerprint)
+        done.append(f"write {key}")
+
+    monkeypatch.setattr(CacheStore, "read", noted)
+    monkeypatch.setattr(CacheStore, "write", gated)
+    yield go, done
+    go.set()
+
+
+def test_reads_pass_writes_that_have_not_begun(
+    owner: Owner, first_write: tuple[threading.Event, list[str]]
+) -> None:
+    go, done = first_write
+    for key in "abc":
+        owner.write(key)
+    owner.read("d")
+    owner.read("a")
+    go.set()
+    owner.take(5)
+    # the first may have begun, or not
+    assert [f for f in done if f != "write a"] == ["read d", "read a", "write b", "write c"]
+
+
+def test_file_that_nobody_wants_any_more_is_not_read(
+    owner: Owner, first_write: tuple[threading.Event, list[str]]
+) -> None:
+    _, done = first_write
+    owner.read("left", is_wanted=False)
+    owner.read("k")
+    nothing, missing = owner.take(2)
+    assert nothing is None
+    assert missing.is_missing
+    assert done == ["read k"]
+
+
+def test_close_waits_for_all_that_is_to_be_written_and_reads_nothing(
+    owner: Owner, first_write: tuple[threading.Event, list[str]]
+) -> None:
+    go, done = first_write
+    owner.write("a")
+    owner.keeper._is_closing = True  # as `close` says at once, in a thread that waits
+    owner.read("c")
+    owner.write("b")
+    closed = in_thread(owner.keeper.close)
+    go.set()
+    closed()
+    assert done == ["write a", "write b"]
