@@ -1191,6 +1191,20 @@ def test_those_beside_one_that_is_paused_meanwhile_begin_with_the_file(
     assert [r.usage.cached_tokens for r in results] == [100] * 3
 
 
+def test_file_that_was_not_read_for_want_of_readers_is_read_for_the_next(
+    place: Place, reading: Gate
+) -> None:
+    engine = place.engine()
+    first = engine.submit(item(text_of(40), cache_key="first"))
+    reading.wait()
+    engine.submit(item(text_of(40, 1), "left", **READ))
+    wait_until(lambda: engine.stats().n_held == 2)
+    assert engine.cancel("left")
+    reading.go.set()
+    place.results(first)
+    assert place.result(engine, text_of(40, 1), **READ).token_ids == expected(text_of(40, 1))
+
+
 def test_close_reads_no_file_that_nobody_waits_for(
     place: Place, reads: list[str], reading: Gate
 ) -> None:

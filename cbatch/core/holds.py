@@ -165,6 +165,8 @@ class Fetches:
         """Have a file read after all that nobody wanted for a while, if somebody does now."""
         if self.is_wanted(fetch):
             self._orders.append(fetch)
+        else:  # who asks next is to order it
+            self._waiting.pop(fetch, None)
 
     def is_wanted(self, fetch: Fetch) -> bool:
         """Whether somebody still waits for a file. From any thread."""

@@ -134,6 +134,6 @@ class Keeper:
             self._store.write(key, cells, self._backend.fingerprint(adapters))
             found, problem = Found(tokens.tolist(), cells.n_prompt), None
         except Exception as error:
-            problem = f"the cells were not saved: {error or repr(error)}"
+            problem = f"the cells were not saved: {str(error) or repr(error)}"
         finally:
             self._post(lambda: then(driver, found, problem))

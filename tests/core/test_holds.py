@@ -148,6 +148,15 @@ def test_one_who_asks_while_a_read_that_nobody_wants_is_dropped_gets_it_ordered_
     assert adopted(rig) == [("a", 100)]
 
 
+def test_one_who_asks_after_a_read_that_nobody_wanted_gets_it_ordered() -> None:
+    rig = waiting(make_rig(), reader("left", 100))
+    rig.cancel("left")
+    rig.fetching.clear()
+    rig.batcher.fetches.order_again(FETCH)
+    waiting(rig, reader("a", 100))
+    assert rig.fetching == [FETCH]
+
+
 # ---- what is known of a file ----
 
 
