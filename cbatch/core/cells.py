@@ -75,9 +75,8 @@ class Cells:
         self._saves: list[tuple[Slot, int]] = []
         self._loads: list[tuple[Slot, int, int]] = []
         self._forgets: list[int] = []
-        self._forgotten: list[
-            int
-        ] = []  # as ordered with the last plan: done, or not if it was broken off
+        # as ordered with the last plan: done, or not if it was broken off
+        self._forgotten: list[int] = []
 
     @property
     def n_to_copy(self) -> int:

@@ -194,6 +194,8 @@ class ContinuousBatchScheduler:
 
     def _n_copied_max(self) -> int | None:
         """Return how many cells may be copied in a step: no more than take as long as decoding, where others wait."""
+        if not (self.batcher.n_waiting or len(self.batcher.followers)):
+            return None  # nobody can enter
         n_rows = sum(d.n_pending == 1 for d in self._running())
         return self.costs.n_copied_within(self.costs.seen_s(n_rows)) if n_rows else None
 
