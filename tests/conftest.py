@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import pytest
 
 if TYPE_CHECKING:
     from cbatch.bench.synth import Shape
+    from tests.places import Place
 
 SynthFactory = Callable[..., Path]
 """`synth(shape, *, seed=0, metadata=None, **sizes) -> Path`; files are shared, so read only."""
@@ -62,3 +63,28 @@ def test_model() -> Path:
 def random_model(synth: SynthFactory) -> Path:
     """Return the path of a model of shape `test`, with a BOS and a vocabulary that is known to the test."""
     return synth("test")
+
+
+def _place(folder: Path, way: str) -> Iterator[Place]:
+    from tests.places import place_of
+
+    with place_of(folder / "cells", way) as made:
+        yield made
+
+
+@pytest.fixture(params=["threaded", "by hand", "async"])
+def any_way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Engines on fake backends over one folder of cells, by each way to ask."""
+    yield from _place(tmp_path, request.param)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """Engines with a thread."""
+    yield from _place(tmp_path, "threaded")
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[Place]:
+    """Engines without a thread."""
+    yield from _place(tmp_path, "by hand")

@@ -39,7 +39,6 @@ from tests.places import (
     expects_little,
     first_chunk,
     item,
-    place_of,
     plans_of,
     read_all,
     steps,
@@ -63,27 +62,6 @@ if TYPE_CHECKING:
 SAVED: dict[str, Any] = {"cache_key": "k", "save_cache": True}
 READ: dict[str, Any] = {"cache_key": "k"}
 REQUIRED: dict[str, Any] = {"cache_key": "k", "cache_required": True}
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    """Engines with a thread."""
-    with place_of(tmp_path / "cells", "threaded") as made:
-        yield made
-
-
-@pytest.fixture
-def by_hand(tmp_path: Path) -> Iterator[Place]:
-    """Engines without."""
-    with place_of(tmp_path / "cells", "by hand") as made:
-        yield made
-
-
-@pytest.fixture(params=["threaded", "by hand", "async"])
-def any_way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Each way to ask."""
-    with place_of(tmp_path / "cells", request.param) as made:
-        yield made
 
 
 @pytest.fixture

@@ -34,7 +34,6 @@ from tests.places import (
     expects_little,
     first_chunk,
     item,
-    place_of,
     read_all,
     steps,
     text_of,
@@ -42,7 +41,7 @@ from tests.places import (
 from tests.runtime.backends import GatedBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from cbatch.response import BatchResult
@@ -53,20 +52,6 @@ MEMORIES = {
     "recurrent": Memory("recurrent", 4, can_trim=False, can_save=True, saved_bytes=4096),
     "bare": Memory("partitioned", 4 * 256),
 }
-
-
-@pytest.fixture(params=["threaded", "by hand", "async"])
-def any_way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Each way to ask."""
-    with place_of(tmp_path / "cells", request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def by_hand(tmp_path: Path) -> Iterator[Place]:
-    """Engines without a thread."""
-    with place_of(tmp_path / "cells", "by hand") as made:
-        yield made
 
 
 def extended(place: Place, engine: Engine, result: BatchResult, n_tokens: int) -> BatchResult:

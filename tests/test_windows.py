@@ -19,7 +19,6 @@ from tests.places import (
     expects_little,
     first_chunk,
     item,
-    place_of,
     plans_of,
     read_all,
     steps,
@@ -28,7 +27,7 @@ from tests.places import (
 from tests.runtime.backends import GatedBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from cbatch.core.plan import StepPlan, StepResult
@@ -36,27 +35,6 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
 
 W = 128
-
-
-@pytest.fixture(params=["threaded", "by hand", "async"])
-def any_way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Each way to ask."""
-    with place_of(tmp_path / "cells", request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    """Engines with a thread."""
-    with place_of(tmp_path / "cells", "threaded") as made:
-        yield made
-
-
-@pytest.fixture
-def by_hand(tmp_path: Path) -> Iterator[Place]:
-    """Engines without a thread."""
-    with place_of(tmp_path / "cells", "by hand") as made:
-        yield made
 
 
 def moving(
