@@ -686,8 +686,8 @@ def run_script(source: str, *args: object) -> subprocess.CompletedProcess[str]:
 def test_ctrl_c_while_waiting_cancels_the_batch_and_leaves_the_engine() -> None:
     run_script(
         """
-        import signal, sys, threading, traceback
-        from tests.runtime.backends import GatedBackend, all_results
+        import sys, threading, traceback
+        from tests.runtime.backends import CtrlC, GatedBackend, all_results
         from cbatch.engine import Engine
 
         def names(frame):
@@ -698,9 +698,9 @@ def test_ctrl_c_while_waiting_cancels_the_batch_and_leaves_the_engine() -> None:
             while "results" not in names(sys._current_frames()[main]):
                 pass
             backend.release_when_asked()
-            signal.pthread_kill(main, signal.SIGINT)
+            ctrl_c.press()
 
-        main = threading.main_thread().ident
+        main, ctrl_c = threading.main_thread().ident, CtrlC()
         backend = GatedBackend(2, 64, 16, hold_at=3)
         engine = Engine(backend, options={"ignore_eos": True})
         response = engine.run(["a", "b", "c"])
@@ -722,23 +722,17 @@ def test_ctrl_c_while_waiting_cancels_the_batch_and_leaves_the_engine() -> None:
 def test_ctrl_c_while_closing_is_raised_when_the_thread_has_ended() -> None:
     run_script(
         """
-        import signal, sys, threading, traceback
-        from tests.runtime.backends import GatedBackend, owner_of
+        import sys, threading, traceback
+        from tests.runtime.backends import CtrlC, GatedBackend, owner_of
         from cbatch.engine import Engine
-
-        def press(number, frame):
-            pressed.set()
-            raise KeyboardInterrupt
 
         def press_when_closing():
             while "_join" not in [f.f_code.co_name for f, _ in traceback.walk_stack(sys._current_frames()[main])]:
                 pass
-            signal.pthread_kill(main, signal.SIGINT)
-            pressed.wait()
+            ctrl_c.press()
             backend.release()
 
-        signal.signal(signal.SIGINT, press)
-        main, pressed = threading.main_thread().ident, threading.Event()
+        main, ctrl_c = threading.main_thread().ident, CtrlC()
         backend = GatedBackend(2, 64, 16, hold_at=3)
         engine = Engine(backend, options={"ignore_eos": True})
         owner = owner_of(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from cbatch.backend.fake import FakeBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.engine import Engine
@@ -53,6 +55,25 @@ class GatedBackend(FakeBackend):
     def release_when_asked(self) -> None:
         """Go on when somebody interrupts: a command waits then."""
         self._is_armed = True
+
+
+class CtrlC:
+    """Presses Ctrl-C for the thread that made it, which has to be the main one."""
+
+    def __init__(self) -> None:
+        self._ident, self._is_seen = threading.get_ident(), threading.Event()
+        signal.signal(signal.SIGINT, self._raise)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_seen.is_set():
+            self._is_seen.set()
+            raise KeyboardInterrupt
+
+    def press(self) -> None:
+        """Return when it was seen: a signal may strike just before a lock is waited for, and is then not noticed."""
+        signal.pthread_kill(self._ident, signal.SIGINT)
+        while not self._is_seen.wait(0.05):
+            signal.pthread_kill(self._ident, signal.SIGINT)
 
 
 class FailingBackend(FakeBackend):
