@@ -32,6 +32,7 @@ from cbatch.response import (
     BatchResult,
     FinishReason,
     Timings,
+    TokenLogprob,
     ToolCall,
     Usage,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "RunOptions",
     "StepRecord",
     "Timings",
+    "TokenLogprob",
     "ToolCall",
     "UnsupportedOptionError",
     "Usage",

@@ -43,6 +43,8 @@ class BatchPrompt:
             raise ConfigError(f"give one of messages, prompt and tokens, not {given or 'none'}")
         if self.id is not None and (not isinstance(self.id, str) or not self.id):
             raise ConfigError(f"an id must be a non-empty string, not {self.id!r}")
+        if self.id is not None and "\0" in self.id:
+            raise ConfigError(f"an id must not have a NUL character: {self.id!r}")
         object.__setattr__(self, "options", RunOptions.of(self.options))
         self._check_content()
 

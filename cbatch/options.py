@@ -63,6 +63,12 @@ DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """Source: llama.cpp common/common.h, common_params_sampling."""
 
 MAX_PRIORITY = 100
+MAX_CHOICES = 128
+"""Source: the OpenAI API's limit of `n`."""
+
+MAX_LOGPROBS = 20
+"""Source: the OpenAI API's limit of `top_logprobs`."""
+
 MAX_KEY_LENGTH = 1024
 """Characters of a cache key: a name, not a prompt."""
 
@@ -169,6 +175,11 @@ class RunOptions:
         logit_bias: a mapping of token ids, also written as strings, to what is added to their logits,
             −10,000 … 10,000, or −∞ for a ban; 4,096 at most.
         seed: 0 … 2⁶⁴ − 1; 0 is a seed like any other. Not said: one is drawn and reported in the result.
+        n: answers to this prompt, 1 … 128, in `result.choices`; they share the prompt's computation. Not said: 1.
+        best_of: compute so many and keep the `n` with the highest mean log-probability, n … 128. Not said: n.
+        logprobs: report the log-probability of each token in `result.logprobs`, by the model's logits before any
+            option; a number is short for as many `top_logprobs`.
+        top_logprobs: with `logprobs`, report so many of the likeliest tokens at each place too, 0 … 20.
         priority: −100 … 100, the higher the sooner, for an engine with `policy="priority"`. Not said: 0.
         timeout_s: seconds from submission on, queue time included; then it ends `timeout` with its partial text.
         cache_key: begin with the cells that are kept on disk under this name, as far as the prompt begins with their
@@ -224,6 +235,10 @@ class RunOptions:
     dry_sequence_breakers: Sequence[str] | None = None
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
     priority: int | None = None
     timeout_s: float | None = None
     cache_key: str | None = None
@@ -278,6 +293,8 @@ class RunOptions:
         self._settle("chat_template_kwargs", kwargs)
         _check_choice("reasoning_format", self.reasoning_format, (None, "auto", "none"))
         _check_bool("skip_special_tokens", self.skip_special_tokens)
+        self._check_choices()
+        self._check_logprobs()
         self._check_structure()
 
     def _check_choice(self) -> None:
@@ -300,6 +317,26 @@ class RunOptions:
             )
         if self.response_format is not None:
             _schema_of(str(self.response_format))
+
+    def _check_choices(self) -> None:
+        _check_int("n", self.n, 1, MAX_CHOICES)
+        _check_int("best_of", self.best_of, 1, MAX_CHOICES)
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ConfigError(
+                f"best_of={self.best_of} is less than n={self.n}: of fewer none can be kept"
+            )
+        for name in ("prefill_only", "save_cache"):
+            if self.n_choices > 1 and getattr(self, name):
+                raise ConfigError(
+                    f"{name} is for one answer, not for {self.n_choices} (n, best_of)"
+                )
+
+    def _check_logprobs(self) -> None:
+        if not isinstance(self.logprobs, bool):
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
+        if self.top_logprobs and self.logprobs is False:
+            raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -326,6 +363,31 @@ class RunOptions:
             return other
         kept = _NAMES.difference(_STRUCTURE) if said.keys() & set(_STRUCTURE) else _NAMES
         return RunOptions(**{name: getattr(other, name) for name in kept} | said)
+
+    @property
+    def n_choices(self) -> int:
+        """Answers to compute."""
+        return self.best_of or self.n or 1
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        return self.logprobs is not None and self.logprobs is not False
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """Alternatives to report for each token; None where no log-probability is wanted.
+
+        Raises:
+            ConfigError: alternatives are asked for, but no log-probabilities.
+        """
+        if not self.has_logprobs:
+            if self.top_logprobs:
+                raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
+            return 0 if self.n_choices > (self.n or 1) else None
+        if self.top_logprobs is not None or isinstance(self.logprobs, bool):
+            return self.top_logprobs or 0
+        return self.logprobs
 
     @property
     def structure(self) -> Grammar | None:

@@ -74,6 +74,22 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token with its log-probability by the model's own logits; `top` are the likeliest at its place."""
+
+    token_id: int
+    data: bytes
+    """What it adds to the text; a character may stand in several tokens."""
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Its part of the text; what is no whole character shows as U+FFFD."""
+        return self.data.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
 class BatchResult:
     """One item's outcome: text, or `error` (`finish_reason` "error"; or "cancelled", "timeout" where it never ran)."""
 
@@ -89,6 +105,11 @@ class BatchResult:
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     """What was thought before the answer, where the template marks that."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each of `token_ids`, where they were asked for."""
+    choices: tuple[BatchResult, ...] = ()
+    """All answers where several were asked for: this result is the first of them then, or one that failed; its usage
+    counts what all have cost."""
     origin: object = field(default=None, repr=False, compare=False)
     """What `Engine.extend` goes on from."""
 

@@ -229,6 +229,7 @@ def make_request(
         sampling,
         stops,
         adapters=said.adapters,
+        n_logprobs=said.n_logprobs,
         grammar=said.structure,
     )
 

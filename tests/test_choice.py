@@ -146,3 +146,43 @@ def test_answers_in_company_are_those_alone(engine: cbatch.Engine, options: dict
     alone = [engine.submit(item, options=options).result().token_ids for item in items]
     assert together == alone
     assert len(set(together)) == len(together)
+
+
+# ---- what is reported ----
+
+
+def test_logprobs_of_an_answer_are_those_of_each_step(
+    engine: cbatch.Engine, model: LlamaModel
+) -> None:
+    options: dict[str, Any] = {**LONG, "temperature": 0.9, "seed": 4, "top_logprobs": 3}
+    item = BatchPrompt(tokens=PROMPT, options={**options, "logprobs": True, **HARD})
+    result = engine.submit(item).result()
+    assert result.logprobs is not None
+    assert [t.token_id for t in result.logprobs] == list(result.token_ids)
+    for i in (0, 1, 17, 39):
+        asked = [*PROMPT, *result.token_ids[:i]]
+        said = {**options, "max_tokens": 1, "temperature": 0, "logprobs": True}
+        [again] = engine.submit(BatchPrompt(tokens=asked, options=said)).result().logprobs or ()
+        assert [t.token_id for t in result.logprobs[i].top] == [t.token_id for t in again.top]
+        for found, wanted in zip(result.logprobs[i].top, again.top, strict=True):
+            assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert all(t.logprob <= again.logprob + 1e-4 for t in result.logprobs[i].top)
+
+
+def test_choices_of_a_prompt_are_those_of_their_seeds_and_share_it(engine: cbatch.Engine) -> None:
+    before = engine.stats()
+    item = BatchPrompt(tokens=PROMPT, options={**LONG, "n": 4, "seed": 11, "temperature": 1.5})
+    result = engine.submit(item).result()
+    n_computed = engine.stats().n_prompt_tokens - before.n_prompt_tokens
+    alone = [tokens_of(engine, PROMPT, seed=11 + i, temperature=1.5) for i in range(4)]
+    assert [c.token_ids for c in result.choices] == alone
+    assert len(set(alone)) == 4
+    assert n_computed < 2.5 * len(PROMPT)
+
+
+def test_best_of_keeps_the_highest_mean_logprob(engine: cbatch.Engine) -> None:
+    said: dict[str, Any] = {**LONG, "seed": 11, "temperature": 1.5, "logprobs": True}
+    every = engine.submit(BatchPrompt(tokens=PROMPT, options={**said, "n": 4})).result().choices
+    kept = engine.submit(BatchPrompt(tokens=PROMPT, options={**said, "best_of": 4})).result()
+    means = {c.token_ids: sum(t.logprob for t in c.logprobs or ()) / 40 for c in every}
+    assert kept.token_ids == max(means, key=lambda tokens: means[tokens])

@@ -115,8 +115,10 @@ class FakeGrammars:
 class FakeMatcher:
     """Follows a constraint; what it forces depends on all of the output so far, so a wrong one is found out."""
 
-    def __init__(self, constraint: FakeConstraint, output: Sequence[int] = ()) -> None:
-        self._constraint = constraint
+    def __init__(
+        self, constraint: FakeConstraint, output: Sequence[int] = (), *, forces: bool = True
+    ) -> None:
+        self._constraint, self._forces = constraint, forces
         self._state = 1
         self._forced: list[int] = []
         for token in output:
@@ -133,10 +135,11 @@ class FakeMatcher:
         if not self._forced and token % 16 == self._constraint.bad:
             return Guidance(problem="a bad token")
         self._take(token)
-        forced = tuple(self._forced)
+        forced = tuple(self._forced) if self._forces else ()
         for behind in forced:
             self._take(behind)
-        return Guidance(forced, is_complete=(token, *forced)[-1] % 16 == self._constraint.last)
+        is_last = (token, *forced)[-1] % 16 == self._constraint.last
+        return Guidance(forced, is_complete=is_last and not self._forced)
 
     def _take(self, token: int) -> None:
         if token % 2 != self._constraint.parity:
@@ -585,7 +588,8 @@ def _matcher(binding: Binding, output: Sequence[int] | None = None) -> FakeMatch
     constraint = binding.constraint
     if not isinstance(constraint, FakeConstraint):
         return None
-    return FakeMatcher(constraint, [*binding.output, *(output or ())])
+    forces = binding.n_logprobs is None
+    return FakeMatcher(constraint, [*binding.output, *(output or ())], forces=forces)
 
 
 def _mix(state: int, key: int) -> int:

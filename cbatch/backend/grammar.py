@@ -226,6 +226,8 @@ class _Row:
     matcher: Any
     banned: NDArray[np.uint32] | None
     """Bits of end tokens that are not to be sampled."""
+    forces: bool = True
+    """Whether tokens that must follow are not sampled: they have no log-probabilities then."""
     problem: str = ""
 
 
@@ -246,7 +248,8 @@ class Guides:
             return
         if self._masks.shape[1] != constraint.n_words:
             self._masks = np.zeros((self._n_slots, constraint.n_words), np.uint32)
-        row = _Row(constraint.matcher.deep_copy(), _banned(constraint, binding))
+        forces = binding.n_logprobs is None
+        row = _Row(constraint.matcher.deep_copy(), _banned(constraint, binding), forces=forces)
         if binding.output and not row.matcher.consume_tokens(list(binding.output)):
             row.problem = problem_of(row.matcher)
         self._rows[binding.slot] = row
@@ -334,7 +337,7 @@ def _after(row: _Row, token: int) -> Guidance:
         return Guidance(problem=row.problem)
     if token == BROKEN_ROW or row.matcher.is_stopped():
         return Guidance(is_complete=token != BROKEN_ROW)
-    forced: list[int] = row.matcher.compute_ff_tokens()
+    forced: list[int] = row.matcher.compute_ff_tokens() if row.forces else []
     if forced and not row.matcher.consume_tokens(forced):
         row.problem = problem_of(row.matcher)
         return Guidance(problem=row.problem)

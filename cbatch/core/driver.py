@@ -22,11 +22,19 @@ from cbatch.errors import (
     RequestFailedError,
     SequenceStateError,
 )
-from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, ToolCall, Usage
+from cbatch.response import (
+    BatchOutputChunk,
+    BatchResult,
+    FinishReason,
+    TokenLogprob,
+    ToolCall,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cbatch.core.plan import TokenLogprobs
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet, Grammar, RunOptions, Sampling
 
@@ -96,10 +104,14 @@ class Request:
     deadline_s: float = math.inf
     """When it ends whatever it is doing, in seconds of the engine's clock."""
     adapters: AdapterSet = ()
+    n_logprobs: int | None = None
+    """Alternatives to report for each sampled token; None where none is asked for its log-probability."""
     owner: str = ""
     """Whose request it is: the mark of an engine."""
     output: tuple[int, ...] = ()
     """What it goes on from: tokens that an earlier request with this prompt sampled."""
+    output_logprobs: tuple[TokenLogprob, ...] = ()
+    """Those of `output`, where they are asked for."""
     continues: int | None = None
     """The number of that request's sequence."""
     grammar: Grammar | None = None
@@ -151,6 +163,8 @@ class SequenceDriver:
     n_shifts: int = 0
     whole_prompt: tuple[int, ...] = ()
     """The prompt as it was given, where tokens were taken out of the window."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens that it sampled itself, where they are asked for."""
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
@@ -358,6 +372,7 @@ class SequenceDriver:
             request.sampling,
             request.stop_tokens,
             self.history,
+            request.n_logprobs,
             constraint=self.constraint,
             output=tuple(self.output) if is_bound else (),
         )
@@ -376,10 +391,16 @@ class SequenceDriver:
         return Chunk(slot, start, self.tokens[start:end], has_output)
 
     def accept(
-        self, n_chunk: int, sampled: list[int], now: float, guidance: Guidance = FREE
+        self,
+        n_chunk: int,
+        sampled: list[int],
+        now: float,
+        guidance: Guidance = FREE,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Take what a run brought: `n_chunk` tokens of the plan got cells, then `sampled` came one a step.
 
+        Where log-probabilities are asked for, `logprobs` are those of the sampled tokens, and no token is forced.
         Ends the sequence where its last token ends it. A stop token, and the end of its grammar, come before the cap
         when they fall together.
         """
@@ -394,6 +415,7 @@ class SequenceDriver:
         if good:
             if self.clock.first_token_s is None:
                 self.clock.first_token_s = now
+            self.logprobs.extend(logprobs[: len(good)])
             self._append(good, now, is_last=guidance.is_complete and not guidance.forced)
         if guidance.problem and self.finish_reason is None:
             self.fail_grammar(guidance.problem, now)
@@ -526,8 +548,23 @@ class SequenceDriver:
             warnings=(*self.warnings, *answer.warnings),
             tool_calls=tuple(calls),
             reasoning=answer.reasoning,
+            logprobs=self._logprobs(),
             origin=Origin(self.request, self.number),
         )
+
+    def _logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Return a log-probability for each token of the answer, or None where none was asked for."""
+        request = self.request
+        if request.n_logprobs is None:
+            return None
+        n_old, n_told = len(request.output), self.text.n_fed  # where it never ran, nothing is told
+        new = map(self._logprob, self.output[n_old:n_told], self.logprobs)
+        return (*request.output_logprobs[:n_told], *new)
+
+    def _logprob(self, token: int, found: TokenLogprobs) -> TokenLogprob:
+        piece = self.text.piece
+        top = tuple(TokenLogprob(t, piece(t), logprob) for t, logprob in found.top)
+        return TokenLogprob(token, piece(token), found.logprob, top)
 
     def _check_end(self, now: float, *, is_complete: bool) -> None:
         if self.tokens[-1] in self.request.stop_tokens:

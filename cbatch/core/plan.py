@@ -104,7 +104,7 @@ class Guidance:
     """What a constraint says once a token was sampled under it."""
 
     forced: tuple[int, ...] = ()
-    """What must follow, without a choice: output that has no cells yet."""
+    """What must follow, without a choice: output that has no cells yet. Nothing where log-probabilities are asked."""
     is_complete: bool = False
     """Whether nothing more may follow, after the forced ones."""
     problem: str = ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cbatch.core.batcher import slot_of
 from cbatch.core.costs import StepCosts
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.plan import FREE, Chunk, Guidance, Slot, StepPlan, StepResult
+from cbatch.core.plan import FREE, Chunk, Slot, StepPlan, StepResult
 from cbatch.core.shape import even_out, split_budget, whole_pieces
 from cbatch.core.trials import Trials
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
@@ -140,10 +140,8 @@ class ContinuousBatchScheduler:
         if result.n_steps:
             self._n_failures, self._has_rebuilt = 0, False
             self._count(drivers, plan, result, now)
-            for driver, chunk, sampled in zip(drivers, plan.chunks, result.tokens, strict=True):
-                self._accept(
-                    driver, len(chunk.tokens), sampled, now, result.guided.get(chunk.slot, FREE)
-                )
+            for i, (driver, chunk) in enumerate(zip(drivers, plan.chunks, strict=True)):
+                self._accept(driver, chunk, result, i, now)
         if result.code:
             self._contain(drivers, plan, result, now)
         return drivers
@@ -348,16 +346,18 @@ class ContinuousBatchScheduler:
     def _accept(
         self,
         driver: SequenceDriver,
-        n_chunk: int,
-        sampled: list[int],
+        chunk: Chunk,
+        result: StepResult,
+        i: int,
         now: float,
-        guidance: Guidance,
     ) -> None:
-        n_computed = driver.n_computed
+        n_chunk, n_computed = len(chunk.tokens), driver.n_computed
         if n_computed < driver.n_prompt or n_computed < driver.n_reached:
             self.stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
             self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
-        driver.accept(n_chunk, sampled, now, guidance)
+        logprobs = result.logprobs[i] if result.logprobs else ()
+        guidance = result.guided.get(chunk.slot, FREE)
+        driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs)
         if driver.slot is not None:
             self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
         if driver.status is Status.FINISHED:

@@ -57,7 +57,7 @@ class TextStream:
     A stream costs nothing per token until someone feeds it, and can be fed any number of tokens at once.
     """
 
-    __slots__ = ("_decoder", "_include_stop", "_matcher", "_piece", "is_stopped", "n_fed", "parts")
+    __slots__ = ("_decoder", "_include_stop", "_matcher", "is_stopped", "n_fed", "parts", "piece")
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class TextStream:
         *,
         include_stop: bool = False,
     ) -> None:
-        self._piece = piece
+        self.piece = piece
         self._matcher = StopMatcher(stops) if stops else None
         self._include_stop = include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -83,13 +83,13 @@ class TextStream:
         """Add tokens. Ends at the token that completes a stop string: `n_fed` then counts up to that one."""
         if self._matcher is None:
             self.n_fed += len(tokens)
-            self._add(b"".join(map(self._piece, tokens)))
+            self._add(b"".join(map(self.piece, tokens)))
             return
         for token in tokens:
             if self.is_stopped:
                 return
             self.n_fed += 1
-            self._add(self._match(self._matcher, self._piece(token)))
+            self._add(self._match(self._matcher, self.piece(token)))
 
     def flush(self) -> None:
         """Give out what was waiting: a tail that might have become a stop string, a broken character as U+FFFD."""

@@ -29,8 +29,9 @@ from cbatch.errors import (
     UnsupportedOptionError,
 )
 from cbatch.messages import BatchPrompt, Prompt, as_prompt, free_id, with_ids
-from cbatch.options import RunOptions, ScheduleOptions, check_seconds
+from cbatch.options import MAX_SEED, RunOptions, ScheduleOptions, check_seconds
 from cbatch.response import BatchResult
+from cbatch.runtime.choices import Choices, member_id
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.mailbox import Mailbox, refused
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend, Vocab
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.runtime.loop import Loop
+    from cbatch.runtime.loop import Loop, Route
 
 
 Saver: TypeAlias = "tuple[str, weakref.ref[Mailbox], int]"
@@ -89,15 +90,17 @@ class Intake:
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
 
-    def _driver(
+    def _drivers(
         self, item: BatchPrompt, run_options: RunOptions, now: float, ends_s: float
-    ) -> SequenceDriver:
+    ) -> list[SequenceDriver]:
+        """Return the sequences of a prompt: one for each choice."""
         options = RunOptions.of(item.options).over(run_options)
         seed = secrets.randbits(32) if options.seed is None else options.seed
         vocab = self._backend.vocab
         try:
             check_fits(options, self._backend, self._schedule)
             check_chat(item, options, vocab)
+            n_logprobs = options.n_logprobs
         except UnsupportedOptionError:
             raise
         except ConfigError as error:
@@ -114,10 +117,13 @@ class Intake:
             stop_tokens,
             deadline_s,
             options.adapters,
+            n_logprobs,
             owner=self._mark,
             grammar=options.structure,
         )
-        return self._sequence(request, now)
+        if options.n_choices == 1:
+            return [self._sequence(request, now)]
+        return [self._sequence(_choice(request, i), now) for i in range(options.n_choices)]
 
     def _sequence(self, request: Request, now: float) -> SequenceDriver:
         vocab, is_shown = self._backend.vocab, request.options.skip_special_tokens is False
@@ -179,11 +185,12 @@ class Intake:
         with self._submitting:
             number = next(self._n_runs)
             prompts = with_ids(prompts, self._loop.routes, number)
-            drivers = [self._driver(prompt, options, now, ends_s) for prompt in prompts]
+            items = [self._drivers(prompt, options, now, ends_s) for prompt in prompts]
+            drivers = [driver for item in items for driver in item]
             self._check_keys(drivers)
-            ids = [d.request.id for d in drivers]
+            ids = [str(prompt.id) for prompt in prompts]
             run = Run(number, options, make_mailbox(len(ids)), ids, {}, ends_s)
-            routes = self._route(run.mailbox, drivers)
+            routes = self._route(run.mailbox, ids, items)
         self._submit(drivers, routes, is_fed=False)
         return run
 
@@ -191,6 +198,10 @@ class Intake:
         """Submit what goes on from a result. See `Engine.extend`."""
         if not isinstance(result, BatchResult):
             raise ConfigError(f"extend takes a BatchResult, not {type(result).__name__}")
+        if result.choices:
+            raise ConfigError(
+                f"result {result.id!r} has {len(result.choices)} choices: extend one of them"
+            )
         origin = result.origin
         if not isinstance(origin, Origin) or origin.request.owner != self._mark:
             raise ConfigError(f"result {result.id!r} is not of this engine: it cannot be extended")
@@ -206,12 +217,13 @@ class Intake:
                 options=RunOptions(max_tokens=n_all, prefill_only=False).over(old.options),
                 deadline_s=deadline_s,
                 output=result.token_ids,
+                output_logprobs=result.logprobs or (),
                 continues=origin.number,
             )
             driver = self._sequence(request, now)
             self._check_keys([driver])
             run = Run(next(self._n_runs), request.options, make_mailbox(1), [old.id], {})
-            routes = self._route(run.mailbox, [driver])
+            routes = self._route(run.mailbox, run.ids, [[driver]])
         self._submit([driver], routes, is_fed=False)
         return run
 
@@ -262,8 +274,8 @@ class Intake:
         if place is None:  # everybody left while it was read
             return
         try:
-            driver, routes = self._named(run, item, place)
-            self._submit([driver], routes, is_fed=True)
+            drivers, routes = self._named(run, item, place)
+            self._submit(drivers, routes, is_fed=True)
         except CBatchError as error:
             run.mailbox.deliver(*refused(run.ids[place], place, error))
             if isinstance(error, EngineClosedError):
@@ -274,8 +286,8 @@ class Intake:
 
     def _named(
         self, run: Run, item: Any, place: int
-    ) -> tuple[SequenceDriver, dict[str, tuple[Mailbox, int]]]:
-        """Return a prompt that was read as a sequence with a free id, and its route."""
+    ) -> tuple[list[SequenceDriver], dict[str, Route]]:
+        """Return the sequences of a prompt that was read, with a free id, and their routes."""
         with self._submitting:
             taken = ChainMap(run.given, self._loop.routes)
             run.ids.append(free_id(place, run.number, taken))
@@ -284,19 +296,31 @@ class Intake:
                 prompt = prompt if prompt.id else replace(prompt, id=run.ids[place])
                 [prompt] = with_ids([prompt], taken, run.number)
                 run.ids[place] = str(prompt.id)
-                driver = self._driver(prompt, run.options, time.perf_counter(), run.ends_s)
-                self._check_keys([driver])
-                return driver, self._route(run.mailbox, [driver], place)
+                drivers = self._drivers(prompt, run.options, time.perf_counter(), run.ends_s)
+                self._check_keys(drivers)
+                return drivers, self._route(run.mailbox, [run.ids[place]], [drivers], place)
             finally:
                 run.given[run.ids[place]] = None
 
     def _route(
-        self, mailbox: Mailbox, drivers: Sequence[SequenceDriver], first_place: int = 0
-    ) -> dict[str, tuple[Mailbox, int]]:
+        self,
+        mailbox: Mailbox,
+        ids: Sequence[str],
+        items: Sequence[Sequence[SequenceDriver]],
+        first_place: int = 0,
+    ) -> dict[str, Route]:
         """Make ids known, with where their output goes; return what was added."""
-        routes = {d.request.id: (mailbox, i) for i, d in enumerate(drivers, first_place)}
+        routes: dict[str, Route] = {}
+        for place, (id, drivers) in enumerate(zip(ids, items, strict=True), first_place):
+            if len(drivers) == 1:
+                routes[id] = mailbox, place
+                continue
+            choices = Choices(mailbox, place, id, drivers[0].request.options)
+            mailbox.expect_choices(choices.n_kept)
+            routes[id] = choices, -1  # which keeps the id taken until the last choice has ended
+            routes.update((d.request.id, (choices, i)) for i, d in enumerate(drivers))
         self._loop.routes.update(routes)
-        saving = [d.request for d in drivers if d.request.options.save_cache]
+        saving = [d.request for item in items for d in item if d.request.options.save_cache]
         ref = weakref.ref(mailbox)  # through it an engine would keep itself alive
         self._saving.update(
             (str(r.options.cache_key), (r.id, ref, routes[r.id][1])) for r in saving
@@ -306,7 +330,7 @@ class Intake:
     def _submit(
         self,
         drivers: Sequence[SequenceDriver],
-        routes: Mapping[str, tuple[Mailbox, int]],
+        routes: Mapping[str, Route],
         *,
         is_fed: bool,
     ) -> None:
@@ -437,6 +461,12 @@ def check_extension(result: BatchResult, n_tokens: int) -> None:
 
 EXTENSIBLE = ("length", "cancelled", "timeout")
 """How a result may have ended that there is something to go on from."""
+
+
+def _choice(request: Request, i: int) -> Request:
+    """Return a request for one of several choices: each has a seed of its own, the first that of the request."""
+    sampling = replace(request.sampling, seed=(request.sampling.seed + i) % (MAX_SEED + 1))
+    return replace(request, id=member_id(request.id, i), sampling=sampling)
 
 
 def _end_feed(mailbox: weakref.ref[Mailbox]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cbatch.core.driver import Status
 from cbatch.core.stats import StepRecord
 from cbatch.errors import EngineClosedError, QueueFullError, RequestFailedError
+from cbatch.runtime.choices import Choices, mailbox_of
 from cbatch.runtime.disk import Disk
 from cbatch.runtime.mailbox import refused
 
@@ -46,7 +47,8 @@ _LONGEST_SLEEP_S = 3600.0
 
 _LONGEST_DOZE_S = 0.05
 """Without a thread, others may take a turn meanwhile and find work."""
-Route = tuple["Mailbox", int]
+Route = tuple["Mailbox | Choices", int]
+"""Where a request's output goes, and its place there; −1 for an id that stands for several choices."""
 
 
 class Loop:
@@ -220,7 +222,19 @@ class Loop:
 
     def _order(self, id: str, do: Callable[[str], bool]) -> bool:
         life = self.routes.get(id)
-        return life is not None and self.call(lambda: self.routes.get(id) is life and do(id))
+        if life is None:
+            return False
+
+        def order() -> bool:
+            is_alive = self.routes.get(id) is life
+            return is_alive and sum(map(do, self._members(id))) > 0
+
+        return self.call(order)
+
+    def _members(self, id: str) -> list[str]:
+        """Return the ids of the sequences that answer a request."""
+        target, place = self.routes[id]
+        return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `action` done by the owner when its clock says `when_s`. From any thread."""
@@ -429,11 +443,14 @@ class Loop:
             self._end_requests()
 
     def _ids_of(self, mailbox: Mailbox) -> list[str]:
-        return [id for id, (box, _) in list(self.routes.items()) if box is mailbox]
+        return [id for id, (box, _) in list(self.routes.items()) if mailbox_of(box) is mailbox]
 
     def _cancel(self, ids: Sequence[str]) -> int:
-        now = self._clock()
-        n_cancelled = sum(self._scheduler.batcher.cancel(id, now) for id in ids)
+        """Cancel requests, with all their choices; return how many of them were in flight."""
+        now, n_cancelled = self._clock(), 0
+        for id in ids:
+            done = [self._scheduler.batcher.cancel(member, now) for member in self._members(id)]
+            n_cancelled += any(done)
         self._deliver(())
         return n_cancelled
 
@@ -484,7 +501,9 @@ class Loop:
     def _deliver(self, changed: Sequence[SequenceDriver]) -> bool:
         """Hand out what is new, one delivery per batch; False where there was nothing."""
         ended = self._scheduler.batcher.take_ended()
-        parcels: dict[Mailbox, tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]] = {}
+        parcels: dict[
+            Mailbox | Choices, tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]
+        ] = {}
         for driver in changed:
             if driver.finish_reason is None:
                 mailbox, _ = self.routes[driver.request.id]
@@ -500,6 +519,8 @@ class Loop:
             self._scheduler.stats.count_end(driver)
         for mailbox, (chunks, results) in parcels.items():
             mailbox.deliver(chunks, results)
+            if isinstance(mailbox, Choices) and mailbox.is_over:
+                self.routes.pop(mailbox.id, None)
         return bool(parcels)
 
 

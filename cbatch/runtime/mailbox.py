@@ -81,6 +81,7 @@ class Mailbox:
         self._n_open = n_items
         self._n_failed = self._n_cancelled = 0
         self._n_ahead, self._n_given, self._is_gathered = n_ahead, 0, False
+        self._n_more_ends = 0  # what ends once for each choice
         self._chunks: deque[BatchOutputChunk] = deque()
         self._completed: deque[int] = deque()  # places
         self._changed = threading.Condition()
@@ -117,6 +118,11 @@ class Mailbox:
             self._n_open += 1
             return len(self._results) - 1
 
+    def expect_choices(self, n: int) -> None:
+        """Have one of the expected items end so often: once for each choice."""
+        with self._changed:
+            self._n_more_ends += n - 1
+
     def end_feed(self, error: BaseException | None = None) -> None:
         """Expect no more items; `error` is what reading them raised. Twice is harmless. From any thread."""
         with self._changed:
@@ -128,7 +134,8 @@ class Mailbox:
 
     def has_room(self) -> bool:
         """Whether one more item may be fed: slots and reader have work for long enough otherwise."""
-        n_held = self._n_open if self._is_gathered else len(self._results) - self._n_given
+        n_ends = len(self._results) + self._n_more_ends
+        n_held = self._n_open if self._is_gathered else n_ends - self._n_given
         return self.is_fed and n_held < (self._n_ahead or 0)
 
     def wait_for_room(self) -> bool:
@@ -212,15 +219,15 @@ class Mailbox:
         if self._n_ahead is not None:  # a batch without end must not fill the memory
             self._results[i] = None
             self._chunks.clear()
-            self._give_out()
+            self._give_out(len(result.choices) if result and result.choices else 1)
         return result
 
     def _check_source(self) -> None:
         if self.source_error is not None:
             raise self.source_error
 
-    def _give_out(self) -> None:
-        self._n_given += 1
+    def _give_out(self, n_ends: int = 1) -> None:
+        self._n_given += n_ends
         if self.is_fed:
             with self._changed:
                 self._changed.notify_all()

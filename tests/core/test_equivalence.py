@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.plan import Memory
+from cbatch.backend.fake import fake_logprobs
+from cbatch.core.plan import Memory, TokenLogprobs
 from cbatch.errors import (
     DeadlineError,
     DecodeError,
@@ -74,6 +75,7 @@ class Item:
     extend_by: int | None = None
     regex: str | None = None
     """A constraint of the fake backend, or a bad one."""
+    logprobs: int | None = None
 
     @property
     def grammar(self) -> str | None:
@@ -151,6 +153,7 @@ ITEMS = st.builds(
     save_cache=st.booleans(),
     extend_by=_rarely(st.integers(1, 8)),
     regex=st.sampled_from([None, None, None, "0", "1", "1:5", "0:4:6", "1:3:9", "x"]),
+    logprobs=st.sampled_from([None, None, 0, 2]),
 )
 
 
@@ -313,6 +316,7 @@ def _request(rig: Rig, id: str, item: Item) -> Request:
         stop_token_ids=stream[at : at + 1] if at is not None else [],
         priority=item.priority,
         timeout_s=item.timeout_s,
+        logprobs=item.logprobs,
         prefill_only=item.prefill_only,
         cache_key=item.cache_key if rig.backend.memory.can_save else None,
         save_cache=item.save_cache and rig.backend.memory.can_save and item.cache_key is not None,
@@ -354,7 +358,18 @@ def alone(rig: Rig, request: Request) -> Outcome:
     return Outcome(reason, tuple(stream), _text(rig, stream), len(stream))
 
 
+def check_logprobs(request: Request, result: BatchResult) -> None:
+    n_top, found = request.n_logprobs, result.logprobs
+    if n_top is None or found is None:
+        assert (found, n_top) == (None, None)
+        return
+    told = [TokenLogprobs(t.logprob, tuple((o.token_id, o.logprob) for o in t.top)) for t in found]
+    assert [t.token_id for t in found] == list(result.token_ids)
+    assert told == [fake_logprobs(token, n_top) for token in result.token_ids]
+
+
 def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) -> None:
+    check_logprobs(request, result)
     n_prompt = len(item.prompt)
     if result.finish_reason in ("cancelled", "timeout"):
         _check_cut_short(rig, request, result)
@@ -457,6 +472,7 @@ def extensions(
                 options=said.over(replace(request.options, timeout_s=None)),
                 deadline_s=math.inf,
                 output=result.token_ids,
+                output_logprobs=result.logprobs or (),
                 continues=rig.drivers[request.id].number,
             ),
             replace(item, cap=n_all, prefill_only=False),

@@ -1,0 +1,120 @@
+"""Several answers to one prompt: sequences of their own, one result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cbatch.core.driver import Origin
+from cbatch.response import BatchOutputChunk, BatchResult, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.options import RunOptions
+    from cbatch.runtime.mailbox import Mailbox
+
+_MARK = "\0"
+
+
+def member_id(id: str, i_choice: int) -> str:
+    """Return what one choice of a request is called inside; no request can be called so."""
+    return f"{id}{_MARK}{i_choice}"
+
+
+class Choices:
+    """Stands between the loop and a batch's mailbox for one request with several choices.
+
+    Of `n_choices` answers the `n` with the highest mean log-probability are kept, the best first; where all are
+    kept, in their own order.
+    """
+
+    def __init__(self, mailbox: Mailbox, place: int, id: str, options: RunOptions) -> None:
+        """Make one; `place` is the request's in its batch, `id` what its caller knows it by."""
+        self.mailbox, self.id = mailbox, id
+        self._place, self._n = place, options.n or 1
+        self._results: list[BatchResult | None] = [None] * options.n_choices
+        self._has_logprobs = options.has_logprobs
+
+    @property
+    def n_kept(self) -> int:
+        """How many answers its result has."""
+        return self._n
+
+    @property
+    def member_ids(self) -> list[str]:
+        """What its choices are called inside."""
+        return [member_id(self.id, i) for i in range(len(self._results))]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended."""
+        return None not in self._results
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether chunks are wanted as they come: not where it turns out at the end which are kept."""
+        return self.mailbox.is_streamed and self._keeps_all
+
+    def deliver(
+        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
+    ) -> None:
+        """Pass on what one step brought, under the request's own id; the result with the last choice. Owner thread."""
+        for i, result in results:
+            self._results[i] = self._renamed(result)
+        passed = [self._own(chunk) for chunk in chunks] if self._keeps_all else []
+        if not self.is_over:
+            if passed:
+                self.mailbox.deliver(passed, [])
+            return
+        all_results = [r for r in self._results if r is not None]
+        kept = all_results if self._keeps_all else sorted(all_results, key=_rank)[: self._n]
+        if not self._keeps_all:
+            passed = [_whole(result, i) for i, result in enumerate(kept)]
+        self.mailbox.deliver(passed, [(self._place, self._joined(kept, all_results))])
+
+    @property
+    def _keeps_all(self) -> bool:
+        return self._n == len(self._results)
+
+    def _renamed(self, result: BatchResult) -> BatchResult:
+        origin = result.origin
+        if isinstance(origin, Origin):
+            origin = Origin(replace(origin.request, id=self.id), origin.number)
+        return replace(result, id=self.id, origin=origin)
+
+    def _own(self, chunk: BatchOutputChunk) -> BatchOutputChunk:
+        return replace(chunk, id=self.id, index=int(chunk.id.rpartition(_MARK)[2]))
+
+    def _joined(
+        self, kept: Sequence[BatchResult], all_results: Sequence[BatchResult]
+    ) -> BatchResult:
+        """Return one result: the first choice's, or that of one that failed, with all of them in it."""
+        if not self._has_logprobs:
+            kept = [replace(r, logprobs=None) for r in kept]
+        first = next((r for r in kept if r.finish_reason == "error"), kept[0])
+        usage = Usage(
+            first.usage.prompt_tokens,
+            sum(r.usage.completion_tokens for r in all_results),
+            first.usage.cached_tokens,
+            sum(r.usage.context_shifts for r in all_results),
+        )
+        timings = replace(first.timings, total_s=max(r.timings.total_s for r in all_results))
+        return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)
+
+
+def mailbox_of(target: Mailbox | Choices) -> Mailbox:
+    """Return the mailbox of the batch that something is delivered to."""
+    return target.mailbox if isinstance(target, Choices) else target
+
+
+def _rank(result: BatchResult) -> tuple[bool, float]:
+    """Order by mean log-probability, the highest first; what failed comes last."""
+    logprobs = [token.logprob for token in result.logprobs or ()]
+    mean = sum(logprobs) / len(logprobs) if logprobs else -math.inf
+    return result.error is not None, -mean
+
+
+def _whole(result: BatchResult, index: int) -> BatchOutputChunk:
+    return BatchOutputChunk(result.id, result.text, result.token_ids, index, result.finish_reason)

@@ -1,0 +1,337 @@
+"""Several answers to one prompt, and log-probabilities, by the fake backend."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import BatchPrompt
+from cbatch.backend.fake import FakeBackend, fake_logprobs
+from cbatch.engine import Engine
+from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
+from tests.runtime.backends import GatedBackend, all_results
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch.response import BatchResult
+
+LONG = {"ignore_eos": True, "max_tokens": 6}
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with closing(Engine(FakeBackend(4, 64, 32), options=LONG)) as made:
+        yield made
+
+
+def answer(engine: Engine, **options: Any) -> BatchResult:
+    [result] = all_results(engine.run([BatchPrompt(prompt="a b c", id="x")], options=options))
+    return result
+
+
+def mean_of(result: BatchResult) -> float:
+    assert result.logprobs
+    return sum(t.logprob for t in result.logprobs) / len(result.logprobs)
+
+
+# ---- n ----
+
+
+def test_choices_are_those_of_requests_with_the_seeds_that_follow(engine: Engine) -> None:
+    result = answer(engine, n=3, seed=7)
+    alone = [answer(engine, seed=7 + i) for i in range(3)]
+    assert [c.token_ids for c in result.choices] == [r.token_ids for r in alone]
+    assert [c.seed for c in result.choices] == [7, 8, 9]
+    assert len({c.token_ids for c in result.choices}) == 3
+    assert {c.id for c in result.choices} == {"x"}
+
+
+def test_highest_seed_is_followed_by_the_lowest(engine: Engine) -> None:
+    assert [c.seed for c in answer(engine, n=2, seed=2**64 - 1).choices] == [2**64 - 1, 0]
+
+
+def test_result_with_choices_is_the_first_and_counts_them_all(engine: Engine) -> None:
+    result = answer(engine, n=3, seed=7)
+    first = result.choices[0]
+    assert (result.text, result.token_ids) == (first.text, first.token_ids)
+    assert (result.id, result.finish_reason, result.error) == ("x", "length", None)
+    assert (first.usage.completion_tokens, result.usage.completion_tokens) == (6, 18)
+    assert result.usage.prompt_tokens == first.usage.prompt_tokens
+    assert result.timings.total_s == max(c.timings.total_s for c in result.choices)
+
+
+def test_single_choice_is_no_choice(engine: Engine) -> None:
+    assert answer(engine, n=1).choices == ()
+
+
+def test_more_choices_than_slots_all_come(engine: Engine) -> None:
+    assert len({c.token_ids for c in answer(engine, n=9, seed=1).choices}) == 9
+
+
+def test_chunks_of_choices_have_their_index_and_the_id_of_the_request(engine: Engine) -> None:
+    texts: dict[int, str] = defaultdict(str)
+    ends: list[int] = []
+    response = engine.run([BatchPrompt(prompt="a b c", id="x")], options={"n": 3, "seed": 7})
+    for chunk in response:
+        assert chunk.id == "x"
+        texts[chunk.index] += chunk.text
+        ends += [chunk.index] * (chunk.finish_reason is not None)
+    [result] = response.results()
+    assert [texts[i] for i in range(3)] == [c.text for c in result.choices]
+    assert sorted(ends) == [0, 1, 2]
+
+
+def test_id_is_taken_until_the_last_choice_has_ended() -> None:
+    backend = GatedBackend(2, 64, 32, hold_at=8)
+    with closing(Engine(backend, options=LONG)) as engine:
+        prompt = BatchPrompt(prompt="a b c", id="x")
+        response = engine.run([prompt], options={"n": 3})  # in two slots: two end first
+        backend.wait_until_held()
+        with pytest.raises(DuplicateIdError):
+            engine.run([prompt])
+        backend.release()
+        assert len(all_results(response)[0].choices) == 3
+        assert all_results(engine.run([prompt]))[0].finish_reason == "length"
+
+
+def test_cancel_ends_all_choices_and_counts_one_request() -> None:
+    backend = GatedBackend(2, 64, 32, hold_at=3)
+    with closing(Engine(backend, options=LONG)) as engine:
+        prompts = [BatchPrompt(prompt="a", id="x"), BatchPrompt(prompt="b")]
+        response = engine.run(prompts, options={"n": 3})
+        backend.wait_until_held()
+        backend.release_when_asked()
+        assert engine.cancel("x")
+        assert not engine.cancel("x")
+        first, second = all_results(response)
+        assert [c.finish_reason for c in first.choices] == ["cancelled"] * 3
+        assert (first.finish_reason, first.error) == ("cancelled", None)
+        assert second.finish_reason == "length"
+
+
+def test_cancel_all_counts_requests_not_choices() -> None:
+    backend = GatedBackend(2, 64, 32, hold_at=3)
+    with closing(Engine(backend, options=LONG)) as engine:
+        response = engine.run(["a", "b"], options={"n": 3})
+        backend.wait_until_held()
+        backend.release_when_asked()
+        assert engine.cancel_all() == 2
+        assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 2
+
+
+def test_leaving_a_batch_cancels_its_choices() -> None:
+    backend = GatedBackend(2, 64, 32, hold_at=3)
+    with closing(Engine(backend, options=LONG)) as engine:
+        response = engine.run(["a", "b"], options={"n": 3})
+        backend.wait_until_held()
+        backend.release_when_asked()
+        response.as_completed().close()
+        assert {r.finish_reason for r in all_results(response)} == {"cancelled"}
+        assert not engine._loop.routes
+
+
+def test_pause_holds_all_choices_until_resume() -> None:
+    backend = GatedBackend(4, 64, 32, hold_at=2)
+    with closing(Engine(backend, options=LONG)) as engine:
+        response = engine.run([BatchPrompt(prompt="a", id="x")], options={"n": 3})
+        backend.wait_until_held()
+        backend.release_when_asked()
+        assert engine.pause("x")
+        assert not engine.pause("x")
+        assert engine.stats().n_running == 0
+        assert engine.resume("x")
+        assert [c.finish_reason for c in all_results(response)[0].choices] == ["length"] * 3
+
+
+def test_closing_ends_all_choices() -> None:
+    backend = GatedBackend(2, 64, 32, hold_at=3)
+    engine = Engine(backend, options=LONG)
+    response = engine.run(["a"], options={"n": 3})
+    backend.wait_until_held()
+    backend.release_when_asked()
+    engine.close()
+    [result] = all_results(response)
+    assert {c.finish_reason for c in result.choices} == {"cancelled"}
+
+
+def test_one_choice_that_fails_fails_its_item(engine: Engine) -> None:
+    results = [answer(engine, n=4, seed=seed, regex="1:5:7") for seed in range(8)]
+    broken = [r for r in results if any(c.error for c in r.choices)]
+    assert broken
+    for result in broken:
+        assert isinstance(result.error, GrammarError)
+        assert result.finish_reason == "error"
+    with pytest.raises(BatchError):
+        engine.run(
+            ["a b c"], options={"n": 4, "seed": results.index(broken[0]), "regex": "1:5:7"}
+        ).results()
+
+
+def test_fed_batch_with_choices_stays_within_what_it_may_hold() -> None:
+    backend = FakeBackend(2, 64, 32)
+    with closing(Engine(backend, options={**LONG, "n": 5})) as engine:
+        n_read = 0
+
+        def prompts() -> Iterator[str]:
+            nonlocal n_read
+            for i in range(60):
+                n_read += 1
+                yield f"p{i}"
+
+        n_given, n_ahead = 0, []
+        for chunk in engine.run(prompts()):
+            n_given += chunk.finish_reason is not None
+            n_ahead.append(n_read - n_given / 5)
+        assert n_given == 300
+        assert max(n_ahead) <= 4 * 2 + 1
+
+
+def test_fed_results_with_choices_stay_within_what_it_may_hold() -> None:
+    with closing(Engine(FakeBackend(2, 64, 32), options={**LONG, "n": 5})) as engine:
+        n_read = n_given = n_most = 0
+
+        def prompts() -> Iterator[str]:
+            nonlocal n_read, n_most
+            for i in range(60):
+                n_read += 1
+                n_most = max(n_most, n_read - n_given)
+                yield f"p{i}"
+
+        for result in engine.run(prompts()).as_completed():
+            assert len(result.choices) == 5
+            n_given += 1
+        assert n_given == 60
+        assert n_most <= 4 * 2 + 1
+
+
+# ---- best_of ----
+
+
+def test_best_of_keeps_the_likeliest_in_that_order(engine: Engine) -> None:
+    every = answer(engine, n=6, seed=3, logprobs=True).choices
+    kept = answer(engine, n=2, best_of=6, seed=3, logprobs=True).choices
+    assert [c.seed for c in kept] == [c.seed for c in sorted(every, key=lambda c: -mean_of(c))[:2]]
+
+
+def test_best_of_alone_gives_one_answer_and_no_logprobs(engine: Engine) -> None:
+    result = answer(engine, best_of=6, seed=3)
+    [kept] = result.choices
+    assert kept.token_ids == answer(engine, n=2, best_of=6, seed=3, logprobs=True).token_ids
+    assert (result.logprobs, kept.logprobs) == (None, None)
+    assert result.usage.completion_tokens == 36
+
+
+def test_best_of_streams_what_it_keeps_when_it_is_known(engine: Engine) -> None:
+    response = engine.run(["a b c"], options={"best_of": 5, "n": 2, "seed": 3})
+    chunks = list(response)
+    [result] = response.results()
+    assert [(c.index, c.text, c.finish_reason) for c in chunks] == [
+        (i, c.text, "length") for i, c in enumerate(result.choices)
+    ]
+
+
+def test_best_of_prefers_what_did_not_fail(engine: Engine) -> None:
+    whole = [answer(engine, n=4, seed=seed, regex="1:5:7") for seed in range(8)]
+    mixed = next(r for r in whole if 0 < sum(c.error is not None for c in r.choices) < 4)
+    kept = answer(engine, best_of=4, seed=mixed.choices[0].seed, regex="1:5:7")
+    assert kept.error is None
+
+
+# ---- log-probabilities ----
+
+
+def test_logprobs_are_one_for_each_token_of_the_answer(engine: Engine) -> None:
+    result = answer(engine, logprobs=True)
+    assert result.logprobs is not None
+    found = [(t.token_id, t.logprob, t.top) for t in result.logprobs]
+    assert found == [(t, fake_logprobs(t, 0).logprob, ()) for t in result.token_ids]
+    assert b"".join(t.data for t in result.logprobs).decode(errors="replace") == result.text
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 3}, {"logprobs": True, "top_logprobs": 3}])
+def test_top_logprobs_are_the_likeliest(engine: Engine, asked: dict[str, Any]) -> None:
+    result = answer(engine, **asked)
+    assert result.logprobs
+    for token in result.logprobs:
+        top = [(t.token_id, t.logprob) for t in token.top]
+        assert top == list(fake_logprobs(token.token_id, 3).top)
+
+
+def test_logprobs_that_nobody_asks_for_are_none(engine: Engine) -> None:
+    assert answer(engine).logprobs is None
+    assert answer(engine, logprobs=False).logprobs is None
+
+
+def test_logprobs_end_with_the_text_at_a_stop_string(engine: Engine) -> None:
+    whole = answer(engine, seed=5, max_tokens=12)
+    stop = next(c for c in whole.text[len(whole.text) // 2 :] if c.isascii())
+    result = answer(engine, seed=5, max_tokens=12, stop=[stop], logprobs=True)
+    assert result.finish_reason == "stop"
+    assert result.logprobs is not None
+    assert [t.token_id for t in result.logprobs] == list(result.token_ids)
+
+
+def test_logprobs_of_an_extended_answer_are_those_of_one_run(engine: Engine) -> None:
+    first = answer(engine, seed=5, logprobs=2)
+    longer = engine.extend(first, 6).result()
+    assert longer.logprobs == answer(engine, seed=5, logprobs=2, max_tokens=12).logprobs
+
+
+def test_logprobs_under_a_grammar_are_one_for_each_token(engine: Engine) -> None:
+    free = [answer(engine, seed=s, regex="1:-1:-1", max_tokens=20) for s in range(4)]
+    told = [answer(engine, seed=s, regex="1:-1:-1", max_tokens=20, logprobs=True) for s in range(4)]
+    assert [r.token_ids for r in told] == [r.token_ids for r in free]
+    assert all(len(r.logprobs or ()) == len(r.token_ids) for r in told)
+
+
+def test_text_of_a_token_that_is_no_whole_character_shows_as_unknown() -> None:
+    from cbatch.response import TokenLogprob
+
+    assert TokenLogprob(1, "é".encode()[:1], -0.5).text == "\ufffd"
+
+
+# ---- extending ----
+
+
+def test_choice_can_be_extended_and_their_result_not(engine: Engine) -> None:
+    result = answer(engine, n=2, seed=7)
+    with pytest.raises(ConfigError, match=r"'x' has 2 choices: extend one of them"):
+        engine.extend(result, 4)
+    longer = engine.extend(result.choices[1], 4).result()
+    assert longer.id == "x"
+    assert longer.token_ids == answer(engine, seed=8, max_tokens=10).token_ids
+
+
+# ---- wrong values ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n must be 1 … 128, not 0"),
+        ({"n": 129}, "128"),
+        ({"n": 3, "best_of": 2}, "best_of=2 is less than n=3"),
+        ({"n": True}, "n"),
+        ({"logprobs": 21}, "20"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "20"),
+        ({"top_logprobs": 2}, "needs logprobs=True"),
+        ({"top_logprobs": 2, "logprobs": False}, "needs logprobs=True"),
+        ({"logprobs": math.nan}, "logprobs"),
+        ({"n": 2, "prefill_only": True}, "prefill_only is for one answer"),
+        ({"best_of": 2, "save_cache": True, "cache_key": "k"}, "save_cache is for one answer"),
+    ],
+)
+def test_wrong_value_is_named(engine: Engine, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine.run(["a"], options=options)
+
+
+def test_id_with_a_nul_is_refused() -> None:
+    with pytest.raises(ConfigError, match="NUL"):
+        BatchPrompt(prompt="a", id="x\0y")
