@@ -50,6 +50,16 @@ int32_t row_sample(const sample_code & code, row_binding * b, const row_task & t
     return token;
 }
 
+void row_score(const sample_code & code, const float * logits, int32_t n_vocab, int32_t target, int32_t n_top,
+               const sample_scratch & scratch, cbatch_logprobs * report) noexcept {
+    *report = {};
+    report->logprob = NAN;
+    if (logits != nullptr) {
+        const double log_total = code.report(logits, n_vocab, n_top, scratch, report);
+        report->logprob = static_cast<float>(static_cast<double>(logits[target]) - log_total);
+    }
+}
+
 int32_t cbatch_sample_row(float * logits, int32_t n_vocab, const cbatch_binding * binding, const uint32_t * mask,
                           int32_t i_output, int32_t isa, cbatch_logprobs * logprobs, uint64_t * kept) noexcept {
     const sample_code * code = sample_code_for(isa);

@@ -31,3 +31,7 @@ struct row_task {
 // Return a token id or CBATCH_BROKEN_ROW. Allocates nothing.
 int32_t row_sample(const sample_code & code, row_binding * b, const row_task & task,
                    const sample_scratch & scratch) noexcept;
+
+// Write the log-probabilities of a token that is given, not sampled.   logits: (n_vocab), or NULL for a broken row.
+void row_score(const sample_code & code, const float * logits, int32_t n_vocab, int32_t target, int32_t n_top,
+               const sample_scratch & scratch, cbatch_logprobs * report) noexcept;

@@ -23,6 +23,9 @@ namespace {
 // sampling 2.2 → 1.1 ms.
 constexpr int64_t team_from_ps = 200 * INT64_C(1000000);
 
+// Of one logit of a row that is scored: its exponential, in picoseconds, as sample_cost_ps of a rule.
+constexpr int64_t score_cost_ps = 500;
+
 // Source: include/llama.h at llama_decode: below −1 the computation failed.
 constexpr int32_t code_threw = -3;
 
@@ -41,6 +44,15 @@ struct output_row {
     int32_t i_token;  // index in the batch
     int32_t i_output;
     float * logits;
+};
+
+// One row of the current step whose next token is given.
+struct score_row {
+    int32_t i_token;  // index in the batch
+    int32_t target;
+    int32_t n_top;
+    const float * logits;
+    cbatch_logprobs * report;
 };
 
 using steady = std::chrono::steady_clock;
@@ -72,11 +84,14 @@ struct cbatch_stepper {
     std::vector<cbatch_chunk> chunks;  // (n_slots)
     std::vector<int32_t> fed;          // (n_slots) the tokens sampled last
     std::vector<output_row> rows;      // (n_slots)
+    std::vector<score_row> scores;     // (n_scores)
     int32_t n_chunks;
     int32_t n_rows;
+    int32_t n_scores;
     int32_t * out;                     // the caller's, at the current step
     cbatch_logprobs * logprobs;        // the caller's, at the current step, or NULL
     const uint32_t * const * masks;    // the caller's, or NULL
+    const cbatch_scoring * scoring;    // the caller's, or NULL
 
     std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
     std::vector<sample_scratch> scratch;  // (n_threads)
@@ -95,7 +110,7 @@ bool is_usable(const cbatch_api * api) {
 }
 
 bool are_positive(const cbatch_sizes & s) {
-    return s.n_slots >= 1 && s.n_batch >= 1 && s.n_vocab >= 1 && s.n_threads >= 1;
+    return s.n_slots >= 1 && s.n_batch >= 1 && s.n_vocab >= 1 && s.n_threads >= 1 && s.n_scores >= 0;
 }
 
 void allocate_batch(cbatch_stepper * s) {
@@ -128,6 +143,7 @@ void allocate(cbatch_stepper * s) {
     s->chunks.resize(s->sizes.n_slots);
     s->fed.resize(s->sizes.n_slots);
     s->rows.resize(s->sizes.n_slots);
+    s->scores.resize(s->sizes.n_scores);
     allocate_batch(s);
     allocate_scratch(s);
 }
@@ -164,6 +180,29 @@ int32_t check_tokens(const cbatch_stepper & s, const int32_t * tokens, int64_t n
     return CBATCH_OK;
 }
 
+// Checked chunks are taken for granted.
+int32_t check_scoring(const cbatch_stepper & s, const cbatch_chunk * chunks, int32_t n_chunks,
+                      const cbatch_scoring & scoring, int32_t n_steps) {
+    int64_t n_all = 0;
+    for (int32_t i = 0; i < n_chunks; i++) {
+        const int32_t n_most = chunks[i].n_tokens - (chunks[i].has_output != 0);
+        const int32_t n_top = scoring.n_top[i];
+        if (scoring.n_targets[i] < 0 || scoring.n_targets[i] > n_most || n_top < 0 || n_top > CBATCH_TOP_MAX) {
+            return CBATCH_BAD_SCORES;
+        }
+        n_all += scoring.n_targets[i];
+    }
+    if (n_all > s.sizes.n_scores || n_steps > 1) {
+        return CBATCH_BAD_SCORES;
+    }
+    for (int64_t i = 0; i < n_all; i++) {
+        if (scoring.targets[i] < 0 || scoring.targets[i] >= s.sizes.n_vocab) {
+            return CBATCH_BAD_SCORES;
+        }
+    }
+    return CBATCH_OK;
+}
+
 int32_t check_run(const cbatch_stepper & s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
                   int32_t n_steps, int64_t budget_us, bool has_masks) {
     if (n_steps < 1 || budget_us < 0 || (has_masks && n_steps > 1)) {
@@ -195,6 +234,21 @@ void put_token(cbatch_stepper * s, const cbatch_chunk & c, int32_t token, int32_
     s->logits[i] = c.has_output && i_in_chunk == c.n_tokens - 1;
 }
 
+int32_t target_count(const cbatch_stepper & s, int32_t i_chunk) {
+    return s.scoring != nullptr ? s.scoring->n_targets[i_chunk] : 0;
+}
+
+// Have the token that was put last scored, where the chunk has a target for it.   i_target: of the chunk's first.
+void put_score(cbatch_stepper * s, int32_t i_chunk, int32_t i_in_chunk, int32_t i_target) {
+    if (i_in_chunk < target_count(*s, i_chunk)) {
+        const int32_t i = i_target + i_in_chunk;
+        const int32_t i_token = s->n_tokens - 1;
+        s->logits[i_token] = 1;
+        s->scores[s->n_scores++] = {i_token, s->scoring->targets[i], s->scoring->n_top[i_chunk], nullptr,
+                                    s->scoring->out + i};
+    }
+}
+
 void put_output(cbatch_stepper * s, int32_t i_chunk, int32_t i_mask) {
     const cbatch_chunk & c = s->chunks[i_chunk];
     if (c.has_output) {
@@ -210,13 +264,17 @@ void put_output(cbatch_stepper * s, int32_t i_chunk, int32_t i_mask) {
 void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
     s->n_tokens = 0;
     s->n_rows = 0;
+    s->n_scores = 0;
     int32_t offset = 0;
     int32_t i_mask = 0;
+    int32_t i_target = 0;
     for (int32_t i = 0; i < s->n_chunks; i++) {
         const cbatch_chunk & c = s->chunks[i];
         edits_feed(&s->bindings[c.slot].row.changes, c, tokens + offset);
         put_token(s, c, tokens[offset], 0);
+        put_score(s, i, 0, i_target);
         offset += c.n_tokens;
+        i_target += target_count(*s, i);
         if (c.n_tokens == 1) {
             put_output(s, i, i_mask);
         }
@@ -224,12 +282,15 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
     }
     offset = 0;
     i_mask = 0;
+    i_target = 0;
     for (int32_t i = 0; i < s->n_chunks; i++) {
         const cbatch_chunk & c = s->chunks[i];
         for (int32_t j = 1; j < c.n_tokens; j++) {
             put_token(s, c, tokens[offset + j], j);
+            put_score(s, i, j, i_target);
         }
         offset += c.n_tokens;
+        i_target += target_count(*s, i);
         if (c.n_tokens > 1) {
             put_output(s, i, i_mask);
         }
@@ -252,6 +313,9 @@ void fetch_rows(cbatch_stepper * s) {
     for (int32_t i = 0; i < s->n_rows; i++) {
         s->rows[i].logits = s->api.get_logits_ith(s->ctx, s->rows[i].i_token);
     }
+    for (int32_t i = 0; i < s->n_scores; i++) {
+        s->scores[i].logits = s->api.get_logits_ith(s->ctx, s->scores[i].i_token);
+    }
 }
 
 void sample_one(cbatch_stepper * s, int32_t i_row, const sample_scratch & scratch) {
@@ -270,7 +334,12 @@ void sample_one(cbatch_stepper * s, int32_t i_row, const sample_scratch & scratc
     s->out[row.i_chunk] = token;
 }
 
-// What each thread of the team runs: rows are handed out one at a time.
+void score_one(cbatch_stepper * s, int32_t i_score, const sample_scratch & scratch) {
+    const score_row & row = s->scores[i_score];
+    row_score(*s->code, row.logits, s->sizes.n_vocab, row.target, row.n_top, scratch, row.report);
+}
+
+// What each thread of the team runs: rows are handed out one at a time, those to sample first.
 void sample_share(void * data) {
     cbatch_stepper * s = static_cast<cbatch_stepper *>(data);
     const int32_t i_thread = s->i_next_thread.fetch_add(1, std::memory_order_relaxed);
@@ -279,18 +348,22 @@ void sample_share(void * data) {
     }
     for (;;) {
         const int32_t i = s->i_next_row.fetch_add(1, std::memory_order_relaxed);
-        if (i >= s->n_rows) {
+        if (i >= s->n_rows + s->n_scores) {
             return;
         }
-        sample_one(s, i, s->scratch[i_thread]);
+        if (i < s->n_rows) {
+            sample_one(s, i, s->scratch[i_thread]);
+        } else {
+            score_one(s, i - s->n_rows, s->scratch[i_thread]);
+        }
     }
 }
 
 bool deserves_team(const cbatch_stepper & s) {
-    if (s.api.gomp_parallel == nullptr || s.sizes.n_threads == 1 || s.n_rows < 2) {
+    if (s.api.gomp_parallel == nullptr || s.sizes.n_threads == 1 || s.n_rows + s.n_scores < 2) {
         return false;
     }
-    int64_t work_ps = 0;
+    int64_t work_ps = s.n_scores * score_cost_ps * s.sizes.n_vocab;
     for (int32_t i = 0; i < s.n_rows; i++) {
         work_ps += s.sizes.n_vocab * s.bindings[s.chunks[s.rows[i].i_chunk].slot].cost_ps;
     }
@@ -445,9 +518,13 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
 
 int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
                            int32_t n_steps, int64_t budget_us, const uint32_t * const * masks, int32_t * out,
-                           cbatch_logprobs * logprobs, cbatch_report * report) noexcept {
+                           cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
+                           cbatch_report * report) noexcept {
     *report = {};
-    const int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us, masks != nullptr);
+    int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us, masks != nullptr);
+    if (code == CBATCH_OK && scoring != nullptr) {
+        code = check_scoring(*s, chunks, n_chunks, *scoring, n_steps);
+    }
     if (code != CBATCH_OK) {
         return code;
     }
@@ -461,6 +538,7 @@ int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int3
     s->out = out;
     s->logprobs = logprobs;
     s->masks = masks;
+    s->scoring = scoring;
     run(s, tokens, n_steps, budget_us, report);
     return CBATCH_OK;
 }

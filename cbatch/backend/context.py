@@ -10,6 +10,7 @@ import llama_cpp
 
 from cbatch.backend.layout import CELL_TYPES, read_layout
 from cbatch.backend.log import llama_log
+from cbatch.core.plan import N_TARGETS_MAX
 from cbatch.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> A
 
 def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
     params = llama_cpp.llama_context_default_params()
-    params.n_seq_max = params.n_outputs_max = options.n_slots
+    params.n_seq_max = options.n_slots
+    # beyond it llama.cpp ends the process; the graph's memory is reserved for so many
+    params.n_outputs_max = options.n_slots + N_TARGETS_MAX
     params.n_ctx = context_cells(model, options)
     params.n_batch = options.n_batch
     params.n_ubatch = min(options.n_ubatch, options.n_batch)

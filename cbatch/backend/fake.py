@@ -18,6 +18,7 @@ import numpy as np
 from cbatch.backend.history import History
 from cbatch.core.plan import (
     BROKEN_ROW,
+    N_TARGETS_MAX,
     Binding,
     Chunk,
     Guidance,
@@ -233,6 +234,7 @@ class FakeBackend:
         self._states = [0] * n_slots
         self._shared: list[list[int]] = [[] for _ in range(n_slots)]  # which cell each one is
         self._n_made = 0
+        self._scores: dict[Slot, list[TokenLogprobs]] = {}
         self._bindings: dict[Slot, Binding] = {}
         self._histories: dict[Slot, History] = {}
         self._matchers: dict[Slot, FakeMatcher] = {}
@@ -285,6 +287,7 @@ class FakeBackend:
             n_kept,
             lost,
             logprobs=found,
+            scores=self._scores if n_done else {},
             guided=guided,
         )
 
@@ -325,6 +328,17 @@ class FakeBackend:
                 break
             state = _mix(state, output[-1] | tag)
         return output
+
+    def expected_scores(
+        self, tokens: Sequence[int], n_top: int, adapters: AdapterSet = ()
+    ) -> list[TokenLogprobs]:
+        """Return the scores of all tokens but the first, run alone: the reference for tests."""
+        state, tag = self._after(()), _tag(adapters)
+        scores = list[TokenLogprobs]()
+        for token, target in zip(tokens, tokens[1:], strict=False):
+            state = _mix(state, token | tag)
+            scores.append(fake_score(state, target, n_top))
+        return scores
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on."""
@@ -426,6 +440,7 @@ class FakeBackend:
         return len(self.cells[chunk.slot])
 
     def _step(self, chunks: Sequence[Chunk]) -> int:
+        self._scores = {}
         code = self._faults.code(chunks)
         self.n_steps += 1
         n_tokens = sum(len(c.tokens) for c in chunks)
@@ -443,12 +458,20 @@ class FakeBackend:
                 else (len(chunk.tokens) + 1) // 2
             )
             cells = [token | self._tag for token in chunk.tokens[:n]]
-            for cell in cells:
-                self._states[chunk.slot] = _mix(self._states[chunk.slot], cell)
+            for i, cell in enumerate(cells):
+                self._states[chunk.slot] = state = _mix(self._states[chunk.slot], cell)
+                if i < len(chunk.targets):
+                    score = self._score(chunk, i, state)
+                    self._scores.setdefault(chunk.slot, []).append(score)
             self.cells[chunk.slot].extend(cells)
             if self.memory.kind == "unified":
                 self._number(chunk.slot)
         return code
+
+    def _score(self, chunk: Chunk, i: int, state: int) -> TokenLogprobs:
+        if self._faults.broken(Chunk(chunk.slot, chunk.start, chunk.tokens[: i + 1], False)):
+            return TokenLogprobs(math.nan)
+        return fake_score(state, chunk.targets[i], chunk.n_top)
 
     def _sample(self, chunk: Chunk) -> int:
         if self._faults.broken(chunk):
@@ -510,11 +533,19 @@ class FakeBackend:
             raise PlanError(f"more than {self.n_batch} tokens: {plan}")
         if plan.n_steps > 1 and not all(c.has_output for c in plan.chunks):
             raise PlanError(f"only steps with outputs can be repeated: {plan}")
+        self._check_targets(plan)
         if plan.n_steps > 1 and self._is_constrained(plan):
             raise PlanError(f"steps under a constraint cannot be repeated: {plan}")
         if any(name not in self.adapters for name, _ in plan.adapters):
             raise PlanError(f"no such adapter: {plan}")
         self._check_slots(plan)
+
+    def _check_targets(self, plan: StepPlan) -> None:
+        n_targets = sum(len(c.targets) for c in plan.chunks)
+        if n_targets > (N_TARGETS_MAX if plan.n_steps == 1 else 0):
+            raise PlanError(f"{n_targets} targets are too many: {plan}")
+        if any(len(c.targets) > len(c.tokens) - c.has_output for c in plan.chunks):
+            raise PlanError(f"a target without a token before it: {plan}")
 
     def _is_constrained(self, plan: StepPlan) -> bool:
         bindings = {**self._bindings, **{b.slot: b for b in plan.binds}}
@@ -604,6 +635,13 @@ def fake_logprobs(token: int, n_top: int) -> TokenLogprobs:
     others = [i for i in range(n_top) if i != token][: n_top - 1]
     top = [(t, -(1 + token % 7 + 3 * i) / 8) for i, t in enumerate((token, *others))]
     return TokenLogprobs(top[0][1], tuple(top[:n_top]))
+
+
+def fake_score(state: int, token: int, n_top: int) -> TokenLogprobs:
+    """Return what the fake backend reports of a given token: it depends on all cells before it."""
+    found = fake_logprobs(token, n_top)
+    depth = _mix(state, token) % 64
+    return TokenLogprobs(found.logprob - depth, tuple((t, p - depth) for t, p in found.top))
 
 
 def _tag(adapters: AdapterSet) -> int:

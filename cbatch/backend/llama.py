@@ -17,7 +17,15 @@ from cbatch.backend.grammar import Guides, LlamaGrammars
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
 from cbatch.backend.native import NativeStepper, handshake
-from cbatch.core.plan import Chunk, Memory, Slot, StepPlan, StepResult, TokenLogprobs
+from cbatch.core.plan import (
+    N_TARGETS_MAX,
+    Chunk,
+    Memory,
+    Slot,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from cbatch.errors import (
     ConfigError,
     EngineClosedError,
@@ -131,6 +139,7 @@ class LlamaBackend:
             n_batch=self.n_batch,
             n_vocab=self._model.vocab.n_vocab,
             n_threads=self.n_threads,
+            n_scores=N_TARGETS_MAX,
         )
 
     def _try_memory(self) -> Memory:
@@ -230,6 +239,7 @@ class LlamaBackend:
         groups += [(c,) for c in plan.chunks if len(c.tokens) > 1]
         sampled: dict[Slot, list[int]] = {}
         reports: dict[Slot, Sequence[TokenLogprobs]] = {}
+        scores: dict[Slot, Sequence[TokenLogprobs]] = {}
         decode_s = sample_s = 0.0
         for group in groups:
             result = self._steps(group)
@@ -238,12 +248,15 @@ class LlamaBackend:
             sampled.update((c.slot, t) for c, t in zip(group, result.tokens, strict=True))
             if result.logprobs:
                 reports.update((c.slot, p) for c, p in zip(group, result.logprobs, strict=True))
+            scores.update(result.scores)
             decode_s += result.decode_s
             sample_s += result.sample_s
         tokens = [sampled[c.slot] for c in plan.chunks]
         logprobs = [reports.get(c.slot, []) for c in plan.chunks] if reports else ()
         seconds = decode_s + sample_s
-        return StepResult(tokens, 1, 0, decode_s, sample_s, first_s=seconds, logprobs=logprobs)
+        return StepResult(
+            tokens, 1, 0, decode_s, sample_s, first_s=seconds, logprobs=logprobs, scores=scores
+        )
 
     def _undo(self, done: Mapping[Slot, object], plan: StepPlan, code: int) -> int:
         """Take back the cells of the groups that were computed before one failed; return the code to report."""

@@ -21,12 +21,13 @@ from cbatch.backend.structs import (
     NativeApi,
     NativeLogprobs,
     NativeReport,
+    NativeScoring,
     NativeSizes,
     as_logprobs,
     as_native,
     flat_breakers,
 )
-from cbatch.core.plan import Binding, Chunk, StepPlan, StepResult, TokenLogprobs
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
 from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     Masks: TypeAlias = "Sequence[NDArray[np.uint32] | None] | NDArray[np.uint32]"
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 ISA_BEST = -1
@@ -55,6 +56,7 @@ _MEANINGS = {
     8: "more tokens than n_batch",
     9: "n_steps below 1, or several steps while a chunk has no output or masks are given",
     10: "an output in a slot that was never bound",
+    11: "targets that do not fit their chunk, too many of them, outside the vocabulary, or in several steps",
 }
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
@@ -76,7 +78,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
     "cbatch_stepper_run": (
         _int,
-        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 4],
+        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 5],
     ),
     "cbatch_stepper_interrupt": (None, [_pointer]),
     "cbatch_sample_row": (
@@ -263,6 +265,7 @@ class NativeStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int,
+        n_scores: int = 0,
         slice_s: float = 0.02,
         api: LlamaApi | None = None,
         isa: int = ISA_BEST,
@@ -275,6 +278,7 @@ class NativeStepper:
             n_batch: most tokens in one step.
             n_vocab: floats in one row of logits.
             n_threads: size of the team that samples; give the one that decoding uses.
+            n_scores: most targets in one step; the context must allow `n_slots + n_scores` outputs.
             slice_s: a run ends after the first step that passes this many seconds; 0 = no limit.
             api: functions to call instead of llama-cpp-python's.
             isa: instruction set of the sampling code; all give the same tokens.
@@ -293,7 +297,7 @@ class NativeStepper:
         self._reporting: set[int] = set()  # slots that report log-probabilities
         self._n_vocab = n_vocab
         self._breakers: dict[int, tuple[object, array[int]]] = {}
-        sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa)
+        sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, n_scores)
         self._handle = self._init(ctx, sizes)
 
     def _init(self, ctx: Any, sizes: NativeSizes) -> int | None:
@@ -359,6 +363,7 @@ class NativeStepper:
             self._grow_out(n_chunks * n_steps)
         try:
             heads, tokens = _flatten(chunks)
+            scoring = _Scoring(chunks) if any(c.targets for c in chunks) else None
         except (TypeError, OverflowError) as error:
             raise PlanError(f"{error}: {StepPlan(tuple(chunks), n_steps)!r}") from error
         mask_rows = None if masks is None else self._mask_rows(masks, chunks)
@@ -373,14 +378,17 @@ class NativeStepper:
             mask_rows,
             self._out_at,
             reports,
+            None if scoring is None else scoring.at,
             self._report_at,
         )
         if code != 0:
             raise PlanError(f"{_MEANINGS[code]}: {StepPlan(tuple(chunks), n_steps)!r}")
         result = self._result(chunks)
-        if reports is None:
-            return result
-        return replace(result, logprobs=self._logprobs(chunks, result.n_steps, reports))
+        if reports is not None:
+            result = replace(result, logprobs=self._logprobs(chunks, result.n_steps, reports))
+        if scoring is not None and result.n_steps:
+            result = replace(result, scores=scoring.found())
+        return result
 
     def _mask_rows(self, masks: Masks, chunks: Sequence[Chunk]) -> Any:
         """Return the addresses of the masks, checked; they are read while `masks` lives."""
@@ -454,6 +462,29 @@ def _flatten(chunks: Sequence[Chunk]) -> tuple[array[int], array[int]]:
         heads += (c.slot, c.start, len(c.tokens), c.has_output)
         tokens += c.tokens
     return array("i", heads), array("i", tokens)
+
+
+class _Scoring:
+    """The targets of chunks as the native library takes them, and the room for what it finds."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._n_targets = array("i", [len(c.targets) for c in chunks])
+        self._n_top = array("i", [c.n_top for c in chunks])
+        self._targets = array("i", [token for c in chunks for token in c.targets])
+        self._out = (NativeLogprobs * len(self._targets))()
+        self._native = NativeScoring(
+            self._n_targets.buffer_info()[0],
+            self._n_top.buffer_info()[0],
+            self._targets.buffer_info()[0],
+            ctypes.addressof(self._out),
+        )
+        self.at = ctypes.addressof(self._native)
+
+    def found(self) -> dict[Slot, list[TokenLogprobs]]:
+        """Return what was found, by slots."""
+        each = map(as_logprobs, self._out)
+        return {c.slot: [next(each) for _ in c.targets] for c in self._chunks if c.targets}
 
 
 def _is_mask(mask: Any, n_words: int) -> bool:

@@ -14,7 +14,15 @@ from cbatch.backend.history import History
 from cbatch.backend.native import LlamaApi
 from cbatch.backend.sampling import logprobs, sample_row
 from cbatch.backend.structs import N_TOP_MAX
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, StepPlan, StepResult, TokenLogprobs
+from cbatch.core.plan import (
+    BROKEN_ROW,
+    Binding,
+    Chunk,
+    Slot,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from cbatch.errors import PlanError
 
 if TYPE_CHECKING:
@@ -36,12 +44,14 @@ class PythonStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int = 1,
+        n_scores: int = 0,
         slice_s: float = 0.02,
         api: LlamaApi | None = None,
     ) -> None:
         """Take what `NativeStepper` takes; `n_threads` is not used."""
         self._ctx, self._n_threads, self._slice_s = ctx, n_threads, slice_s
         self._n_slots, self._n_batch, self._n_vocab = n_slots, n_batch, n_vocab
+        self._n_scores = n_scores
         self._api = api or LlamaApi.of_llama_cpp()
         self._bindings: dict[int, Binding] = {}
         self._histories: dict[int, History] = {}
@@ -73,16 +83,20 @@ class PythonStepper:
         begin = time.perf_counter()
         tokens: list[list[int]] = [[] for _ in chunks]
         reports: list[list[TokenLogprobs]] = [[] for _ in chunks]
+        scores: dict[Slot, list[TokenLogprobs]] = {}
         n_done, code, decode_s, first_s = 0, 0, 0.0, 0.0
         for n_done in range(n_steps + 1):
             if n_done > 0 and (n_done == n_steps or self._ends(chunks, tokens, begin)):
                 break
             step_begin = time.perf_counter()
-            code, rows = self._decode(list(_fed(chunks, tokens)))
+            fed = list(_fed(chunks, tokens))
+            code, rows = self._decode(fed)
             decode_s += time.perf_counter() - step_begin
-            if code != 0:
+            if code:
                 break
-            for i_row, (i, logits) in enumerate(sorted(rows, key=lambda row: row[0])):
+            scores = _scores(fed, rows)
+            sampled = [(i, row) for i, j, row in rows if _is_output(fed[i], j)]
+            for i_row, (i, logits) in enumerate(sorted(sampled, key=lambda row: row[0])):
                 mask = None if masks is None else masks[i_row]
                 token = self._sample(chunks[i], len(tokens[i]), logits, mask)
                 tokens[i].append(token)
@@ -91,7 +105,7 @@ class PythonStepper:
             first_s = first_s or time.perf_counter() - begin
         sample_s = time.perf_counter() - begin - decode_s
         found = reports if any(self._reports(c) for c in chunks) else ()
-        return StepResult(tokens, n_done, code, decode_s, sample_s, first_s, logprobs=found)
+        return StepResult(tokens, n_done, code, decode_s, sample_s, first_s, logprobs=found, scores=scores)
 
     def _reports(self, chunk: Chunk) -> bool:
         return chunk.has_output and self._bindings[chunk.slot].n_logprobs is not None
@@ -118,12 +132,22 @@ class PythonStepper:
             and all(c.slot in self._bindings for c in chunks if c.has_output)
             and (n_steps == 1 or (masks is None and all(c.has_output for c in chunks)))
             and (masks is None or len(masks) == sum(c.has_output for c in chunks))
+            and self._can_score(chunks, n_steps)
         )
         if not ok:
             raise PlanError(f"a run breaks a rule: {StepPlan(tuple(chunks), n_steps)!r}")
 
-    def _decode(self, chunks: Sequence[Chunk]) -> tuple[int, list[tuple[int, Logits]]]:
-        """Decode one step; return llama.cpp's code and (chunk, its logits) of each output."""
+    def _can_score(self, chunks: Sequence[Chunk], n_steps: int) -> bool:
+        targets = [token for c in chunks for token in c.targets]
+        return (
+            len(targets) <= (self._n_scores if n_steps == 1 else 0)
+            and all(0 <= token < self._n_vocab for token in targets)
+            and all(len(c.targets) <= len(c.tokens) - c.has_output for c in chunks)
+            and all(0 <= c.n_top <= N_TOP_MAX for c in chunks)
+        )
+
+    def _decode(self, chunks: Sequence[Chunk]) -> tuple[int, list[tuple[int, int, Logits]]]:
+        """Decode one step; return llama.cpp's code and (chunk, token in it, its logits) of each output."""
         for chunk in chunks:
             if chunk.slot in self._histories:
                 self._histories[chunk.slot].feed(chunk)
@@ -131,8 +155,8 @@ class PythonStepper:
         code = int(self._api.decode(self._ctx, _batch(chunks, rows)))
         if code != 0:
             return code, []
-        wanted = [(i, n) for n, (i, j) in enumerate(rows) if _is_output(chunks[i], j)]
-        return code, [(i, self._logits(n)) for i, n in wanted]
+        wanted = [(i, j, n) for n, (i, j) in enumerate(rows) if _has_logits(chunks[i], j)]
+        return code, [(i, j, self._logits(n)) for i, j, n in wanted]
 
     def _logits(self, i_token: int) -> Logits:
         row = self._api.get_logits_ith(self._ctx, i_token)
@@ -197,6 +221,22 @@ def _is_output(chunk: Chunk, j: int) -> bool:
     return chunk.has_output and j == len(chunk.tokens) - 1
 
 
+def _scores(
+    chunks: Sequence[Chunk], rows: Sequence[tuple[int, int, Logits]]
+) -> dict[Slot, list[TokenLogprobs]]:
+    """Return what is reported of each target, by slots."""
+    found: dict[Slot, list[TokenLogprobs]] = {c.slot: [] for c in chunks if c.targets}
+    for i, j, logits in rows:
+        chunk = chunks[i]
+        if j < len(chunk.targets):
+            found[chunk.slot].append(logprobs(logits, chunk.targets[j], chunk.n_top))
+    return found
+
+
+def _has_logits(chunk: Chunk, j: int) -> bool:
+    return _is_output(chunk, j) or j < len(chunk.targets)
+
+
 def _batch(chunks: Sequence[Chunk], rows: Sequence[tuple[int, int]]) -> Any:
     """Return a `llama_batch` that keeps its own arrays alive."""
     import llama_cpp
@@ -209,6 +249,6 @@ def _batch(chunks: Sequence[Chunk], rows: Sequence[tuple[int, int]]) -> Any:
         (ctypes.c_int32 * n)(*[chunks[i].start + j for i, j in rows]),
         (ctypes.c_int32 * n)(*[1] * n),
         (ctypes.POINTER(ctypes.c_int32) * n)(*[ctypes.pointer(slot) for slot in ids]),
-        (ctypes.c_int8 * n)(*[_is_output(chunks[i], j) for i, j in rows]),
+        (ctypes.c_int8 * n)(*[_has_logits(chunks[i], j) for i, j in rows]),
     )
     return llama_cpp.llama_batch(n, *arrays)

@@ -276,8 +276,14 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
 
 
 def logprobs(logits: Logits, token: int, n_top: int) -> TokenLogprobs:
-    """Return what is reported of a token: log-softmax of the model's own logits, in double precision."""
-    if token == BROKEN_ROW:
+    """Return what is reported of a token, sampled or given: log-softmax of the model's own logits, in double precision.
+
+    Args:
+        logits: (n_vocab,) float32, read only.
+        token: its id, or `BROKEN_ROW`.
+        n_top: how many alternatives to report.
+    """
+    if token == BROKEN_ROW or not np.isfinite(logits.max()):
         return TokenLogprobs(math.nan)
     exact = logits.astype(np.float64)
     found = exact - exact.max()

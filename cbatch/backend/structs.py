@@ -35,6 +35,7 @@ class NativeSizes(ctypes.Structure):
         ("n_vocab", ctypes.c_int32),
         ("n_threads", ctypes.c_int32),
         ("isa", ctypes.c_int32),
+        ("n_scores", ctypes.c_int32),
     ]
 
 
@@ -100,6 +101,17 @@ class NativeLogprobs(ctypes.Structure):
         ("n_top", ctypes.c_int32),
         ("token", ctypes.c_int32 * N_TOP_MAX),
         ("top_logprob", ctypes.c_float * N_TOP_MAX),
+    ]
+
+
+class NativeScoring(ctypes.Structure):
+    """Given tokens whose log-probabilities are wanted: `cbatch_scoring`."""
+
+    _fields_ = [
+        ("n_targets", ctypes.c_void_p),
+        ("n_top", ctypes.c_void_p),
+        ("targets", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
     ]
 
 

@@ -15,6 +15,9 @@ Slot = NewType("Slot", int)
 BROKEN_ROW = -1
 """Stands for a token where a row's logits held a NaN, or no finite maximum."""
 
+N_TARGETS_MAX = 64
+"""Most targets of all chunks of one step: with a vocabulary of 256,000 their logits take 64 MB. Our choice."""
+
 
 @dataclass(frozen=True, slots=True)
 class Binding:
@@ -49,14 +52,19 @@ class Chunk:
     tokens: Sequence[int]
     has_output: bool
     """Whether the last token's logits are sampled: it is the sequence's last pending token."""
+    targets: Sequence[int] = ()
+    """The tokens that follow the chunk's first `len(targets)` tokens, whose log-probabilities are to be reported; none
+    for a last token that has an output."""
+    n_top: int = 0
+    """How many alternatives to report with each target."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one sampled token by the model's own logits, before any option changes them.
+    """Log-probabilities of one token by the model's own logits, before any option changes them.
 
     `top` are the likeliest tokens with theirs, the likeliest first and the lower id first among equals: as many as
-    `Binding.n_logprobs`, but none whose probability is 0. For a broken row `logprob` is NaN.
+    are asked for, but none whose probability is 0. For a broken row `logprob` is NaN.
     """
 
     logprob: float
@@ -69,8 +77,8 @@ class StepPlan:
 
     Where a slot is bound with a constraint, no token is sampled that it does not allow; such a chunk with an output
     is done in one step alone, for what is allowed next depends on what was sampled.
-    `chunks` are in ascending order of slot, one a slot at most. With `n_steps` > 1 every chunk has an output, and
-    each further step computes the token that the step before sampled, one a slot. The run ends early after a step
+    `chunks` are in ascending order of slot, one a slot at most, with `N_TARGETS_MAX` targets at most in all. With
+    `n_steps` > 1 every chunk has an output and none has targets, and each further step computes the token that the step before sampled, one a slot. The run ends early after a step
     in which a row sampled one of its stop tokens or was broken, when it is interrupted, or when decoding failed; a
     backend may also end it after any step.
     """
@@ -137,6 +145,8 @@ class StepResult:
     logprobs: Sequence[Sequence[TokenLogprobs]] = ()
     """`logprobs[i][j]` are those of `tokens[i][j]`; nothing for a chunk whose slot reports none, and empty where all
     report none."""
+    scores: Mapping[Slot, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    """Log-probabilities of the targets of each chunk that has some; empty where the step was not done."""
     guided: Mapping[Slot, Guidance] = field(default_factory=dict)
     """What constraints say of the tokens sampled in their slots; those that have nothing to say are left out."""
 

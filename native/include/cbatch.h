@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 3
+#define CBATCH_ABI_VERSION 4
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or had no finite maximum, or llama.cpp gave no row
@@ -36,6 +36,8 @@ extern "C" {
 #define CBATCH_BATCH_FULL 8     // more tokens than n_batch
 #define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks or a chunk without output; a budget below 0
 #define CBATCH_NOT_BOUND 10     // a chunk with output in a slot that was never bound
+#define CBATCH_BAD_SCORES 11    // targets: more than n_scores or than the chunk has tokens to score, a token id outside
+                                // [0, n_vocab), alternatives out of range, or n_steps above 1
 
 // Instruction sets that the sampling code is built for. All give the same tokens, bit for bit.
 #define CBATCH_ISA_BEST (-1)    // the best that both the build and the machine have
@@ -55,13 +57,14 @@ typedef struct cbatch_api {
     void (*gomp_parallel)(void (*fn)(void *), void * data, unsigned n_threads, unsigned flags);
 } cbatch_api;
 
-// Sizes of a stepper, fixed from init on. All at least 1.
+// Sizes of a stepper, fixed from init on. All at least 1, but for n_scores.
 typedef struct cbatch_sizes {
     int32_t n_slots;    // slots 0 … n_slots − 1, which are llama.cpp's sequence ids
     int32_t n_batch;    // most tokens in one step
     int32_t n_vocab;    // floats in one row of logits
     int32_t n_threads;  // team size for sampling; give the one that decoding uses
     int32_t isa;        // CBATCH_ISA_*
+    int32_t n_scores;   // ≥ 0; most targets in one step: the context must allow n_slots + n_scores outputs
 } cbatch_sizes;
 
 // What is added to the logit of a token.
@@ -114,10 +117,10 @@ typedef struct cbatch_binding {
     int32_t n_top;         // 0 … CBATCH_TOP_MAX alternatives to report with them
 } cbatch_binding;
 
-// Log-probabilities of one sampled token by the model's own logits: before mask, bias, penalties, filters, temperature.
+// Log-probabilities of one token by the model's own logits: before mask, bias, penalties, filters, temperature.
 typedef struct cbatch_logprobs {
     float logprob;                      // of the token; NaN for a broken row
-    int32_t n_top;                      // alternatives that follow: n_top of the binding, or all with a finite logit
+    int32_t n_top;                      // alternatives that follow: as many as asked for, or all with a finite logit
     int32_t token[CBATCH_TOP_MAX];      // the likeliest first, the lower id first among equals
     float top_logprob[CBATCH_TOP_MAX];  // theirs
 } cbatch_logprobs;
@@ -130,12 +133,21 @@ typedef struct cbatch_chunk {
     int32_t has_output;  // not 0: the last token's logits are sampled
 } cbatch_chunk;
 
+// Tokens that are not sampled but given, whose log-probabilities are wanted: after the chunk's first token the first
+// target comes, after its second the second, and so on.
+typedef struct cbatch_scoring {
+    const int32_t * n_targets;  // (n_chunks) of each chunk: 0 … its tokens, without the last one where it has an output
+    const int32_t * n_top;      // (n_chunks) alternatives to report with each: 0 … CBATCH_TOP_MAX
+    const int32_t * targets;    // token ids, those of all chunks one after another
+    cbatch_logprobs * out;      // one for each target
+} cbatch_scoring;
+
 // What a run did.
 typedef struct cbatch_report {
     int32_t n_steps;    // steps done in full
     int32_t code;       // what the last llama_decode returned; not 0: the step after n_steps failed
     int64_t decode_ns;  // time in llama_decode and in fetching rows, all steps, nanoseconds
-    int64_t sample_ns;  // time in sampling, all steps, nanoseconds
+    int64_t sample_ns;  // time in sampling and scoring, all steps, nanoseconds
     int64_t first_ns;   // decode_ns and sample_ns of the first step alone; 0 where it failed
 } cbatch_report;
 
@@ -176,12 +188,13 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 //     where bit token % 32 of word token / 32 is set. Not with n_steps above 1.
 //   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW or CBATCH_NO_TOKEN.
 //   logprobs: (n_steps, n_chunks), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
+//   scoring: NULL, or targets whose log-probabilities are wanted; written where the step was done. Not with n_steps above 1.
 // A row of logits that llama.cpp gives may be changed while it is sampled; it is as before afterwards.
 // Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
 CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
                                          const int32_t * tokens, int32_t n_steps, int64_t budget_us,
                                          const uint32_t * const * masks, int32_t * out, cbatch_logprobs * logprobs,
-                                         cbatch_report * report) CBATCH_NOEXCEPT;
+                                         const cbatch_scoring * scoring, cbatch_report * report) CBATCH_NOEXCEPT;
 
 // Ask the run in flight, or else the next one, to end after its current step. From any thread.
 CBATCH_EXPORT void cbatch_stepper_interrupt(cbatch_stepper * s) CBATCH_NOEXCEPT;

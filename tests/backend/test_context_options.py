@@ -21,6 +21,7 @@ from cbatch.backend.layout import CELL_TYPES
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.model import open_model
 from cbatch.backend.probe import BITWISE, probe
+from cbatch.core.plan import N_TARGETS_MAX
 from cbatch.errors import ConfigError, ModelLoadError
 from cbatch.options import EngineOptions
 
@@ -80,7 +81,7 @@ def test_what_is_said_is_passed_on(model: LlamaModel) -> None:
     assert {name: getattr(params, name) for name in said} == said
     assert params.rope_scaling_type == llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN
     assert (params.type_k, params.type_v) == (CELL_TYPES["q5_1"].id, CELL_TYPES["f16"].id)
-    assert (params.n_seq_max, params.n_outputs_max, params.n_ctx) == (2, 2, 512)
+    assert (params.n_seq_max, params.n_outputs_max, params.n_ctx) == (2, 2 + N_TARGETS_MAX, 512)
     assert (params.n_threads, params.n_threads_batch) == (3, 3)
 
 
