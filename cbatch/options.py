@@ -141,7 +141,8 @@ class RunOptions:
     """Options of one request; `None` means "not said here", and the nearest that says it wins.
 
     Args:
-        max_tokens: most tokens to generate, ≥ 1; not said: to the end of the slot's window.
+        max_tokens: most tokens to generate, ≥ 1; not said: to the end of the slot's window. 0 with `echo` or
+            `prompt_logprobs`: the prompt alone.
         max_completion_tokens: OpenAI's newer name for `max_tokens`; give one of them.
         stop: a string, or several, that end the answer; not part of it unless `include_stop`.
         stop_token_ids: token ids that end the answer, besides the model's own.
@@ -180,6 +181,10 @@ class RunOptions:
         logprobs: report the log-probability of each token in `result.logprobs`, by the model's logits before any
             option; a number is short for as many `top_logprobs`.
         top_logprobs: with `logprobs`, report so many of the likeliest tokens at each place too, 0 … 20.
+        prompt_logprobs: report the log-probability of each token of the prompt in `result.prompt_logprobs`, with so many
+            of the likeliest at its place, 0 … 20; the prompt is computed in steps of 64 tokens then.
+        echo: have the prompt before the answer, in text and tokens, and in `logprobs` where these are asked for; not
+            for chats.
         priority: −100 … 100, the higher the sooner, for an engine with `policy="priority"`. Not said: 0.
         timeout_s: seconds from submission on, queue time included; then it ends `timeout` with its partial text.
         cache_key: begin with the cells that are kept on disk under this name, as far as the prompt begins with their
@@ -239,6 +244,8 @@ class RunOptions:
     best_of: int | None = None
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
     priority: int | None = None
     timeout_s: float | None = None
     cache_key: str | None = None
@@ -276,7 +283,7 @@ class RunOptions:
             self._settle("max_completion_tokens", None)
         self._settle("stop", _strings("stop", self.stop))
         self._settle("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("max_tokens", self.max_tokens, self._n_least, 2**31 - 1)
         _check_int("seed", self.seed, 0, MAX_SEED)
         self._check_choice()
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -335,6 +342,8 @@ class RunOptions:
         if not isinstance(self.logprobs, bool):
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_bool("echo", self.echo)
         if self.top_logprobs and self.logprobs is False:
             raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
 
@@ -388,6 +397,19 @@ class RunOptions:
         if self.top_logprobs is not None or isinstance(self.logprobs, bool):
             return self.top_logprobs or 0
         return self.logprobs
+
+    @property
+    def n_prompt_logprobs(self) -> int | None:
+        """Alternatives to report for each token of the prompt; None where none is wanted of it."""
+        n_top = self.n_logprobs if self.echo and self.has_logprobs else None
+        if n_top is None or self.prompt_logprobs is None:
+            return self.prompt_logprobs if n_top is None else n_top
+        return max(n_top, self.prompt_logprobs)
+
+    @property
+    def _n_least(self) -> int:
+        """The least that `max_tokens` may be."""
+        return 0 if self.echo or self.prompt_logprobs is not None else 1
 
     @property
     def structure(self) -> Grammar | None:

@@ -105,8 +105,11 @@ class BatchResult:
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     """What was thought before the answer, where the template marks that."""
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each of `token_ids`, where they were asked for."""
+    logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One for each of `token_ids`, where they were asked for; None for a first token that was echoed."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One for each token of the prompt, where they were asked for; None for the first, before which there is nothing,
+    and for those that were not reached."""
     choices: tuple[BatchResult, ...] = ()
     """All answers where several were asked for: this result is the first of them then, or one that failed; its usage
     counts what all have cost."""

@@ -230,6 +230,7 @@ def make_request(
         stops,
         adapters=said.adapters,
         n_logprobs=said.n_logprobs,
+        n_prompt_logprobs=said.n_prompt_logprobs,
         grammar=said.structure,
     )
 

@@ -105,7 +105,9 @@ class PythonStepper:
             first_s = first_s or time.perf_counter() - begin
         sample_s = time.perf_counter() - begin - decode_s
         found = reports if any(self._reports(c) for c in chunks) else ()
-        return StepResult(tokens, n_done, code, decode_s, sample_s, first_s, logprobs=found, scores=scores)
+        return StepResult(
+            tokens, n_done, code, decode_s, sample_s, first_s, logprobs=found, scores=scores
+        )
 
     def _reports(self, chunk: Chunk) -> bool:
         return chunk.has_output and self._bindings[chunk.slot].n_logprobs is not None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from cbatch.core.answer import N_TAIL, Answer, AnswerReader
 from cbatch.core.calls import call_id
-from cbatch.core.plan import BROKEN_ROW, FREE, Binding, Chunk, Guidance, Slot
+from cbatch.core.plan import BROKEN_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Guidance, Slot
 from cbatch.core.stats import RequestClock
 from cbatch.core.text import TextStream
 from cbatch.errors import (
@@ -106,6 +106,10 @@ class Request:
     adapters: AdapterSet = ()
     n_logprobs: int | None = None
     """Alternatives to report for each sampled token; None where none is asked for its log-probability."""
+    n_prompt_logprobs: int | None = None
+    """Alternatives to report for each token of the prompt; None where it is not scored."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Those of the prompt, where an earlier request found them."""
     owner: str = ""
     """Whose request it is: the mark of an engine."""
     output: tuple[int, ...] = ()
@@ -132,6 +136,7 @@ class SequenceDriver:
 
     # [0, n_prompt) given   [n_prompt, n_tokens) sampled
     # [0, n_computed) have cells   [n_computed, n_tokens) pending
+    # [0, len(scores)) were computed with a score for the token behind, where the prompt is scored
 
     Where the window was full and tokens were taken out of it, they are no more in `tokens` and its counters; `output`
     keeps all that was sampled.
@@ -165,6 +170,8 @@ class SequenceDriver:
     """The prompt as it was given, where tokens were taken out of the window."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens that it sampled itself, where they are asked for."""
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens behind the first, where they are asked for, as far as they are known."""
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
@@ -194,6 +201,8 @@ class SequenceDriver:
     """Whether the last token is the one that ended the sequence; it is no part of the answer then."""
     n_given_parts: int = 0
     n_given_tokens: int = 0
+    has_echoed: bool = False
+    """Whether a reader was given the prompt, where it is echoed."""
 
     @classmethod
     def of(
@@ -252,8 +261,24 @@ class SequenceDriver:
         """
         if self.n_computed >= self.n_prompt:
             return 1
+        n_piece = self.own_piece(n_piece)
         boundary = (self.n_computed // n_piece + 1) * n_piece
         return min(self.n_prompt, boundary) - self.n_computed
+
+    def own_piece(self, n_piece: int) -> int:
+        """Return the size of this prompt's pieces, where they are `n_piece`: what a step can score is the most."""
+        is_scored = self.request.options.n_prompt_logprobs is not None
+        return min(n_piece, N_TARGETS_MAX) if is_scored else n_piece
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether tokens of the prompt are still to be scored."""
+        return self.request.n_prompt_logprobs is not None and len(self.scores) < self.n_prompt - 1
+
+    @property
+    def n_takeable(self) -> int:
+        """The most cells that it can begin with: the last token, and what is to be scored, it computes for the logits."""
+        return len(self.scores) if self.is_scoring else len(self.tokens) - 1
 
     @property
     def n_turn(self) -> int:
@@ -386,9 +411,37 @@ class SequenceDriver:
         """Return the next `n_tokens` pending tokens as a part of a plan; changes nothing."""
         start, end = self.n_computed, self.n_computed + n_tokens
         has_output = end == len(self.tokens) and self.n_cap > 0
-        if n_tokens == 1:
+        if n_tokens == 1 and (has_output or not self.is_scoring):
             return Chunk(slot, start, (self.tokens[start],), has_output)
-        return Chunk(slot, start, self.tokens[start:end], has_output)
+        if not self.is_scoring:
+            return Chunk(slot, start, self.tokens[start:end], has_output)
+        n_targets, n_top = self.n_targets(n_tokens), self.request.n_prompt_logprobs or 0
+        targets = self.tokens[start + 1 : start + 1 + n_targets]
+        return Chunk(slot, start, self.tokens[start:end], has_output, targets, n_top)
+
+    def n_targets(self, n_tokens: int) -> int:
+        """Return how many of the next `n_tokens` pending tokens are followed by one to score."""
+        if not self.is_scoring or self.n_computed < len(self.scores):
+            return 0
+        return min(n_tokens, self.n_prompt - 1 - self.n_computed)
+
+    def n_within(self, n_tokens: int, n_targets: int) -> int:
+        """Return how many of the next `n_tokens` pending tokens a step takes that can score `n_targets`.
+
+        What is scored is computed again without that, up to where scoring goes on.
+        """
+        if self.is_scoring and self.n_computed < len(self.scores):
+            return min(n_tokens, len(self.scores) - self.n_computed)
+        return n_tokens if self.n_targets(n_tokens) <= n_targets else n_targets
+
+    def take_scores(self, scores: Sequence[TokenLogprobs], now: float) -> None:
+        """Take what a run brought for the prompt; one that is no number ends the sequence."""
+        self.scores += scores
+        if any(math.isnan(score.logprob) for score in scores):
+            self._fail_row(now)
+
+    def _fail_row(self, now: float) -> None:
+        self.finish("error", now, RequestFailedError("the model's logits are not numbers"))
 
     def accept(
         self,
@@ -420,7 +473,7 @@ class SequenceDriver:
         if guidance.problem and self.finish_reason is None:
             self.fail_grammar(guidance.problem, now)
         elif is_broken and self.finish_reason is None:
-            self.finish("error", now, RequestFailedError("the model's logits are not numbers"))
+            self._fail_row(now)
         for n_behind in range(len(guidance.forced), 0, -1):
             # what a full window has no place for is sampled under the grammar when the window has moved
             if self.finish_reason is not None or self.is_over_window:
@@ -519,12 +572,27 @@ class SequenceDriver:
         parts, n_tokens = self.text.parts, self.text.n_fed
         if self.n_given_parts == len(parts) and self.finish_reason is None:
             return None
+        text, tokens = ("", ()) if self.has_echoed else self._echo()
         start, end = self.n_given_tokens, n_tokens
-        new = "".join(parts[self.n_given_parts :])
-        self.n_given_parts, self.n_given_tokens = len(parts), n_tokens
+        text += "".join(parts[self.n_given_parts :])
+        self.n_given_parts, self.n_given_tokens, self.has_echoed = len(parts), n_tokens, True
         return BatchOutputChunk(
-            self.request.id, new, tuple(self.output[start:end]), 0, self.finish_reason
+            self.request.id, text, (*tokens, *self.output[start:end]), 0, self.finish_reason
         )
+
+    def _echo(self) -> tuple[str, tuple[int, ...]]:
+        """Return what stands before the answer: the prompt, where it is echoed and was begun."""
+        if not (self.request.options.echo and self.has_run):
+            return "", ()
+        tokens, text = self.given, self.request.prompt.prompt
+        if text is None:
+            text = b"".join(map(self.text.piece, tokens)).decode("utf-8", "replace")
+        return text, tokens
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The prompt's tokens, those included that were taken out of the window."""
+        return self.whole_prompt or tuple(self.tokens[: self.n_prompt])
 
     def result(self) -> BatchResult:
         """Return the outcome of a finished sequence."""
@@ -536,10 +604,11 @@ class SequenceDriver:
             ToolCall(call_id(self.request.owner, self.number, i), call.name, call.arguments)
             for i, call in enumerate(answer.calls)
         )
+        text, tokens = self._echo()
         return BatchResult(
             id=self.request.id,
-            text=answer.text,
-            token_ids=tuple(self.output[: self.text.n_fed]),
+            text=text + answer.text,
+            token_ids=(*tokens, *self.output[: self.text.n_fed]),
             finish_reason=self.finish_reason,
             error=self.error,
             usage=Usage(self.n_given, self.n_output, self.n_cached, self.n_shifts),
@@ -549,17 +618,38 @@ class SequenceDriver:
             tool_calls=tuple(calls),
             reasoning=answer.reasoning,
             logprobs=self._logprobs(),
+            prompt_logprobs=self._prompt_logprobs(),
             origin=Origin(self.request, self.number),
         )
 
-    def _logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Return a log-probability for each token of the answer, or None where none was asked for."""
+    def _logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Return a log-probability for each token of the answer, or None where none was asked for.
+
+        Where the prompt is echoed those of its tokens come first, None for what was not scored.
+        """
         request = self.request
         if request.n_logprobs is None:
             return None
         n_old, n_told = len(request.output), self.text.n_fed  # where it never ran, nothing is told
         new = map(self._logprob, self.output[n_old:n_told], self.logprobs)
-        return (*request.output_logprobs[:n_told], *new)
+        return (*self._echoed_logprobs(), *request.output_logprobs[:n_told], *new)
+
+    def _echoed_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        _, tokens = self._echo()
+        n_top = self.request.n_logprobs
+        found = self._prompt_logprobs() or (None,) * len(tokens)
+        return tuple(t and replace(t, top=t.top[:n_top]) for t in found) if tokens else ()
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Return a log-probability for each token of the prompt, None for the first and where it was not reached."""
+        request = self.request
+        if request.n_prompt_logprobs is None:
+            return request.prompt_logprobs
+        if not self.has_run:
+            return ()
+        _, *behind = self.given
+        found = [None, *map(self._logprob, behind, self.scores)]
+        return (*found, *[None] * (self.n_given - len(found)))
 
     def _logprob(self, token: int, found: TokenLogprobs) -> TokenLogprob:
         piece = self.text.piece

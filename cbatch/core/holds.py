@@ -109,6 +109,8 @@ class Fetches:
         options = driver.request.options
         if options.cache_key is None or driver.has_fetched or driver.has_run or driver.output:
             return False
+        if driver.is_scoring:  # it computes all of its prompt
+            return False
         found = self._known.get(_fetch_of(driver))
         if found is None or options.cache_required:
             return found is None or not self._is_in_memory(driver, found)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cbatch.core.batcher import slot_of
 from cbatch.core.costs import StepCosts
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.plan import FREE, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
 from cbatch.core.shape import even_out, split_budget, whole_pieces
 from cbatch.core.trials import Trials
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
@@ -258,10 +258,22 @@ class ContinuousBatchScheduler:
         self.batcher.cells.make_room(n_wanted + min(N_STEPS_MAX, n_steps) * len(order))
 
     def _wanted(self, newcomers: Sequence[SequenceDriver]) -> list[int]:
-        if self._n_piece:
-            return [d.n_to_boundary(self._n_piece) for d in newcomers]
         n_chunk = self.options.prefill_chunk or self._n_batch
-        return [min(d.n_pending, n_chunk) for d in newcomers]
+        wanted = [
+            d.n_to_boundary(self._n_piece) if self._n_piece else min(d.n_pending, n_chunk)
+            for d in newcomers
+        ]
+        if any(d.is_scoring for d in newcomers):
+            self._limit_targets(newcomers, wanted)
+        return wanted
+
+    def _limit_targets(self, newcomers: Sequence[SequenceDriver], wanted: list[int]) -> None:
+        """Have no more to score than a step can, the oldest first; pieces are whole or not at all."""
+        n_left = N_TARGETS_MAX
+        for i, driver in enumerate(newcomers):
+            n = driver.n_within(wanted[i], n_left)
+            wanted[i] = 0 if self._n_piece and n < wanted[i] else n
+            n_left -= driver.n_targets(wanted[i])
 
     def _budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int:
         """Return how many prompt tokens may join `n_rows` decoding rows."""
@@ -295,6 +307,8 @@ class ContinuousBatchScheduler:
         if not chunks or len(chunks) < len(running) or not all(c.has_output for c in chunks):
             return 1
         if len(self.batcher.followers) or any(d.constraint is not None for d in running):
+            return 1
+        if any(c.targets for c in chunks):
             return 1
         n_steps = min(N_STEPS_MAX, *(d.n_room for d in running))
         if self._quantum and self.batcher.n_waiting:
@@ -357,7 +371,10 @@ class ContinuousBatchScheduler:
             self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
         logprobs = result.logprobs[i] if result.logprobs else ()
         guidance = result.guided.get(chunk.slot, FREE)
-        driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs)
+        if chunk.targets:
+            driver.take_scores(result.scores[chunk.slot], now)
+        if driver.status is not Status.FINISHED:
+            driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs)
         if driver.slot is not None:
             self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
         if driver.status is Status.FINISHED:
@@ -433,9 +450,9 @@ class ContinuousBatchScheduler:
 
     def _keep_cells(self, driver: SequenceDriver, n_kept: int) -> None:
         """Keep what has a cell, but for the last token: it must be computed again for its logits."""
-        n_kept = min(n_kept, driver.n_tokens - 1)
+        n_kept = min(n_kept, driver.n_takeable)
         if self._n_piece and n_kept < driver.n_prompt:
-            n_kept -= n_kept % self._n_piece
+            n_kept -= n_kept % driver.own_piece(self._n_piece)
         self.batcher.keep_cells(driver, n_kept)
 
     def _note_failure(self, code: int) -> None:

@@ -100,8 +100,12 @@ class Sharing:
             del self._indexes[adapters]
 
     def is_private(self, driver: SequenceDriver) -> bool:
-        """Whether a driver's cells must be nobody else's: those of its window that are moved would move for all."""
-        return self._is_pool and bool(driver.request.options.n_discard)
+        """Whether a driver's cells must be nobody else's.
+
+        Those of a window that moves would move for all in a pool; and pieces of another size are other bits.
+        """
+        is_other = driver.own_piece(self._n_piece) != self._n_piece
+        return is_other or (self._is_pool and bool(driver.request.options.n_discard))
 
     def _put(self, slot: Slot, driver: SequenceDriver, tokens: Sequence[int]) -> None:
         self.forget(slot)
@@ -130,7 +134,8 @@ class Sharing:
             return None
         for slot, owner in self._rests.items():
             n_cells = self._ledger.n_cells[slot]
-            if owner == number and self._running[slot] is None and 0 < n_cells < driver.n_tokens:
+            is_ours = owner == number and self._running[slot] is None
+            if is_ours and 0 < n_cells <= driver.n_takeable:
                 return Source(slot, n_cells)
         return None
 
@@ -207,8 +212,9 @@ class Sharing:
         return index.matches(driver.tokens[: self._n_most(driver)])
 
     def _n_most(self, driver: SequenceDriver) -> int:
-        """Return the most tokens to take over: not the last one, which is computed for its logits."""
-        return (driver.n_prompt if self._n_piece else driver.n_tokens) - 1
+        """Return the most tokens to take over."""
+        n_most = driver.n_takeable
+        return min(n_most, driver.n_prompt - 1) if self._n_piece else n_most
 
     def _can_copy_from(self, holder: SequenceDriver, n_cells: int) -> bool:
         """Whether it pays to copy from one that has a slot; a paused one may lose it in the same plan."""

@@ -35,7 +35,7 @@ class Choices:
         self.mailbox, self.id = mailbox, id
         self._place, self._n = place, options.n or 1
         self._results: list[BatchResult | None] = [None] * options.n_choices
-        self._has_logprobs = options.has_logprobs
+        self._has_logprobs, self._has_echo = options.has_logprobs, bool(options.echo)
 
     @property
     def n_kept(self) -> int:
@@ -68,8 +68,8 @@ class Choices:
             if passed:
                 self.mailbox.deliver(passed, [])
             return
-        all_results = [r for r in self._results if r is not None]
-        kept = all_results if self._keeps_all else sorted(all_results, key=_rank)[: self._n]
+        all_results = self._with_prompt([r for r in self._results if r is not None])
+        kept = all_results if self._keeps_all else sorted(all_results, key=self._rank)[: self._n]
         if not self._keeps_all:
             passed = [_whole(result, i) for i, result in enumerate(kept)]
         self.mailbox.deliver(passed, [(self._place, self._joined(kept, all_results))])
@@ -77,6 +77,35 @@ class Choices:
     @property
     def _keeps_all(self) -> bool:
         return self._n == len(self._results)
+
+    def _n_echoed(self, result: BatchResult) -> int:
+        return result.usage.prompt_tokens if self._has_echo else 0
+
+    def _with_prompt(self, results: Sequence[BatchResult]) -> list[BatchResult]:
+        """Return the results, each with what the first one says of the prompt."""
+        first, *others = results
+        if not first.prompt_logprobs:
+            return [*results]
+        n = self._n_echoed(first)
+        echoed = (first.logprobs or ())[:n]
+        return [
+            first,
+            *(
+                replace(
+                    other,
+                    prompt_logprobs=first.prompt_logprobs,
+                    logprobs=other.logprobs and (*echoed, *other.logprobs[n:]),
+                )
+                for other in others
+            ),
+        ]
+
+    def _rank(self, result: BatchResult) -> tuple[bool, float]:
+        """Order by the answers' mean log-probability, the highest first; what failed comes last."""
+        answer = (result.logprobs or ())[self._n_echoed(result) :]
+        logprobs = [token.logprob for token in answer if token is not None]
+        mean = sum(logprobs) / len(logprobs) if logprobs else -math.inf
+        return result.error is not None, -mean
 
     def _renamed(self, result: BatchResult) -> BatchResult:
         origin = result.origin
@@ -107,13 +136,6 @@ class Choices:
 def mailbox_of(target: Mailbox | Choices) -> Mailbox:
     """Return the mailbox of the batch that something is delivered to."""
     return target.mailbox if isinstance(target, Choices) else target
-
-
-def _rank(result: BatchResult) -> tuple[bool, float]:
-    """Order by mean log-probability, the highest first; what failed comes last."""
-    logprobs = [token.logprob for token in result.logprobs or ()]
-    mean = sum(logprobs) / len(logprobs) if logprobs else -math.inf
-    return result.error is not None, -mean
 
 
 def _whole(result: BatchResult, index: int) -> BatchOutputChunk:

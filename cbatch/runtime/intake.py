@@ -18,6 +18,7 @@ from anyio.lowlevel import current_token
 
 from cbatch.core.answer import AnswerFormat, AnswerReader, Pieces, answer_format
 from cbatch.core.driver import Origin, Request, SequenceDriver
+from cbatch.core.plan import N_TARGETS_MAX
 from cbatch.errors import (
     CacheError,
     CBatchError,
@@ -118,6 +119,7 @@ class Intake:
             deadline_s,
             options.adapters,
             n_logprobs,
+            options.n_prompt_logprobs,
             owner=self._mark,
             grammar=options.structure,
         )
@@ -207,17 +209,18 @@ class Intake:
             raise ConfigError(f"result {result.id!r} is not of this engine: it cannot be extended")
         check_extension(result, n_tokens)
         now, old = time.perf_counter(), origin.request
-        n_all = len(result.token_ids) + n_tokens
+        n_echoed = result.usage.prompt_tokens if old.options.echo else 0
+        n_all = len(result.token_ids[n_echoed:]) + n_tokens
         deadline_s = now + check_seconds("timeout_s", old.options.timeout_s)
         with self._submitting:
             if old.id in self._loop.routes:
                 raise DuplicateIdError(old.id)
             request = replace(
-                old,
+                _with_prompt(old, result),
                 options=RunOptions(max_tokens=n_all, prefill_only=False).over(old.options),
                 deadline_s=deadline_s,
-                output=result.token_ids,
-                output_logprobs=result.logprobs or (),
+                output=result.token_ids[n_echoed:],
+                output_logprobs=tuple(t for t in (result.logprobs or ())[n_echoed:] if t),
                 continues=origin.number,
             )
             driver = self._sequence(request, now)
@@ -403,6 +406,7 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
         raise ConfigError(
             f"cache_key={options.cache_key!r}: this model's memory cannot be copied out"
         )
+    check_scoring(options, backend)
     if options.n_keep is not None and options.n_discard is None:
         raise ConfigError(f"n_keep={options.n_keep} has no effect without n_discard")
     if options.n_discard and (not memory.can_shift or backend.n_piece):
@@ -417,13 +421,39 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
             raise ConfigError(f"adapter {name!r} is not loaded; loaded are: {known}")
 
 
+def check_scoring(options: RunOptions, backend: Backend) -> None:
+    """Refuse cells from disk for a prompt that is scored, and such cells for others where they would be other bits.
+
+    Raises:
+        ConfigError: `cache_required`, or `save_cache` with `exact=True`.
+    """
+    if options.n_prompt_logprobs is None:
+        return
+    if options.cache_required:
+        raise ConfigError(
+            "cache_required cannot be had with prompt_logprobs or echoed logprobs, for which all of the prompt is "
+            "computed: leave it out"
+        )
+    if options.save_cache and backend.n_piece > N_TARGETS_MAX:
+        raise ConfigError(
+            f"save_cache with prompt_logprobs or echoed logprobs and exact=True needs n_ubatch={N_TARGETS_MAX} or "
+            f"less, not {backend.n_piece}: save the cells by a request of its own"
+        )
+
+
 def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
     """Refuse options for a chat where there is none, or where its template would ignore them.
 
     Raises:
-        ConfigError: `tools` or `chat_template_kwargs` for a prompt without messages; a choice of no tools.
+        ConfigError: `tools` or `chat_template_kwargs` for a prompt without messages, `echo` for one with them; a choice
+            of no tools.
         UnsupportedOptionError: a template without tools, or a choice that cannot be had.
     """
+    if options.echo and prompt.messages is not None:
+        raise ConfigError(
+            "echo is for raw prompts and tokens; a chat's prompt is what its template makes of the messages: leave echo "
+            "out, prompt_logprobs tells of each of its tokens"
+        )
     tools = options.offered_tools
     for name in ("tools", "chat_template_kwargs"):
         if getattr(options, name) and prompt.messages is None:
@@ -466,7 +496,18 @@ EXTENSIBLE = ("length", "cancelled", "timeout")
 def _choice(request: Request, i: int) -> Request:
     """Return a request for one of several choices: each has a seed of its own, the first that of the request."""
     sampling = replace(request.sampling, seed=(request.sampling.seed + i) % (MAX_SEED + 1))
-    return replace(request, id=member_id(request.id, i), sampling=sampling)
+    # the prompt is scored once, and told to all by `Choices`
+    n_top = request.n_prompt_logprobs if i == 0 else None
+    id = member_id(request.id, i)
+    return replace(request, id=id, sampling=sampling, n_prompt_logprobs=n_top)
+
+
+def _with_prompt(request: Request, result: BatchResult) -> Request:
+    """Return a request with what its result says of the prompt, where that is all of it."""
+    found = result.prompt_logprobs or ()
+    if len(found) != result.usage.prompt_tokens or None in found[1:]:
+        return request
+    return replace(request, n_prompt_logprobs=None, prompt_logprobs=found)
 
 
 def _end_feed(mailbox: weakref.ref[Mailbox]) -> None:
