@@ -181,8 +181,8 @@ class RunOptions:
         logprobs: report the log-probability of each token in `result.logprobs`, by the model's logits before any
             option; a number is short for as many `top_logprobs`.
         top_logprobs: with `logprobs`, report so many of the likeliest tokens at each place too, 0 … 20.
-        prompt_logprobs: report the log-probability of each token of the prompt in `result.prompt_logprobs`, with so many
-            of the likeliest at its place, 0 … 20; the prompt is computed in steps of 64 tokens then.
+        prompt_logprobs: report the log-probability of each token of the prompt in `result.prompt_logprobs`, with so
+            many of the likeliest at its place, 0 … 20; the prompt is computed 64 tokens a step then.
         echo: have the prompt before the answer, in text and tokens, and in `logprobs` where these are asked for; not
             for chats.
         priority: −100 … 100, the higher the sooner, for an engine with `policy="priority"`. Not said: 0.
@@ -283,7 +283,7 @@ class RunOptions:
             self._settle("max_completion_tokens", None)
         self._settle("stop", _strings("stop", self.stop))
         self._settle("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        _check_int("max_tokens", self.max_tokens, self._n_least, 2**31 - 1)
+        self._check_max_tokens()
         _check_int("seed", self.seed, 0, MAX_SEED)
         self._check_choice()
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -324,6 +324,18 @@ class RunOptions:
             )
         if self.response_format is not None:
             _schema_of(str(self.response_format))
+
+    def _check_max_tokens(self) -> None:
+        is_for_prompt = self.echo or self.prompt_logprobs is not None
+        try:
+            _check_int("max_tokens", self.max_tokens, 0 if is_for_prompt else 1, 2**31 - 1)
+        except ConfigError as error:
+            if self.max_tokens != 0:
+                raise
+            raise ConfigError(
+                f"{error}: without echo or prompt_logprobs nothing would come of it; prefill_only computes a prompt "
+                "for its cells"
+            ) from None
 
     def _check_choices(self) -> None:
         _check_int("n", self.n, 1, MAX_CHOICES)
@@ -405,11 +417,6 @@ class RunOptions:
         if n_top is None or self.prompt_logprobs is None:
             return self.prompt_logprobs if n_top is None else n_top
         return max(n_top, self.prompt_logprobs)
-
-    @property
-    def _n_least(self) -> int:
-        """The least that `max_tokens` may be."""
-        return 0 if self.echo or self.prompt_logprobs is not None else 1
 
     @property
     def structure(self) -> Grammar | None:

@@ -368,8 +368,9 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
         assert driver.request.adapters == plan.adapters
         assert c.has_output == (end == driver.n_tokens and driver.n_cap > 0)
         assert plan.n_steps <= max(1, driver.n_room)
+        check_targets(c, driver)
         if rig.backend.n_piece:
-            check_shape(c, driver, rig.backend.n_piece)
+            check_shape(c, driver, driver.own_piece(rig.backend.n_piece))
     if plan.is_rebuild:
         assert not plan.chunks
         return
@@ -385,9 +386,23 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
     options = rig.scheduler.options
     limits = (options.prefill_chunk, options.prefill_budget, options.itl_ms)
     is_free = limits == (None, None, None) and not rig.backend.n_piece
+    is_free = is_free and not any(d.is_scoring for d in running)
     n_used = n_tokens if ledger.is_shared else 2 * n_tokens  # chunks are evened out otherwise
     if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
         assert all(d.slot is not None and shares[d.slot] == d.n_pending for d in running)
+
+
+def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
+    """Every token of a prompt is scored once: as soon as the one before it is computed, not when that is again."""
+    n_scored, start = len(driver.scores), chunk.start
+    end = start + len(chunk.tokens)
+    assert not driver.is_scoring or start <= n_scored
+    if driver.is_scoring and start == n_scored:
+        assert list(chunk.targets) == driver.tokens[start + 1 : min(end + 1, driver.n_prompt)]
+        assert chunk.n_top == driver.request.n_prompt_logprobs
+    else:
+        assert not chunk.targets
+        assert not driver.is_scoring or end <= n_scored
 
 
 def check_shape(chunk: Chunk, driver: SequenceDriver, n_piece: int) -> None:

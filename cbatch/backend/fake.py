@@ -11,6 +11,7 @@ import json
 import math
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -335,7 +336,7 @@ class FakeBackend:
         """Return the scores of all tokens but the first, run alone: the reference for tests."""
         state, tag = self._after(()), _tag(adapters)
         scores = list[TokenLogprobs]()
-        for token, target in zip(tokens, tokens[1:], strict=False):
+        for token, target in pairwise(tokens):
             state = _mix(state, token | tag)
             scores.append(fake_score(state, target, n_top))
         return scores

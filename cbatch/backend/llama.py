@@ -18,7 +18,6 @@ from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
 from cbatch.backend.native import NativeStepper, handshake
 from cbatch.core.plan import (
-    N_TARGETS_MAX,
     Chunk,
     Memory,
     Slot,
@@ -139,7 +138,6 @@ class LlamaBackend:
             n_batch=self.n_batch,
             n_vocab=self._model.vocab.n_vocab,
             n_threads=self.n_threads,
-            n_scores=N_TARGETS_MAX,
         )
 
     def _try_memory(self) -> Memory:

@@ -27,7 +27,15 @@ from cbatch.backend.structs import (
     as_native,
     flat_breakers,
 )
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
+from cbatch.core.plan import (
+    N_TARGETS_MAX,
+    Binding,
+    Chunk,
+    Slot,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
 
 if TYPE_CHECKING:
@@ -265,7 +273,6 @@ class NativeStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int,
-        n_scores: int = 0,
         slice_s: float = 0.02,
         api: LlamaApi | None = None,
         isa: int = ISA_BEST,
@@ -273,12 +280,12 @@ class NativeStepper:
         """Allocate everything that a step needs.
 
         Args:
-            ctx: address of the `llama_context`; must outlive the stepper.
+            ctx: address of the `llama_context`, for `n_slots + N_TARGETS_MAX` outputs where chunks have targets; must
+                outlive the stepper.
             n_slots: slots, llama.cpp's sequence ids `0 … n_slots − 1`.
             n_batch: most tokens in one step.
             n_vocab: floats in one row of logits.
             n_threads: size of the team that samples; give the one that decoding uses.
-            n_scores: most targets in one step; the context must allow `n_slots + n_scores` outputs.
             slice_s: a run ends after the first step that passes this many seconds; 0 = no limit.
             api: functions to call instead of llama-cpp-python's.
             isa: instruction set of the sampling code; all give the same tokens.
@@ -297,7 +304,7 @@ class NativeStepper:
         self._reporting: set[int] = set()  # slots that report log-probabilities
         self._n_vocab = n_vocab
         self._breakers: dict[int, tuple[object, array[int]]] = {}
-        sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, n_scores)
+        sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, N_TARGETS_MAX)
         self._handle = self._init(ctx, sizes)
 
     def _init(self, ctx: Any, sizes: NativeSizes) -> int | None:

@@ -16,6 +16,7 @@ from cbatch.backend.sampling import logprobs, sample_row
 from cbatch.backend.structs import N_TOP_MAX
 from cbatch.core.plan import (
     BROKEN_ROW,
+    N_TARGETS_MAX,
     Binding,
     Chunk,
     Slot,
@@ -44,14 +45,12 @@ class PythonStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int = 1,
-        n_scores: int = 0,
         slice_s: float = 0.02,
         api: LlamaApi | None = None,
     ) -> None:
         """Take what `NativeStepper` takes; `n_threads` is not used."""
         self._ctx, self._n_threads, self._slice_s = ctx, n_threads, slice_s
         self._n_slots, self._n_batch, self._n_vocab = n_slots, n_batch, n_vocab
-        self._n_scores = n_scores
         self._api = api or LlamaApi.of_llama_cpp()
         self._bindings: dict[int, Binding] = {}
         self._histories: dict[int, History] = {}
@@ -142,7 +141,7 @@ class PythonStepper:
     def _can_score(self, chunks: Sequence[Chunk], n_steps: int) -> bool:
         targets = [token for c in chunks for token in c.targets]
         return (
-            len(targets) <= (self._n_scores if n_steps == 1 else 0)
+            len(targets) <= (N_TARGETS_MAX if n_steps == 1 else 0)
             and all(0 <= token < self._n_vocab for token in targets)
             and all(len(c.targets) <= len(c.tokens) - c.has_output for c in chunks)
             and all(0 <= c.n_top <= N_TOP_MAX for c in chunks)

@@ -148,7 +148,7 @@ class Cells:
             self.clear(slot)
         self._order_copy(driver, source, slot, n_cells)
         self.sharing.enter(slot, driver)
-        if self.sharing.is_on:
+        if self.sharing.is_on and not self.sharing.is_private(driver):
             self.sharing.leave_copy(source, driver, n_cells)
         else:
             self.ledger.trim(source, 0)

@@ -277,7 +277,7 @@ class SequenceDriver:
 
     @property
     def n_takeable(self) -> int:
-        """The most cells that it can begin with: the last token, and what is to be scored, it computes for the logits."""
+        """The most cells that it can begin with: what is to be sampled or scored from is computed for its logits."""
         return len(self.scores) if self.is_scoring else len(self.tokens) - 1
 
     @property

@@ -109,7 +109,7 @@ class Fetches:
         options = driver.request.options
         if options.cache_key is None or driver.has_fetched or driver.has_run or driver.output:
             return False
-        if driver.is_scoring:  # it computes all of its prompt
+        if options.n_prompt_logprobs is not None:  # it computes all of its prompt
             return False
         found = self._known.get(_fetch_of(driver))
         if found is None or options.cache_required:

@@ -78,9 +78,9 @@ class StepPlan:
     Where a slot is bound with a constraint, no token is sampled that it does not allow; such a chunk with an output
     is done in one step alone, for what is allowed next depends on what was sampled.
     `chunks` are in ascending order of slot, one a slot at most, with `N_TARGETS_MAX` targets at most in all. With
-    `n_steps` > 1 every chunk has an output and none has targets, and each further step computes the token that the step before sampled, one a slot. The run ends early after a step
-    in which a row sampled one of its stop tokens or was broken, when it is interrupted, or when decoding failed; a
-    backend may also end it after any step.
+    `n_steps` > 1 every chunk has an output and none has targets, and each further step computes the token that the
+    step before sampled, one a slot. The run ends early after a step in which a row sampled one of its stop tokens or
+    was broken, when it is interrupted, or when decoding failed; a backend may also end it after any step.
     """
 
     chunks: tuple[Chunk, ...]

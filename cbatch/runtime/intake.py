@@ -451,8 +451,8 @@ def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
     """
     if options.echo and prompt.messages is not None:
         raise ConfigError(
-            "echo is for raw prompts and tokens; a chat's prompt is what its template makes of the messages: leave echo "
-            "out, prompt_logprobs tells of each of its tokens"
+            "echo is for raw prompts and tokens, and this is a chat, whose prompt is what the template makes of it: "
+            "leave echo out; prompt_logprobs tells of each token of the prompt"
         )
     tools = options.offered_tools
     for name in ("tools", "chat_template_kwargs"):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import fake_logprobs
-from cbatch.core.plan import Memory, TokenLogprobs
+from cbatch.core.plan import N_TARGETS_MAX, Memory, TokenLogprobs
 from cbatch.errors import (
     DeadlineError,
     DecodeError,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.driver import Request
     from cbatch.core.plan import Chunk
-    from cbatch.response import BatchResult, FinishReason
+    from cbatch.response import BatchResult, FinishReason, TokenLogprob
 
 CODES = (1, -1, 2, -2, -3)
 Kind = Literal["partitioned", "unified", "recurrent"]
@@ -76,6 +78,8 @@ class Item:
     regex: str | None = None
     """A constraint of the fake backend, or a bad one."""
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
 
     @property
     def grammar(self) -> str | None:
@@ -104,6 +108,8 @@ class Workload:
     options: dict[str, Any]
     n_piece: int
     lost_keys: frozenset[int]
+    n_targets: int
+    """How many a step can score."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,8 @@ ITEMS = st.builds(
     extend_by=_rarely(st.integers(1, 8)),
     regex=st.sampled_from([None, None, None, "0", "1", "1:5", "0:4:6", "1:3:9", "x"]),
     logprobs=st.sampled_from([None, None, 0, 2]),
+    prompt_logprobs=st.sampled_from([None, None, 0, 3]),
+    echo=st.sampled_from([False, False, True]),
 )
 
 
@@ -214,6 +222,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         memory=memory,
         options=options,
         n_piece=n_piece,
+        n_targets=draw(st.sampled_from([1, 5, 12, N_TARGETS_MAX])),
         lost_keys=draw(st.frozensets(st.integers(0, 6), max_size=2)),
         n_vocab=draw(st.sampled_from([257, 300, 4096])),
         seed=draw(st.integers(0, 5)),
@@ -317,6 +326,8 @@ def _request(rig: Rig, id: str, item: Item) -> Request:
         priority=item.priority,
         timeout_s=item.timeout_s,
         logprobs=item.logprobs,
+        prompt_logprobs=item.prompt_logprobs,
+        echo=item.echo,
         prefill_only=item.prefill_only,
         cache_key=item.cache_key if rig.backend.memory.can_save else None,
         save_cache=item.save_cache and rig.backend.memory.can_save and item.cache_key is not None,
@@ -363,12 +374,53 @@ def check_logprobs(request: Request, result: BatchResult) -> None:
     if n_top is None or found is None:
         assert (found, n_top) == (None, None)
         return
-    told = [TokenLogprobs(t.logprob, tuple((o.token_id, o.logprob) for o in t.top)) for t in found]
-    assert [t.token_id for t in found] == list(result.token_ids)
+    told = [*map(_raw, filter(None, found))]
+    assert [t and t.token_id for t in found] == list(result.token_ids)
     assert told == [fake_logprobs(token, n_top) for token in result.token_ids]
 
 
+def check_prompt_logprobs(rig: Rig, request: Request, item: Item, result: BatchResult) -> None:
+    n_top, found = request.options.n_prompt_logprobs, result.prompt_logprobs
+    if n_top is None or found is None:
+        assert found is n_top is None
+        return
+    if not rig.drivers[request.id].has_run:
+        assert found in ((), request.prompt_logprobs)
+        return
+    told = [*map(_raw, filter(None, found))]
+    wanted = rig.backend.expected_scores(item.prompt, n_top, request.adapters)
+    assert told == wanted[: len(told)]
+    assert found[0] is None
+    assert list(found[len(told) + 1 :]) == [None] * (len(wanted) - len(told))
+    assert len(told) == len(wanted) or result.finish_reason in ("cancelled", "timeout", "error")
+
+
+def _raw(told: TokenLogprob) -> TokenLogprobs:
+    return TokenLogprobs(told.logprob, tuple((o.token_id, o.logprob) for o in told.top))
+
+
+def without_echo(rig: Rig, request: Request, item: Item, result: BatchResult) -> BatchResult:
+    """Return the answer alone, once the prompt before it is checked."""
+    if not (request.options.echo and rig.drivers[request.id].has_run):
+        return result
+    n, text = len(item.prompt), _text(rig, item.prompt)
+    assert result.token_ids[:n] == item.prompt
+    assert result.text.startswith(text)
+    if result.logprobs is not None:
+        n_top = request.n_logprobs
+        told = [t and replace(t, top=t.top[:n_top]) for t in result.prompt_logprobs or ()]
+        assert list(result.logprobs[:n]) == told
+    return replace(
+        result,
+        token_ids=result.token_ids[n:],
+        text=result.text[len(text) :],
+        logprobs=result.logprobs and result.logprobs[n:],
+    )
+
+
 def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) -> None:
+    check_prompt_logprobs(rig, request, item, result)
+    result = without_echo(rig, request, item, result)
     check_logprobs(request, result)
     n_prompt = len(item.prompt)
     if result.finish_reason in ("cancelled", "timeout"):
@@ -417,6 +469,15 @@ def _check_cut_short(rig: Rig, request: Request, result: BatchResult) -> None:
     assert result.text == _text(rig, result.token_ids)
 
 
+@contextmanager
+def room_for_targets(n_targets: int) -> Iterator[None]:
+    """Have steps score no more than so many: prompts here are short."""
+    with ExitStack() as stack:
+        for place in ("core.scheduler", "core.driver", "backend.fake"):
+            stack.enter_context(patch(f"cbatch.{place}.N_TARGETS_MAX", n_targets))
+        yield
+
+
 def play(workload: Workload) -> tuple[Rig, list[Request]]:
     """Run a workload to its end: arrivals, cancels and pauses by the number of plans."""
     rig, _, requests = build(workload)
@@ -463,7 +524,9 @@ def extensions(
         is_open = result.error is None and result.finish_reason in EXTENSIBLE
         if item.extend_by is None or not is_open or result.usage.context_shifts:
             continue
-        n_all = len(result.token_ids) + item.extend_by
+        n_prompt = len(item.prompt)
+        n_echoed = n_prompt if item.echo and rig.drivers[request.id].has_run else 0
+        n_all = len(result.token_ids) - n_echoed + item.extend_by
         said = RunOptions(max_tokens=n_all, prefill_only=False, timeout_s=None, priority=0)
         yield (
             replace(
@@ -471,31 +534,42 @@ def extensions(
                 id=f"{request.id}+",
                 options=said.over(replace(request.options, timeout_s=None)),
                 deadline_s=math.inf,
-                output=result.token_ids,
-                output_logprobs=result.logprobs or (),
+                output=result.token_ids[n_echoed:],
+                output_logprobs=tuple(filter(None, (result.logprobs or ())[n_echoed:])),
+                **known_of(result, n_prompt),
                 continues=rig.drivers[request.id].number,
             ),
             replace(item, cap=n_all, prefill_only=False),
         )
 
 
+def known_of(result: BatchResult, n_prompt: int) -> dict[str, Any]:
+    """Return what a request that goes on from a result need not score again: all of its prompt or nothing."""
+    found = result.prompt_logprobs
+    if not found or sum(told is not None for told in found) < n_prompt - 1:
+        return {}
+    return {"n_prompt_logprobs": None, "prompt_logprobs": found}
+
+
 @given(workloads())
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_workload_gives_every_request_its_solo_stream(workload: Workload) -> None:
-    rig, requests = play(workload)
-    for request, item in zip(requests, workload.items, strict=True):
-        check_result(rig, request, item, rig.results[request.id])
-    more = [*extensions(rig, workload, requests)]
-    rig.submit(*(request for request, _ in more))
-    drive(rig)
-    for request, item in more:
-        check_result(rig, request, item, rig.results[request.id])
+    with room_for_targets(workload.n_targets):
+        rig, requests = play(workload)
+        for request, item in zip(requests, workload.items, strict=True):
+            check_result(rig, request, item, rig.results[request.id])
+        more = [*extensions(rig, workload, requests)]
+        rig.submit(*(request for request, _ in more))
+        drive(rig)
+        for request, item in more:
+            check_result(rig, request, item, rig.results[request.id])
 
 
 @given(workloads())
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_same_workload_twice_gives_the_same_plans_and_results(workload: Workload) -> None:
-    first, second = play(workload)[0], play(workload)[0]
+    with room_for_targets(workload.n_targets):
+        first, second = play(workload)[0], play(workload)[0]
     assert first.backend.plans == second.backend.plans
     assert repr(first.results) == repr(second.results)  # errors are equal in words alone
     assert first.chunks == second.chunks

@@ -18,7 +18,7 @@ from cbatch.backend.python_stepper import PythonStepper
 from cbatch.core.plan import N_TARGETS_MAX, Binding, Chunk, Slot, StepResult, TokenLogprobs
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
-from tests.native.test_native import N_BATCH, N_SLOTS, N_VOCAB, FakeLlama, chunk
+from tests.native.test_native import N_SLOTS, N_VOCAB, FakeLlama, chunk
 
 Stepper = NativeStepper | PythonStepper
 MakeStepper = Callable[..., Any]
@@ -48,7 +48,7 @@ def scored(slot: int, start: int, *tokens: int, n_top: int = 0, has_output: bool
 
 
 def make_stepper(kind: type[Stepper], fake: FakeLlama, **given: Any) -> Stepper:
-    sizes = {"n_slots": N_SLOTS, "n_batch": N_BATCH, "n_vocab": fake.n_vocab, "n_scores": 8}
+    sizes = {"n_slots": N_SLOTS, "n_batch": 99, "n_vocab": fake.n_vocab}
     said: dict[str, Any] = {**sizes, "n_threads": 1, "api": fake.api(), "slice_s": 0.0, **given}
     stepper = kind(None, **said)
     for slot in range(N_SLOTS):
@@ -58,7 +58,7 @@ def make_stepper(kind: type[Stepper], fake: FakeLlama, **given: Any) -> Stepper:
 
 @pytest.fixture(params=[NativeStepper, PythonStepper], ids=["native", "python"])
 def make(request: pytest.FixtureRequest) -> Iterator[MakeStepper]:
-    """Return a factory of steppers that score 8 targets a step; every slot samples greedily."""
+    """Return a factory of steppers whose every slot is bound to greedy sampling."""
     made: list[Stepper] = []
 
     def make_one(fake: FakeLlama, **given: Any) -> Stepper:
@@ -101,7 +101,7 @@ def test_scores_are_of_the_models_own_logits(make: MakeStepper) -> None:
 
 def test_slot_that_was_never_bound_can_be_scored() -> None:
     for kind in (NativeStepper, PythonStepper):
-        sizes = {"n_slots": 1, "n_batch": 4, "n_vocab": N_VOCAB, "n_threads": 1, "n_scores": 1}
+        sizes = {"n_slots": 1, "n_batch": 4, "n_vocab": N_VOCAB, "n_threads": 1}
         stepper: Stepper = kind(None, **sizes, api=Noise().api())
         assert len(stepper.run([scored(0, 0, 1, 2)]).scores[Slot(0)]) == 1
 
@@ -132,7 +132,7 @@ def test_run_without_targets_reports_no_scores(make: MakeStepper) -> None:
         [Chunk(Slot(0), 0, (1, 2), False, (-1,))],
         [Chunk(Slot(0), 0, (1, 2), False, (2,), n_top=21)],
         [Chunk(Slot(0), 0, (1, 2), False, (2,), n_top=-1)],
-        [scored(0, 0, *range(6)), scored(1, 0, *range(5))],
+        [scored(0, 0, *range(40)), scored(1, 0, *range(27))],
     ],
     ids=["more", "output", "high", "low", "tops", "no tops", "many"],
 )
@@ -148,11 +148,9 @@ def test_targets_in_several_steps_are_refused(make: MakeStepper) -> None:
         make(Noise()).run([scored(0, 0, 1, 2, has_output=True)], n_steps=2)
 
 
-def test_stepper_without_room_for_scores_refuses_targets(make: MakeStepper) -> None:
-    with pytest.raises(PlanError):
-        make(Noise(), n_scores=0).run([scored(0, 0, 1, 2)])
-    with pytest.raises(PlanError, match="n_scores"):
-        make_stepper(NativeStepper, Noise(), n_scores=-1)
+def test_as_many_targets_as_there_is_room_for_are_scored(make: MakeStepper) -> None:
+    result = make(Noise()).run([scored(0, 20, *range(40)), scored(1, 20, *range(26))])
+    assert {slot: len(scores) for slot, scores in result.scores.items()} == {0: 39, 1: 25}
 
 
 @st.composite
@@ -191,8 +189,8 @@ def test_team_of_ggmls_openmp_gives_the_same_scores() -> None:
 
     def found(gomp_parallel: int | None, n_threads: int) -> StepResult:
         fake = Noise(n_vocab=40_000)  # some rows of it are work for a team
-        api, sizes = fake.api(gomp_parallel), {"n_batch": 65, "n_scores": N_TARGETS_MAX}
-        stepper = make_stepper(NativeStepper, fake, api=api, n_threads=n_threads, **sizes)
+        api = fake.api(gomp_parallel)
+        stepper = make_stepper(NativeStepper, fake, api=api, n_threads=n_threads)
         return stepper.run([scored(0, 20, *range(N_TARGETS_MAX + 1), n_top=3, has_output=True)])
 
     assert len(found(gomp, 2).scores[Slot(0)]) == N_TARGETS_MAX
