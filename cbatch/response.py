@@ -81,6 +81,7 @@ class TokenLogprob:
     data: bytes
     """What it adds to the text; a character may stand in several tokens."""
     logprob: float
+    """NaN where nothing stands before the token, as before the first one of an echoed prompt."""
     top: tuple[TokenLogprob, ...] = ()
 
     @property
@@ -105,8 +106,8 @@ class BatchResult:
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     """What was thought before the answer, where the template marks that."""
-    logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One for each of `token_ids`, where they were asked for; None for a first token that was echoed."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each of `token_ids`, where they were asked for; no number for a first token that is echoed."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One for each token of the prompt, where they were asked for; None for the first, before which there is nothing,
     and for those that were not reached."""

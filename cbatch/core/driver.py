@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from cbatch.core.answer import N_TAIL, Answer, AnswerReader
@@ -32,7 +33,7 @@ from cbatch.response import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.core.plan import TokenLogprobs
     from cbatch.messages import BatchPrompt
@@ -622,11 +623,8 @@ class SequenceDriver:
             origin=Origin(self.request, self.number),
         )
 
-    def _logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Return a log-probability for each token of the answer, or None where none was asked for.
-
-        Where the prompt is echoed those of its tokens come first, None for what was not scored.
-        """
+    def _logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Return a log-probability for each token of the result, or None where none was asked for."""
         request = self.request
         if request.n_logprobs is None:
             return None
@@ -634,11 +632,13 @@ class SequenceDriver:
         new = map(self._logprob, self.output[n_old:n_told], self.logprobs)
         return (*self._echoed_logprobs(), *request.output_logprobs[:n_told], *new)
 
-    def _echoed_logprobs(self) -> tuple[TokenLogprob | None, ...]:
-        _, tokens = self._echo()
+    def _echoed_logprobs(self) -> Iterator[TokenLogprob]:
+        """Yield a log-probability for each token that is echoed; no number where there is none."""
         n_top = self.request.n_logprobs
-        found = self._prompt_logprobs() or (None,) * len(tokens)
-        return tuple(t and replace(t, top=t.top[:n_top]) for t in found) if tokens else ()
+        _, tokens = self._echo()
+        for token, found in zip_longest(tokens, self._prompt_logprobs() or () if tokens else ()):
+            unknown = TokenLogprob(token, self.text.piece(token), math.nan)
+            yield replace(found, top=found.top[:n_top]) if found else unknown
 
     def _prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
         """Return a log-probability for each token of the prompt, None for the first and where it was not reached."""

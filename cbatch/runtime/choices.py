@@ -103,7 +103,7 @@ class Choices:
     def _rank(self, result: BatchResult) -> tuple[bool, float]:
         """Order by the answers' mean log-probability, the highest first; what failed comes last."""
         answer = (result.logprobs or ())[self._n_echoed(result) :]
-        logprobs = [token.logprob for token in answer if token is not None]
+        logprobs = [token.logprob for token in answer]
         mean = sum(logprobs) / len(logprobs) if logprobs else -math.inf
         return result.error is not None, -mean
 

@@ -220,7 +220,7 @@ class Intake:
                 options=RunOptions(max_tokens=n_all, prefill_only=False).over(old.options),
                 deadline_s=deadline_s,
                 output=result.token_ids[n_echoed:],
-                output_logprobs=tuple(t for t in (result.logprobs or ())[n_echoed:] if t),
+                output_logprobs=(result.logprobs or ())[n_echoed:],
                 continues=origin.number,
             )
             driver = self._sequence(request, now)

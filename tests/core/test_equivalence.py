@@ -374,15 +374,16 @@ def check_logprobs(request: Request, result: BatchResult) -> None:
     if n_top is None or found is None:
         assert (found, n_top) == (None, None)
         return
-    told = [*map(_raw, filter(None, found))]
-    assert [t and t.token_id for t in found] == list(result.token_ids)
+    told = [*map(_raw, found)]
+    assert [t.token_id for t in found] == list(result.token_ids)
     assert told == [fake_logprobs(token, n_top) for token in result.token_ids]
 
 
 def check_prompt_logprobs(rig: Rig, request: Request, item: Item, result: BatchResult) -> None:
     n_top, found = request.options.n_prompt_logprobs, result.prompt_logprobs
     if n_top is None or found is None:
-        assert found is n_top is None
+        assert n_top is None
+        assert found is None
         return
     if not rig.drivers[request.id].has_run:
         assert found in ((), request.prompt_logprobs)
@@ -408,8 +409,13 @@ def without_echo(rig: Rig, request: Request, item: Item, result: BatchResult) ->
     assert result.text.startswith(text)
     if result.logprobs is not None:
         n_top = request.n_logprobs
-        told = [t and replace(t, top=t.top[:n_top]) for t in result.prompt_logprobs or ()]
-        assert list(result.logprobs[:n]) == told
+        assert [t.token_id for t in result.logprobs[:n]] == list(item.prompt)
+        for told, known in zip(
+            result.logprobs, result.prompt_logprobs or (None,) * n, strict=False
+        ):
+            assert (
+                told == replace(known, top=known.top[:n_top]) if known else math.isnan(told.logprob)
+            )
     return replace(
         result,
         token_ids=result.token_ids[n:],
@@ -535,7 +541,7 @@ def extensions(
                 options=said.over(replace(request.options, timeout_s=None)),
                 deadline_s=math.inf,
                 output=result.token_ids[n_echoed:],
-                output_logprobs=tuple(filter(None, (result.logprobs or ())[n_echoed:])),
+                output_logprobs=(result.logprobs or ())[n_echoed:],
                 **known_of(result, n_prompt),
                 continues=rig.drivers[request.id].number,
             ),
