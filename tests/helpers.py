@@ -399,7 +399,6 @@ def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
     assert not driver.is_scoring or start <= n_scored
     if driver.is_scoring and start == n_scored:
         assert list(chunk.targets) == driver.tokens[start + 1 : min(end + 1, driver.n_prompt)]
-        assert chunk.n_top == driver.request.n_prompt_logprobs
     else:
         assert not chunk.targets
         assert not driver.is_scoring or end <= n_scored

@@ -48,15 +48,9 @@ def row_of(backend: LlamaBackend, i_token: int) -> NDArray[np.float32]:
     return np.ctypeslib.as_array(row, shape=(backend.vocab.n_vocab,)).copy()
 
 
-def scored(slot: int, start: int, tokens: Sequence[int], n: int, n_top: int) -> Chunk:
-    return Chunk(
-        Slot(slot),
-        start,
-        tokens[start : start + n],
-        start + n == len(tokens),
-        tokens[start + 1 : start + n + 1],
-        n_top,
-    )
+def scored(slot: int, tokens: Sequence[int], n: int) -> Chunk:
+    """The first `n` tokens, each with the one that follows for its target."""
+    return Chunk(Slot(slot), 0, tokens[:n], n == len(tokens), tokens[1 : n + 1])
 
 
 def assert_alike(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
@@ -68,8 +62,8 @@ def assert_alike(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
 @pytest.mark.parametrize("stepper", [NativeStepper, PythonStepper])
 def test_scores_are_the_softmax_of_llama_cpps_logits(model: LlamaModel, stepper: Any) -> None:
     one, two = PROMPTS[1], PROMPTS[2]
-    chunks = (scored(0, 0, one, 30, 5), Chunk(Slot(1), 0, one[:2], True), scored(2, 0, two, 35, 0))
-    binds = tuple(Binding(Slot(i), 2, GREEDY, ()) for i in range(3))
+    chunks = (scored(0, one, 30), Chunk(Slot(1), 0, one[:2], True), scored(2, two, 35))
+    binds = tuple(Binding(Slot(i), 2, GREEDY, (), n_target_top=5 * (i == 0)) for i in range(3))
     settings = EngineOptions(**SMALL, n_batch=128)
     with closing(LlamaBackend(model, settings, owns_model=False, stepper=stepper)) as backend:
         result = backend.run(StepPlan(chunks, binds=binds))
@@ -79,7 +73,7 @@ def test_scores_are_the_softmax_of_llama_cpps_logits(model: LlamaModel, stepper:
             chunk, scores = chunks[slot], result.scores[Slot(slot)]
             assert len(scores) == n
             for place, target, found in zip(places[slot], chunk.targets, scores, strict=False):
-                assert_alike(found, logprobs(row_of(backend, place), target, chunk.n_top))
+                assert_alike(found, logprobs(row_of(backend, place), target, 5 * (slot == 0)))
         assert [len(tokens) for tokens in result.tokens] == [1, 1, 0]
 
 

@@ -472,7 +472,8 @@ class FakeBackend:
     def _score(self, chunk: Chunk, i: int, state: int) -> TokenLogprobs:
         if self._faults.broken(Chunk(chunk.slot, chunk.start, chunk.tokens[: i + 1], False)):
             return TokenLogprobs(math.nan)
-        return fake_score(state, chunk.targets[i], chunk.n_top)
+        binding = self._bindings.get(chunk.slot)
+        return fake_score(state, chunk.targets[i], binding.n_target_top if binding else 0)
 
     def _sample(self, chunk: Chunk) -> int:
         if self._faults.broken(chunk):

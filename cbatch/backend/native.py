@@ -39,7 +39,7 @@ from cbatch.core.plan import (
 from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -302,6 +302,7 @@ class NativeStepper:
         self._report_at = ctypes.addressof(self._report)
         self._grow_out(0)
         self._reporting: set[int] = set()  # slots that report log-probabilities
+        self._n_tops: dict[int, int] = {}  # alternatives of targets, by slots
         self._n_vocab = n_vocab
         self._breakers: dict[int, tuple[object, array[int]]] = {}
         sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, N_TARGETS_MAX)
@@ -337,6 +338,7 @@ class NativeStepper:
             raise PlanError(f"{_MEANINGS[code]}: {binding!r}")
         change = self._reporting.discard if binding.n_logprobs is None else self._reporting.add
         change(binding.slot)
+        self._n_tops[binding.slot] = binding.n_target_top
 
     def _flat_breakers(self, breakers: tuple[tuple[int, ...], ...]) -> array[int]:
         """Return DRY's breakers as the native library takes them; what was seen is kept, as there can be thousands."""
@@ -370,7 +372,7 @@ class NativeStepper:
             self._grow_out(n_chunks * n_steps)
         try:
             heads, tokens = _flatten(chunks)
-            scoring = _Scoring(chunks) if any(c.targets for c in chunks) else None
+            scoring = _Scoring(chunks, self._n_tops) if any(c.targets for c in chunks) else None
         except (TypeError, OverflowError) as error:
             raise PlanError(f"{error}: {StepPlan(tuple(chunks), n_steps)!r}") from error
         mask_rows = None if masks is None else self._mask_rows(masks, chunks)
@@ -474,10 +476,11 @@ def _flatten(chunks: Sequence[Chunk]) -> tuple[array[int], array[int]]:
 class _Scoring:
     """The targets of chunks as the native library takes them, and the room for what it finds."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], n_tops: Mapping[int, int]) -> None:
+        """Take chunks, and how many alternatives each slot wants, where that is not 0."""
         self._chunks = chunks
         self._n_targets = array("i", [len(c.targets) for c in chunks])
-        self._n_top = array("i", [c.n_top for c in chunks])
+        self._n_top = array("i", [n_tops.get(c.slot, 0) for c in chunks])
         self._targets = array("i", [token for c in chunks for token in c.targets])
         self._out = (NativeLogprobs * len(self._targets))()
         self._native = NativeScoring(

@@ -93,7 +93,7 @@ class PythonStepper:
             decode_s += time.perf_counter() - step_begin
             if code:
                 break
-            scores = _scores(fed, rows)
+            scores = self._scores(fed, rows)
             sampled = [(i, row) for i, j, row in rows if _is_output(fed[i], j)]
             for i_row, (i, logits) in enumerate(sorted(sampled, key=lambda row: row[0])):
                 mask = None if masks is None else masks[i_row]
@@ -144,7 +144,7 @@ class PythonStepper:
             len(targets) <= (N_TARGETS_MAX if n_steps == 1 else 0)
             and all(0 <= token < self._n_vocab for token in targets)
             and all(len(c.targets) <= len(c.tokens) - c.has_output for c in chunks)
-            and all(0 <= c.n_top <= N_TOP_MAX for c in chunks)
+            and all(0 <= self._n_top(c) <= N_TOP_MAX for c in chunks if c.targets)
         )
 
     def _decode(self, chunks: Sequence[Chunk]) -> tuple[int, list[tuple[int, int, Logits]]]:
@@ -171,6 +171,21 @@ class PythonStepper:
         i_output = chunk.start + len(chunk.tokens) + n_sampled - binding.n_prompt
         history = self._histories[chunk.slot].tokens
         return sample_row(logits, binding.sampling, i_output, history, mask)
+
+    def _scores(
+        self, chunks: Sequence[Chunk], rows: Sequence[tuple[int, int, Logits]]
+    ) -> dict[Slot, list[TokenLogprobs]]:
+        """Return what is reported of each target, by slots."""
+        found: dict[Slot, list[TokenLogprobs]] = {c.slot: [] for c in chunks if c.targets}
+        for i, j, logits in rows:
+            chunk = chunks[i]
+            if j < len(chunk.targets):
+                found[chunk.slot].append(logprobs(logits, chunk.targets[j], self._n_top(chunk)))
+        return found
+
+    def _n_top(self, chunk: Chunk) -> int:
+        binding = self._bindings.get(chunk.slot)
+        return binding.n_target_top if binding else 0
 
     def _ends(self, chunks: Sequence[Chunk], tokens: list[list[int]], begin: float) -> bool:
         interrupted = self._interrupted.is_set()
@@ -220,18 +235,6 @@ def _rows(chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
 
 def _is_output(chunk: Chunk, j: int) -> bool:
     return chunk.has_output and j == len(chunk.tokens) - 1
-
-
-def _scores(
-    chunks: Sequence[Chunk], rows: Sequence[tuple[int, int, Logits]]
-) -> dict[Slot, list[TokenLogprobs]]:
-    """Return what is reported of each target, by slots."""
-    found: dict[Slot, list[TokenLogprobs]] = {c.slot: [] for c in chunks if c.targets}
-    for i, j, logits in rows:
-        chunk = chunks[i]
-        if j < len(chunk.targets):
-            found[chunk.slot].append(logprobs(logits, chunk.targets[j], chunk.n_top))
-    return found
 
 
 def _has_logits(chunk: Chunk, j: int) -> bool:

@@ -399,6 +399,7 @@ class SequenceDriver:
             request.stop_tokens,
             self.history,
             request.n_logprobs,
+            request.n_prompt_logprobs or 0,
             constraint=self.constraint,
             output=tuple(self.output) if is_bound else (),
         )
@@ -416,9 +417,8 @@ class SequenceDriver:
             return Chunk(slot, start, (self.tokens[start],), has_output)
         if not self.is_scoring:
             return Chunk(slot, start, self.tokens[start:end], has_output)
-        n_targets, n_top = self.n_targets(n_tokens), self.request.n_prompt_logprobs or 0
-        targets = self.tokens[start + 1 : start + 1 + n_targets]
-        return Chunk(slot, start, self.tokens[start:end], has_output, targets, n_top)
+        targets = self.tokens[start + 1 : start + 1 + self.n_targets(n_tokens)]
+        return Chunk(slot, start, self.tokens[start:end], has_output, targets)
 
     def n_targets(self, n_tokens: int) -> int:
         """Return how many of the next `n_tokens` pending tokens are followed by one to score."""
@@ -435,13 +435,13 @@ class SequenceDriver:
             return min(n_tokens, len(self.scores) - self.n_computed)
         return n_tokens if self.n_targets(n_tokens) <= n_targets else n_targets
 
-    def take_scores(self, scores: Sequence[TokenLogprobs], now: float) -> None:
-        """Take what a run brought for the prompt; one that is no number ends the sequence."""
+    def take_scores(self, scores: Sequence[TokenLogprobs]) -> bool:
+        """Take what a run brought for the prompt; return whether all are numbers."""
         self.scores += scores
-        if any(math.isnan(score.logprob) for score in scores):
-            self._fail_row(now)
+        return not any(math.isnan(score.logprob) for score in scores)
 
-    def _fail_row(self, now: float) -> None:
+    def fail_row(self, now: float) -> None:
+        """End a sequence whose logits are broken."""
         self.finish("error", now, RequestFailedError("the model's logits are not numbers"))
 
     def accept(
@@ -474,7 +474,7 @@ class SequenceDriver:
         if guidance.problem and self.finish_reason is None:
             self.fail_grammar(guidance.problem, now)
         elif is_broken and self.finish_reason is None:
-            self._fail_row(now)
+            self.fail_row(now)
         for n_behind in range(len(guidance.forced), 0, -1):
             # what a full window has no place for is sampled under the grammar when the window has moved
             if self.finish_reason is not None or self.is_over_window:

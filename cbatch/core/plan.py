@@ -37,6 +37,8 @@ class Binding:
     Penalties and DRY see them, and every token that is computed behind them."""
     n_logprobs: int | None = None
     """How many alternatives to report with the log-probability of each sampled token; None reports nothing."""
+    n_target_top: int = 0
+    """How many alternatives to report with each of `Chunk.targets`."""
     constraint: object = None
     """What the sequence must match, as the backend's `Grammars` compiled it; None for anything."""
     output: tuple[int, ...] = ()
@@ -55,8 +57,6 @@ class Chunk:
     targets: Sequence[int] = ()
     """The tokens that follow the chunk's first `len(targets)` tokens, whose log-probabilities are to be reported; none
     for a last token that has an output."""
-    n_top: int = 0
-    """How many alternatives to report with each target."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,8 +140,10 @@ class ContinuousBatchScheduler:
         if result.n_steps:
             self._n_failures, self._has_rebuilt = 0, False
             self._count(drivers, plan, result, now)
+            broken = self._take_scores(result, now) if result.scores else ()
             for i, (driver, chunk) in enumerate(zip(drivers, plan.chunks, strict=True)):
-                self._accept(driver, chunk, result, i, now)
+                if driver not in broken:
+                    self._accept(driver, chunk, result, i, now)
         if result.code:
             self._contain(drivers, plan, result, now)
         return drivers
@@ -304,11 +306,11 @@ class ContinuousBatchScheduler:
 
     def _n_steps(self, chunks: Sequence[Chunk], running: Sequence[SequenceDriver]) -> int:
         """Return how often this plan can be done: while no row ends, no turn ends, and nobody is left out."""
-        if not chunks or len(chunks) < len(running) or not all(c.has_output for c in chunks):
+        if not chunks or len(chunks) < len(running):
+            return 1
+        if not all(c.has_output and not c.targets for c in chunks):
             return 1
         if len(self.batcher.followers) or any(d.constraint is not None for d in running):
-            return 1
-        if any(c.targets for c in chunks):
             return 1
         n_steps = min(N_STEPS_MAX, *(d.n_room for d in running))
         if self._quantum and self.batcher.n_waiting:
@@ -357,6 +359,15 @@ class ContinuousBatchScheduler:
         if result.move_s:
             self.costs.learn_copy(sum(n for _, _, n in plan.copies), result.move_s)
 
+    def _take_scores(self, result: StepResult, now: float) -> list[SequenceDriver]:
+        """Give out what was scored; return those that ended by it, for a row was broken."""
+        scored = {self._at(slot): scores for slot, scores in result.scores.items()}
+        broken = [driver for driver, scores in scored.items() if not driver.take_scores(scores)]
+        for driver in broken:
+            driver.fail_row(now)
+            self.batcher.retire(driver)
+        return broken
+
     def _accept(
         self,
         driver: SequenceDriver,
@@ -371,10 +382,7 @@ class ContinuousBatchScheduler:
             self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
         logprobs = result.logprobs[i] if result.logprobs else ()
         guidance = result.guided.get(chunk.slot, FREE)
-        if chunk.targets:
-            driver.take_scores(result.scores[chunk.slot], now)
-        if driver.status is not Status.FINISHED:
-            driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs)
+        driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs)
         if driver.slot is not None:
             self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
         if driver.status is Status.FINISHED:

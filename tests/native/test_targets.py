@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,18 +42,22 @@ def noise(slot: int, pos: int, n_vocab: int = N_VOCAB) -> sampling.Logits:
     return row
 
 
-def scored(slot: int, start: int, *tokens: int, n_top: int = 0, has_output: bool = False) -> Chunk:
+def scored(slot: int, start: int, *tokens: int, has_output: bool = False) -> Chunk:
     """A chunk of which every token but the last has the next one for its target."""
-    return Chunk(Slot(slot), start, tokens, has_output, tokens[1:], n_top)
+    return Chunk(Slot(slot), start, tokens, has_output, tokens[1:])
 
 
 def make_stepper(kind: type[Stepper], fake: FakeLlama, **given: Any) -> Stepper:
     sizes = {"n_slots": N_SLOTS, "n_batch": 99, "n_vocab": fake.n_vocab}
     said: dict[str, Any] = {**sizes, "n_threads": 1, "api": fake.api(), "slice_s": 0.0, **given}
     stepper = kind(None, **said)
-    for slot in range(N_SLOTS):
-        stepper.bind(Binding(Slot(slot), 0, GREEDY, ()))
+    bind(stepper, (0,) * N_SLOTS)
     return stepper
+
+
+def bind(stepper: Stepper, n_tops: Sequence[int]) -> None:
+    for slot, n_top in enumerate(n_tops):
+        stepper.bind(Binding(Slot(slot), 0, GREEDY, (), n_target_top=n_top))
 
 
 @pytest.fixture(params=[NativeStepper, PythonStepper], ids=["native", "python"])
@@ -79,8 +83,10 @@ def assert_alike(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
 
 def test_targets_are_scored_by_the_row_before_each(make: MakeStepper) -> None:
     fake = Noise()
-    result = make(fake).run(
-        [scored(0, 3, 5, 6, 7, n_top=2), chunk(1, 8, 1), scored(2, 0, 9, 4, has_output=True)]
+    stepper = make(fake)
+    bind(stepper, (2, 0, 0))
+    result = stepper.run(
+        [scored(0, 3, 5, 6, 7), chunk(1, 8, 1), scored(2, 0, 9, 4, has_output=True)]
     )
     assert fake.batches[0].logits == [1, 1, 1, 1, 0, 1]
     assert list(result.scores) == [0, 2]
@@ -130,17 +136,23 @@ def test_run_without_targets_reports_no_scores(make: MakeStepper) -> None:
         [Chunk(Slot(0), 0, (1, 2), True, (2, 3))],
         [Chunk(Slot(0), 0, (1, 2), False, (N_VOCAB,))],
         [Chunk(Slot(0), 0, (1, 2), False, (-1,))],
-        [Chunk(Slot(0), 0, (1, 2), False, (2,), n_top=21)],
-        [Chunk(Slot(0), 0, (1, 2), False, (2,), n_top=-1)],
         [scored(0, 0, *range(40)), scored(1, 0, *range(27))],
     ],
-    ids=["more", "output", "high", "low", "tops", "no tops", "many"],
+    ids=["more", "output", "high", "low", "many"],
 )
 def test_targets_that_do_not_fit_are_refused(make: MakeStepper, chunks: list[Chunk]) -> None:
     fake = Noise()
     with pytest.raises(PlanError):
         make(fake).run(chunks)
     assert fake.batches == []
+
+
+@pytest.mark.parametrize("n_top", [-1, 21])
+def test_alternatives_out_of_range_are_refused(make: MakeStepper, n_top: int) -> None:
+    stepper = make(Noise())
+    bind(stepper, (n_top,))
+    with pytest.raises(PlanError):
+        stepper.run([scored(0, 0, 1, 2)])
 
 
 def test_targets_in_several_steps_are_refused(make: MakeStepper) -> None:
@@ -162,16 +174,20 @@ def steps(draw: st.DrawFn) -> list[Chunk]:
         tokens, has_output = draw(st.lists(token, min_size=1, max_size=4)), draw(st.booleans())
         n_most = min(2, len(tokens) - has_output)
         targets = draw(st.lists(token, max_size=n_most))
-        start, n_top = draw(st.integers(0, 30)), draw(st.integers(0, 20))
-        chunks.append(Chunk(Slot(slot), start, tokens, has_output, targets, n_top))
+        start = draw(st.integers(0, 30))
+        chunks.append(Chunk(Slot(slot), start, tokens, has_output, targets))
     return chunks
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(steps(), min_size=1, max_size=4))
-def test_native_and_python_steppers_score_the_same(workload: list[list[Chunk]]) -> None:
+@given(st.lists(steps(), min_size=1, max_size=4), st.lists(st.integers(0, 20), max_size=N_SLOTS))
+def test_native_and_python_steppers_score_the_same(
+    workload: list[list[Chunk]], n_tops: list[int]
+) -> None:
     ours, theirs = Noise(), Noise()
     native, python = make_stepper(NativeStepper, ours), make_stepper(PythonStepper, theirs)
+    bind(native, n_tops)
+    bind(python, n_tops)
     for chunks in workload:
         found, wanted = native.run(chunks), python.run(chunks)
         assert found.tokens == wanted.tokens
@@ -191,7 +207,8 @@ def test_team_of_ggmls_openmp_gives_the_same_scores() -> None:
         fake = Noise(n_vocab=40_000)  # some rows of it are work for a team
         api = fake.api(gomp_parallel)
         stepper = make_stepper(NativeStepper, fake, api=api, n_threads=n_threads)
-        return stepper.run([scored(0, 20, *range(N_TARGETS_MAX + 1), n_top=3, has_output=True)])
+        bind(stepper, (3,))
+        return stepper.run([scored(0, 20, *range(N_TARGETS_MAX + 1), has_output=True)])
 
     assert len(found(gomp, 2).scores[Slot(0)]) == N_TARGETS_MAX
     assert found(gomp, 2).scores == found(None, 1).scores

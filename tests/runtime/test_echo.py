@@ -104,7 +104,7 @@ def test_company_that_is_not_scored_is_computed_beside(
     engine: Engine, backend: FakeBackend
 ) -> None:
     scored = BatchPrompt(prompt=PROMPT * 2, options={"prompt_logprobs": 0})
-    all_results(engine.run([scored, PROMPT[::-1]]))
+    all_results(engine.run([scored, BatchPrompt(prompt=PROMPT[::-1])]))
     first = next(plan for plan in backend.plans if plan.chunks)
     assert [len(c.tokens) for c in first.chunks] == [N_TARGETS_MAX, len(PROMPT)]
 
@@ -123,7 +123,9 @@ def test_scored_prompt_takes_nothing_over_but_gives(backend: FakeBackend) -> Non
 def test_broken_row_of_the_prompt_fails_its_item_alone() -> None:
     faults = Faults(broken=lambda chunk: chunk.tokens[-1] == ord("!"))
     with closing(Engine(FakeBackend(4, 64, 64, faults=faults), options=LONG)) as engine:
-        bad, good = all_results(engine.run(["a!b", "abc"], options={"prompt_logprobs": 0, "seed": 1}))
+        bad, good = all_results(
+            engine.run(["a!b", "abc"], options={"prompt_logprobs": 0, "seed": 1})
+        )
     assert isinstance(bad.error, RequestFailedError)
     assert bad.finish_reason == "error"
     assert good.error is None
