@@ -91,6 +91,7 @@ struct cbatch_stepper {
     int32_t * out;                     // the caller's, at the current step
     cbatch_logprobs * logprobs;        // the caller's, at the current step, or NULL
     const uint32_t * const * masks;    // the caller's, or NULL
+    void (*await_masks)(void);         // the caller's, or NULL
     const cbatch_scoring * scoring;    // the caller's, or NULL
 
     std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
@@ -425,6 +426,9 @@ bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
         return false;
     }
     const auto t_sample = steady::now();
+    if (s->await_masks != nullptr) {
+        s->await_masks();
+    }
     sample_rows(s);
     report->sample_ns += elapsed_ns(t_sample);
     if (report->n_steps++ == 0) {
@@ -517,9 +521,9 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
 }
 
 int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
-                           int32_t n_steps, int64_t budget_us, const uint32_t * const * masks, int32_t * out,
-                           cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
-                           cbatch_report * report) noexcept {
+                           int32_t n_steps, int64_t budget_us, const uint32_t * const * masks,
+                           void (*await_masks)(void), int32_t * out, cbatch_logprobs * logprobs,
+                           const cbatch_scoring * scoring, cbatch_report * report) noexcept {
     *report = {};
     int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us, masks != nullptr);
     if (code == CBATCH_OK && scoring != nullptr) {
@@ -538,6 +542,7 @@ int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int3
     s->out = out;
     s->logprobs = logprobs;
     s->masks = masks;
+    s->await_masks = await_masks;
     s->scoring = scoring;
     run(s, tokens, n_steps, budget_us, report);
     return CBATCH_OK;

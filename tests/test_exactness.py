@@ -51,7 +51,9 @@ class RecordingStepper(NativeStepper):
         super().bind(binding)
         self._seeds[binding.slot] = binding.sampling.seed
 
-    def run(self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None) -> StepResult:
+    def run(
+        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None, await_masks: Any = None
+    ) -> StepResult:
         result = super().run(chunks, 1, masks)
         self.n_rows_max = max(self.n_rows_max, len(chunks))
         for i, chunk in enumerate(chunks):

@@ -47,12 +47,14 @@ class FaultyStepper(NativeStepper):
         super().__init__(ctx, **sizes)
         self._fails = fails
 
-    def run(self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None) -> StepResult:
+    def run(
+        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None, await_masks: Any = None
+    ) -> StepResult:
         code = self._fails(chunks)
         return (
             StepResult([[] for _ in chunks], 0, code)
             if code
-            else super().run(chunks, n_steps, masks)
+            else super().run(chunks, n_steps, masks, await_masks)
         )
 
 
@@ -241,3 +243,15 @@ def test_next_turn_of_a_chat_computes_what_is_new(test_model: Path) -> None:
 def alone_text(path: Path, chat: list[dict[str, str]]) -> str:
     with load(path, parallel=1) as engine:
         return engine.submit(chat, options={"temperature": 0}).result().text
+
+
+def test_failed_step_leaves_no_mask_in_the_making(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
+    codes = [0, 0, -2, 0, -3]
+    options = {**GREEDY, "regex": "[a-z ]*", "max_tokens": 12}
+    with closing(faulty_engine(test_model, lambda _: codes.pop(0) if codes else 0)) as engine:
+        found = streams(engine.run(PROMPTS, options=options))
+        assert not codes
+        assert streams(engine.run(PROMPTS, options=options)) == found

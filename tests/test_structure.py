@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -11,6 +12,7 @@ import pytest
 
 import cbatch
 from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars
+from cbatch.backend.grammar import Guides
 from cbatch.engine import Engine
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
 from cbatch.messages import BatchPrompt
@@ -19,8 +21,9 @@ from tests import structure_runs
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from cbatch.core.plan import Chunk
     from cbatch.options import Grammar
 
 PERSON = structure_runs.SCHEMAS[0]
@@ -254,3 +257,32 @@ def test_async_reader_gets_a_constrained_answer() -> None:
             return result.text
 
     assert anyio.run(ask)
+
+
+# ---- on a device: masks are made while it decodes ----
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
+    """An engine that takes its processor for a device."""
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
+    return cbatch.load(parallel=4, ctx_per_seq=128, n_threads=1, exact=True, **settings)
+
+
+def test_masks_made_beside_decoding_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"json_schema": PERSON, "max_tokens": 40, "temperature": 1.5}
+    prompts = [BatchPrompt(prompt=f"Item {i}:", options={"seed": i}) for i in range(6)]
+    filled: set[str] = set()
+    fill = Guides.fill
+
+    def fill_and_tell(guides: Guides, chunks: Sequence[Chunk]) -> None:
+        filled.add(threading.current_thread().name.rpartition("_")[0])
+        time.sleep(0.002)  # later than decoding ends
+        fill(guides, chunks)
+
+    with cbatch.load(parallel=4, ctx_per_seq=128, n_threads=1, exact=True) as engine:
+        wanted = [r.token_ids for r in engine.run(prompts, options=options).results()]
+    monkeypatch.setattr(Guides, "fill", fill_and_tell)
+    with on_device(monkeypatch) as engine:
+        found = [r.token_ids for r in engine.run(prompts, options=options).results()]
+    assert found == wanted
+    assert filled == {"cbatch-masks"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Guidance, Slot
 from cbatch.errors import GrammarError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -239,6 +240,7 @@ class Guides:
         self._rows: dict[Slot, _Row] = {}
         self._masks = np.zeros((n_slots, 0), np.uint32)
         self._executor: Any = None
+        self._filler: ThreadPoolExecutor | None = None
 
     def bind(self, binding: Binding) -> None:
         """Have a slot follow its constraint from the output so far on; without one, anything."""
@@ -272,6 +274,12 @@ class Guides:
             elif row.banned is not None:
                 self._masks[slot] &= ~row.banned
 
+    def fill_beside(self, chunks: Sequence[Chunk]) -> Callable[[], object]:
+        """Do as `fill` does in another thread; return what waits for it. One at a time."""
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, "cbatch-masks")
+        return self._filler.submit(self.fill, chunks).result
+
     def follow(
         self, chunks: Sequence[Chunk], tokens: Sequence[list[int]]
     ) -> tuple[list[list[int]], dict[Slot, Guidance]]:
@@ -290,6 +298,9 @@ class Guides:
         """Let go of all matchers."""
         self._rows.clear()
         self._executor = None
+        if self._filler is not None:
+            self._filler.shutdown()
+            self._filler = None
 
     def _guided(self, chunks: Sequence[Chunk]) -> list[tuple[Slot, _Row]]:
         if not self._rows:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Vocab
     from cbatch.backend.adapters import Adapters
     from cbatch.backend.model import LlamaModel
+    from cbatch.backend.native import Masks
     from cbatch.options import AdapterSet, EngineOptions
 
 _N_THREADS_MAX = 512
@@ -223,9 +224,22 @@ class LlamaBackend:
         if masks is None:
             result = self._stepper.run(chunks, n_steps)
         else:
-            self._guides.fill(chunks)
             rows = [m for c, m in zip(chunks, masks, strict=True) if c.has_output]
-            result = self._stepper.run(chunks, n_steps, rows)
+            result = self._masked(chunks, n_steps, rows)
+        return result
+
+    def _masked(self, chunks: Sequence[Chunk], n_steps: int, masks: Masks) -> StepResult:
+        """Run with masks: made while a device computes, but before it where that would take the cores from decoding."""
+        result: StepResult
+        if not self._is_on_device:
+            self._guides.fill(chunks)
+            result = self._stepper.run(chunks, n_steps, masks)
+            return result
+        await_masks = self._guides.fill_beside(chunks)
+        try:
+            result = self._stepper.run(chunks, n_steps, masks, await_masks)
+        finally:
+            await_masks()  # where decoding failed nobody did
         return result
 
     def _pieces(self, plan: StepPlan) -> StepResult:

@@ -39,7 +39,7 @@ from cbatch.core.plan import (
 from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -67,6 +67,8 @@ _MEANINGS = {
     11: "targets that do not fit their chunk, too many of them, outside the vocabulary, or in several steps",
 }
 
+_VoidFunction = ctypes.CFUNCTYPE(None)
+
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
     sys.platform, "libcbatch.so"
 )
@@ -86,7 +88,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
     "cbatch_stepper_run": (
         _int,
-        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 5],
+        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 6],
     ),
     "cbatch_stepper_interrupt": (None, [_pointer]),
     "cbatch_sample_row": (
@@ -350,7 +352,11 @@ class NativeStepper:
         return self._breakers[id(breakers)][1]
 
     def run(
-        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Masks | None = None
+        self,
+        chunks: Sequence[Chunk],
+        n_steps: int = 1,
+        masks: Masks | None = None,
+        await_masks: Callable[[], object] | None = None,
     ) -> StepResult:
         """Do up to `n_steps` steps, feeding each sampled token to the next.
 
@@ -362,6 +368,8 @@ class NativeStepper:
             n_steps: most steps; 1 where there are masks.
             masks: (n_rows, n_words) uint32, a row for each chunk with an output, `n_words` of 32 tokens each; token `i`
                 is allowed where bit `i % 32` of word `i // 32` is set. A sequence of rows may hold None for all tokens.
+            await_masks: called once the step is decoded and before the masks are read: returns when they are written.
+                Not called where decoding fails. None where they are written already.
 
         Raises:
             PlanError: the chunks break a rule of `StepPlan`, or the masks do not fit; nothing was done.
@@ -385,6 +393,7 @@ class NativeStepper:
             n_steps,
             self._budget_us,
             mask_rows,
+            None if masks is None or await_masks is None else _VoidFunction(await_masks),
             self._out_at,
             reports,
             None if scoring is None else scoring.at,

@@ -27,7 +27,7 @@ from cbatch.core.plan import (
 from cbatch.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.backend.native import Masks
     from cbatch.backend.sampling import Logits, Mask
@@ -75,7 +75,11 @@ class PythonStepper:
         self._histories[binding.slot] = History(binding.history)
 
     def run(
-        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Masks | None = None
+        self,
+        chunks: Sequence[Chunk],
+        n_steps: int = 1,
+        masks: Masks | None = None,
+        await_masks: Callable[[], object] | None = None,
     ) -> StepResult:
         """Do up to `n_steps` steps; see `NativeStepper.run`."""
         self._check(chunks, n_steps, masks)
@@ -93,6 +97,8 @@ class PythonStepper:
             decode_s += time.perf_counter() - step_begin
             if code:
                 break
+            if await_masks is not None:
+                await_masks()
             scores = self._scores(fed, rows)
             sampled = [(i, row) for i, j, row in rows if _is_output(fed[i], j)]
             for i_row, (i, logits) in enumerate(sorted(sampled, key=lambda row: row[0])):

@@ -186,6 +186,8 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 //   budget_us: microseconds, 0 = no limit.
 //   masks: NULL, or one pointer for each chunk with an output, NULL or to (n_vocab + 31) / 32 words: a token is allowed
 //     where bit token % 32 of word token / 32 is set. Not with n_steps above 1.
+//   await_masks: NULL, or called once before the masks are read, where the step was decoded: it returns when they are
+//     written, so that they can be made while a device decodes.
 //   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW or CBATCH_NO_TOKEN.
 //   logprobs: (n_steps, n_chunks), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
 //   scoring: NULL, or targets whose log-probabilities are wanted; written where the step was done. Not with n_steps above 1.
@@ -193,8 +195,9 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 // Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
 CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
                                          const int32_t * tokens, int32_t n_steps, int64_t budget_us,
-                                         const uint32_t * const * masks, int32_t * out, cbatch_logprobs * logprobs,
-                                         const cbatch_scoring * scoring, cbatch_report * report) CBATCH_NOEXCEPT;
+                                         const uint32_t * const * masks, void (*await_masks)(void), int32_t * out,
+                                         cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
+                                         cbatch_report * report) CBATCH_NOEXCEPT;
 
 // Ask the run in flight, or else the next one, to end after its current step. From any thread.
 CBATCH_EXPORT void cbatch_stepper_interrupt(cbatch_stepper * s) CBATCH_NOEXCEPT;

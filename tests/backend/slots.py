@@ -100,11 +100,13 @@ class FailingStepper(NativeStepper):
         super().__init__(ctx, slice_s=0.0, **sizes)
         self._failures = failures
 
-    def run(self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None) -> StepResult:
+    def run(
+        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None, await_masks: Any = None
+    ) -> StepResult:
         """Do a run, or part of one."""
         failure = self._failures.pop(0) if self._failures else None
         if failure is None:
-            return super().run(chunks, n_steps, masks)
+            return super().run(chunks, n_steps, masks, await_masks)
         code, n_done = failure
         if n_done:
             return replace(super().run(chunks, n_done, masks), code=code)

@@ -218,9 +218,11 @@ class FailingStepper(PythonStepper):
         super().__init__(ctx, **sizes)
         self._codes = codes
 
-    def run(self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None) -> Any:
+    def run(
+        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None, await_masks: Any = None
+    ) -> Any:
         code = next(self._codes, 0)
-        return StepResult([], 0, code) if code else super().run(chunks, n_steps, masks)
+        return StepResult([], 0, code) if code else super().run(chunks, n_steps, masks, await_masks)
 
 
 def test_memory_that_counts_otherwise_is_refused(make: MakeBackend) -> None:
@@ -314,11 +316,17 @@ def test_second_thread_in_one_context_is_refused(make: MakeBackend) -> None:
     held, go = threading.Event(), threading.Event()
 
     class HeldStepper(PythonStepper):
-        def run(self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None) -> Any:
+        def run(
+            self,
+            chunks: Sequence[Chunk],
+            n_steps: int = 1,
+            masks: Any = None,
+            await_masks: Any = None,
+        ) -> Any:
             if chunks[0].has_output:
                 held.set()
                 assert go.wait(PATIENCE_S)
-            return super().run(chunks, n_steps, masks)
+            return super().run(chunks, n_steps, masks, await_masks)
 
     backend = make(stepper=HeldStepper)
     bind_all(backend)

@@ -166,9 +166,19 @@ def test_failing_decode_is_no_answer(model: LlamaModel, monkeypatch: pytest.Monk
     class Failing(PythonStepper):
         n_runs = 0
 
-        def run(self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None) -> StepResult:
+        def run(
+            self,
+            chunks: Sequence[Chunk],
+            n_steps: int = 1,
+            masks: Any = None,
+            await_masks: Any = None,
+        ) -> StepResult:
             self.n_runs += 1
-            return StepResult([], 0, -3) if self.n_runs > 4 else super().run(chunks, n_steps, masks)
+            return (
+                StepResult([], 0, -3)
+                if self.n_runs > 4
+                else super().run(chunks, n_steps, masks, await_masks)
+            )
 
     class Backend(LlamaBackend):
         def __init__(self, *args: Any, **given: Any) -> None:
