@@ -27,6 +27,7 @@ from cbatch.tools import (
     check_template_kwargs,
     check_tool_choice,
     check_tools,
+    demanded,
     offered,
 )
 
@@ -128,9 +129,15 @@ GREEDY = Sampling(temperature=0.0)
 class Grammar:
     """What an answer must match, as text: equal texts are compiled once."""
 
-    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    kind: Literal["json_schema", "regex", "lark", "gbnf", "tool_choice"]
     text: str
 
+
+_REFUSED = {
+    "parallel_tool_calls": "how many calls an answer has is for the model and its template to say; "
+    "for exactly one, name a function in tool_choice"
+}
+"""Options of OpenAI's that are known and not to be had, with the reason."""
 
 _STRUCTURE = ("json_schema", "response_format", "regex", "grammar")
 """Options that say what an answer must match: one request has one of them."""
@@ -268,6 +275,8 @@ class RunOptions:
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""
         for name in options:
+            if name in _REFUSED:
+                raise UnsupportedOptionError(name, reason=_REFUSED[name])
             if name not in _NAMES:
                 raise UnsupportedOptionError(name, sorted(_NAMES))
         return super().__new__(cls)
@@ -324,6 +333,10 @@ class RunOptions:
             )
         if self.response_format is not None:
             _schema_of(str(self.response_format))
+        if self.tool_choice not in (None, "none", "auto") and self.structure is not None:
+            raise ConfigError(
+                f"{said[0]} and tool_choice={self.tool_choice!r} each say what the answer must match: give one of them"
+            )
 
     def _check_max_tokens(self) -> None:
         is_for_prompt = self.echo or self.prompt_logprobs is not None
@@ -439,13 +452,21 @@ class RunOptions:
 
     @property
     def offered_tools(self) -> Tools:
-        """The tools that the model is told of and may call.
+        """The tools that the model is told of.
 
         Raises:
             ConfigError: `tool_choice` does not fit `tools`.
-            UnsupportedOptionError: `tool_choice` needs the answer constrained.
         """
         return offered(check_tools(self.tools), self.tool_choice)
+
+    @property
+    def demanded_tools(self) -> Tools:
+        """The tools of which the answer must call one; none where the model may leave it.
+
+        Raises:
+            ConfigError: `tool_choice` does not fit `tools`.
+        """
+        return demanded(self.offered_tools, self.tool_choice)
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -453,6 +474,8 @@ class RunOptions:
         variables = dict(self.chat_template_kwargs or {})
         if tools := self.offered_tools:
             variables["tools"] = list(tools)
+            if self.demanded_tools:
+                variables["tool_choice"] = self.tool_choice
         return variables
 
     def sampling(

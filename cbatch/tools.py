@@ -1,4 +1,4 @@
-"""Tools as OpenAI's API has them: definitions and calls, checked; and what a call must look like, as a JSON schema."""
+"""Tools as OpenAI's API has them: definitions, choices and calls, checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.errors import ConfigError
 
 Tool: TypeAlias = Mapping[str, Any]
 ToolChoice: TypeAlias = "str | Mapping[str, Any]"
@@ -17,6 +17,11 @@ TEMPLATE_NAMES = frozenset(
     | {"bos_token", "eos_token", "raise_exception", "strftime_now"}
 )
 """What a chat template gets from cbatch itself. Source: llama_cpp/llama_chat_format.py, Jinja2ChatFormatter."""
+
+_OPENS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"}) | {
+    *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "dependentSchemas", "propertyNames")
+}
+"""Keys by which a schema says itself, or elsewhere, what an object has besides its properties."""
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _CHOICES = ("none", "auto", "required")
@@ -186,11 +191,10 @@ def _as_plain(value: object) -> object:
 
 
 def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
-    """Return the tools that a request's model may call: those it is told of.
+    """Return the tools that a request's model is told of.
 
     Raises:
         ConfigError: a choice of tools where there are none, or of one that there is not.
-        UnsupportedOptionError: a choice that needs the answer constrained.
     """
     tools = tools or Tools()
     if choice == "none":
@@ -199,53 +203,51 @@ def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
         return tools
     if not tools:
         raise ConfigError(f"tool_choice={choice!r} needs tools")
-    name = choice["function"]["name"] if isinstance(choice, Mapping) else None
+    name = chosen_name(choice)
     if name is not None and name not in tools.names:
         raise ConfigError(f"tool_choice has {name!r}; tools are: {', '.join(tools.names)}")
-    raise UnsupportedOptionError(
-        "tool_choice",
-        reason=f"{choice!r} needs the answer constrained to a call, which is not built; "
-        'there is "auto" and "none"',
-    )
+    return tools
 
 
-def tool_schema(tools: Tools, choice: ToolChoice | None) -> dict[str, Any] | None:
-    """Return the JSON schema of the call that `choice` demands; None where it demands none.
+def chosen_name(choice: ToolChoice | None) -> str | None:
+    """Return the function that a choice names; None where it names none."""
+    return choice["function"]["name"] if isinstance(choice, Mapping) else None
 
-    An answer of this schema is read as a call under every chat template: see `cbatch.core.calls`.
+
+def demanded(tools: Tools, choice: ToolChoice | None) -> Tools:
+    """Return the tools of which one has to be called; none where the model may leave it.
 
     Args:
-        tools: checked, with the chosen one among them.
-        choice: "required" for any of them, or one by name.
+        tools: that are offered.
+        choice: checked.
     """
     if choice in (None, "none", "auto"):
-        return None
-    name = choice["function"]["name"] if isinstance(choice, Mapping) else None
-    names = tools.names if name is None else (name,)
-    if len(names) == 1:
-        return _call_schema(names[0], tools.parameters(names[0]), "#")
-    calls = (_call_schema(n, tools.parameters(n), f"#/anyOf/{i}") for i, n in enumerate(names))
-    return {"anyOf": list(calls)}
+        return Tools()
+    name = chosen_name(choice)
+    return Tools(t for t in tools if name in (None, t["function"]["name"]))
 
 
-def _call_schema(name: str, parameters: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Return the schema of one function's call, which stands `at` this place of the whole."""
-    arguments = _moved(parameters, f"{at}/properties/arguments") or {"type": "object"}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a call's arguments: an object, and nothing in it that `parameters` does not name.
 
+    Args:
+        parameters: a function's; without any, it takes none.
 
-def _moved(schema: Any, to: str) -> Any:
-    """Return a schema whose references into itself hold where it is put."""
-    if isinstance(schema, Mapping):
-        return {
-            key: to + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, to)
-            for key, value in schema.items()
-        }
-    return [_moved(item, to) for item in schema] if isinstance(schema, list) else schema
+    Raises:
+        ConfigError: they are no object.
+    """
+    types = parameters.get("type", "object")
+    if "object" not in ([types] if isinstance(types, str) else types):
+        raise ConfigError(f"a function's parameters must have the type object, not {types!r}")
+    schema = {**parameters, "type": "object"}
+    properties = (
+        schema.setdefault("properties", {})
+        if parameters.keys() <= {"type"}
+        else schema.get("properties")
+    )
+    is_listed = isinstance(properties, Mapping) and set(schema.get("required", ())) <= set(
+        properties
+    )
+    if is_listed and not set(schema) & _OPENS:
+        schema["additionalProperties"] = False
+    return schema

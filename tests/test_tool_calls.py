@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
-from cbatch import BatchPrompt, ConfigError, Engine, UnsupportedOptionError
-from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeMatcher
+from cbatch import BatchPrompt, ConfigError, Engine, GrammarError, UnsupportedOptionError
+from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeGrammars, FakeMatcher
 from cbatch.cli.lines import write_result
+from tests import call_runs
 from tests.test_tools import NAMED, TIME, USER, WEATHER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.core.plan import Binding
+    from cbatch.options import Grammar
     from cbatch.response import BatchResponse
 
 THINK, THINK_END, CALL, CALL_END = 300, 301, 302, 303
@@ -233,10 +235,109 @@ def test_template_that_ignores_tools_is_refused(engine: Engine) -> None:
         assert ask(engine, tools=[TIME], tool_choice="none").result().text
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
-def test_choice_that_needs_a_constraint_is_refused(engine: Engine, choice: Any) -> None:
-    with pytest.raises(UnsupportedOptionError, match="constrained to a call"):
-        ask(engine, tools=[TIME], tool_choice=choice)
+# ---- calls that are demanded ----
+
+
+class Notes(FakeGrammars):
+    """Notes what is to be compiled, and constrains nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[Grammar] = []
+
+    def compile(self, grammar: Grammar) -> Any:
+        self.asked.append(grammar)
+        return object()
+
+
+def noting(said: list[int] = SAID, template: str = TEMPLATE) -> tuple[Engine, Notes]:
+    speaker, notes = Speaker(said, template), Notes()
+    speaker.grammars = notes
+    return Engine(speaker, threaded=False), notes
+
+
+@pytest.mark.parametrize(("choice", "n_tools"), [("required", 2), (NAMED, 1)])
+def test_demanded_call_binds_the_answer_and_all_tools_are_told(choice: Any, n_tools: int) -> None:
+    engine, notes = noting()
+    with closing(engine):
+        free = ask(engine, tools=[TIME, WEATHER]).result()
+        result = ask(engine, tools=[TIME, WEATHER], tool_choice=choice).result()
+    [grammar] = notes.asked
+    assert grammar.kind == "tool_choice"
+    assert f"<[{CALL}]>" in grammar.text
+    assert grammar.text.count("%json") == n_tools
+    assert result.finish_reason == "tool_calls"
+    told = json.dumps({"tools": [TIME, WEATHER], "tool_choice": choice})
+    plain = json.dumps({"tools": [TIME, WEATHER]})
+    assert result.usage.prompt_tokens - free.usage.prompt_tokens == len(told) - len(plain)
+
+
+def test_batch_that_asks_alike_compiles_once() -> None:
+    engine, notes = noting()
+    with closing(engine):
+        chats = [[{"role": "user", "content": str(i)}] for i in range(20)]
+        results = engine.run(chats, options={"tools": [TIME], "tool_choice": "required"}).results()
+    assert len(notes.asked) == 1
+    assert {r.finish_reason for r in results} == {"tool_calls"}
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_call_that_is_not_demanded_binds_nothing(choice: str) -> None:
+    engine, notes = noting()
+    with closing(engine):
+        ask(engine, tools=[TIME], tool_choice=choice).result()
+    assert notes.asked == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "may_think"),
+    [
+        ([USER], True),
+        ([USER, {"role": "assistant", "content": "<think>So"}], True),
+        ([USER, {"role": "assistant", "content": "So "}], False),
+        ([{"role": "user", "content": "Hi <think></think>"}], False),
+    ],
+)
+def test_answer_may_think_where_the_prompt_leaves_it_room(
+    messages: Any, *, may_think: bool
+) -> None:
+    engine, notes = noting()
+    with closing(engine):
+        engine.run([messages], options={"tools": [TIME], "tool_choice": "required"}).results()
+    assert (f"<[{THINK_END}]>" in notes.asked[0].text) == may_think
+
+
+def test_demanded_call_is_refused_where_answers_come_in_channels() -> None:
+    engine, _ = noting(template="<|channel|> <|message|>")
+    with closing(engine), pytest.raises(UnsupportedOptionError, match="gpt-oss"):
+        ask(engine, tools=[TIME], tool_choice="required")
+
+
+def test_demanded_call_without_its_tools_is_refused_before_anything_is_queued(
+    engine: Engine,
+) -> None:
+    with pytest.raises(ConfigError, match="request '0': tool_choice='required' needs tools"):
+        ask(engine, tool_choice="required")
+    with pytest.raises(ConfigError, match="'get_time'; tools are: get_weather"):
+        ask(engine, tools=[WEATHER], tool_choice=NAMED)
+    text = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+    with pytest.raises(ConfigError, match=r"request '0': .*type object"):
+        ask(engine, tools=[text], tool_choice="required")
+    with pytest.raises(ConfigError, match="tools is for the chat template"):
+        engine.run(["raw"], options={"tools": [TIME], "tool_choice": "required"})
+
+
+def test_format_of_a_run_and_a_demanded_call_of_its_item_are_refused(engine: Engine) -> None:
+    item = BatchPrompt([USER], options={"tools": [TIME], "tool_choice": "required"})
+    with pytest.raises(ConfigError, match="regex and tool_choice='required'"):
+        engine.run([item], options={"regex": "a"})
+
+
+def test_calls_are_looked_for_behind_thinking_that_stays_in_the_text(engine: Engine) -> None:
+    said = [THINK, *b"so", THINK_END, *BODY, END_TOKEN]
+    with closing(Engine(Speaker(said, "<think></think>"), threaded=False)) as engine:
+        result = ask(engine, tools=[TIME], reasoning_format="none").result()
+    assert (result.text, result.reasoning) == ("so", "")
+    assert [call.name for call in result.tool_calls] == ["get_time"]
 
 
 def test_variable_that_the_template_does_not_use_is_a_warning(engine: Engine) -> None:
@@ -317,3 +418,29 @@ def test_shipped_model_with_a_template_for_tools_is_told_of_them() -> None:
         plain = engine.run([[USER]], options=options).result()
         told = engine.run([[USER]], options={**options, "tools": [WEATHER]}).result()
     assert told.usage.prompt_tokens > plain.usage.prompt_tokens + 20
+
+
+@pytest.mark.parametrize(
+    ("form", "n"), [("hermes", 300), ("function tags", 60), ("mistral", 60), ("bare", 60)]
+)
+def test_shipped_model_calls_what_it_must_at_a_high_temperature(form: str, n: int) -> None:
+    template = call_runs.template(form)
+    with cbatch.load(parallel=8, ctx_per_seq=512, chat_template=template) as engine:
+        found = call_runs.run(engine, n, call_runs.TOOLS[:3])
+    assert found.n_right > n // 2
+    assert found.n_calls >= found.n_right
+
+
+def test_schema_that_cannot_be_compiled_fails_its_item_alone() -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": bad}}]
+    chat = BatchPrompt([USER], options={"tools": tools, "tool_choice": "required"})
+    options = {"max_tokens": 3}
+    template = call_runs.template("hermes")
+    with cbatch.load(parallel=2, ctx_per_seq=256, chat_template=template) as engine:
+        failed, free = engine.run([chat, BatchPrompt([USER])], options=options).results(
+            return_errors=True
+        )
+    assert isinstance(failed.error, GrammarError)
+    assert str(failed.error).startswith("tool_choice: ")
+    assert free.error is None

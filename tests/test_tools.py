@@ -11,7 +11,7 @@ import pytest
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.tools import Tools, check_tools, tool_schema
+from cbatch.tools import arguments_schema
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -28,10 +28,6 @@ WEATHER: dict[str, Any] = {
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 USER = {"role": "user", "content": "How is it in Paris?"}
 NAMED = {"type": "function", "function": {"name": "get_time"}}
-
-
-def checked(*tools: dict[str, Any]) -> Tools:
-    return check_tools(tools) or Tools()
 
 
 def call(arguments: object = '{"city": "Paris"}', **more: object) -> dict[str, Any]:
@@ -95,11 +91,50 @@ def test_no_tools_are_offered_where_there_are_none_or_shall_be_none(choice: str 
     assert RunOptions(tools=tools, tool_choice=choice).template_variables == {}
 
 
+@pytest.mark.parametrize(
+    ("choice", "names"), [("required", ("get_weather", "get_time")), (NAMED, ("get_time",))]
+)
+def test_choice_that_demands_a_call_reaches_the_template_with_all_tools(
+    choice: Any, names: tuple[str, ...]
+) -> None:
+    options = RunOptions(tools=[WEATHER, TIME], tool_choice=choice)
+    assert options.demanded_tools.names == names
+    assert options.template_variables == {"tools": [WEATHER, TIME], "tool_choice": choice}
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+def test_free_choice_demands_nothing(choice: Any) -> None:
+    assert RunOptions(tools=[TIME], tool_choice=choice).demanded_tools == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("json_schema", {}),
+        ("response_format", {"type": "json_object"}),
+        ("regex", "a"),
+        ("grammar", 'start: "a"'),
+    ],
+)
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_choice_that_needs_a_constraint_is_refused_with_the_reason(choice: Any) -> None:
-    with pytest.raises(UnsupportedOptionError, match="constrained") as caught:
-        _ = RunOptions(tools=[TIME], tool_choice=choice).offered_tools
-    assert caught.value.option == "tool_choice"
+def test_demanded_call_beside_another_structure_is_refused_naming_both(
+    choice: Any, name: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} and tool_choice=") as caught:
+        RunOptions(tools=[TIME], tool_choice=choice, **{name: value})
+    assert "give one of them" in str(caught.value)
+    assert RunOptions(tools=[TIME], tool_choice="auto", **{name: value}).structure is not None
+
+
+def test_demanded_call_beside_the_format_of_text_is_taken() -> None:
+    options = RunOptions(tools=[TIME], tool_choice="required", response_format={"type": "text"})
+    assert options.demanded_tools.names == ("get_time",)
+
+
+def test_parallel_tool_calls_is_refused_with_the_way_out() -> None:
+    with pytest.raises(UnsupportedOptionError, match="name a function in tool_choice") as caught:
+        RunOptions.of({"parallel_tool_calls": False})
+    assert caught.value.option == "parallel_tool_calls"
 
 
 def test_choice_without_its_tool_is_refused() -> None:
@@ -166,27 +201,37 @@ def test_chat_that_ends_with_a_call_is_refused() -> None:
         BatchPrompt([USER, {"role": "assistant", "content": None, "tool_calls": [call()]}])
 
 
-@pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_free_choice_has_no_schema(choice: str | None) -> None:
-    assert tool_schema(checked(WEATHER), choice) is None
-
-
-def test_schema_of_one_function_is_its_call() -> None:
-    schema = tool_schema(checked(WEATHER, TIME), NAMED)
-    assert schema == tool_schema(checked(TIME), "required")
-    assert schema == {
+@pytest.mark.parametrize(
+    "parameters", [{}, {"type": "object"}, {"type": "object", "properties": {}}]
+)
+def test_function_without_parameters_takes_none(parameters: Any) -> None:
+    assert arguments_schema(parameters) == {
         "type": "object",
-        "properties": {"name": {"const": "get_time"}, "arguments": {"type": "object"}},
-        "required": ["name", "arguments"],
+        "properties": {},
         "additionalProperties": False,
     }
 
 
-def test_schema_of_any_function_moves_references_along() -> None:
-    parameters = {"properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": {}}}
-    placed = {"type": "function", "function": {"name": "go", "parameters": parameters}}
-    schema = tool_schema(checked(TIME, placed), "required") or {}
-    assert [c["properties"]["name"]["const"] for c in schema["anyOf"]] == ["get_time", "go"]
-    moved = schema["anyOf"][1]["properties"]["arguments"]
-    assert moved["properties"]["at"]["$ref"] == "#/anyOf/1/properties/arguments/$defs/place"
-    assert moved["$defs"] == {"place": {}}
+def test_arguments_are_an_object_of_what_is_listed() -> None:
+    listed = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert arguments_schema(listed) == {**listed, "type": "object", "additionalProperties": False}
+    assert arguments_schema({**listed, "type": ["object", "null"]})["type"] == "object"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"additionalProperties": True},
+        {"patternProperties": {"^x": {}}},
+        {"required": ["b"]},
+        {"anyOf": [{"required": ["a"]}]},
+    ],
+)
+def test_schema_that_says_more_of_its_properties_stays_as_it_is(more: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {}}, **more}
+    assert arguments_schema(schema) == schema
+
+
+def test_parameters_that_are_no_object_are_refused() -> None:
+    with pytest.raises(ConfigError, match="type object, not 'string'"):
+        arguments_schema({"type": "string"})

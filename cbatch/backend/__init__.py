@@ -48,6 +48,9 @@ class Vocab(Protocol):
     def shown_piece(self, token: int) -> bytes:
         """Return the bytes of a token; control tokens are written out."""
 
+    def named_token(self, mark: str) -> int | None:
+        """Return the token that stands for this mark alone and that a grammar means by its id; None for no such."""
+
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one, never twice."""
 

@@ -71,6 +71,10 @@ class FakeVocab:
         """Return as `piece`, but control tokens written out."""
         return self.controls.get(token) or self.piece(token)
 
+    def named_token(self, mark: str) -> int | None:
+        """Return the control token with this text."""
+        return next((t for t, text in self.controls.items() if text == mark.encode()), None)
+
     def tokenize(self, text: str) -> list[int]:
         """Return the bytes of the text."""
         return list(text.encode("utf-8", "replace"))

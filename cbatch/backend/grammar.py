@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.model import LlamaModel
+    from cbatch.backend.vocab import LlamaVocab
     from cbatch.options import Grammar
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -78,7 +79,7 @@ class LlamaGrammars:
         import llguidance  # slow to import
 
         source = _source(grammar)
-        if is_suspicious(grammar) and (problem := try_grammar(source, _LIMITS)):
+        if is_suspicious(grammar) and (problem := try_grammar(_of_bytes(source), _LIMITS)):
             raise GrammarError(grammar.kind, _readable(problem))
         limits = llguidance.LLParserLimits(**_LIMITS)
         with self._model.busy:  # which is not freed meanwhile
@@ -105,7 +106,7 @@ def make_tokenizer(model: LlamaModel) -> Any:
 
     vocab = model.vocab
     pointer = llama_cpp.llama_model_get_vocab(model.pointer)
-    tokens = [_token_bytes(pointer, i, vocab.piece(i)) for i in range(vocab.n_vocab)]
+    tokens = [_token_bytes(vocab, i) for i in range(vocab.n_vocab)]
     end_tokens = list(vocab.end_tokens)
     if not end_tokens:  # llguidance wants one: a token that no row has
         end_tokens = [len(tokens)]
@@ -120,18 +121,11 @@ def make_tokenizer(model: LlamaModel) -> Any:
     )
 
 
-def _token_bytes(vocab: Any, token: int, shown: bytes) -> bytes:
-    """Return a token's bytes as llguidance wants them: special ones marked.
-
-    Source: llguidance's llamacpp.py, which means the same tokens.
-    """
-    attr = llama_cpp.llama_vocab_get_attr(vocab, token)
-    is_named = shown.startswith(b"<") and shown.endswith(b">")
-    is_special = attr & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
-    is_special |= is_named and attr & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
-    if shown and not is_special:
-        return shown
-    text: bytes = llama_cpp.llama_vocab_get_text(vocab, token)
+def _token_bytes(vocab: LlamaVocab, token: int) -> bytes:
+    """Return a token's bytes as llguidance wants them: those that are named marked."""
+    if not vocab.is_named(token):
+        return vocab.piece(token)
+    text: bytes = llama_cpp.llama_vocab_get_text(vocab.pointer, token)
     return _SPECIAL + text
 
 
@@ -147,7 +141,7 @@ def _source(grammar: Grammar) -> str:
         elif grammar.kind == "regex":
             source = LLMatcher.grammar_from_regex(grammar.text)
         else:
-            lark = grammar.text if grammar.kind == "lark" else _lark_of_gbnf(grammar.text)
+            lark = _lark_of_gbnf(grammar.text) if grammar.kind == "gbnf" else grammar.text
             source = LLMatcher.grammar_from_lark(lark)
     except (Exception, RecursionError) as error:
         raise GrammarError(grammar.kind, str(error)) from error
@@ -170,6 +164,11 @@ def is_suspicious(grammar: Grammar) -> bool:
         or text.count('"$ref"') > _N_PLAIN_PARTS
         or n_patterns + n_crossed > _N_PLAIN_CROSSED
     )
+
+
+def _of_bytes(source: str) -> str:
+    """Return a grammar for a vocabulary of bytes, which has no marks."""
+    return re.sub(r"<\[\d+\]>", '"<>"', source)
 
 
 def _lark_of_gbnf(text: str) -> str:

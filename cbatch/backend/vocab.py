@@ -123,6 +123,27 @@ class LlamaVocab:
             self._shown[token] = self._read_piece(token, is_shown=True)
         return self._shown[token]
 
+    def named_token(self, mark: str) -> int | None:
+        """Return the token that stands for this mark alone and that a grammar means by its id; None for no such."""
+        tokens = self._tokenize(_encode(mark), add_special=False, parse_special=True)
+        if len(tokens) != 1 or not self.is_named(tokens[0]):
+            return None
+        return tokens[0]
+
+    def is_named(self, token: int) -> bool:
+        """Whether a token is no text for a grammar: one without text, or a mark in angle brackets.
+
+        Source: llguidance's llamacpp.py, which means the same tokens.
+        """
+        shown, attributes = (
+            self.piece(token),
+            llama_cpp.llama_vocab_get_attr(self._open_vocab, token),
+        )
+        is_bracketed = shown.startswith(b"<") and shown.endswith(b">")
+        is_control = attributes & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+        is_mark = is_bracketed and attributes & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        return not shown or bool(is_control or is_mark)
+
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one.
 

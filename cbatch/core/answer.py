@@ -192,12 +192,14 @@ class AnswerReader:
     def _take_apart(self, written: _Written, tail: Sequence[int]) -> Answer:
         if self.format.has_channels:
             return self._read_channels(written)
-        reasoning, start, warnings = self._split_reasoning(written, tail)
+        thought = self._thought(written.text, tail)
+        reasoning, start, warnings = self._split_reasoning(written, thought)
         if self.format.wrapper is not None:
             written.remove(m.span() for m in self.format.wrapper.finditer(written.text, start))
         found = FoundCalls()
         if self.tools:
-            found = find_calls(written.text, start, self.format.calls, self.tools)
+            at = thought[1] if thought else 0
+            found = find_calls(written.text, at, self.format.calls, self.tools)
             written.remove(found.spans)
         text = written.without(start, len(written.text))
         if found.calls:
@@ -207,11 +209,10 @@ class AnswerReader:
         return Answer(text, reasoning, tuple(found.calls), (*warnings, *_odd(found, self.tools)))
 
     def _split_reasoning(
-        self, written: _Written, tail: Sequence[int]
+        self, written: _Written, thought: tuple[Span, int] | None
     ) -> tuple[str, int, tuple[str, ...]]:
         """Return what was thought, where the answer goes on behind it, and what is odd about that."""
-        thought = self._thought(written.text, tail) if self.splits_reasoning else None
-        if thought is None:
+        if thought is None or not self.splits_reasoning:
             return "", 0, ()
         (first, last), start = thought
         reasoning = written.without(first, last).strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import secrets
@@ -9,6 +10,7 @@ import threading
 import time
 import weakref
 from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
@@ -16,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from anyio.lowlevel import current_token
 
-from cbatch.core.answer import AnswerFormat, AnswerReader, Pieces, answer_format
+from cbatch.core.answer import N_TAIL, AnswerFormat, AnswerReader, Pieces, answer_format
+from cbatch.core.chosen import call_grammar, thinking_of
 from cbatch.core.driver import Origin, Request, SequenceDriver
 from cbatch.core.plan import N_TARGETS_MAX
 from cbatch.errors import (
@@ -37,15 +40,21 @@ from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.mailbox import Mailbox, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from cbatch.backend import Backend, Vocab
+    from cbatch.backend import Backend, Message, Vocab
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.runtime.loop import Loop, Route
+    from cbatch.core.chosen import Thinking
+    from cbatch.options import Grammar
+    from cbatch.runtime.loop import Loop
 
 
 Saver: TypeAlias = "tuple[str, weakref.ref[Mailbox], int]"
 """Who saves under a key: its id, and its route."""
+
+_N_DEMANDS = 64
+"""Grammars of calls that are kept."""
 
 _N_FORGOTTEN = 64
 """Keys of requests that ended that may be remembered beyond those in flight."""
@@ -86,6 +95,7 @@ class Intake:
         self._schedule, self._is_threaded = schedule, is_threaded
         self._mark = secrets.token_hex(8)
         self._saving: dict[str, Saver] = {}
+        self._demands: dict[tuple[str, bool, Thinking], Grammar] = {}
         self._submitting = threading.Lock()
         self._n_runs = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
@@ -102,6 +112,7 @@ class Intake:
             check_fits(options, self._backend, self._schedule)
             check_chat(item, options, vocab)
             n_logprobs = options.n_logprobs
+            grammar = options.structure or self._demand(item, options)
         except UnsupportedOptionError:
             raise
         except ConfigError as error:
@@ -121,11 +132,51 @@ class Intake:
             n_logprobs,
             options.n_prompt_logprobs,
             owner=self._mark,
-            grammar=options.structure,
+            grammar=grammar,
         )
         if options.n_choices == 1:
             return [self._sequence(request, now)]
         return [self._sequence(_choice(request, i), now) for i in range(options.n_choices)]
+
+    def _demand(self, item: BatchPrompt, options: RunOptions) -> Grammar | None:
+        """Return what an answer must match that has to call tools; the last few are kept, for all of a batch ask alike.
+
+        Raises:
+            UnsupportedOptionError: this chat template's answers cannot be held to calls.
+            ConfigError: a tool's arguments are not an object.
+        """
+        tools = options.demanded_tools
+        if not tools:
+            return None
+        is_one, thinking = isinstance(options.tool_choice, Mapping), self._thinking(item, options)
+        key = (json.dumps(tools), is_one, thinking)
+        if key not in self._demands:
+            if len(self._demands) >= _N_DEMANDS:
+                self._demands.clear()
+            vocab = self._backend.vocab
+            self._demands[key] = call_grammar(
+                self._format,
+                vocab.template,
+                tools,
+                thinking=thinking,
+                is_one=is_one,
+                named=vocab.named_token,
+            )
+        return self._demands[key]
+
+    def _thinking(self, item: BatchPrompt, options: RunOptions) -> Thinking:
+        """Return whether an answer may think, which the prompt's end tells."""
+        if self._format.thinking is None or item.messages is None:
+            return "none"
+        opened, vocab = opened_text(item.messages), self._backend.vocab
+        try:
+            tail = (
+                [] if opened else vocab.render(item.messages, options.template_variables)[-N_TAIL:]
+            )
+        except RequestFailedError:  # which the request ends with when it is its turn
+            return "none"
+        shown = b"".join(map(vocab.shown_piece, tail)).decode(errors="replace")
+        return thinking_of(self._format, opened, shown)
 
     def _sequence(self, request: Request, now: float) -> SequenceDriver:
         vocab, is_shown = self._backend.vocab, request.options.skip_special_tokens is False
@@ -142,8 +193,7 @@ class Intake:
         tools, splits = options.offered_tools, options.reasoning_format != "none"
         if not tools and (self._format.is_plain or not splits):
             return None
-        last = messages[-1]
-        opened = str(last["content"]) if last["role"] == "assistant" else ""
+        opened = opened_text(messages)
         pieces = self._shown_pieces if is_shown else self._pieces
         return AnswerReader(self._format, pieces, tools, splits, opened)
 
@@ -380,6 +430,12 @@ class Intake:
             feed.end()
 
 
+def opened_text(messages: Sequence[Message]) -> str:
+    """Return the text of the last message, where it is the assistant's and the answer goes on from it."""
+    last = messages[-1]
+    return str(last["content"]) if last["role"] == "assistant" else ""
+
+
 def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions) -> None:
     """Refuse options that this engine cannot do.
 
@@ -447,7 +503,7 @@ def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
     Raises:
         ConfigError: `tools` or `chat_template_kwargs` for a prompt without messages, `echo` for one with them; a choice
             of no tools.
-        UnsupportedOptionError: a template without tools, or a choice that cannot be had.
+        UnsupportedOptionError: a template without tools.
     """
     if options.echo and prompt.messages is not None:
         raise ConfigError(

@@ -116,6 +116,14 @@ def test_control_tokens_are_written_out_on_demand(vocab: LlamaVocab) -> None:
     assert not any(vocab.piece(token) for token in vocab.control_tokens)
 
 
+def test_mark_is_a_token_where_one_stands_for_it_alone_and_is_no_text(vocab: LlamaVocab) -> None:
+    assert vocab.named_token("<|im_start|>") == TURN_START
+    assert vocab.named_token("<|im_start|>\n") is None
+    assert vocab.named_token("<tool_call>") is None
+    assert vocab.named_token("a") is None
+    assert vocab.named_token("") is None
+
+
 def test_vocab_has_the_template_and_knows_whether_it_shows_tools(vocab: LlamaVocab) -> None:
     assert "<|im_start|>" in vocab.template
     assert "does not show tools" in vocab.tool_refusal
