@@ -483,6 +483,7 @@ class RunOptions:
         defaults: Mapping[str, float],
         seed: int,
         breakers: Callable[[Sequence[str]], tuple[tuple[int, ...], ...]] | None = None,
+        banned: Sequence[int] = (),
     ) -> Sampling:
         """Return the settled sampling values: these, then the model's `defaults`, then llama.cpp's.
 
@@ -490,10 +491,11 @@ class RunOptions:
             defaults: what the model says, by the names of `Sampling`.
             seed: the seed, settled.
             breakers: gives DRY's strings as tokens, asked only where DRY is on; None: as no strings.
+            banned: tokens that are never sampled, whatever `logit_bias` says of them.
         """
         said = {name: v for name in _SAMPLED if (v := getattr(self, name)) is not None}
         known: dict[str, Any] = {**defaults, **said}
-        bias = tuple(sorted((self.logit_bias or {}).items()))
+        bias = tuple(sorted({**(self.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}.items()))
         found = Sampling(seed=seed, logit_bias=bias, **known)
         if breakers is None or not found.has_dry:
             return found

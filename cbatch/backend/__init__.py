@@ -31,6 +31,10 @@ class Vocab(Protocol):
         """Every id that ends a generation, ascending."""
 
     @property
+    def suppressed_tokens(self) -> tuple[int, ...]:
+        """Every id that the model's file says is never to be sampled, ascending."""
+
+    @property
     def control_tokens(self) -> frozenset[int]:
         """Every id that adds nothing to the text but has one of its own, such as the mark of a tool call."""
 

@@ -51,6 +51,7 @@ class FakeVocab:
     def __init__(self, n_vocab: int) -> None:
         self.n_vocab = n_vocab
         self.end_tokens: tuple[int, ...] = (END_TOKEN,)
+        self.suppressed_tokens: tuple[int, ...] = ()
         self.template = ""
         self.tool_refusal = ""
         self.controls: dict[int, bytes] = {END_TOKEN: b"<end>"}

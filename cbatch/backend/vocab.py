@@ -62,6 +62,17 @@ class LlamaVocab:
         """Every id that ends a generation, ascending."""
         return self._end_tokens
 
+    @cached_property
+    def suppressed_tokens(self) -> tuple[int, ...]:
+        """Every id that the model's file says is never to be sampled, ascending.
+
+        Source: llama.cpp common/sampling.cpp, which gives each a bias of −∞.
+        """
+        n_tokens = ctypes.c_int32(0)
+        found = llama_cpp.llama_vocab_get_suppress_tokens(self._open_vocab, ctypes.byref(n_tokens))
+        tokens = found[: n_tokens.value] if found else ()
+        return tuple(sorted({t for t in tokens if 0 <= t < self._n_vocab}))
+
     @property
     def pointer(self) -> Any:
         """`llama_vocab *`, while the model is open.

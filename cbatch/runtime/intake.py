@@ -119,7 +119,9 @@ class Intake:
             raise ConfigError(f"request {item.id!r}: {error}") from None
         own = () if options.ignore_eos else vocab.end_tokens
         stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
-        sampling = options.sampling(self._backend.sampling_defaults, seed, vocab.breakers)
+        sampling = options.sampling(
+            self._backend.sampling_defaults, seed, vocab.breakers, vocab.suppressed_tokens
+        )
         deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
         request = Request(
             str(item.id),
