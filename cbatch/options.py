@@ -495,7 +495,9 @@ class RunOptions:
         """
         said = {name: v for name in _SAMPLED if (v := getattr(self, name)) is not None}
         known: dict[str, Any] = {**defaults, **said}
-        bias = tuple(sorted({**(self.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}.items()))
+        bias = tuple(
+            sorted({**(self.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}.items())
+        )
         found = Sampling(seed=seed, logit_bias=bias, **known)
         if breakers is None or not found.has_dry:
             return found

@@ -28,7 +28,7 @@ struct row_task {
     uint64_t * kept;           // or NULL; see cbatch_sample_row
 };
 
-// Return a token id or CBATCH_BROKEN_ROW. Allocates nothing.
+// Return a token id, CBATCH_BROKEN_ROW or _EMPTY_ROW. Allocates nothing.
 int32_t row_sample(const sample_code & code, row_binding * b, const row_task & task,
                    const sample_scratch & scratch) noexcept;
 

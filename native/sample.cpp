@@ -85,8 +85,8 @@ bool any_lane(const int_lanes & lanes) {
     return any != 0;
 }
 
-// Write the block maxima, and r->max; return whether the row can be sampled.
-bool scan_row(row * r) {
+// Write the block maxima, and r->max; return 0 if the row can be sampled, else what stands for its token.
+int32_t scan_row(row * r) {
     float_lanes top = {};
     top -= INFINITY;
     int_lanes is_nan = {};
@@ -113,7 +113,10 @@ bool scan_row(row * r) {
         r->max = tail.max > r->max ? tail.max : r->max;
         has_nan |= tail.has_nan;
     }
-    return !has_nan && std::isfinite(r->max);
+    if (has_nan || r->max == INFINITY) {
+        return CBATCH_BROKEN_ROW;
+    }
+    return r->max == -INFINITY ? CBATCH_EMPTY_ROW : 0;
 }
 
 int32_t first_maximum(const row & r) {
@@ -734,8 +737,9 @@ void write_kept(const row & r, const cut & c, float scale, uint64_t * kept) {
 int32_t sample_row(const float * logits, int32_t n_vocab, const sample_rule & rule, const sample_bits & bits,
                    const sample_scratch & scratch, uint64_t * kept) noexcept {
     row r = {logits, n_vocab, (n_vocab - 1) / n_block + 1, 0.0f, &scratch};
-    if (!scan_row(&r)) {
-        return CBATCH_BROKEN_ROW;
+    const int32_t problem = scan_row(&r);
+    if (problem != 0) {
+        return problem;
     }
     if (rule.scale == 0.0f) {
         const int32_t token = first_maximum(r);
@@ -782,7 +786,7 @@ double sample_report(const float * logits, int32_t n_vocab, int32_t n_top, const
                      cbatch_logprobs * out) noexcept {
     row r = {logits, n_vocab, (n_vocab - 1) / n_block + 1, 0.0f, &scratch};
     out->n_top = 0;
-    if (!scan_row(&r)) {
+    if (scan_row(&r) != 0) {
         return NAN;
     }
     const double log_total = log_sum(r);

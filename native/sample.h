@@ -84,7 +84,7 @@ sample_bits sample_random(const sample_rule & rule, int32_t i_output) noexcept;
 
 // The sampling code of one instruction set. Rows are (n_vocab) float32.
 struct sample_code {
-    // Return a token id or CBATCH_BROKEN_ROW.   kept: as in cbatch_sample_row.
+    // Return a token id, CBATCH_BROKEN_ROW or _EMPTY_ROW.   kept: as in cbatch_sample_row.
     int32_t (*row)(const float * logits, int32_t n_vocab, const sample_rule & rule, const sample_bits & bits,
                    const sample_scratch & scratch, uint64_t * kept) noexcept;
     // Write the row to scratch.masked, −∞ where the mask does not allow a token; a NaN stays.

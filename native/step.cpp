@@ -390,7 +390,7 @@ bool is_stop(const binding & b, int32_t token) {
             return true;
         }
     }
-    return token == CBATCH_BROKEN_ROW;
+    return token == CBATCH_BROKEN_ROW || token == CBATCH_EMPTY_ROW;
 }
 
 bool has_ended_row(const cbatch_stepper & s) {

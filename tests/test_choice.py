@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tests.conftest import SynthFactory
+
 PROMPT = tuple(range(300, 330)) * 2
 LONG: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 
@@ -186,3 +188,31 @@ def test_best_of_keeps_the_highest_mean_logprob(engine: cbatch.Engine) -> None:
     kept = engine.submit(BatchPrompt(tokens=PROMPT, options={**said, "best_of": 4})).result()
     means = {c.token_ids: sum(t.logprob for t in c.logprobs or ()) / 40 for c in every}
     assert kept.token_ids == max(means, key=lambda tokens: means[tokens])
+
+
+def test_tokens_that_the_file_suppresses_are_never_sampled(synth: SynthFactory) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    with cbatch.load(synth("test"), parallel=2, ctx_per_seq=64) as free:
+        first = free.submit("Hi", options=options).result().token_ids[0]
+    path = synth("test", metadata={"tokenizer.ggml.suppress_tokens": [first]})
+    with cbatch.load(path, parallel=2, ctx_per_seq=64) as engine:
+        pushed = {**options, "logit_bias": {first: 100.0}}
+        for said in (options, pushed, {**options, "temperature": 5.0, "top_k": 0}):
+            assert first not in engine.submit("Hi", options=said).result().token_ids
+
+
+def test_grammar_and_bans_that_leave_no_token_are_named_as_the_reason(
+    model: LlamaModel, test_model: Path
+) -> None:
+    banned = dict.fromkeys(range(model.vocab.n_vocab), -math.inf)
+    prompts = [
+        BatchPrompt(prompt="A", options={"regex": "a", "logit_bias": banned}),
+        BatchPrompt(prompt="B", options={"logit_bias": banned}),
+        BatchPrompt(prompt="C"),
+    ]
+    with cbatch.load(test_model, parallel=2, ctx_per_seq=64) as engine:
+        results = engine.run(prompts, options={"max_tokens": 4}).results(return_errors=True)
+    said = [str(r.error) for r in results]
+    assert said[0].startswith("regex: no token is left to go on with: logit_bias")
+    assert said[1].startswith("no token is left to sample: logit_bias")
+    assert results[2].error is None

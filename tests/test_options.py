@@ -476,3 +476,8 @@ def test_wrong_structure_is_refused_with_the_reason(said: dict[str, Any], messag
     with pytest.raises(ConfigError, match=message) as caught:
         RunOptions(**said)
     assert len(str(caught.value)) < 300
+
+
+def test_suppressed_tokens_are_banned_whatever_the_caller_asks_for() -> None:
+    sampling = RunOptions(logit_bias={7: 5.0, 3: 1.0}).sampling({}, 0, banned=(7, 9))
+    assert sampling.logit_bias == ((3, 1.0), (7, -math.inf), (9, -math.inf))

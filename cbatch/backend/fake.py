@@ -376,7 +376,7 @@ class FakeBackend:
         guided: dict[Slot, Guidance] = {}
         for chunk, sampled in zip(chunks, tokens, strict=True):
             matcher = self._matchers.get(chunk.slot)
-            if matcher is None or not sampled or sampled[-1] == BROKEN_ROW:
+            if matcher is None or not sampled or sampled[-1] < 0:
                 continue
             if sampled[-1] not in self._bindings[chunk.slot].stop_tokens:
                 guided[chunk.slot] = guidance = matcher.follow(sampled[-1])
@@ -637,7 +637,7 @@ def _mix(state: int, key: int) -> int:
 
 def fake_logprobs(token: int, n_top: int) -> TokenLogprobs:
     """Return what the fake backend reports of a token, a function of it alone: it is the likeliest, id 0 comes next."""
-    if token == BROKEN_ROW:
+    if token < 0:
         return TokenLogprobs(math.nan)
     others = [i for i in range(n_top) if i != token][: n_top - 1]
     top = [(t, -(1 + token % 7 + 3 * i) / 8) for i, t in enumerate((token, *others))]

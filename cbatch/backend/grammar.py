@@ -341,12 +341,12 @@ def _banned(constraint: Constraint, binding: Binding) -> NDArray[np.uint32] | No
 
 def _after(row: _Row, token: int) -> Guidance:
     """Take a sampled token; return what must follow, and whether that is all."""
-    if not row.problem and token != BROKEN_ROW and not row.matcher.consume_token(token):
+    if not row.problem and token >= 0 and not row.matcher.consume_token(token):
         row.problem = problem_of(row.matcher)
     if row.problem:
         return Guidance(problem=row.problem)
-    if token == BROKEN_ROW or row.matcher.is_stopped():
-        return Guidance(is_complete=token != BROKEN_ROW)
+    if token < 0 or row.matcher.is_stopped():
+        return Guidance(is_complete=token >= 0)
     forced: list[int] = row.matcher.compute_ff_tokens() if row.forces else []
     if forced and not row.matcher.consume_tokens(forced):
         row.problem = problem_of(row.matcher)

@@ -46,8 +46,11 @@ if TYPE_CHECKING:
 
     Masks: TypeAlias = "Sequence[NDArray[np.uint32] | None] | NDArray[np.uint32]"
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
+
+_NO_TOKEN = -2
+"""Source: native/include/cbatch.h, CBATCH_NO_TOKEN."""
 
 ISA_BEST = -1
 """The best instruction set that build and machine have; 0, 1, 2 are the base, AVX2, AVX-512."""
@@ -555,6 +558,6 @@ def sample_row(
         ctypes.byref(found),
         kept.ctypes.data,
     )
-    if token < -1:
+    if token == _NO_TOKEN:
         raise PlanError(f"cannot sample {len(logits)} logits by {binding!r} with code {isa}")
     return SampledRow(token, None if binding.n_logprobs is None else as_logprobs(found), kept)

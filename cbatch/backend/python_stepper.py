@@ -15,7 +15,6 @@ from cbatch.backend.native import LlamaApi
 from cbatch.backend.sampling import logprobs, sample_row
 from cbatch.backend.structs import N_TOP_MAX
 from cbatch.core.plan import (
-    BROKEN_ROW,
     N_TARGETS_MAX,
     Binding,
     Chunk,
@@ -202,7 +201,7 @@ class PythonStepper:
     def _is_end(self, chunk: Chunk, tokens: list[int]) -> bool:
         if not tokens:
             return False
-        return tokens[-1] == BROKEN_ROW or tokens[-1] in self._bindings[chunk.slot].stop_tokens
+        return tokens[-1] < 0 or tokens[-1] in self._bindings[chunk.slot].stop_tokens
 
 
 def _is_sane(s: Sampling) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from cbatch.core.plan import BROKEN_ROW, TokenLogprobs
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def sample_row(
     history: Sequence[int] = (),
     mask: Mask | None = None,
 ) -> int:
-    """Return the token that `sampling` chooses from one row, or `BROKEN_ROW`.
+    """Return the token that `sampling` chooses from one row, or `BROKEN_ROW` or `EMPTY_ROW`.
 
     Args:
         logits: (n_vocab,) float32, read only.
@@ -63,7 +63,7 @@ def sample_row(
     logits = edited(masked(logits, mask), sampling, history)
     top = logits.max()
     if not np.isfinite(top):
-        return BROKEN_ROW
+        return EMPTY_ROW if top == -np.inf else BROKEN_ROW
     if sampling.temperature == 0.0:
         return int(np.flatnonzero(logits == top)[0])
     ids = np.sort(kept_ids(logits, sampling, i_output))
@@ -280,10 +280,10 @@ def logprobs(logits: Logits, token: int, n_top: int) -> TokenLogprobs:
 
     Args:
         logits: (n_vocab,) float32, read only.
-        token: its id, or `BROKEN_ROW`.
+        token: its id, or what stands for one.
         n_top: how many alternatives to report.
     """
-    if token == BROKEN_ROW or not np.isfinite(logits.max()):
+    if token < 0 or not np.isfinite(logits.max()):
         return TokenLogprobs(math.nan)
     exact = logits.astype(np.float64)
     found = exact - exact.max()

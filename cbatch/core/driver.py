@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.answer import N_TAIL, Answer, AnswerReader
 from cbatch.core.calls import call_id
-from cbatch.core.plan import BROKEN_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Guidance, Slot
+from cbatch.core.plan import (
+    BROKEN_ROW,
+    EMPTY_ROW,
+    FREE,
+    N_TARGETS_MAX,
+    Binding,
+    Chunk,
+    Guidance,
+    Slot,
+)
 from cbatch.core.stats import RequestClock
 from cbatch.core.text import TextStream
 from cbatch.errors import (
@@ -440,10 +449,6 @@ class SequenceDriver:
         self.scores += scores
         return not any(math.isnan(score.logprob) for score in scores)
 
-    def fail_row(self, now: float) -> None:
-        """End a sequence whose logits are broken."""
-        self.finish("error", now, RequestFailedError("the model's logits are not numbers"))
-
     def accept(
         self,
         n_chunk: int,
@@ -464,7 +469,7 @@ class SequenceDriver:
             if self.n_computed == len(self.tokens):  # nothing is to be sampled
                 self.finish("length", now)
             return
-        is_broken = sampled[-1] == BROKEN_ROW
+        is_broken = sampled[-1] < 0
         good = sampled[:-1] if is_broken else sampled
         if good:
             if self.clock.first_token_s is None:
@@ -474,7 +479,7 @@ class SequenceDriver:
         if guidance.problem and self.finish_reason is None:
             self.fail_grammar(guidance.problem, now)
         elif is_broken and self.finish_reason is None:
-            self.fail_row(now)
+            self.fail_row(now, sampled[-1])
         for n_behind in range(len(guidance.forced), 0, -1):
             # what a full window has no place for is sampled under the grammar when the window has moved
             if self.finish_reason is not None or self.is_over_window:
@@ -486,6 +491,18 @@ class SequenceDriver:
         self.tokens.extend(tokens)
         self.output.extend(tokens)
         self._check_end(now, is_complete=is_last)
+
+    def fail_row(self, now: float, stands_for: int = BROKEN_ROW) -> None:
+        """End a sequence that no token was sampled for, by what stands for it."""
+        if stands_for != EMPTY_ROW:
+            reason = "the model's logits are not numbers"
+        elif self.request.grammar is not None:
+            bans = "logit_bias, the model's file or its logits rule out all that it allows"
+            self.fail_grammar(f"no token is left to go on with: {bans}", now)
+            return
+        else:
+            reason = "no token is left to sample: logit_bias, the model's file or its logits rule out every one"
+        self.finish("error", now, RequestFailedError(reason))
 
     def fail_grammar(self, reason: str, now: float) -> None:
         """End a sequence whose grammar cannot be compiled, or not be followed any further."""

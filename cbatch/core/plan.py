@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 Slot = NewType("Slot", int)
 
 BROKEN_ROW = -1
-"""Stands for a token where a row's logits held a NaN, or no finite maximum."""
+"""Stands for a token where a row's logits held a NaN or +∞, or where there was no row. All such numbers are below 0."""
+
+EMPTY_ROW = -3
+"""Stands for a token where every logit was −∞ after mask, bias and penalties: no token was left."""
 
 N_TARGETS_MAX = 64
 """Most targets of all chunks of one step: with a vocabulary of 256,000 their logits take 64 MB. Our choice."""

@@ -44,10 +44,9 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend, Message, Vocab
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.runtime.loop import Loop, Route
     from cbatch.core.chosen import Thinking
     from cbatch.options import Grammar
-    from cbatch.runtime.loop import Loop
+    from cbatch.runtime.loop import Loop, Route
 
 
 Saver: TypeAlias = "tuple[str, weakref.ref[Mailbox], int]"

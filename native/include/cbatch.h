@@ -18,11 +18,12 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 4
+#define CBATCH_ABI_VERSION 5
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
-#define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or had no finite maximum, or llama.cpp gave no row
+#define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
 #define CBATCH_NO_TOKEN (-2)    // nothing sampled: a chunk without output, or a step not done
+#define CBATCH_EMPTY_ROW (-3)   // every logit was −∞ after mask and edits: no token was left
 
 // Return codes. Anything but CBATCH_OK means that nothing was done.
 #define CBATCH_OK 0
@@ -188,7 +189,7 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 //     where bit token % 32 of word token / 32 is set. Not with n_steps above 1.
 //   await_masks: NULL, or called once before the masks are read, where the step was decoded: it returns when they are
 //     written, so that they can be made while a device decodes.
-//   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW or CBATCH_NO_TOKEN.
+//   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW, _EMPTY_ROW or _NO_TOKEN.
 //   logprobs: (n_steps, n_chunks), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
 //   scoring: NULL, or targets whose log-probabilities are wanted; written where the step was done. Not with n_steps above 1.
 // A row of logits that llama.cpp gives may be changed while it is sampled; it is as before afterwards.
@@ -206,7 +207,7 @@ CBATCH_EXPORT void cbatch_stepper_interrupt(cbatch_stepper * s) CBATCH_NOEXCEPT;
 //   logits: changed while it runs, as before afterwards.   mask: (n_vocab + 31) / 32 words, or NULL.
 //   logprobs: written where the binding asks; may be NULL.
 //   kept: (n_vocab), or NULL: the weight with which each token could have been drawn; a greedy row has one, of 2^32.
-// Returns a token id, or CBATCH_BROKEN_ROW; on bad sizes, a bad binding or no memory CBATCH_NO_TOKEN.
+// Returns a token id, CBATCH_BROKEN_ROW or _EMPTY_ROW; on bad sizes, a bad binding or no memory CBATCH_NO_TOKEN.
 CBATCH_EXPORT int32_t cbatch_sample_row(float * logits, int32_t n_vocab, const cbatch_binding * binding,
                                         const uint32_t * mask, int32_t i_output, int32_t isa,
                                         cbatch_logprobs * logprobs, uint64_t * kept) CBATCH_NOEXCEPT;

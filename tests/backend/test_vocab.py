@@ -124,6 +124,14 @@ def test_mark_is_a_token_where_one_stands_for_it_alone_and_is_no_text(vocab: Lla
     assert vocab.named_token("") is None
 
 
+def test_tokens_to_suppress_come_from_the_file(vocab: LlamaVocab, synth: SynthFactory) -> None:
+    assert vocab.suppressed_tokens == ()
+    path = synth("test", metadata={"tokenizer.ggml.suppress_tokens": [300, 7, 300]})
+    model = open_model(path)
+    assert model.vocab.suppressed_tokens == (7, 300)
+    model.close()
+
+
 def test_vocab_has_the_template_and_knows_whether_it_shows_tools(vocab: LlamaVocab) -> None:
     assert "<|im_start|>" in vocab.template
     assert "does not show tools" in vocab.tool_refusal

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeVocab
 from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
-from cbatch.core.plan import BROKEN_ROW, Chunk, Slot
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Chunk, Slot
 from cbatch.errors import (
     PromptTooLongError,
     RequestCancelledError,
@@ -224,6 +225,25 @@ def test_broken_row_ends_with_an_error_and_keeps_the_text_before() -> None:
     result = driver.result()
     assert (result.finish_reason, result.text, result.token_ids) == ("error", "a", (A,))
     assert isinstance(result.error, RequestFailedError)
+
+
+@pytest.mark.parametrize(
+    ("stands_for", "options", "words"),
+    [
+        (BROKEN_ROW, {}, "^the model's logits are not numbers"),
+        (EMPTY_ROW, {}, "^no token is left to sample: logit_bias"),
+        (BROKEN_ROW, {"regex": "a"}, "^the model's logits are not numbers"),
+        (EMPTY_ROW, {"regex": "a"}, "^regex: no token is left to go on with: logit_bias"),
+    ],
+)
+def test_row_without_a_token_ends_with_the_reason(
+    stands_for: int, options: dict[str, Any], words: str
+) -> None:
+    driver = make_running(**options)
+    driver.request = replace(driver.request, grammar=driver.request.options.structure)
+    driver.accept(2, [A, stands_for], 2.0)
+    assert driver.result().text == "a"
+    assert re.match(words, str(driver.result().error))
 
 
 def test_broken_first_row_has_no_time_to_first_token() -> None:

@@ -649,7 +649,7 @@ def test_library_that_is_missing_says_how_to_reinstall(monkeypatch: pytest.Monke
 
 def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ABI_VERSION", 99)
-    with pytest.raises(IncompatibleLlamaError, match=r"surface 4.*wants 99"):
+    with pytest.raises(IncompatibleLlamaError, match=r"surface 5.*wants 99"):
         native.library.__wrapped__()
 
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend import native, sampling
-from cbatch.core.plan import BROKEN_ROW, Binding, Slot
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Binding, Slot
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 
@@ -47,7 +47,7 @@ def sample(
     binding = Binding(Slot(0), 0, how, (), tuple(history), 5)
     found = native.sample_row(logits, binding, i_output, mask=mask, isa=isa)
     assert logits.tobytes() == before
-    assert found.token == BROKEN_ROW or found.kept[found.token] > 0
+    assert found.token < 0 or found.kept[found.token] > 0
     return found.token
 
 
@@ -82,8 +82,10 @@ def kept_by_definition(logits: Logits, how: Sampling) -> list[int]:
 
 def sample_by_definition(logits: Logits, how: Sampling, i_output: int) -> int:
     values = [float(x) for x in logits]
-    if any(math.isnan(x) for x in values) or not math.isfinite(max(values)):
+    if any(math.isnan(x) for x in values) or max(values) == math.inf:
         return BROKEN_ROW
+    if max(values) == -math.inf:
+        return EMPTY_ROW
     if how.temperature == 0.0:
         return values.index(max(values))
     ids = sorted(kept_by_definition(logits, how))
@@ -241,10 +243,10 @@ def test_row_with_a_bad_logit_is_broken(how: Sampling, bad: float, place: int) -
 
 
 @pytest.mark.parametrize("n_vocab", [1, 128, 300])
-def test_row_of_minus_infinities_is_broken(n_vocab: int) -> None:
+def test_row_of_minus_infinities_is_empty(n_vocab: int) -> None:
     logits = np.full(n_vocab, -np.inf, dtype=np.float32)
-    assert sampling.sample_row(logits, Sampling(), 0) == BROKEN_ROW
-    assert native_tokens(logits, Sampling()) == {BROKEN_ROW}
+    assert sampling.sample_row(logits, Sampling(), 0) == EMPTY_ROW
+    assert native_tokens(logits, Sampling()) == {EMPTY_ROW}
 
 
 def test_greedy_row_with_equal_maxima_gives_the_lowest_id() -> None:
@@ -397,9 +399,19 @@ def test_mask_bans_what_has_no_bit() -> None:
     assert drawn == {1, 31, 34}
 
 
-def test_mask_without_a_bit_gives_a_broken_row() -> None:
+def test_mask_without_a_bit_gives_an_empty_row() -> None:
     mask = np.array([0, 1 << 31], dtype=np.uint32)  # a bit past the vocabulary
-    assert native_tokens(np.zeros(40, np.float32), FREE, mask=mask) == {BROKEN_ROW}
+    assert native_tokens(np.zeros(40, np.float32), FREE, mask=mask) == {EMPTY_ROW}
+
+
+@pytest.mark.parametrize("how", [GREEDY, Sampling()], ids=repr)
+def test_bans_of_all_that_a_mask_allows_give_an_empty_row(how: Sampling) -> None:
+    logits, mask = np.zeros(40, np.float32), np.array([0b110, 0], dtype=np.uint32)
+    banned = replace(how, logit_bias=((1, -math.inf), (2, -math.inf)))
+    assert native_tokens(logits, banned, mask=mask) == {EMPTY_ROW}
+    assert sampling.sample_row(logits, banned, 0, mask=mask) == EMPTY_ROW
+    one_left = replace(how, logit_bias=((1, -math.inf),))
+    assert native_tokens(logits, one_left, mask=mask) == {2}
 
 
 @pytest.mark.parametrize("bad", [3, 39])
