@@ -175,7 +175,7 @@ class Engine:
             can_trim=memory.can_trim,
             has_adapters=bool(backend.adapters),
         )
-        compiler = partial(Compiler, backend.grammars, is_threaded=self._threaded)
+        compiler = partial(Compiler, backend, is_threaded=self._threaded)
         keeper = self._make_keeper(backend)
         loop = Loop(backend, scheduler, time.perf_counter, keeper, compiler)
         intake = Intake(backend, batcher, loop, schedule, is_threaded=self._threaded)

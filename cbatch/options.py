@@ -7,10 +7,9 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     NoReturn,
@@ -30,9 +29,6 @@ from cbatch.tools import (
     demanded,
     offered,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_SEED = 2**64 - 1
 MAX_PARALLEL = 256
@@ -131,6 +127,13 @@ class Grammar:
 
     kind: Literal["json_schema", "regex", "lark", "gbnf", "tool_choice"]
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Breakers:
+    """DRY's strings, whose sequences of tokens take a look at the whole vocabulary to find."""
+
+    strings: tuple[str, ...]
 
 
 _REFUSED = {
@@ -444,6 +447,12 @@ class RunOptions:
             schema = _schema_of(str(self.response_format))
         return None if schema is None else Grammar("json_schema", str(schema))
 
+    def breakers(self, sampling: Sampling) -> Breakers | None:
+        """Return the strings past which DRY does not look, where `sampling`, which is settled, has DRY."""
+        strings = self.dry_sequence_breakers
+        known = DRY_SEQUENCE_BREAKERS if strings is None else tuple(strings)
+        return Breakers(known) if sampling.has_dry and known else None
+
     @property
     def adapters(self) -> AdapterSet:
         """The adapters to answer with; one of scale 0 changes nothing and is left out."""
@@ -482,15 +491,15 @@ class RunOptions:
         self,
         defaults: Mapping[str, float],
         seed: int,
-        breakers: Callable[[Sequence[str]], tuple[tuple[int, ...], ...]] | None = None,
         banned: Sequence[int] = (),
     ) -> Sampling:
         """Return the settled sampling values: these, then the model's `defaults`, then llama.cpp's.
 
+        All but `dry_breakers`, which the vocabulary gives for `self.breakers`.
+
         Args:
             defaults: what the model says, by the names of `Sampling`.
             seed: the seed, settled.
-            breakers: gives DRY's strings as tokens, asked only where DRY is on; None: as no strings.
             banned: tokens that are never sampled, whatever `logit_bias` says of them.
         """
         said = {name: v for name in _SAMPLED if (v := getattr(self, name)) is not None}
@@ -498,13 +507,7 @@ class RunOptions:
         bias = tuple(
             sorted({**(self.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}.items())
         )
-        found = Sampling(seed=seed, logit_bias=bias, **known)
-        if breakers is None or not found.has_dry:
-            return found
-        strings = self.dry_sequence_breakers
-        return replace(
-            found, dry_breakers=breakers(DRY_SEQUENCE_BREAKERS if strings is None else strings)
-        )
+        return Sampling(seed=seed, logit_bias=bias, **known)
 
 
 @dataclass(frozen=True, kw_only=True)

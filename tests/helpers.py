@@ -27,7 +27,7 @@ from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
-from cbatch.options import RunOptions, ScheduleOptions
+from cbatch.options import Breakers, RunOptions, ScheduleOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +73,7 @@ class Rig:
     disk: dict[Fetch, tuple[Found, NDArray[np.uint8]]] = field(default_factory=dict)
     storing: list[SequenceDriver] = field(default_factory=list)
     fetching: list[Fetch] = field(default_factory=list)
-    compiling: list[Grammar] = field(default_factory=list)
+    compiling: list[Grammar | Breakers] = field(default_factory=list)
 
     @property
     def now(self) -> float:
@@ -252,7 +252,7 @@ def make_sequences(n: int, n_prompt: int = 4, **options: Any) -> list[Request]:
 def step(rig: Rig) -> StepPlan | None:
     """Plan, run and apply once, check everything, and take what came out."""
     settle_disk(rig)
-    settle_grammars(rig)
+    settle_compiled(rig)
     n_visited, n_preempted = rig.batcher.n_visited, n_preemptions(rig)
     plan = rig.scheduler.plan(rig.now)
     rig.fetching = [*iter(rig.batcher.fetches.take_order, None)]
@@ -291,16 +291,19 @@ def settle_disk(rig: Rig) -> None:
     rig.fetching, rig.storing = [], []
 
 
-def settle_grammars(rig: Rig) -> None:
+def settle_compiled(rig: Rig) -> None:
     """Hand over what was to be compiled when the plan before was made."""
-    grammars, rig.compiling = rig.compiling, []
-    for grammar in grammars:
+    wants, rig.compiling = rig.compiling, []
+    for want in wants:
         found: object
         try:
-            found = rig.backend.grammars.compile(grammar)
+            if isinstance(want, Breakers):
+                found = rig.backend.vocab.breakers(want.strings)
+            else:
+                found = rig.backend.grammars.compile(want)
         except GrammarError as error:
             found = error
-        rig.batcher.take_grammar(grammar, found, rig.now)
+        rig.batcher.take_compiled(want, found, rig.now)
 
 
 def store(rig: Rig) -> None:

@@ -9,15 +9,12 @@ import pickle
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from cbatch.errors import CBatchError, ConfigError, RequestError, UnsupportedOptionError
-from cbatch.options import GREEDY, MAX_SEED, EngineOptions, Grammar, RunOptions, Sampling
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from cbatch.options import GREEDY, MAX_SEED, Breakers, EngineOptions, Grammar, RunOptions, Sampling
 
 
 @pytest.mark.parametrize(
@@ -228,24 +225,19 @@ def test_logit_bias_takes_ids_as_json_has_them() -> None:
     assert options.sampling({}, 0).logit_bias == ((3, -math.inf), (7, -100.0))
 
 
-def test_breakers_are_asked_for_only_where_dry_is_on() -> None:
-    asked: list[Sequence[str]] = []
-
-    def breakers(strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        asked.append(strings)
-        return ((1, 2),)
-
+def test_breakers_are_looked_for_only_where_dry_is_on() -> None:
     for off in (
         {},
         {"dry_multiplier": 1, "dry_base": 0.9},
         {"dry_multiplier": 1, "dry_penalty_last_n": 0},
+        {"dry_multiplier": 1, "dry_sequence_breakers": []},
     ):
-        assert RunOptions.of(off).sampling({}, 0, breakers).dry_breakers == ()
-    assert asked == []
-    on = RunOptions(dry_multiplier=1).sampling({}, 0, breakers)
-    assert on.dry_breakers == ((1, 2),)
-    RunOptions(dry_multiplier=1, dry_sequence_breakers=[]).sampling({}, 0, breakers)
-    assert asked == [("\n", ":", '"', "*"), ()]
+        options = RunOptions.of(off)
+        assert options.breakers(options.sampling({}, 0)) is None
+    on = RunOptions(dry_multiplier=1)
+    assert on.breakers(on.sampling({}, 0)) == Breakers(("\n", ":", '"', "*"))
+    own = RunOptions(dry_multiplier=1, dry_sequence_breakers=["x"])
+    assert own.breakers(own.sampling({}, 0)) == Breakers(("x",))
 
 
 @pytest.mark.parametrize(

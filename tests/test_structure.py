@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import cbatch
-from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars
+from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars, FakeVocab
 from cbatch.backend.grammar import Guides
 from cbatch.engine import Engine
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
@@ -23,7 +23,7 @@ from tests.runtime.backends import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cbatch.core.plan import Chunk
+    from cbatch.core.plan import Binding, Chunk
     from cbatch.options import Grammar
 
 PERSON = structure_runs.SCHEMAS[0]
@@ -247,6 +247,77 @@ def test_compiler_that_panics_fails_the_request_alone(gate: GatedGrammars) -> No
         [result] = engine.run(["a"], options={"regex": "1"}).results(return_errors=True)
         assert isinstance(result.error, GrammarError)
         assert "index out of range" in str(result.error)
+        assert engine.submit("b", options={"max_tokens": 2}).result().error is None
+
+
+DRY: dict[str, Any] = {"dry_multiplier": 1.0, "max_tokens": 4}
+
+
+class GatedVocab(FakeVocab):
+    """Finds no breakers before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(300)
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.asked: list[tuple[str, ...]] = []
+
+    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        self.entered.set()
+        assert self.go.wait(PATIENCE_S)
+        self.asked.append(tuple(strings))
+        return super().breakers(strings)
+
+
+class Recorder(FakeBackend):
+    """Keeps the breakers that slots were bound with."""
+
+    def __init__(self, vocab: GatedVocab) -> None:
+        super().__init__(2, 64, 32, n_vocab=300)
+        self.vocab = vocab
+        self.bound: list[tuple[tuple[int, ...], ...]] = []
+
+    def _bind(self, bindings: Sequence[Binding]) -> None:
+        self.bound += [b.sampling.dry_breakers for b in bindings]
+        super()._bind(bindings)
+
+
+def test_first_request_with_dry_holds_up_neither_its_caller_nor_others() -> None:
+    vocab = GatedVocab()
+    backend = Recorder(vocab)
+    with Engine(backend) as engine:
+        dry = engine.run(["a", "b"], options=DRY)  # returns while the breakers are looked for
+        assert vocab.entered.wait(PATIENCE_S)
+        assert engine.submit("c", options={"max_tokens": 4}).result().error is None
+        assert engine.stats().n_held == 2
+        vocab.go.set()
+        assert [r.error for r in dry.results()] == [None, None]
+        engine.submit("d", options=DRY).result()
+    assert vocab.asked == [("\n", ":", '"', "*")]
+    assert backend.bound == [(), *[((10,), (58,), (34,), (42,))] * 3]
+
+
+def test_request_with_dry_and_a_grammar_waits_for_both() -> None:
+    vocab = GatedVocab()
+    vocab.go.set()
+    backend = Recorder(vocab)
+    with Engine(backend) as engine:
+        result = engine.submit("a", options={**DRY, "regex": "1"}).result()
+        again = engine.submit("a", options={**DRY, "regex": "1", "n": 2}).result()
+    assert all(t % 2 for t in result.token_ids)
+    assert len(again.choices) == 2
+    assert len(vocab.asked) == 1
+    assert all(backend.bound)
+
+
+def test_breakers_that_cannot_be_found_fail_their_request_alone() -> None:
+    class Panicking(GatedVocab):
+        def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+            raise MemoryError("no room")
+
+    vocab = Panicking()
+    with Engine(Recorder(vocab)) as engine:
+        [result] = engine.run(["a"], options=DRY).results(return_errors=True)
+        assert str(result.error).startswith("dry_sequence_breakers: it could not be compiled")
         assert engine.submit("b", options={"max_tokens": 2}).result().error is None
 
 

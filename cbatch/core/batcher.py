@@ -24,7 +24,7 @@ from cbatch.options import RunOptions, ScheduleOptions
 if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory
-    from cbatch.options import AdapterSet, Grammar
+    from cbatch.options import AdapterSet, Breakers, Grammar
     from cbatch.response import FinishReason
 
 Tokenize = Callable[[BatchPrompt, RunOptions], Sequence[int]]
@@ -134,29 +134,31 @@ class MultiRequestBatcher:
                 self.prepare(driver)
             if driver.refusal is not None:
                 self._end(driver, "error", driver.clock.submitted_s, driver.refusal)
-            elif driver.is_held or self._waits_for_grammar(driver):
+            elif driver.is_held or self._waits_to_compile(driver):
                 self._held[driver.number] = driver
             else:
                 ready.append(driver)
         self._queue.add(ready)
 
-    def _waits_for_grammar(self, driver: SequenceDriver) -> bool:
-        grammar = driver.request.grammar
-        if grammar is None or not self.compiles.is_needed(driver):
+    def _waits_to_compile(self, driver: SequenceDriver) -> bool:
+        want = self.compiles.missing(driver)
+        if want is None:
             return False
         driver.waits_for = Wait.COMPILE
-        self.compiles.add(driver, grammar)
+        self.compiles.add(driver, want)
         return True
 
-    def take_grammar(self, grammar: Grammar, found: object | GrammarError, now: float) -> None:
+    def take_compiled(
+        self, want: Grammar | Breakers, found: object | GrammarError, now: float
+    ) -> None:
         """Take what compiling brought: who waited for it queues now, or ends where it cannot be compiled."""
         if isinstance(found, GrammarError):
-            for driver in self.compiles.arrive(grammar, None):
+            for driver in self.compiles.arrive(want, None):
                 self._withdraw(driver)
-                driver.fail_grammar(found.reason, now)
+                driver.finish("error", now, GrammarError(found.kind, found.reason))
                 self.retire(driver)
             return
-        drivers = self.compiles.arrive(grammar, found)
+        drivers = [d for d in self.compiles.arrive(want, found) if not self._waits_to_compile(d)]
         for driver in drivers:
             driver.waits_for = None
         ready = [d for d in drivers if d.status is Status.WAITING]  # others are paused

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cbatch.core.answer import N_TAIL, Answer, AnswerReader
 from cbatch.core.calls import call_id
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.plan import TokenLogprobs
     from cbatch.messages import BatchPrompt
-    from cbatch.options import AdapterSet, Grammar, RunOptions, Sampling
+    from cbatch.options import AdapterSet, Breakers, Grammar, RunOptions, Sampling
 
 
 class Status(Enum):
@@ -62,7 +62,7 @@ class Wait(Enum):
     """What a waiting sequence waits for, besides a slot. Only `CELLS` holds up those behind it."""
 
     COMPILE = "compile"
-    """its grammar"""
+    """its grammar, or what DRY needs of the vocabulary"""
     LEADER = "leader"
     """another sequence that computes the same prefix"""
     CACHE = "cache"
@@ -130,6 +130,8 @@ class Request:
     """The number of that request's sequence."""
     grammar: Grammar | None = None
     """What its output must match."""
+    breakers: Breakers | None = None
+    """Past what DRY does not look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ class SequenceDriver:
     refusal: CBatchError | None = None
     """Why its prompt cannot be computed, where that was found out before its turn."""
     constraint: object = None
+    dry_breakers: tuple[tuple[int, ...], ...] | None = None
     """Its grammar, compiled."""
     saved_key: int | None = None
     """Under which its cells stand in host memory while it has no slot."""
@@ -404,7 +407,7 @@ class SequenceDriver:
         return Binding(
             slot,
             i_output,
-            request.sampling,
+            self._sampling,
             request.stop_tokens,
             self.history,
             request.n_logprobs,
@@ -412,6 +415,27 @@ class SequenceDriver:
             constraint=self.constraint,
             output=tuple(self.output) if is_bound else (),
         )
+
+    @property
+    def _sampling(self) -> Sampling:
+        found = self.request.sampling
+        return replace(found, dry_breakers=self.dry_breakers) if self.dry_breakers else found
+
+    @property
+    def lacks(self) -> tuple[Grammar | Breakers, ...]:
+        """What has to be compiled before it can run, and is not yet."""
+        wants = (
+            (self.request.grammar, self.constraint),
+            (self.request.breakers, self.dry_breakers),
+        )
+        return tuple(want for want, made in wants if want is not None and made is None)
+
+    def equip(self, want: Grammar | Breakers, made: Any) -> None:
+        """Take what was compiled."""
+        if want == self.request.grammar:
+            self.constraint = made
+        else:
+            self.dry_breakers = made
 
     @property
     def history(self) -> tuple[int, ...]:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     from cbatch.core.cells import Cells
     from cbatch.core.sharing import Sharing
-    from cbatch.options import AdapterSet, Grammar
+    from cbatch.options import AdapterSet, Breakers, Grammar
+
+    Want = Grammar | Breakers
 
 _N_KNOWN_MAX = 256
 """Files on disk whose tokens are remembered, so that what is in memory anyway is not read again."""
@@ -195,53 +197,53 @@ class Fetches:
 
 
 class Compiles:
-    """Those that wait for their grammar; each is compiled once for all who want it, and kept for a while."""
+    """Those that wait for their grammar, or DRY's breakers; each is compiled once for all who want it, and kept."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Grammar, dict[int, SequenceDriver]] = {}  # by number
-        self._orders: list[Grammar] = []
-        self._kept: dict[Grammar, object] = {}  # the one unused for longest first
+        self._waiting: dict[Want, dict[int, SequenceDriver]] = {}  # by number
+        self._orders: list[Want] = []
+        self._kept: dict[Want, object] = {}  # the one unused for longest first
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def is_needed(self, driver: SequenceDriver) -> bool:
-        """Whether a new driver has to wait for its grammar; else it has it now, or needs none."""
-        grammar = driver.request.grammar
-        if grammar is None:
-            return False
-        if grammar not in self._kept:
-            return True
-        driver.constraint = self._kept[grammar] = self._kept.pop(grammar)
-        return False
+    def missing(self, driver: SequenceDriver) -> Want | None:
+        """Give a driver what is kept of what it lacks; return what it has to wait for, None for nothing."""
+        for want in driver.lacks:
+            if want not in self._kept:
+                return want
+            self._kept[want] = self._kept.pop(want)
+            driver.equip(want, self._kept[want])
+        return None
 
-    def add(self, driver: SequenceDriver, grammar: Grammar) -> None:
-        """Have a held driver wait for its grammar."""
-        if grammar not in self._waiting:
-            self._orders.append(grammar)
-            self._waiting[grammar] = {}
-        self._waiting[grammar][driver.number] = driver
+    def add(self, driver: SequenceDriver, want: Want) -> None:
+        """Have a held driver wait for what it lacks."""
+        if want not in self._waiting:
+            self._orders.append(want)
+            self._waiting[want] = {}
+        self._waiting[want][driver.number] = driver
 
-    def take_orders(self) -> list[Grammar]:
-        """Return the grammars to compile; each once."""
+    def take_orders(self) -> list[Want]:
+        """Return what is to be compiled; each once."""
         orders, self._orders = self._orders, []
         return orders
 
-    def arrive(self, grammar: Grammar, constraint: object) -> list[SequenceDriver]:
-        """Take a grammar that was compiled, None where that failed; return who waited for it."""
-        drivers = [*self._waiting.pop(grammar, {}).values()]
+    def arrive(self, want: Want, made: object) -> list[SequenceDriver]:
+        """Take what was compiled, None where that failed; return who waited for it."""
+        drivers = [*self._waiting.pop(want, {}).values()]
+        if made is None:
+            return drivers
         for driver in drivers:
-            driver.constraint = constraint
-        if constraint is not None:
-            self._kept[grammar] = constraint
-            if len(self._kept) > _N_GRAMMARS_MAX:
-                del self._kept[next(iter(self._kept))]
+            driver.equip(want, made)
+        self._kept[want] = made
+        if len(self._kept) > _N_GRAMMARS_MAX:
+            del self._kept[next(iter(self._kept))]
         return drivers
 
     def drop(self, driver: SequenceDriver) -> None:
         """Forget one that waits no more; nothing happens where it never did."""
-        if driver.request.grammar is not None:
-            self._waiting.get(driver.request.grammar, {}).pop(driver.number, None)
+        for want in driver.lacks:
+            self._waiting.get(want, {}).pop(driver.number, None)
 
 
 def _fetch_of(driver: SequenceDriver) -> Fetch:

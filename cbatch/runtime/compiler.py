@@ -1,4 +1,4 @@
-"""Grammars: compiled for those that wait for them, never by the thread that computes."""
+"""Grammars and DRY's breakers: compiled for those that wait for them, never by the thread that computes."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from cbatch.errors import GrammarError
+from cbatch.options import Breakers, Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cbatch.backend import Grammars
-    from cbatch.options import Grammar
+    from cbatch.backend import Backend
     from cbatch.runtime.keeper import Post
 
-    Then = Callable[[Grammar, object], object]
-    """Takes a grammar and what compiling it brought: a constraint, or a `GrammarError`."""
+    Want = Grammar | Breakers
+    Then = Callable[[Want, object], object]
+    """Takes what was wanted and what compiling it brought: a constraint, tokens, or a `GrammarError`."""
 
 
 class Compiler:
-    """Compiles grammars in a thread of its own, which starts with the first of them, one after another.
+    """Compiles in a thread of its own, which starts with the first of them, one after another.
 
     What it brings it hands to `post`, which has it done by the owner thread between two runs.
     """
 
-    def __init__(self, grammars: Grammars, post: Post, *, is_threaded: bool) -> None:
-        self._grammars, self._post, self._is_threaded = grammars, post, is_threaded
-        self._work: SimpleQueue[tuple[Grammar, Then] | None] = SimpleQueue()
+    def __init__(self, backend: Backend, post: Post, *, is_threaded: bool) -> None:
+        self._backend, self._post, self._is_threaded = backend, post, is_threaded
+        self._work: SimpleQueue[tuple[Want, Then] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def compile(self, grammar: Grammar, then: Then) -> None:
-        """Compile a grammar, then have `then` called with what came of it."""
+    def compile(self, want: Want, then: Then) -> None:
+        """Compile something, then have `then` called with what came of it."""
         if not self._is_threaded:
-            self._do(grammar, then)
+            self._do(want, then)
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="cbatch-compiler", daemon=True)
             self._thread.start()
-        self._work.put((grammar, then))
+        self._work.put((want, then))
 
     def close(self) -> None:
         """Return when the one in hand is done; those behind it are not begun. Nothing may be asked for afterwards."""
@@ -53,16 +54,19 @@ class Compiler:
             if not self._is_closed:
                 self._do(*work)
 
-    def _do(self, grammar: Grammar, then: Then) -> None:
-        found = self._compiled(grammar)
-        self._post(lambda: then(grammar, found))
+    def _do(self, want: Want, then: Then) -> None:
+        found = self._compiled(want)
+        self._post(lambda: then(want, found))
 
-    def _compiled(self, grammar: Grammar) -> object:
+    def _compiled(self, want: Want) -> object:
         try:
-            return self._grammars.compile(grammar)
+            if isinstance(want, Breakers):
+                return self._backend.vocab.breakers(want.strings)
+            return self._backend.grammars.compile(want)
         except GrammarError as error:
             return error
         except BaseException as error:  # a panic of the compiler is no Exception
-            failure = GrammarError(grammar.kind, f"it could not be compiled: {error}")
+            kind = want.kind if isinstance(want, Grammar) else "dry_sequence_breakers"
+            failure = GrammarError(kind, f"it could not be compiled: {error}")
             failure.__cause__ = error
             return failure

@@ -118,9 +118,7 @@ class Intake:
             raise ConfigError(f"request {item.id!r}: {error}") from None
         own = () if options.ignore_eos else vocab.end_tokens
         stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
-        sampling = options.sampling(
-            self._backend.sampling_defaults, seed, vocab.breakers, vocab.suppressed_tokens
-        )
+        sampling = options.sampling(self._backend.sampling_defaults, seed, vocab.suppressed_tokens)
         deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
         request = Request(
             str(item.id),
@@ -134,6 +132,7 @@ class Intake:
             options.n_prompt_logprobs,
             owner=self._mark,
             grammar=grammar,
+            breakers=options.breakers(sampling),
         )
         if options.n_choices == 1:
             return [self._sequence(request, now)]

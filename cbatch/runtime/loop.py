@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler
-    from cbatch.options import Grammar
+    from cbatch.options import Breakers, Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.compiler import Compiler
     from cbatch.runtime.keeper import Keeper, Post
@@ -257,7 +257,7 @@ class Loop:
         if self._timers:
             self._do_timers(start)
         if self._compiler is not None:
-            self._compile_grammars(self._compiler)
+            self._compile(self._compiler)
         admitted_now = self._scheduler.admit(start)
         self._disk.fetch()
         admitted = self._clock()
@@ -287,13 +287,13 @@ class Loop:
             self._report(_record(plan, result, self._scheduler.batcher.n_waiting, times))
         return True
 
-    def _compile_grammars(self, compiler: Compiler) -> None:
-        """Have grammars compiled that somebody waits for."""
-        for grammar in self._scheduler.batcher.compiles.take_orders():
-            compiler.compile(grammar, self._take_grammar)
+    def _compile(self, compiler: Compiler) -> None:
+        """Have compiled what somebody waits for."""
+        for want in self._scheduler.batcher.compiles.take_orders():
+            compiler.compile(want, self._take_compiled)
 
-    def _take_grammar(self, grammar: Grammar, found: object) -> None:
-        self._scheduler.batcher.take_grammar(grammar, found, self._clock())
+    def _take_compiled(self, want: Grammar | Breakers, found: object) -> None:
+        self._scheduler.batcher.take_compiled(want, found, self._clock())
 
     def _report(self, record: StepRecord) -> None:
         """Hand a record out; a recorder that raises is called no more, for requests are not to suffer by it."""
