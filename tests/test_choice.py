@@ -150,6 +150,39 @@ def test_answers_in_company_are_those_alone(engine: cbatch.Engine, options: dict
     assert len(set(together)) == len(together)
 
 
+def test_requests_of_different_options_keep_their_own_while_others_leave_and_enter(
+    engine: cbatch.Engine,
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.2, **HARD},
+        {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        {"temperature": 1.0, "regex": "[a-z ]*"},
+        {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+        {"temperature": 1.0, "typical_p": 0.8, "logprobs": True},
+    ]
+    items = [
+        BatchPrompt(
+            tokens=PROMPT[: 20 + i], options={**kind, "seed": i, "max_tokens": 1 + 7 * i % 31}
+        )
+        for i, kind in enumerate(kinds * 3)
+    ]
+    together = [r.token_ids for r in engine.run(items, options={"ignore_eos": True}).results()]
+    alone = [engine.submit(item, options={"ignore_eos": True}).result().token_ids for item in items]
+    assert together == alone
+    assert len(set(map(len, together))) > 6
+
+
+def test_bias_changes_the_first_token_and_later_ones_in_company_too(engine: cbatch.Engine) -> None:
+    free = tokens_of(engine, PROMPT, temperature=0)
+    greedy: dict[str, Any] = {**LONG, "temperature": 0}
+    banned = {**greedy, "logit_bias": dict.fromkeys(set(free), -math.inf)}
+    items = [BatchPrompt(tokens=PROMPT, options=options) for options in (greedy, banned, greedy)]
+    before, edited, after = [r.token_ids for r in engine.run(items).results()]
+    assert before == after == tuple(free)
+    assert not set(edited) & set(free)
+
+
 # ---- what is reported ----
 
 

@@ -72,6 +72,15 @@ def test_bad_grammar_fails_alone_and_the_next_request_runs(engine: Engine) -> No
     assert engine.submit("D", options={"max_tokens": 2}).result().error is None
 
 
+def test_bad_grammar_leaves_the_options_of_the_next_request_as_they_were(engine: Engine) -> None:
+    options = {"max_tokens": 20, "seed": 9, "ignore_eos": True}
+    before = engine.submit("A", options=options).result()
+    bad = {"grammar": "start: (", "temperature": 0, "repeat_penalty": 2.0, "seed": 1}
+    assert engine.submit("A", options=bad).results(return_errors=True)[0].error is not None
+    after = engine.submit("A", options=options).result()
+    assert (after.token_ids, after.seed) == (before.token_ids, before.seed)
+
+
 def test_format_of_an_item_comes_before_that_of_its_run(engine: Engine) -> None:
     prompts = [
         BatchPrompt(prompt="A", options={"response_format": {"type": "text"}, "seed": 3}),

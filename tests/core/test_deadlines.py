@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.backend.fake import FakeVocab
+from cbatch.backend.fake import FakeBackend, FakeVocab
 from cbatch.core.deadlines import Deadlines
 from cbatch.core.driver import SequenceDriver, Wait
 from cbatch.errors import DeadlineError
@@ -20,6 +21,9 @@ from tests.helpers import (
     step,
     with_deadline,
 )
+
+if TYPE_CHECKING:
+    from cbatch.core.plan import Binding
 
 
 def timed(number: int, timeout_s: float | None) -> SequenceDriver:
@@ -179,3 +183,26 @@ def test_many_deadlines_at_once_end_in_one_plan_and_spare_the_others() -> None:
     assert [len(rig.results[id].token_ids) for id in ("0", "1")] == [1, 0]
     drive(rig)
     assert ends(rig)["keeps"] == ("length", 4)
+
+
+# ---- text that is held back ----
+
+
+@pytest.mark.parametrize("timeout_s", [3, 4, 5, 8])
+def test_tail_held_back_for_a_stop_string_comes_out_at_the_timeout(
+    timeout_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = b"one two three"
+
+    def speak(_: FakeBackend, state: int, history: object, binding: Binding, *more: object) -> int:
+        return said[len(rig.drivers["a"].output)]
+
+    monkeypatch.setattr(FakeBackend, "_token", speak)
+    rig = make_scheduler(1)
+    timed = make_request(max_tokens=20, stop="ne two three, and never on", timeout_s=timeout_s)
+    rig.submit(with_deadline(timed, 0.0))
+    while not rig.results:
+        one_step(rig)
+    result = rig.results["a"]
+    assert (result.finish_reason, result.text) == ("timeout", said[:timeout_s].decode())
+    assert [c.text for c in rig.chunks["a"] if c.text] == ["o", result.text[1:]]

@@ -256,7 +256,7 @@ def test_broken_first_row_has_no_time_to_first_token() -> None:
 HALF = "é".encode()[0]
 
 
-@pytest.mark.parametrize("ending", ["length", "window", "cancelled", "error", "stop"])
+@pytest.mark.parametrize("ending", ["length", "window", "cancelled", "timeout", "error", "stop"])
 def test_half_a_character_is_flushed_on_every_ending(ending: str) -> None:
     driver = make_running(
         n_prompt=13 if ending == "window" else 2,
@@ -266,6 +266,8 @@ def test_half_a_character_is_flushed_on_every_ending(ending: str) -> None:
     driver.accept(driver.n_prompt, [A, B, HALF], 2.0)
     if ending == "cancelled":
         driver.cancel(3.0)
+    if ending == "timeout":
+        driver.expire(3.0)
     if ending in ("stop", "error"):
         driver.accept(1, [D if ending == "stop" else BROKEN_ROW], 3.0)
     assert driver.finish_reason == ending
@@ -278,7 +280,7 @@ def test_half_a_character_before_a_stop_string_is_flushed() -> None:
     assert (driver.finish_reason, driver.result().text) == ("stop", "a\ufffd")
 
 
-@pytest.mark.parametrize("ending", ["length", "cancelled", "error", "stop"])
+@pytest.mark.parametrize("ending", ["length", "cancelled", "timeout", "error", "stop"])
 def test_tail_held_back_for_a_stop_string_is_flushed_on_every_ending(ending: str) -> None:
     driver = make_running(stop="bcd", stop_token_ids=[D], max_tokens=3 if ending == "length" else 9)
     driver.accept(2, [A, B, C], 2.0)
@@ -287,6 +289,8 @@ def test_tail_held_back_for_a_stop_string_is_flushed_on_every_ending(ending: str
         assert chunk is not None
         assert chunk.text == "a"
         driver.cancel(3.0)
+    if ending == "timeout":
+        driver.expire(3.0)
     if ending in ("stop", "error"):
         driver.accept(1, [D if ending == "stop" else BROKEN_ROW], 3.0)
     assert (driver.finish_reason, driver.result().text) == (ending, "abc")
