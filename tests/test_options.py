@@ -26,6 +26,10 @@ from cbatch.options import GREEDY, MAX_SEED, Breakers, EngineOptions, Grammar, R
         ("max_tokens", 1.0),
         ("max_tokens", True),
         ("max_tokens", "8"),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", True),
+        ("echo", 1),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
@@ -473,3 +477,33 @@ def test_wrong_structure_is_refused_with_the_reason(said: dict[str, Any], messag
 def test_suppressed_tokens_are_banned_whatever_the_caller_asks_for() -> None:
     sampling = RunOptions(logit_bias={7: 5.0, 3: 1.0}).sampling({}, 0, banned=(7, 9))
     assert sampling.logit_bias == ((3, 1.0), (7, -math.inf), (9, -math.inf))
+
+
+@pytest.mark.parametrize(
+    ("said", "n_top"),
+    [
+        ({}, None),
+        ({"prompt_logprobs": 0}, 0),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": False}, None),
+        ({"echo": True, "best_of": 2}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": True, "prompt_logprobs": 2}, 2),
+        ({"echo": True, "logprobs": 5, "prompt_logprobs": 2}, 5),
+    ],
+)
+def test_prompt_is_scored_for_its_logprobs_or_echoed_ones(
+    said: dict[str, Any], n_top: int | None
+) -> None:
+    assert RunOptions(**said).n_prompt_logprobs == n_top
+
+
+def test_no_tokens_are_for_the_prompt_alone() -> None:
+    assert RunOptions(max_tokens=0, echo=True).max_tokens == 0
+    both = RunOptions(max_tokens=0, prompt_logprobs=1)
+    with pytest.raises(ConfigError, match=r"max_tokens must be 1 … .*echo"):
+        RunOptions(max_tokens=0, echo=False)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        RunOptions(max_tokens=False, echo=True)
+    assert RunOptions(echo=False).over(both).max_tokens == 0
