@@ -74,9 +74,17 @@ class Percentiles:
                 return float(2 ** ((bucket + 0.5) / _N_PER_OCTAVE))
         return None
 
+    def buckets(self) -> list[tuple[float, float, int]]:
+        """Return (from, to, n) of every bucket that something fell into, in seconds, the shortest first."""
+        return [(_edge(i), _edge(i + 1), n) for i, n in sorted(self._n_by_bucket.items())]
+
     def copy(self) -> Percentiles:
         """Return the same counts in an object of their own."""
         return Percentiles(self.n, dict(self._n_by_bucket))
+
+
+def _edge(bucket: int) -> float:
+    return float(2 ** (bucket / _N_PER_OCTAVE))
 
 
 def _check_split(split: str) -> None:
@@ -230,6 +238,21 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRow:
+    """What one sequence did in a run."""
+
+    slot: int
+    id: str
+    """Its request's; of several choices `a[0]`, `a[1]`, …"""
+    n_tokens: int
+    """Tokens of its chunk, in the first step."""
+    n_prefill: int
+    """Of these, prompt tokens and such as were computed before: more than 0 in prefill, 0 in decode."""
+    n_sampled: int
+    """New tokens of the output, of all steps."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One run and where its time went, in seconds; for `Engine.record_steps`.
 
@@ -251,3 +274,24 @@ class StepRecord:
     sample_s: float
     apply_s: float
     deliver_s: float
+    rows: tuple[StepRow, ...] = ()
+    """In ascending order of slot."""
+    first_s: float = 0.0
+    """Of `decode_s` and `sample_s`, the first step's part."""
+    n_cells: int = 0
+    """Cells that hold something, beginnings of prompts that are kept included, before the run."""
+
+    @property
+    def first_ran_s(self) -> float:
+        """When its first step was over, by the engine's clock."""
+        return min(self.start_s + self.admit_s + self.build_s + self.first_s, self.ran_s)
+
+    @property
+    def ran_s(self) -> float:
+        """When the run was over, by the engine's clock: its tokens were there."""
+        return self.start_s + self.admit_s + self.build_s + self.run_s
+
+    @property
+    def end_s(self) -> float:
+        """When all was delivered, by the engine's clock."""
+        return self.ran_s + self.apply_s + self.deliver_s

@@ -23,6 +23,12 @@ def member_id(id: str, i_choice: int) -> str:
     return f"{id}{_MARK}{i_choice}"
 
 
+def said_id(inside: str) -> str:
+    """Return what people read of a sequence: its request's id, `a[1]` for the second choice of `a`."""
+    id, mark, i_choice = inside.partition(_MARK)
+    return f"{id}[{i_choice}]" if mark else id
+
+
 class Choices:
     """Stands between the loop and a batch's mailbox for one request with several choices.
 

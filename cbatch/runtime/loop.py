@@ -11,14 +11,15 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from itertools import count, pairwise
+from itertools import count, pairwise, repeat
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.core.driver import Status
-from cbatch.core.stats import StepRecord
+from cbatch.core.plan import FREE
+from cbatch.core.stats import StepRecord, StepRow
 from cbatch.errors import EngineClosedError, QueueFullError, RequestFailedError
-from cbatch.runtime.choices import Choices, mailbox_of
+from cbatch.runtime.choices import Choices, mailbox_of, said_id
 from cbatch.runtime.disk import Disk
 from cbatch.runtime.mailbox import refused
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.plan import Chunk, Guidance, StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.options import Breakers, Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
@@ -49,6 +50,11 @@ _LONGEST_DOZE_S = 0.05
 """Without a thread, others may take a turn meanwhile and find work."""
 Route = tuple["Mailbox | Choices", int]
 """Where a request's output goes, and its place there; −1 for an id that stands for several choices."""
+
+Seen = tuple[tuple[StepRow, ...], int]
+"""The rows of a run and the cells in use."""
+
+_UNSEEN: Seen = ((), 0)
 
 
 class Loop:
@@ -271,6 +277,7 @@ class Loop:
         built = self._clock()
         result = self._backend.run(plan)
         ran = self._clock()
+        seen = self._look(plan, result) if self.recorder is not None else _UNSEEN
         changed = self._scheduler.apply(plan, result, ran)
         self._disk.store()
         applied = self._clock()
@@ -284,7 +291,7 @@ class Loop:
         stats.apply_s += delivered - ran
         if self.recorder is not None and plan.chunks:
             times = (start, admitted, built, ran, applied, delivered)
-            self._report(_record(plan, result, self._scheduler.batcher.n_waiting, times))
+            self._report(_record(plan, result, self._scheduler.batcher.n_waiting, times, seen))
         return True
 
     def _compile(self, compiler: Compiler) -> None:
@@ -294,6 +301,17 @@ class Loop:
 
     def _take_compiled(self, want: Grammar | Breakers, found: object) -> None:
         self._scheduler.batcher.take_compiled(want, found, self._clock())
+
+    def _look(self, plan: StepPlan, result: StepResult) -> Seen:
+        """Return what a record tells of the sequences in a run: before it is applied, for then they may be gone."""
+        batcher = self._scheduler.batcher
+        tokens = result.tokens or repeat(())  # a step that failed may have none
+        rows = (
+            _row(chunk, driver, sampled, result.guided.get(chunk.slot, FREE))
+            for chunk, sampled in zip(plan.chunks, tokens, strict=False)
+            if (driver := batcher.running[chunk.slot]) is not None
+        )
+        return tuple(rows), batcher.ledger.n_used
 
     def _report(self, record: StepRecord) -> None:
         """Hand a record out; a recorder that raises is called no more, for requests are not to suffer by it."""
@@ -537,8 +555,21 @@ def _outcome(
         return refused(driver.request.id, place, failure)
 
 
+def _row(
+    chunk: Chunk, driver: SequenceDriver, sampled: Sequence[int], guidance: Guidance
+) -> StepRow:
+    n_known = max(driver.n_prompt, driver.n_reached)
+    return StepRow(
+        slot=chunk.slot,
+        id=said_id(driver.request.id),
+        n_tokens=len(chunk.tokens),
+        n_prefill=max(0, min(len(chunk.tokens), n_known - chunk.start)),
+        n_sampled=len(sampled) + len(guidance.forced),
+    )
+
+
 def _record(
-    plan: StepPlan, result: StepResult, n_waiting: int, times: tuple[float, ...]
+    plan: StepPlan, result: StepResult, n_waiting: int, times: tuple[float, ...], seen: Seen
 ) -> StepRecord:
     phases = [end - start for start, end in pairwise(times)]
     return StepRecord(
@@ -555,6 +586,9 @@ def _record(
         sample_s=result.sample_s,
         apply_s=phases[3],
         deliver_s=phases[4],
+        rows=seen[0],
+        first_s=result.first_s,
+        n_cells=seen[1],
     )
 
 

@@ -223,6 +223,15 @@ def drive_others(rig: Rig) -> None:
         step(rig)
 
 
+def test_buckets_of_percentiles_hold_what_was_counted() -> None:
+    times = Percentiles()
+    times.add(3.0)
+    times.add(0.5, 4)
+    (low, _, few), (start, end, one) = times.buckets()
+    assert (low, few, one) == (0.5, 4, 1)
+    assert start <= 3.0 < end < start * 1.05
+
+
 def test_who_never_ran_has_no_queue_time_and_no_first_token() -> None:
     loop, rig = make_loop()
     submit(loop, rig, *make_sequences(2, max_tokens=3))

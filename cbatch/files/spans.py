@@ -1,0 +1,93 @@
+"""Who was in which slot, and when: runs of steps joined to spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch.core.stats import StepRecord, StepRow
+
+GAP_S = 0.02
+"""A sequence that misses no more than this goes on; a run of several steps takes about as long."""
+
+
+@dataclass(eq=False, slots=True)
+class Span:
+    """The time that one request spent in one slot, in prefill or in decode; seconds of the engine's clock."""
+
+    slot: int
+    id: str
+    is_prefill: bool
+    start_s: float
+    end_s: float
+    n_tokens: int
+    """Prompt tokens computed, or output tokens sampled."""
+
+    def can_join(self, other: Span) -> bool:
+        """Whether `other` goes on where this one is."""
+        same = self.id == other.id and self.is_prefill == other.is_prefill
+        return same and other.start_s - self.end_s <= GAP_S
+
+    def join(self, other: Span) -> None:
+        """Go on with `other`."""
+        self.end_s = other.end_s
+        self.n_tokens += other.n_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """In one slot `before` is over and `after` begins; None stands for nobody."""
+
+    before: Span | None
+    after: Span | None
+
+
+class SlotSpans:
+    """The span that each slot is in."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Span] = {}
+
+    def take(self, record: StepRecord) -> list[Change]:
+        """Enter a run; return what began and ended. The span that a slot is in grows until it is `before`."""
+        changes = [
+            c for row in record.rows for part in parts(record, row) if (c := self._add(part))
+        ]
+        return changes + self._end(record.start_s - GAP_S)
+
+    def end_all(self) -> list[Change]:
+        """End what every slot is in."""
+        return self._end(float("inf"))
+
+    def _add(self, part: Span) -> Change | None:
+        span = self._open.get(part.slot)
+        if span is not None and span.can_join(part):
+            span.join(part)
+            return None
+        self._open[part.slot] = part
+        return Change(span, part)
+
+    def _end(self, before_s: float) -> list[Change]:
+        over = [span for span in self._open.values() if span.end_s < before_s]
+        for span in over:
+            del self._open[span.slot]
+        return [Change(span, None) for span in over]
+
+
+def parts(record: StepRecord, row: StepRow) -> Iterator[Span]:
+    """Yield a row's prefill and decode in one run: several steps may begin with the last of a prompt."""
+
+    def span(start_s: float, end_s: float, n_tokens: int, *, is_prefill: bool) -> Span:
+        return Span(row.slot, row.id, is_prefill, start_s, end_s, n_tokens)
+
+    start_s, end_s = record.start_s, record.end_s
+    if not row.n_prefill:
+        yield span(start_s, end_s, row.n_sampled, is_prefill=False)
+    elif record.n_steps > 1:
+        yield span(start_s, record.first_ran_s, row.n_prefill, is_prefill=True)
+        yield span(record.first_ran_s, end_s, row.n_sampled, is_prefill=False)
+    else:
+        yield span(start_s, end_s, row.n_prefill * record.n_steps, is_prefill=True)
