@@ -8,7 +8,9 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-_PACKAGES = ("cbatch", "llama-cpp-python", "llguidance", "numpy")
+import cbatch
+
+_PACKAGES = ("llama-cpp-python", "llguidance", "numpy")
 
 
 def machine_facts() -> dict[str, str]:
@@ -24,7 +26,7 @@ def machine_facts() -> dict[str, str]:
 
 def version_facts() -> dict[str, str]:
     """Return the versions of Python and of the packages that compute."""
-    versions = {"Python": platform.python_version()}
+    versions = {"cbatch": cbatch.__version__, "Python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)

@@ -10,7 +10,7 @@ _DAY_S = 86400
 
 def count(n: float) -> str:
     """Return a number with thousands apart; a small one that is not whole with one digit behind the point."""
-    return f"{n:,.1f}" if n < 100 and n != round(n) else f"{n:,.0f}"
+    return f"{n:,.1f}".removesuffix(".0") if n < 99.95 else f"{n:,.0f}"
 
 
 def short(n: float) -> str:
@@ -31,6 +31,8 @@ def duration(seconds: float | None) -> str:
     """Return a time in the unit that suits it."""
     if seconds is None:
         return "–"
+    if seconds < 0.5e-6:
+        return "0 s"
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.9995:

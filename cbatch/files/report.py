@@ -14,7 +14,7 @@ from cbatch.files.charts import Axis, Curve, curve_chart, distribution_chart
 from cbatch.files.facts import machine_facts, version_facts
 from cbatch.files.figures import count, duration, percent
 from cbatch.files.markup import Markup, tag
-from cbatch.files.timeline import slot_chart
+from cbatch.files.timeline import slot_chart, stretch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -174,7 +174,7 @@ def _throughput_numbers(recorder: RunRecorder) -> list[_Number]:
             "Prompts", count(steps.n_prompt / total_s), "tok/s", f"{count(steps.n_prompt)} tokens"
         ),
         _Number("From cache", cached, detail=f"of prompt tokens, in {count(results.n_hits)} items"),
-        _Number("Slots in use", f"{slots:.1f}", f"of {recorder.n_slots}", "on average"),
+        _Number("Slots in use", count(slots), f"of {recorder.n_slots}", "on average"),
     ]
 
 
@@ -205,11 +205,14 @@ def _timeline(recorder: RunRecorder) -> Markup:
     steps, parts = recorder.steps, recorder.steps.spans.parts()
     if not parts:
         return Markup("")
-    charts = [slot_chart(part, recorder.n_slots, steps.start_s or 0.0) for part in parts]
-    names = ("The beginning", "The end") if len(parts) > 1 else ("",)
-    figures = [_figure(name, chart) for name, chart in zip(names, charts, strict=True)]
+    zero_s, is_cut = steps.start_s or 0.0, len(parts) > 1
+    names = ("The beginning", "The end") if is_cut else ("",)
+    figures = [
+        _figure(name, slot_chart(part, recorder.n_slots, zero_s), stretch(part, zero_s))
+        for name, part in zip(names, parts, strict=True)
+    ]
     said = "A row for each slot, a bar for each request in it; a slot that is free is lent at once."
-    if len(parts) > 1:
+    if is_cut:
         said += (
             f" Of {count(steps.spans.n_spans)} bars the first and the last are shown;"
             " the curves below tell of all."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from cbatch.files.charts import LEFT, Axis, picture
@@ -33,12 +34,17 @@ def slot_chart(part: Part, n_slots: int, zero_s: float) -> Markup:
     return picture(
         axis.width,
         bottom + 24,
-        f"Timeline of {n_slots} slots from {duration(part.start_s - zero_s)} to {duration(part.end_s - zero_s)}",
+        f"Timeline of {n_slots} slots, {stretch(part, zero_s)}",
         axis.draw(_TOP, bottom + 2),
         _lanes(n_slots, row, axis),
         join(bars),
         name="slots",
     )
+
+
+def stretch(part: Part | Span, zero_s: float) -> str:
+    """Return from when to when something goes, counted from `zero_s`."""
+    return f"{duration(part.start_s - zero_s)} to {duration(part.end_s - zero_s)}"
 
 
 def colors(spans: Sequence[Span]) -> list[int]:
@@ -64,11 +70,10 @@ def _next_color(n: int, before: int) -> int:
 def _bar(span: Span, color: int, axis: Axis, row: float, zero_s: float) -> Markup:
     x, gap = axis.x(span.start_s), _gap(row)
     kind = "prefill" if span.is_prefill else "decode"
-    times = f"{duration(span.start_s - zero_s)} to {duration(span.end_s - zero_s)}"
     tokens = f"{count(span.n_tokens)} {'prompt' if span.is_prefill else 'output'} tokens"
     return tag(
         "rect",
-        tag("title", f"{span.id}\nslot {span.slot}, {kind}: {tokens}\n{times}"),
+        tag("title", f"{span.id}\nslot {span.slot}, {kind}: {tokens}\n{stretch(span, zero_s)}"),
         x=x,
         y=_TOP + row * span.slot,
         width=max(0.5, axis.x(span.end_s) - x),
@@ -83,7 +88,7 @@ def _gap(row: float) -> float:
 
 def _lanes(n_slots: int, row: float, axis: Axis) -> Markup:
     """Return the empty slots, and the numbers of as many as there is room for."""
-    every = max(1, round(14 / row + 0.49))
+    every = 1 << math.ceil(math.log2(max(1.0, 14 / row)))
     lanes = [
         tag(
             "rect",

@@ -26,8 +26,11 @@ FLUSH_S = 1.0
 """What a killed process loses at most."""
 
 _PROCESS = 1
-_ENGINE = 0
-"""Thread of the engine's track; slot i is thread i + 1."""
+_ENGINE = 1
+"""Thread of the engine's track: the main one, by its number. Perfetto joins thread 0 with it."""
+
+_SLOTS = 1000
+"""Thread of slot 0: Perfetto shows these numbers behind the names."""
 
 _N_BUFFER = 1 << 16
 
@@ -163,12 +166,12 @@ class TraceWriter:
         if before is not None:
             yield self._end(before)
             if not stays:
-                yield self._at("E", before.end_s, before.slot + 1)
+                yield self._at("E", before.end_s, _SLOTS + before.slot)
         if after is not None:
             yield from self._begin(after, is_new=not stays)
 
     def _begin(self, span: Span, *, is_new: bool) -> Iterator[_Event]:
-        thread = span.slot + 1
+        thread = _SLOTS + span.slot
         if thread not in self._named:
             self._named.add(thread)
             yield from _track(thread, f"slot {span.slot}")
@@ -178,7 +181,7 @@ class TraceWriter:
         yield self._at("B", span.start_s, thread, name=phase, cat=phase)
 
     def _end(self, span: Span) -> _Event:
-        return self._at("E", span.end_s, span.slot + 1, args={"tokens": span.n_tokens})
+        return self._at("E", span.end_s, _SLOTS + span.slot, args={"tokens": span.n_tokens})
 
     def _at(self, kind: str, time_s: float, thread: int, **fields: object) -> _Event:
         micros = round((time_s - (self._zero_s or 0.0)) * 1e6, 3)

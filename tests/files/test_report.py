@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import cbatch
 from cbatch.core.stats import Percentiles
 from cbatch.errors import ConfigError, GrammarError
 from cbatch.files.charts import Axis, distribution_chart
@@ -107,7 +108,7 @@ def test_every_picture_says_what_it_shows() -> None:
     pictures = [a for tag, a in Reader(page_of(a_run())).attributes if tag == "svg"]
     assert len(pictures) == 1 + 5 + 2
     assert all(a["role"] == "img" and a["aria-label"] for a in pictures)
-    assert pictures[0]["aria-label"] == "Timeline of 2 slots from 0 µs to 4 s"
+    assert pictures[0]["aria-label"] == "Timeline of 2 slots, 0 s to 4 s"
 
 
 def test_bars_of_the_timeline_stand_at_their_times() -> None:
@@ -128,7 +129,7 @@ def test_numbers_at_the_top_are_those_of_the_run() -> None:
     assert numbers["Items"] == "3"
     assert numbers["Output"] == "1.5"  # six tokens in four seconds
     assert numbers["Prompts"] == "2"
-    assert numbers["Slots in use"] == "1.0"
+    assert numbers["Slots in use"] == "1"
 
 
 def test_long_run_shows_its_beginning_and_its_end() -> None:
@@ -179,7 +180,7 @@ def test_report_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 
 def test_facts_name_machine_and_versions() -> None:
     assert {"cores", "system"} <= set(machine_facts())
-    assert {"Python", "numpy"} <= set(version_facts())
+    assert version_facts()["cbatch"] == cbatch.__version__
 
 
 # ---- parts ----
@@ -214,7 +215,7 @@ def test_tag_escapes_texts_and_attributes_but_no_markup() -> None:
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
-        (None, "–"), (0.0, "0 µs"), (1.2e-5, "12 µs"), (0.99951e-3, "1 ms"), (0.0123, "12.3 ms"), (0.99951, "1 s"),
+        (None, "–"), (0.0, "0 s"), (1.2e-5, "12 µs"), (0.99951e-3, "1 ms"), (0.0123, "12.3 ms"), (0.99951, "1 s"),
         (59.94, "59.9 s"), (99.96, "1 min 40 s"), (3725, "1 h 02 min"), (266_400, "3 d 2 h"),
     ],
 )  # fmt: skip

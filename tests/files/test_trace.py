@@ -70,21 +70,21 @@ def test_every_event_has_what_its_kind_needs(tmp_path: Path) -> None:
 
 def test_requests_stand_in_the_track_of_their_slot_with_their_phases_within(tmp_path: Path) -> None:
     assert sorted(stays(trace_of(tmp_path / "t.json", TWO_SLOTS))) == [
-        (1, 0, "a", 0.0, 2.0),
-        (1, 0, "c", 2.0, 3.0),
-        (1, 1, "decode", 1.0, 2.0),
-        (1, 1, "prefill", 0.0, 1.0),
-        (1, 1, "prefill", 2.0, 3.0),
-        (2, 0, "b", 0.0, 5.0),
-        (2, 1, "decode", 2.0, 5.0),
-        (2, 1, "prefill", 0.0, 2.0),
+        (1000, 0, "a", 0.0, 2.0),
+        (1000, 0, "c", 2.0, 3.0),
+        (1000, 1, "decode", 1.0, 2.0),
+        (1000, 1, "prefill", 0.0, 1.0),
+        (1000, 1, "prefill", 2.0, 3.0),
+        (1001, 0, "b", 0.0, 5.0),
+        (1001, 1, "decode", 2.0, 5.0),
+        (1001, 1, "prefill", 0.0, 2.0),
     ]
 
 
 def test_tracks_have_names(tmp_path: Path) -> None:
     events = trace_of(tmp_path / "t.json", TWO_SLOTS)
     names = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    assert names == {0: "engine", 1: "slot 0", 2: "slot 1"}
+    assert names == {1: "engine", 1000: "slot 0", 1001: "slot 1"}
 
 
 def test_phases_of_a_run_follow_each_other_on_the_engines_track(tmp_path: Path) -> None:
