@@ -1,0 +1,276 @@
+"""Parquet and Arrow files, a batch of rows at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import ConfigError
+from cbatch.files.answers import added_names, answer, no_answer
+from cbatch.files.lines import dump
+from cbatch.files.rows import RowPrompts
+from cbatch.files.tables import check_columns, item_of_row
+from cbatch.files.template import as_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from cbatch.files.inputs import InputFile
+    from cbatch.files.item import Item, ItemError
+    from cbatch.files.rows import Asking
+    from cbatch.files.source import Source
+    from cbatch.response import BatchResult
+
+_N_ROWS = 1024
+"""Rows to have in memory at once: our choice."""
+
+_ARROW_MAGIC = b"ARROW1"  # Source: Arrow's format, IPC file format; a stream has none
+
+
+def import_pyarrow() -> Any:
+    """Return pyarrow.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            'Parquet and Arrow files need pyarrow: pip install "cbatch[parquet]"'
+        ) from error
+    return pyarrow
+
+
+@contextmanager
+def _opened(path: str, format: str) -> Iterator[tuple[Any, int | None, Iterator[Any]]]:
+    """Open a file: its schema, its number of rows where that is known, and its batches.
+
+    Raises:
+        ConfigError: it is not what its name says, or is damaged.
+    """
+    pyarrow = import_pyarrow()
+    try:
+        if format == "parquet":
+            with pyarrow.parquet.ParquetFile(path) as file:
+                yield file.schema_arrow, file.metadata.num_rows, file.iter_batches(_N_ROWS)
+        else:
+            with pyarrow.OSFile(path) as file:
+                is_file = file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
+                file.seek(0)
+                opener = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+                with opener(file) as reader:
+                    yield reader.schema, None, _arrow_batches(reader, is_file=is_file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as {format}: {error}") from error
+
+
+def _arrow_batches(reader: Any, *, is_file: bool) -> Iterator[Any]:
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    for batch in batches:
+        for start in range(0, batch.num_rows, _N_ROWS):
+            yield batch.slice(start, _N_ROWS)
+
+
+class ColumnarReader:
+    """Reads Parquet and Arrow files."""
+
+    def __init__(self, asking: Asking, format: str) -> None:
+        """Make one for all files of a run.
+
+        Raises:
+            ConfigError: pyarrow is not installed.
+        """
+        import_pyarrow()
+        self.columns: tuple[str, ...] = ()
+        self._asking, self._format = asking, format
+        self._prompt_of: RowPrompts | None = None
+        self._types: dict[str, str] = {}
+
+    def look(self, file: InputFile) -> None:
+        """Check a file's columns.
+
+        Raises:
+            ConfigError: it cannot be read, or does not fit the template or the files before.
+        """
+        with _opened(file.path, self._format) as (schema, _, _):
+            types = {field.name: str(field.type) for field in schema}
+            check_columns(schema.names, self.columns or None, file.name)
+        if self._prompt_of is None:
+            self.columns, self._types = tuple(types), types
+            self._prompt_of = RowPrompts(self._asking, self.columns, file.name)
+        for name, type in types.items():
+            if type != self._types[name]:
+                known = self._types[name]
+                raise ConfigError(
+                    f"{file.name}: column {name!r} is {type}, in the files before {known}"
+                )
+
+    def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
+        """Yield a file's rows; the first has the number `n_before` + 1."""
+        assert self._prompt_of is not None  # `look` came before
+        n_done = 0
+        with _opened(file.path, self._format) as (_, n_rows, batches):
+            for batch in batches:
+                for row in batch.to_pylist():
+                    n_done += 1
+                    place = f"{file.name}, row {n_done}"
+                    yield item_of_row(n_before + n_done, place, row, self._prompt_of)
+                if n_rows:
+                    file.tell_share(n_done / n_rows)
+
+
+class ColumnarEncoder:
+    """Writes records that `finish` makes a Parquet or Arrow file of.
+
+    A record is the item's number, a tab, and as JSON the values that are added; before them, where the input is not
+    of this kind, the row's own as text.
+    """
+
+    def __init__(self, format: str, source: Source) -> None:
+        """Make one for the items of a source.
+
+        Raises:
+            ConfigError: pyarrow is not installed.
+        """
+        import_pyarrow()
+        self._format, self._paths = format, source.paths
+        self._input = source.format if source.format in ("parquet", "arrow") else None
+        self._has_rows = source.columns is not None
+        self._own = ("id",) if source.columns is None else tuple(source.columns)
+        self._added = added_names(self._own)
+
+    def header(self) -> bytes:
+        """Return what stands before the first record: nothing."""
+        return b""
+
+    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+        """Return a result as a record."""
+        return self._record(item, answer(result))
+
+    def error(self, item: Item, error: ItemError) -> bytes:
+        """Return the record of an item that could not be asked."""
+        return self._record(item, no_answer(f"{item.place}: {error.message}"))
+
+    def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
+        return b"%d\t%b" % (item.number, dump([*self._values(item), *values]))
+
+    def _values(self, item: Item) -> list[str | None]:
+        if self._input:
+            return []
+        if not self._has_rows:
+            return [item.id]
+        row = item.extra if isinstance(item.extra, dict) else {}
+        return [None if row.get(name) is None else as_text(row[name]) for name in self._own]
+
+    def finish(self, records: Path, target: Path) -> None:
+        """Write the rows that have a record, in the input's order, to a new file.
+
+        Args:
+            records: the file of records; of several with one number the last counts.
+            target: is replaced when all is written.
+
+        Raises:
+            ConfigError: the input, which is read once more, is not as it was.
+        """
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            with closing(_Records(records)) as found:
+                self._write(part, found)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _write(self, part: Path, found: _Records) -> None:
+        pyarrow, schema = import_pyarrow(), self._schema()
+        with part.open("wb") as file:
+            if self._format == "parquet":
+                writer = pyarrow.parquet.ParquetWriter(file, schema)
+            else:
+                writer = pyarrow.ipc.new_file(file, schema)
+            with writer:
+                for columns in self._kept_rows(found) if self._input else self._text_rows(found):
+                    writer.write_batch(pyarrow.record_batch(columns, schema=schema))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _schema(self) -> Any:
+        """Return the columns of the output: those of the input with their types, and the added ones."""
+        pyarrow = import_pyarrow()
+        text, count = pyarrow.string(), pyarrow.int64()
+        added = zip(self._added, (text, text, text, count, count), strict=True)
+        if self._input:
+            with _opened(self._paths[0], self._input) as (schema, _, _):
+                own = [schema.field(name) for name in self._own]
+        else:
+            own = [pyarrow.field(name, text) for name in self._own]
+        return pyarrow.schema([*own, *(pyarrow.field(name, type) for name, type in added)])
+
+    def _kept_rows(self, found: _Records) -> Iterator[list[Any]]:
+        """Yield the columns of batches of rows that have a record, with what was added."""
+        n_before, n_columns = 0, len(self._added)
+        for path in self._paths:
+            with _opened(path, str(self._input)) as (_, _, batches):
+                for batch in batches:
+                    rows = [i for i in range(batch.num_rows) if n_before + i + 1 in found]
+                    values = [found[n_before + i + 1] for i in rows]
+                    n_before += batch.num_rows
+                    if rows:
+                        kept = batch.take(import_pyarrow().array(rows))
+                        yield [
+                            *(kept.column(name) for name in self._own),
+                            *_turned(values, n_columns),
+                        ]
+
+    def _text_rows(self, found: _Records) -> Iterator[list[Any]]:
+        n_columns, values = len(self._own) + len(self._added), []
+        for number in found:
+            values.append(found[number])
+            if len(values) == _N_ROWS:
+                yield _turned(values, n_columns)
+                values = []
+        if values:
+            yield _turned(values, n_columns)
+
+
+def _turned(rows: Sequence[Sequence[Any]], n_columns: int) -> list[list[Any]]:
+    """Return columns of rows."""
+    return [[row[i] for row in rows] for i in range(n_columns)]
+
+
+class _Records:
+    """The values in a file of records, by number: eight bytes of memory each."""
+
+    def __init__(self, path: Path) -> None:
+        self._offsets = array("q")
+        self._file = path.open("rb")
+        offset = 0
+        for line in self._file:
+            self._set(int(line[: line.index(b"\t")]), offset)
+            offset += len(line)
+
+    def _set(self, number: int, offset: int) -> None:
+        n_missing = number - len(self._offsets)
+        if n_missing > 0:
+            self._offsets.extend([-1] * n_missing)
+        self._offsets[number - 1] = offset
+
+    def __contains__(self, number: int) -> bool:
+        return number <= len(self._offsets) and self._offsets[number - 1] >= 0
+
+    def __iter__(self) -> Iterator[int]:
+        return (i for i, offset in enumerate(self._offsets, 1) if offset >= 0)
+
+    def __getitem__(self, number: int) -> list[Any]:
+        self._file.seek(self._offsets[number - 1])
+        line = self._file.readline()
+        values: list[Any] = json.loads(line[line.index(b"\t") :])
+        return values
+
+    def close(self) -> None:
+        self._file.close()

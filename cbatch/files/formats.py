@@ -1,0 +1,84 @@
+"""What writes the records of a batch file's answers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
+
+from cbatch.errors import ConfigError
+from cbatch.files.answers import CsvWriter, ObjectWriter, TableEncoder
+from cbatch.files.detect import COLUMNAR, check_format
+from cbatch.files.lines import LineEncoder
+from cbatch.files.openai import OpenAIEncoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cbatch.files.detect import Format
+    from cbatch.files.item import Item, ItemError
+    from cbatch.files.source import Source
+    from cbatch.response import BatchResult
+
+
+class Encoder(Protocol):
+    """Writes records: each is whole, with its line end."""
+
+    def header(self) -> bytes:
+        """Return what stands before the first record."""
+
+    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+        """Return the record of an item that was asked, failed or not.
+
+        Args:
+            item: as it was read.
+            result: what became of it; its id is not looked at.
+            created: seconds since 1970.
+            model: the name of the model, where the request named none.
+        """
+
+    def error(self, item: Item, error: ItemError) -> bytes:
+        """Return the record of an item that could not be asked."""
+
+
+class Finisher(Protocol):
+    """An encoder whose records become the output at the end of a run."""
+
+    def finish(self, records: Path, target: Path) -> None:
+        """Write the output from a file of records."""
+
+
+def output_format(source: Source, asked: str = "auto") -> Format:
+    """Return the format of the output: that of the input, but cbatch's lines for plain text.
+
+    Raises:
+        ConfigError: there is no such format, or it cannot be written.
+    """
+    check_format(asked, "auto")
+    if asked == "text":
+        raise ConfigError(
+            "answers are not written as plain text: they have several lines; say cbatch or csv"
+        )
+    if asked == "auto":
+        return "cbatch" if source.format == "text" else source.format
+    return cast("Format", asked)
+
+
+def encoder(format: str, source: Source) -> Encoder:
+    """Return what writes records of a format for the items of a source."""
+    columns = source.columns
+    if format == "openai":
+        return OpenAIEncoder()
+    if format == "cbatch":
+        return LineEncoder()
+    if format == "jsonl":
+        return TableEncoder(columns, ObjectWriter)
+    if format in COLUMNAR:
+        from cbatch.files.columnar import ColumnarEncoder  # pyarrow is slow to import
+
+        return ColumnarEncoder(format, source)
+    return TableEncoder(columns, partial(CsvWriter, delimiter="\t" if format == "tsv" else ","))
+
+
+def is_error(item: Item, result: BatchResult | None) -> bool:
+    """Return whether a record is one for the file of errors."""
+    return item.error is not None or result is None or result.error is not None

@@ -1,0 +1,247 @@
+"""Input files: which there are, and their lines in bounded memory, compressed or not."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import stat
+import sys
+import zlib
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+MAX_LINE_BYTES = 16 * 2**20
+"""Our choice: four times the text that a window of a million tokens holds."""
+
+_BUFFER_BYTES = 2**18
+_BOM = b"\xef\xbb\xbf"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+COMPRESSED = (".gz", ".zst")
+
+
+@dataclass(frozen=True, slots=True)
+class LongLine:
+    """A line over the limit, which was read past and not kept."""
+
+    n_bytes: int
+
+
+def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Return the files of these names and patterns, those of a pattern in order of names; `-` is stdin.
+
+    Raises:
+        ConfigError: nothing there, a directory, or a file that is named twice.
+    """
+    found = [file for path in paths for file in _expanded(os.fspath(path))]
+    if not found:
+        raise ConfigError("no input: give a batch file, a pattern, or - for stdin")
+    seen: dict[object, str] = {}
+    for name in found:
+        key = _identity(name)
+        if key in seen:
+            also = f" (as {seen[key]})" if seen[key] != name else ""
+            raise ConfigError(f"{name}: is named twice{also}: its requests would run twice")
+        seen[key] = name
+    return found
+
+
+def _expanded(name: str) -> list[str]:
+    if name == "-" or os.path.lexists(name):
+        return [name]
+    found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
+    if not found:
+        raise ConfigError(f"{name}: no file has a name of this pattern")
+    return [f for f in found if not Path(f).is_dir()] or found
+
+
+def _identity(name: str) -> object:
+    if name == "-":
+        return name
+    try:
+        status = os.stat(name)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{name}: is a directory: give files, or a pattern such as {name}/*")
+    return status.st_dev, status.st_ino
+
+
+class InputFile:
+    """One input file: its lines, some of them ahead of time, and how far it is read."""
+
+    def __init__(self, path: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+        """Open it; `path` may be `-`.
+
+        Raises:
+            ConfigError: it cannot be read, or stdin is closed.
+        """
+        self.path, self.name = path, "<stdin>" if path == "-" else path
+        self.max_line_bytes = max_line_bytes
+        self._ahead: deque[bytes | LongLine] = deque()
+        self._raw: io.BufferedReader | None = None
+        self._text: io.BufferedReader | None = None
+        self._n_lines = self._n_bytes = 0
+        size = self._size()
+        self.is_regular, self.n_bytes = size is not None, size
+        self.open()
+
+    def open(self) -> None:
+        """Open it, where it is not."""
+        if self._raw is not None:
+            return
+        try:
+            self._raw = _open(self.path)
+            self._text = _decompressed(self._raw, self.name)
+        except OSError as error:
+            raise ConfigError(f"{self.name}: cannot be read: {error.strerror or error}") from error
+
+    def _size(self) -> int | None:
+        """Return the size of a regular file, None for a pipe or a device."""
+        try:
+            status = None if self.path == "-" else os.stat(self.path)
+        except OSError as error:
+            raise ConfigError(f"{self.name}: cannot be read: {error.strerror}") from error
+        return status.st_size if status and stat.S_ISREG(status.st_mode) else None
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether its bytes are gzip or Zstandard."""
+        return self._text is not self._raw
+
+    @property
+    def n_bytes_read(self) -> int:
+        """Bytes read so far, compressed ones as they stand in the file."""
+        if self._raw is not None and self.is_compressed and self.is_regular:
+            return self._raw.tell()
+        return self._n_bytes
+
+    def tell_share(self, share: float) -> None:
+        """Say how far it is read, for a format that reads it by other means."""
+        self._n_bytes = int(share * (self.n_bytes or 0))
+
+    def lines(self) -> Iterator[bytes | LongLine]:
+        """Yield every line with its ending, without the file's BOM; those looked at before come again.
+
+        Raises:
+            ConfigError: it cannot be read to its end; the message says how far it was.
+        """
+        while self._ahead:
+            yield self._ahead.popleft()
+        yield from self._rest()
+
+    def ahead(self) -> Iterator[bytes | LongLine]:
+        """Yield lines that `lines` will yield again; `rewind` when enough were seen."""
+        for line in self._rest():
+            self._ahead.append(line)
+            yield line
+
+    def rewind(self) -> None:
+        """Be as before `ahead`; a regular file is closed until it is read."""
+        if self.is_regular:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file, but not stdin."""
+        self._ahead.clear()
+        self._n_lines = self._n_bytes = 0
+        files, self._raw, self._text = (self._text, self._raw), None, None
+        if self.path != "-":
+            for file in filter(None, files):
+                with suppress(OSError):
+                    file.close()
+
+    def _rest(self) -> Iterator[bytes | LongLine]:
+        self.open()
+        readline, most = self._readline, self.max_line_bytes
+        while line := readline(most + 1):
+            self._n_lines += 1
+            if self._n_lines == 1:
+                line = self._without_bom(line)
+            if len(line) > most and not line.endswith(b"\n"):
+                yield LongLine(len(line) + self._skip_line())
+            else:
+                yield line
+
+    def _readline(self, n_most: int) -> bytes:
+        """Read a line, or so many bytes of it; translate what goes wrong."""
+        try:
+            line = self._text.readline(n_most) if self._text else b""
+        except _broken_errors() as error:
+            raise ConfigError(self._broken(error)) from error
+        self._n_bytes += len(line)
+        return line
+
+    def _skip_line(self) -> int:
+        n_skipped = 0
+        while piece := self._readline(_BUFFER_BYTES):
+            n_skipped += len(piece)
+            if piece.endswith(b"\n"):
+                break
+        return n_skipped
+
+    def _without_bom(self, line: bytes) -> bytes:
+        if line.startswith(_UTF16_BOMS):
+            raise ConfigError(f"{self.name}: is UTF-16: save it as UTF-8")
+        return line.removeprefix(_BOM)
+
+    def _broken(self, error: Exception) -> str:
+        read = f"{self._n_lines} lines ({self._n_bytes} bytes) were read before"
+        if isinstance(error, EOFError):
+            return (
+                f"{self.name}: ends in the middle of its compressed data; {read}: "
+                "is it still being written, or was it copied in part?"
+            )
+        if isinstance(error, OSError) and error.strerror:
+            return f"{self.name}: cannot be read on: {error.strerror}; {read}"
+        return f"{self.name}: its compressed data is damaged: {error}; {read}"
+
+
+def _open(path: str) -> io.BufferedReader:
+    if path != "-":
+        return open(path, "rb", buffering=_BUFFER_BYTES)
+    if sys.stdin is None:
+        raise ConfigError("stdin is closed: there is nothing to read")
+    file: Any = sys.stdin.buffer
+    return cast("io.BufferedReader", file if hasattr(file, "peek") else io.BufferedReader(file))
+
+
+def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
+    """Return the file's text; its first bytes tell what it is, so that a pipe may be compressed too."""
+    start = raw.peek(4)[:4]
+    if start.startswith(_GZIP):
+        import gzip
+
+        return io.BufferedReader(cast("Any", gzip.GzipFile(fileobj=raw)), _BUFFER_BYTES)
+    if start == _ZSTD:
+        zstd = _import_zstd()
+        if zstd is None:
+            raise ConfigError(f'{name}: reading .zst needs a package: pip install "cbatch[zstd]"')
+        return io.BufferedReader(zstd.ZstdFile(raw), _BUFFER_BYTES)
+    return raw
+
+
+@cache
+def _import_zstd() -> Any:
+    """Return the module for Zstandard, Python's own from 3.14 on; None where there is none."""
+    for name in ("compression.zstd", "backports.zstd"):
+        with suppress(ImportError):
+            return import_module(name)
+    return None
+
+
+@cache
+def _broken_errors() -> tuple[type[Exception], ...]:
+    zstd = _import_zstd()
+    return (EOFError, OSError, zlib.error, *((zstd.ZstdError,) if zstd else ()))

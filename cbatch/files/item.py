@@ -1,0 +1,82 @@
+"""One item of a batch file: what it asks, or why it cannot be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cbatch.errors import ConfigError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cbatch.messages import BatchPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ItemError:
+    """Why one item cannot be asked.
+
+    Args:
+        code: OpenAI's code where it has one: `invalid_json_line`, `duplicate_custom_id`, `url_mismatch`,
+            `model_mismatch`; else one of ours.
+        message: what is wrong, for people.
+        param: the name in the request that it is about.
+    """
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item as it was read.
+
+    Args:
+        number: 1, 2, … over all inputs, blank lines not counted.
+        place: file and line, for people.
+        id: the user's name for it, else one made of its number.
+        prompt: what it asks, with its options, without an id; None where there is an `error`.
+        error: why it cannot be asked.
+        extra: what the format's encoder needs to write its answer: OpenAI's url and model, a table's row.
+        is_labelled: whether `id` was given by the user.
+    """
+
+    number: int
+    place: str
+    id: str
+    prompt: BatchPrompt | None
+    error: ItemError | None = None
+    extra: object = None
+    is_labelled: bool = False
+
+
+class LineError(Exception):
+    """A line that gives no prompt; caught where its item is made."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        """Keep what becomes an `ItemError`."""
+        self.error = ItemError(code, message, param)
+        super().__init__(message)
+
+
+def refused(error: ConfigError, names: Iterable[str] = ()) -> ItemError:
+    """Return what a refused prompt or option comes to; `names` are those that it may be about."""
+    if isinstance(error, UnsupportedOptionError):
+        return ItemError("unsupported_parameter", str(error), error.option)
+    message = str(error)
+    param = next((name for name in names if message.startswith(name)), None)
+    return ItemError("invalid_request", message, param)
+
+
+def duplicate_id(item: Item) -> ItemError:
+    """Return the error of an item whose id stands twice in the input."""
+    return ItemError(
+        "duplicate_custom_id", f"the id {item.id!r} stands twice: ids must be unique", "custom_id"
+    )
+
+
+def unlabelled(number: int) -> str:
+    """Return the id of an item whose line should have one and has none."""
+    return f"line-{number}"

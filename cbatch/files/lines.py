@@ -1,0 +1,194 @@
+"""JSON lines: cbatch's own requests and results, and what all formats of JSON lines have in common."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import CBatchError, ConfigError
+from cbatch.files.item import Item, ItemError, LineError, refused, unlabelled
+from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cbatch.response import BatchResult
+
+KEYS = ("id", "messages", "prompt", "tokens", "options")
+"""What a line of cbatch's may have."""
+
+_N_KEPT = 64
+_MAX_KEY_LENGTH = 2**16
+_decode = json.JSONDecoder().decode
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+# Reading
+
+
+def load(line: bytes) -> dict[str, Any]:
+    """Return the object of a line.
+
+    Raises:
+        LineError: no UTF-8, no JSON, no object, or text that cannot be written again.
+    """
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from None
+    try:
+        value = _decode(text)
+    except (ValueError, RecursionError) as error:
+        raise LineError("invalid_json_line", f"not JSON: {error}: {shown(text)}") from None
+    if not isinstance(value, dict):
+        raise LineError("invalid_json_line", f"not a JSON object: {shown(text)}")
+    if b"\\ud" in line or b"\\uD" in line:
+        _check_pairs(value)
+    return value
+
+
+def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> LineError:
+    """Return what bytes that are no text come to; `n_before` bytes of the item stand before them."""
+    return LineError("invalid_utf8", f"not UTF-8: {error.reason} at byte {n_before + error.start}")
+
+
+def _check_pairs(value: object) -> None:
+    try:
+        _encode(value).encode()
+    except UnicodeEncodeError:
+        message = "a string in it holds half of a surrogate pair, which is no text"
+        raise LineError("invalid_json_line", message) from None
+
+
+def shown(text: str) -> str:
+    """Return the beginning of a line, for errors."""
+    text = text.strip()
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+class OptionsOf:
+    """Builds the options of requests; those that are alike are checked once and are one object."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._known: dict[str, RunOptions] = {}
+
+    def __call__(self, said: Mapping[str, Any]) -> RunOptions:
+        """Return `said` as options.
+
+        Raises:
+            ConfigError: see `RunOptions`.
+        """
+        key = repr(said)  # tells 1 from True and 1.0, which are equal
+        options = self._known.get(key)
+        if options is None:
+            options = RunOptions.of(said)
+            if len(key) <= _MAX_KEY_LENGTH:
+                self._keep(key, options)
+        return options
+
+    def _keep(self, key: str, options: RunOptions) -> None:
+        if len(self._known) >= _N_KEPT:
+            self._known.clear()
+        self._known[key] = options
+
+
+class LineParser:
+    """Reads cbatch's lines: `id`, one of `messages`, `prompt` and `tokens`, and `options`."""
+
+    columns = None
+
+    def __init__(self) -> None:
+        """Make one for all lines of a run."""
+        self._options_of = OptionsOf()
+
+    def parse(self, number: int, place: str, line: bytes) -> Item:
+        """Return the item of a line; what is wrong with it is the item's error."""
+        id = unlabelled(number)
+        is_labelled = False
+        try:
+            request = load(line)
+            given = request.pop("id", None)
+            if given is not None:
+                id, is_labelled = _label(given), True
+            return Item(number, place, id, self._prompt(request), is_labelled=is_labelled)
+        except LineError as error:
+            found = error.error
+        except ConfigError as error:
+            found = refused(error, ("messages", "prompt", "tokens"))
+        return Item(number, place, id, None, found, is_labelled=is_labelled)
+
+    def _prompt(self, request: dict[str, Any]) -> BatchPrompt:
+        for key in request:
+            if key not in KEYS:
+                raise LineError(
+                    "invalid_request",
+                    f"unknown key {key!r}; there is: {', '.join(KEYS)} (for objects of your own give a template)",
+                    key,
+                )
+        options = request.pop("options", None)
+        if options is not None and not isinstance(options, dict):
+            raise LineError("invalid_request", "options must be an object of names", "options")
+        return BatchPrompt(**request, options=self._options_of(options or {}))
+
+
+def _label(given: object) -> str:
+    if not isinstance(given, str) or not given:
+        raise LineError("invalid_request", f"an id must be a non-empty string, not {given!r}", "id")
+    return given
+
+
+# Writing
+
+
+def dump(value: object) -> bytes:
+    """Return a value as a line of JSON."""
+    text = _encode(value)
+    try:
+        return f"{text}\n".encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+        return f"{json.dumps(value)}\n".encode()
+
+
+def error_as_json(error: CBatchError) -> dict[str, object]:
+    """Return what became of a failed item."""
+    return {"type": type(error).__name__, "message": str(error)}
+
+
+class LineEncoder:
+    """Writes cbatch's lines of results."""
+
+    def header(self) -> bytes:
+        """Return what stands before the first record: nothing."""
+        return b""
+
+    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+        """Return a result as a line."""
+        return dump({**result_as_json(result), "id": item.id})
+
+    def error(self, item: Item, error: ItemError) -> bytes:
+        """Return the line of an item that could not be asked."""
+        said = {"type": "ConfigError", "message": f"{item.place}: {error.message}"}
+        more = {"code": error.code, **({"param": error.param} if error.param else {})}
+        return dump({"id": item.id, "text": "", "finish_reason": "error", "error": said | more})
+
+
+def result_as_json(result: BatchResult) -> dict[str, object]:
+    """Return a result as one of cbatch's lines has it."""
+    more = {
+        "reasoning": result.reasoning,
+        "tool_calls": [c.as_dict() for c in result.tool_calls],
+        "warnings": result.warnings,
+    }
+    return {
+        "id": result.id,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "error": result.error and error_as_json(result.error),
+        "usage": asdict(result.usage),
+        "timings": asdict(result.timings),
+        "seed": result.seed,
+        **{name: value for name, value in more.items() if value},
+    }

@@ -1,0 +1,349 @@
+"""OpenAI's batch files: requests in, responses and errors out.
+
+Source: OpenAI's API reference, batch: the request input and output objects.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestFailedError,
+    UnsupportedOptionError,
+)
+from cbatch.files.item import Item, ItemError, LineError, refused, unlabelled
+from cbatch.files.lines import OptionsOf, dump, load
+from cbatch.messages import BatchPrompt
+
+if TYPE_CHECKING:
+    from cbatch.response import BatchResult
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+URLS = (CHAT, COMPLETIONS)
+
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "stream_options", "prediction"}
+    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+"""Names in a body that say nothing about the answer."""
+
+HARMLESS = {
+    "stream": (False,),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "suffix": ("",),
+}
+"""Names in a body that are ignored where they ask for what is done anyway."""
+
+_KEYS = ("custom_id", "method", "url", "body")
+_ANSWERED = {"invalid_request": None, "unsupported_parameter": "unsupported_parameter"}
+"""Errors of a body that a server answers with status 400, and the `code` they have there."""
+
+_FINISH = {"window": "length", "timeout": "length", "cancelled": "length"}
+"""Finish reasons that OpenAI has no word for."""
+
+
+class Call(NamedTuple):
+    """What an answer repeats of its request: the url, and the body's model or ""."""
+
+    url: str
+    model: str
+
+
+# Reading
+
+
+class OpenAIParser:
+    """Reads OpenAI's batch requests."""
+
+    columns = None
+
+    def __init__(self, url: str | None = None) -> None:
+        """Make one for all lines of a run.
+
+        Args:
+            url: what every line must have; None: each line one of those that are served.
+
+        Raises:
+            ConfigError: a url that is not served.
+        """
+        if url is not None and url not in URLS:
+            raise ConfigError(f"url={url!r} is not served; there is: {', '.join(URLS)}")
+        self._url = url
+        self._model: str | None = None
+        self._options_of = OptionsOf()
+
+    def parse(self, number: int, place: str, line: bytes) -> Item:
+        """Return the item of a line; what is wrong with it is the item's error."""
+        id, is_labelled, call = unlabelled(number), False, None
+        names: tuple[str, ...] = ()
+        try:
+            request = load(line)
+            id, is_labelled = _custom_id(request), True
+            call, body = self._call(request)
+            names = tuple(body)
+            prompt = self._prompt(call.url, body)
+            return Item(number, place, id, prompt, None, call, is_labelled)
+        except LineError as error:
+            found = error.error
+        except ConfigError as error:
+            found = refused(error, names)
+        return Item(number, place, id, None, found, call, is_labelled)
+
+    def _call(self, request: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+        for key in request:
+            if key not in _KEYS:
+                message = f"unknown key {key!r}; there is: {', '.join(_KEYS)}"
+                raise LineError("invalid_request", message, key)
+        method, url, body = request.get("method"), request.get("url"), request.get("body")
+        if method != "POST":
+            raise LineError("invalid_method", f"method must be POST, not {method!r}", "method")
+        self._check_url(url)
+        if not isinstance(body, dict):
+            raise LineError("invalid_request", f"body must be an object, not {body!r}", "body")
+        return Call(str(url), self._model_of(body)), body
+
+    def _check_url(self, url: object) -> None:
+        if url not in URLS:
+            message = f"url {url!r} is not served; there is: {', '.join(URLS)}"
+            raise LineError("invalid_url", message, "url")
+        if self._url is not None and url != self._url:
+            message = f"url {url!r} is not that of the batch: {self._url}"
+            raise LineError("url_mismatch", message, "url")
+
+    def _model_of(self, body: dict[str, Any]) -> str:
+        model = body.pop("model", None)
+        if model is None:
+            return ""
+        if not isinstance(model, str):
+            raise LineError("invalid_request", f"model must be a string, not {model!r}", "model")
+        if self._model is None:
+            self._model = model
+        if model != self._model:
+            message = f"model {model!r} is not that of the lines before: {self._model!r}"
+            raise LineError("model_mismatch", message, "model")
+        return model
+
+    def _prompt(self, url: str, body: dict[str, Any]) -> BatchPrompt:
+        asked = "messages" if url == CHAT else "prompt"
+        if body.get(asked) is None:
+            raise LineError("invalid_request", f"{asked} is missing: {url} needs it", asked)
+        content = body.pop(asked)
+        options = self._options_of(
+            {name: v for name, v in body.items() if v is not None and not _is_ignored(name, v)}
+        )
+        if asked == "messages":
+            return BatchPrompt(messages=content, options=options)
+        content = _only_prompt(content)
+        if isinstance(content, str):
+            return BatchPrompt(prompt=content, options=options)
+        return BatchPrompt(tokens=content, options=options)
+
+
+def _custom_id(request: dict[str, Any]) -> str:
+    id = request.get("custom_id")
+    if id is None:
+        raise LineError("missing_custom_id", "custom_id is missing", "custom_id")
+    if not isinstance(id, str) or not id:
+        message = f"custom_id must be a non-empty string, not {id!r}"
+        raise LineError("invalid_custom_id", message, "custom_id")
+    return id
+
+
+def _is_ignored(name: str, value: object) -> bool:
+    if name in IGNORED:
+        return True
+    if name not in HARMLESS:
+        return False
+    if value not in HARMLESS[name]:
+        can = " or ".join(map(repr, HARMLESS[name]))
+        raise LineError(
+            "invalid_request", f"{name} must be {can} in a batch file, not {value!r}", name
+        )
+    return True
+
+
+def _only_prompt(prompt: object) -> Any:
+    """Return the prompt of a completion, of a list of one its only one."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return prompt
+    if len(prompt) > 1:
+        raise LineError(
+            "invalid_request",
+            f"prompt is a list of {len(prompt)} prompts: give each a line of its own",
+            "prompt",
+        )
+    return prompt[0]
+
+
+# Writing
+
+
+class OpenAIEncoder:
+    """Writes OpenAI's lines of output and errors."""
+
+    def header(self) -> bytes:
+        """Return what stands before the first record: nothing."""
+        return b""
+
+    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+        """Return a result as a line: answered, refused, or never run."""
+        if result.error is not None:
+            return _failed(item, _error_of(result.error), _status(result.error))
+        url, asked_model = _call_of(item)
+        key = _key(item.id)
+        body = _chat_body if url == CHAT else _completion_body
+        return _answer(item, 200, body(key, result, created, asked_model or model))
+
+    def error(self, item: Item, error: ItemError) -> bytes:
+        """Return the line of an item that could not be asked."""
+        status = 400 if error.code in _ANSWERED else None
+        message = f"{item.place}: {error.message}"
+        return _failed(item, ItemError(error.code, message, error.param), status)
+
+
+def _call_of(item: Item) -> Call:
+    if isinstance(item.extra, Call):
+        return item.extra
+    is_chat = item.prompt is not None and item.prompt.messages is not None
+    return Call(CHAT if is_chat else COMPLETIONS, "")
+
+
+def _key(id: str) -> str:
+    """Return what the ids in a line are made of: the same for the same request."""
+    return blake2b(id.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def _answer(item: Item, status: int, body: dict[str, Any]) -> bytes:
+    key = _key(item.id)
+    response = {"status_code": status, "request_id": f"req_{key}", "body": body}
+    return dump(
+        {
+            "id": f"batch_req_{key}",
+            "custom_id": item.id,
+            "response": response,
+            "error": None,
+        }
+    )
+
+
+def _failed(item: Item, error: ItemError, status: int | None) -> bytes:
+    """Return the line of an item that a server would answer with `status`; None: would not answer."""
+    if status is None:
+        return dump(
+            {
+                "id": f"batch_req_{_key(item.id)}",
+                "custom_id": item.id,
+                "response": None,
+                "error": {"code": error.code, "message": error.message},
+            }
+        )
+    said = {
+        "message": error.message,
+        "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": error.param,
+        "code": _ANSWERED.get(error.code, error.code),
+    }
+    return _answer(item, status, {"error": said})
+
+
+def _error_of(error: CBatchError) -> ItemError:
+    """Return a failed request's error by OpenAI's codes, where they have one."""
+    message = str(error)
+    if isinstance(error, RequestCancelledError):
+        return ItemError("batch_cancelled", message)
+    if isinstance(error, DeadlineError):
+        return ItemError("request_timeout", message)
+    if isinstance(error, PromptTooLongError):
+        return ItemError("context_length_exceeded", message)
+    if isinstance(error, UnsupportedOptionError):
+        return ItemError("unsupported_parameter", message, error.option)
+    return ItemError("server_error" if _status(error) == 500 else "invalid_request", message)
+
+
+def _status(error: CBatchError) -> int | None:
+    """Return what a server would answer with; None where the request never ran."""
+    if isinstance(error, RequestCancelledError | DeadlineError | QueueFullError):
+        return None
+    return 500 if isinstance(error, RequestFailedError | EngineError) else 400
+
+
+def _chat_body(key: str, result: BatchResult, created: int, model: str) -> dict[str, Any]:
+    choices = [_chat_choice(i, choice) for i, choice in enumerate(_choices(result))]
+    return _body(f"chatcmpl-{key}", "chat.completion", created, model, choices, result)
+
+
+def _chat_choice(index: int, result: BatchResult) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": result.text}
+    if result.reasoning:
+        message["reasoning_content"] = result.reasoning
+    if result.tool_calls:
+        message["content"] = result.text or None
+        message["tool_calls"] = [call.as_dict() for call in result.tool_calls]
+    return {
+        "index": index,
+        "message": message,
+        "finish_reason": _finish(result),
+        "logprobs": None,
+    }
+
+
+def _completion_body(key: str, result: BatchResult, created: int, model: str) -> dict[str, Any]:
+    choices = [
+        {"index": i, "text": choice.text, "finish_reason": _finish(choice), "logprobs": None}
+        for i, choice in enumerate(_choices(result))
+    ]
+    return _body(f"cmpl-{key}", "text_completion", created, model, choices, result)
+
+
+def _choices(result: BatchResult) -> tuple[BatchResult, ...]:
+    return (result,)
+
+
+def _finish(result: BatchResult) -> str:
+    return _FINISH.get(result.finish_reason, result.finish_reason)
+
+
+def _body(
+    id: str,
+    kind: str,
+    created: int,
+    model: str,
+    choices: list[dict[str, Any]],
+    result: BatchResult,
+) -> dict[str, Any]:
+    usage = result.usage
+    counts: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+    if usage.cached_tokens:
+        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    body = {
+        "id": id,
+        "object": kind,
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": counts,
+    }
+    return body | _more(result)
+
+
+def _more(result: BatchResult) -> dict[str, Any]:
+    """Return what OpenAI has no place for, where there is any."""
+    more: dict[str, Any] = {}
+    if any(c.finish_reason in _FINISH for c in _choices(result)):
+        more["finish_reasons"] = [c.finish_reason for c in _choices(result)]
+    if result.warnings:
+        more["warnings"] = list(result.warnings)
+    return {"cbatch": more} if more else {}
