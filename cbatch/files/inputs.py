@@ -143,6 +143,7 @@ class InputFile:
 
     def ahead(self) -> Iterator[bytes | LongLine]:
         """Yield lines that `lines` will yield again; `rewind` when enough were seen."""
+        yield from tuple(self._ahead)
         for line in self._rest():
             self._ahead.append(line)
             yield line
@@ -210,7 +211,7 @@ class InputFile:
 
 def _open(path: str) -> io.BufferedReader:
     if path != "-":
-        return open(path, "rb", buffering=_BUFFER_BYTES)
+        return io.BufferedReader(io.FileIO(path), _BUFFER_BYTES)
     if sys.stdin is None:
         raise ConfigError("stdin is closed: there is nothing to read")
     file: Any = sys.stdin.buffer

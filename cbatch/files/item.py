@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError, UnsupportedOptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     from cbatch.messages import BatchPrompt
 
@@ -61,12 +62,13 @@ class LineError(Exception):
         super().__init__(message)
 
 
-def refused(error: ConfigError, names: Iterable[str] = ()) -> ItemError:
+def refused(error: ConfigError, names: Collection[str] = ()) -> ItemError:
     """Return what a refused prompt or option comes to; `names` are those that it may be about."""
     if isinstance(error, UnsupportedOptionError):
         return ItemError("unsupported_parameter", str(error), error.option)
     message = str(error)
-    param = next((name for name in names if message.startswith(name)), None)
+    word = re.match(r"\w*", message)
+    param = word[0] if word and word[0] in names else None
     return ItemError("invalid_request", message, param)
 
 

@@ -62,6 +62,13 @@ def _check_pairs(value: object) -> None:
         raise LineError("invalid_json_line", message) from None
 
 
+def without_nulls(value: Any) -> Any:
+    """Return an object without what is null in it; what is no object, as it is."""
+    if not isinstance(value, dict):
+        return value
+    return {key: inner for key, inner in value.items() if inner is not None}
+
+
 def shown(text: str) -> str:
     """Return the beginning of a line, for errors."""
     text = text.strip()

@@ -20,7 +20,7 @@ from cbatch.errors import (
     UnsupportedOptionError,
 )
 from cbatch.files.item import Item, ItemError, LineError, refused, unlabelled
-from cbatch.files.lines import OptionsOf, dump, load
+from cbatch.files.lines import OptionsOf, dump, load, without_nulls
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class OpenAIParser:
             id, is_labelled = _custom_id(request), True
             call, body = self._call(request)
             names = tuple(body)
+            if b"null" in line:
+                body = _without_nulls(body)
             prompt = self._prompt(call.url, body)
             return Item(number, place, id, prompt, None, call, is_labelled)
         except LineError as error:
@@ -134,11 +136,11 @@ class OpenAIParser:
 
     def _prompt(self, url: str, body: dict[str, Any]) -> BatchPrompt:
         asked = "messages" if url == CHAT else "prompt"
-        if body.get(asked) is None:
+        content = body.pop(asked, None)
+        if content is None:
             raise LineError("invalid_request", f"{asked} is missing: {url} needs it", asked)
-        content = body.pop(asked)
         options = self._options_of(
-            {name: v for name, v in body.items() if v is not None and not _is_ignored(name, v)}
+            {name: value for name, value in body.items() if not _is_ignored(name, value)}
         )
         if asked == "messages":
             return BatchPrompt(messages=content, options=options)
@@ -156,6 +158,14 @@ def _custom_id(request: dict[str, Any]) -> str:
         message = f"custom_id must be a non-empty string, not {id!r}"
         raise LineError("invalid_custom_id", message, "custom_id")
     return id
+
+
+def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body without what stands for "not said", in its messages too: clients write out all they know."""
+    said = {name: value for name, value in body.items() if value is not None}
+    if isinstance(said.get("messages"), list):
+        said["messages"] = [without_nulls(message) for message in said["messages"]]
+    return said
 
 
 def _is_ignored(name: str, value: object) -> bool:

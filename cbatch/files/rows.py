@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.errors import ConfigError
 from cbatch.files.item import LineError
+from cbatch.files.lines import without_nulls
 from cbatch.files.template import Template
 from cbatch.messages import BatchPrompt
 
@@ -136,10 +137,4 @@ def _chat(value: object) -> Sequence[Message]:
             ) from None
     if not isinstance(value, list):
         raise LineError("invalid_request", "messages must be a list of messages", "messages")
-    return [_message(message) for message in value]
-
-
-def _message(message: Any) -> Any:
-    if not isinstance(message, dict):
-        return message  # refused by name where the prompt is made
-    return {key: value for key, value in message.items() if value is not None}
+    return [without_nulls(message) for message in value]
