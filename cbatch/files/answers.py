@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.files.lines import dump
@@ -17,8 +18,16 @@ if TYPE_CHECKING:
     from cbatch.files.rows import Row
     from cbatch.response import BatchResult
 
-ANSWERS = ("response", "finish_reason", "error", "prompt_tokens", "completion_tokens")
-"""Columns that are added."""
+ANSWERS: Mapping[str, type] = MappingProxyType(
+    {
+        "response": str,
+        "finish_reason": str,
+        "error": str,
+        "prompt_tokens": int,
+        "completion_tokens": int,
+    }
+)
+"""Columns that are added, and what is in them."""
 
 
 def added_names(columns: Collection[str]) -> tuple[str, ...]:

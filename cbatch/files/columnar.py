@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import ConfigError
-from cbatch.files.answers import added_names, answer, no_answer
+from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
 from cbatch.files.lines import dump
 from cbatch.files.rows import RowPrompts
 from cbatch.files.tables import check_columns, item_of_row
@@ -202,14 +202,17 @@ class ColumnarEncoder:
     def _schema(self) -> Any:
         """Return the columns of the output: those of the input with their types, and the added ones."""
         pyarrow = import_pyarrow()
-        text, count = pyarrow.string(), pyarrow.int64()
-        added = zip(self._added, (text, text, text, count, count), strict=True)
+        types = {str: pyarrow.string(), int: pyarrow.int64()}
+        added = [
+            pyarrow.field(name, types[type])
+            for name, type in zip(self._added, ANSWERS.values(), strict=True)
+        ]
         if self._input:
             with _opened(self._paths[0], self._input) as (schema, _, _):
                 own = [schema.field(name) for name in self._own]
         else:
-            own = [pyarrow.field(name, text) for name in self._own]
-        return pyarrow.schema([*own, *(pyarrow.field(name, type) for name, type in added)])
+            own = [pyarrow.field(name, types[str]) for name in self._own]
+        return pyarrow.schema([*own, *added])
 
     def _kept_rows(self, found: _Records) -> Iterator[list[Any]]:
         """Yield the columns of batches of rows that have a record, with what was added."""

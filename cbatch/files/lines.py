@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.files.item import Item, ItemError, LineError, refused, unlabelled
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
+from cbatch.response import Timings, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 KEYS = ("id", "messages", "prompt", "tokens", "options")
 """What a line of cbatch's may have."""
+
+_USAGE = tuple(f.name for f in fields(Usage))
+_TIMINGS = tuple(f.name for f in fields(Timings))
 
 _N_KEPT = 64
 _MAX_KEY_LENGTH = 2**16
@@ -194,8 +198,8 @@ def result_as_json(result: BatchResult) -> dict[str, object]:
         "text": result.text,
         "finish_reason": result.finish_reason,
         "error": result.error and error_as_json(result.error),
-        "usage": asdict(result.usage),
-        "timings": asdict(result.timings),
+        "usage": {name: getattr(result.usage, name) for name in _USAGE},
+        "timings": {name: getattr(result.timings, name) for name in _TIMINGS},
         "seed": result.seed,
         **{name: value for name, value in more.items() if value},
     }

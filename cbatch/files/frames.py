@@ -1,0 +1,158 @@
+"""Tables in memory, pandas' or Arrow's: a prompt a row, the answers as new columns."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from cbatch.errors import ConfigError
+from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
+from cbatch.files.rows import Asking, RowPrompts
+from cbatch.files.tables import check_columns, item_of_row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from cbatch.engine import Engine
+    from cbatch.files.item import Item
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
+    from cbatch.response import BatchResult
+
+T = TypeVar("T")
+
+_N_ROWS = 1024
+"""Rows of an Arrow table to have as Python values at once: our choice."""
+
+
+class _Column(NamedTuple):
+    name: str
+    type: type
+    values: list[Any]
+
+
+class _Frame(Protocol):
+    """What is asked of a table."""
+
+    columns: Sequence[str]
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        """Yield every row."""
+
+    def with_columns(self, columns: Sequence[_Column]) -> Any:
+        """Return a copy of the table with more columns."""
+
+
+def run_table(
+    table: T,
+    *,
+    engine: Engine,
+    template: str | None = None,
+    system: str | None = None,
+    is_raw: bool = False,
+    options: RunOptions | Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> T:
+    """Ask a prompt for each row of a table; return the table with the answers' columns, rows in their order.
+
+    The columns: response, finish_reason, error, prompt_tokens, completion_tokens; with a number where the table has
+    such a name. A row that cannot be asked, or fails, has its `error`; the others go on.
+
+    Args:
+        table: a `pandas.DataFrame` or a `pyarrow.Table`; it is not changed.
+        engine: what answers.
+        template: the text of a prompt, columns' names in braces; None: a column named prompt, text or messages.
+        system: the text of a system message, with fields too.
+        is_raw: make text to complete as it stands of rows, instead of chats.
+        options: for every row.
+        progress: show on stderr how far it is.
+
+    Raises:
+        ConfigError: no table, no row, two columns of one name, or a template that does not fit.
+    """
+    frame = _frame(table)
+    check_columns(frame.columns, None, "table")
+    prompt_of = RowPrompts(Asking(template, system, is_raw), frame.columns, "table")
+    items: list[Item | None] = []
+    asked = _prompts(frame, prompt_of, items)
+    results = engine.run(asked, options=options, progress=progress).results(return_errors=True)
+    answers = _answers(items, results)
+    added = zip(added_names(frame.columns), ANSWERS.values(), strict=True)
+    columns = [_Column(*named, [row[i] for row in answers]) for i, named in enumerate(added)]
+    return frame.with_columns(columns)  # type: ignore[no-any-return]
+
+
+def _prompts(
+    frame: _Frame, prompt_of: RowPrompts, items: list[Item | None]
+) -> Iterator[BatchPrompt]:
+    """Yield the prompts of the rows that give one; keep of each row what is wrong with it."""
+    for number, row in enumerate(frame.rows(), 1):
+        item = item_of_row(number, f"row {number}", row, prompt_of)
+        items.append(None if item.error is None else item)
+        if item.prompt is not None:
+            yield item.prompt
+
+
+def _answers(
+    items: Sequence[Item | None], results: Sequence[BatchResult]
+) -> list[tuple[object, ...]]:
+    left = iter(results)
+    return [
+        no_answer(item.error.message) if item is not None and item.error else answer(next(left))
+        for item in items
+    ]
+
+
+def _frame(table: Any) -> _Frame:
+    for module, name, frame in (
+        ("pandas", "DataFrame", _PandasFrame),
+        ("pyarrow", "Table", _ArrowFrame),
+    ):
+        kind = getattr(sys.modules.get(module), name, None)  # whose table it is has been imported
+        if kind is not None and isinstance(table, kind):
+            return frame(table)
+    raise ConfigError(
+        f"a table is a pandas.DataFrame or a pyarrow.Table, not {type(table).__name__}"
+    )
+
+
+class _PandasFrame:
+    def __init__(self, table: Any) -> None:
+        self._table, self._pandas = table, sys.modules["pandas"]
+        self.columns: Sequence[str] = [str(name) for name in table.columns]
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        for values in self._table.itertuples(index=False, name=None):
+            yield dict(zip(self.columns, map(self._known, values), strict=True))
+
+    def _known(self, value: object) -> object:
+        """Return a cell's value; None for what pandas holds where there is none."""
+        if value is self._pandas.NA or value is self._pandas.NaT:
+            return None
+        return None if isinstance(value, float) and math.isnan(value) else value
+
+    def with_columns(self, columns: Sequence[_Column]) -> Any:
+        array, dtypes = self._pandas.array, {str: "string", int: "Int64"}
+        return self._table.assign(
+            **{c.name: array(c.values, dtype=dtypes[c.type]) for c in columns}
+        )
+
+
+class _ArrowFrame:
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self.columns: Sequence[str] = table.column_names
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        for batch in self._table.to_batches(max_chunksize=_N_ROWS):
+            yield from batch.to_pylist()
+
+    def with_columns(self, columns: Sequence[_Column]) -> Any:
+        pyarrow, table = sys.modules["pyarrow"], self._table
+        types = {str: pyarrow.string(), int: pyarrow.int64()}
+        for column in columns:
+            table = table.append_column(
+                column.name, pyarrow.array(column.values, types[column.type])
+            )
+        return table
