@@ -67,6 +67,9 @@ def _response(result: BatchResult) -> str:
     return result.text
 
 
+_LINE_END = "\r\n"  # fields that hold a character of it are quoted
+
+
 class RowWriter(Protocol):
     """Writes rows of fixed columns as records."""
 
@@ -123,7 +126,7 @@ class CsvWriter:
     def __init__(self, columns: Sequence[str], delimiter: str) -> None:
         """Make one for these columns; a row's others are left out."""
         self._columns, self._text = columns, io.StringIO()
-        self._csv = csv.writer(self._text, delimiter=delimiter, lineterminator="\n")
+        self._csv = csv.writer(self._text, delimiter=delimiter, lineterminator=_LINE_END)
 
     def header(self) -> bytes:
         """Return the line of names."""
@@ -135,10 +138,10 @@ class CsvWriter:
 
     def _line(self, cells: Sequence[str]) -> bytes:
         self._csv.writerow(cells)
-        text = self._text.getvalue()
+        text = self._text.getvalue().removesuffix(_LINE_END)
         self._text.seek(0)
         self._text.truncate()
-        return text.encode(errors="replace")
+        return f"{text}\n".encode(errors="replace")
 
 
 class ObjectWriter:

@@ -33,9 +33,13 @@ COMPRESSED = (".gz", ".zst")
 
 @dataclass(frozen=True, slots=True)
 class LongLine:
-    """A line over the limit, which was read past and not kept."""
+    """A line over the limit, which was read past and not kept.
+
+    `n_quotes` is how many quotation marks are in it: a row of CSV goes on behind an odd number.
+    """
 
     n_bytes: int
+    n_quotes: int
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -82,10 +86,10 @@ class InputFile:
     """One input file: its lines, some of them ahead of time, and how far it is read."""
 
     def __init__(self, path: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        """Open it; `path` may be `-`.
+        """Make one that is opened when it is read; `path` may be `-`.
 
         Raises:
-            ConfigError: it cannot be read, or stdin is closed.
+            ConfigError: there is no such file.
         """
         self.path, self.name = path, "<stdin>" if path == "-" else path
         self.max_line_bytes = max_line_bytes
@@ -95,16 +99,22 @@ class InputFile:
         self._n_lines = self._n_bytes = 0
         size = self._size()
         self.is_regular, self.n_bytes = size is not None, size
-        self.open()
 
     def open(self) -> None:
-        """Open it, where it is not."""
+        """Open it, where it is not.
+
+        Raises:
+            ConfigError: it cannot be read, or stdin is closed.
+        """
         if self._raw is not None:
             return
         try:
             self._raw = _open(self.path)
             self._text = _decompressed(self._raw, self.name)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
+            self.close()
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"{self.name}: cannot be read: {error.strerror or error}") from error
 
     def _size(self) -> int | None:
@@ -118,14 +128,15 @@ class InputFile:
     @property
     def is_compressed(self) -> bool:
         """Whether its bytes are gzip or Zstandard."""
+        self.open()
         return self._text is not self._raw
 
     @property
     def n_bytes_read(self) -> int:
         """Bytes read so far, compressed ones as they stand in the file."""
-        if self._raw is not None and self.is_compressed and self.is_regular:
-            return self._raw.tell()
-        return self._n_bytes
+        if self._raw is None or self._raw is self._text or not self.is_regular:
+            return self._n_bytes
+        return self._raw.tell()
 
     def tell_share(self, share: float) -> None:
         """Say how far it is read, for a format that reads it by other means."""
@@ -171,7 +182,7 @@ class InputFile:
             if self._n_lines == 1:
                 line = self._without_bom(line)
             if len(line) > most and not line.endswith(b"\n"):
-                yield LongLine(len(line) + self._skip_line())
+                yield self._past(line)
             else:
                 yield line
 
@@ -184,13 +195,14 @@ class InputFile:
         self._n_bytes += len(line)
         return line
 
-    def _skip_line(self) -> int:
-        n_skipped = 0
-        while piece := self._readline(_BUFFER_BYTES):
-            n_skipped += len(piece)
-            if piece.endswith(b"\n"):
-                break
-        return n_skipped
+    def _past(self, piece: bytes) -> LongLine:
+        """Read to the end of the line that begins with this piece."""
+        n_bytes = n_quotes = 0
+        while piece:
+            n_bytes += len(piece)
+            n_quotes += piece.count(b'"')
+            piece = b"" if piece.endswith(b"\n") else self._readline(_BUFFER_BYTES)
+        return LongLine(n_bytes, n_quotes)
 
     def _without_bom(self, line: bytes) -> bytes:
         if line.startswith(_UTF16_BOMS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ _TIMINGS = tuple(f.name for f in fields(Timings))
 _N_KEPT = 64
 _MAX_KEY_LENGTH = 2**16
 _decode = json.JSONDecoder().decode
-_encode = json.JSONEncoder(ensure_ascii=False).encode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
 
 
 # Reading
@@ -60,7 +61,7 @@ def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> LineError:
 
 def _check_pairs(value: object) -> None:
     try:
-        _encode(value).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         message = "a string in it holds half of a surrogate pair, which is no text"
         raise LineError("invalid_json_line", message) from None
@@ -155,12 +156,24 @@ def _label(given: object) -> str:
 
 
 def dump(value: object) -> bytes:
-    """Return a value as a line of JSON."""
-    text = _encode(value)
+    """Return a value as a line of JSON; what JSON has no type for as text, what is no number as null."""
+    try:
+        text = _encode(value)
+    except ValueError:
+        text = _encode(_finite(value))
     try:
         return f"{text}\n".encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
-        return f"{json.dumps(value)}\n".encode()
+        return f"{json.dumps(json.loads(text))}\n".encode()
+
+
+def _finite(value: object) -> object:
+    """Return a value with null where it holds NaN or an infinity, which tables may have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def error_as_json(error: CBatchError) -> dict[str, object]:

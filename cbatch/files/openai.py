@@ -145,9 +145,9 @@ class OpenAIParser:
         if asked == "messages":
             return BatchPrompt(messages=content, options=options)
         content = _only_prompt(content)
-        if isinstance(content, str):
-            return BatchPrompt(prompt=content, options=options)
-        return BatchPrompt(tokens=content, options=options)
+        if isinstance(content, list):
+            return BatchPrompt(tokens=content, options=options)
+        return BatchPrompt(prompt=content, options=options)
 
 
 def _custom_id(request: dict[str, Any]) -> str:

@@ -72,8 +72,7 @@ class Source:
 
     def close(self) -> None:
         """Close the files. Twice is harmless."""
-        for file in self._files:
-            file.close()
+        _close(self._files)
 
     def __enter__(self) -> Source:
         return self
@@ -116,7 +115,15 @@ def open_source(
     check_format(format, "auto")
     given = [paths] if isinstance(paths, str | PurePath) else paths
     files = [InputFile(name, max_line_bytes) for name in find_files(given)]
-    formats = [format_of(file, format, has_template=template is not None) for file in files]
+    try:
+        return _looked_at(files, format, asking, url)
+    except BaseException:
+        _close(files)
+        raise
+
+
+def _looked_at(files: Sequence[InputFile], format: str, asking: Asking, url: str | None) -> Source:
+    formats = [format_of(file, format, has_template=asking.template is not None) for file in files]
     kept = [file for file, found in zip(files, formats, strict=True) if found is not None]
     if not kept:
         raise _empty(files)
@@ -131,6 +138,11 @@ def open_source(
         reader.look(file)
         file.rewind()
     return Source(kept, found, reader)
+
+
+def _close(files: Sequence[InputFile]) -> None:
+    for file in files:
+        file.close()
 
 
 def _empty(files: Sequence[InputFile]) -> ConfigError:

@@ -129,30 +129,39 @@ class _CsvRows:
                 cells = next(self._reader)
             except StopIteration:
                 return
-            except LineError as wrong:
-                yield i_first, [], wrong.error
             except csv.Error as wrong:
                 yield i_first, [], self._error or ItemError("invalid_row", f"not CSV: {wrong}")
             else:
-                if cells:
+                if cells or self._error:
                     yield i_first, cells, self._error
 
     def _text(self, line: bytes | LongLine) -> str:
-        """Return a line as text, and remember what is wrong with it."""
+        """Return a line as text, and remember what is wrong with it; what is too much is left out."""
         self._n_lines += 1
+        n_before = self._n_row_bytes
         if isinstance(line, LongLine):
-            raise long_line(line.n_bytes, self._n_most)
-        n_before, self._n_row_bytes = self._n_row_bytes, self._n_row_bytes + len(line)
-        if self._n_row_bytes > self._n_most:
-            raise LineError("line_too_long", self._endless())
+            self._n_row_bytes += line.n_bytes
+            self._error = self._error or long_line(line.n_bytes, self._n_most).error
+            return '"' if line.n_quotes % 2 else ""
+        self._n_row_bytes += len(line)
+        if n_before and self._n_row_bytes > self._n_most:
+            self._error = self._error or self._long_row()
+            line = _from_closing_quote(line)
         try:
             return line.decode()
         except UnicodeDecodeError as error:
             self._error = self._error or not_utf8(error, n_before).error
             return line.decode(errors="replace")
 
-    def _endless(self) -> str:
-        return f"the row is longer than {self._n_most} bytes: is a quotation mark not closed? Or raise max_line_bytes"
+    def _long_row(self) -> ItemError:
+        message = f"the row is longer than {self._n_most} bytes (max_line_bytes): is a quotation mark not closed?"
+        return ItemError("line_too_long", message)
+
+
+def _from_closing_quote(line: bytes) -> bytes:
+    """Return what a line that begins inside quotes has from the closing one on."""
+    line = line.replace(b'""', b"")
+    return line[line.index(b'"') :] if b'"' in line else b""
 
 
 # Reading objects and plain lines

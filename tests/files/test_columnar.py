@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cbatch.errors import ConfigError
+from cbatch.files.columnar import ColumnarEncoder
+from cbatch.files.formats import encoder
+from cbatch.files.source import open_source
+from tests.files.samples import ANSWER, error_of, read, records, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DAY = datetime.date(2024, 5, 1)
+TABLE = pa.table(
+    {
+        "review": ["good", None, "bad"],
+        "n": pa.array([1, 2, None], pa.int8()),
+        "day": [DAY, DAY, DAY],
+        "tags": [["a"], [], None],
+    },
+    metadata={"owner": "me"},
+)
+
+
+def save(path: Path, table: Any = TABLE, *, is_stream: bool = False) -> str:
+    """Write a table as the file's name says."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=2)
+        return str(path)
+    maker = pa.ipc.new_stream if is_stream else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as file, maker(file, table.schema) as writer:
+        writer.write_table(table, 2)
+    return str(path)
+
+
+def load(path: Path) -> Any:
+    return pq.read_table(path) if path.suffix == ".parquet" else pa.ipc.open_file(path).read_all()
+
+
+def finished(target: Path, *paths: str, to: str = "auto", only: set[int] | None = None) -> Any:
+    """Return the table that comes of files whose rows were answered in reverse."""
+    with open_source(list(paths), **_template(paths)) as source:
+        encode = encoder(source.format if to == "auto" else to, source)
+        assert isinstance(encode, ColumnarEncoder)
+        lines = [
+            encode.result(item, ANSWER, created=1, model="m")
+            for item in source
+            if only is None or item.number in only
+        ]
+    written = target.with_name("records")
+    written.write_bytes(encode.header() + b"".join(reversed(lines)))
+    encode.finish(written, target)
+    return load(target)
+
+
+def _template(paths: tuple[str, ...]) -> dict[str, str]:
+    is_columnar = paths[0].endswith((".parquet", ".arrow"))
+    return {"template": "Classify: {review}"} if is_columnar else {}
+
+
+def test_rows_are_asked_with_their_values(tmp_path: Path) -> None:
+    path = save(tmp_path / "in.parquet")
+    items = read(path, template="{review} {n} {day} {tags}")
+    assert [i.prompt.messages[0]["content"] for i in items if i.prompt and i.prompt.messages] == [
+        'good 1 2024-05-01 ["a"]',
+        " 2 2024-05-01 []",
+        "bad  2024-05-01 ",
+    ]
+    assert [i.place for i in items] == [f"{path}, row {n}" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_arrow_files_and_streams_are_read(tmp_path: Path, is_stream: bool) -> None:
+    path = save(tmp_path / "in.arrow", is_stream=is_stream)
+    assert [item.id for item in read(path, template="{day}")] == ["1", "2", "3"]
+
+
+def test_column_of_chats_is_read(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi", "name": None}]
+    [item] = read(save(tmp_path / "in.parquet", pa.table({"messages": [chat]})))
+    assert item.prompt is not None
+    assert item.prompt.messages == ({"role": "user", "content": "hi"},)
+
+
+def test_row_that_is_wrong_costs_that_row(tmp_path: Path) -> None:
+    path = save(tmp_path / "in.parquet", pa.table({"text": ["x", None]}))
+    good, bad = read(path)
+    assert good.error is None
+    assert error_of(bad).message == "the prompt is empty"
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
+def test_output_has_the_input_and_the_answers_in_order(tmp_path: Path, name: str) -> None:
+    out = finished(tmp_path / f"out-{name}", save(tmp_path / name))
+    assert out.select(TABLE.column_names).equals(TABLE)
+    assert out.column_names[4:] == [
+        "response",
+        "finish_reason",
+        "error",
+        "prompt_tokens",
+        "completion_tokens",
+    ]
+    assert out["response"].to_pylist() == ["Hi!"] * 3
+    assert out["prompt_tokens"].type == pa.int64()
+
+
+def test_rows_without_a_record_are_left_out(tmp_path: Path) -> None:
+    a, b = save(tmp_path / "a.parquet"), save(tmp_path / "b.parquet")
+    out = finished(tmp_path / "out.parquet", a, b, only={2, 3, 4})
+    assert out["review"].to_pylist() == [None, "bad", "good"]
+    assert finished(tmp_path / "out.parquet", a, only=set()).num_rows == 0
+
+
+def test_of_two_records_the_last_counts(tmp_path: Path) -> None:
+    with open_source(save(tmp_path / "in.parquet"), template="{review}") as source:
+        encode = ColumnarEncoder("parquet", source)
+    (tmp_path / "records").write_bytes(
+        b'1\t["old", "stop", null, 1, 2]\n1\t["new", "stop", null, 1, 2]\n'
+    )
+    encode.finish(tmp_path / "records", tmp_path / "out.parquet")
+    assert load(tmp_path / "out.parquet")["response"].to_pylist() == ["new"]
+
+
+def test_many_rows_come_out_in_order(tmp_path: Path) -> None:
+    many = pa.table({"review": [str(i) for i in range(3000)]})
+    out = finished(tmp_path / "out.arrow", save(tmp_path / "in.arrow", many))
+    assert out["review"].to_pylist() == many["review"].to_pylist()
+
+
+def test_text_becomes_columns_of_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.csv", "id,text\n1,a\n2,\n3,c\n")
+    with open_source(path) as source:
+        encode = encoder("parquet", source)
+        lines = [
+            encode.error(i, i.error) if i.error else encode.result(i, ANSWER, created=1, model="m")
+            for i in source
+        ]
+    assert isinstance(encode, ColumnarEncoder)
+    (tmp_path / "records").write_bytes(b"".join(lines))
+    encode.finish(tmp_path / "records", tmp_path / "out.parquet")
+    out = load(tmp_path / "out.parquet").to_pylist()
+    assert [(row["id"], row["text"], row["finish_reason"]) for row in out] == [
+        ("1", "a", "stop"),
+        ("2", "", "error"),
+        ("3", "c", "stop"),
+    ]
+
+
+def test_requests_become_rows_by_id(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", '{"id": "a", "prompt": "x"}')
+    [row] = finished(tmp_path / "out.parquet", path, to="parquet").to_pylist()
+    assert (row["id"], row["response"]) == ("a", "Hi!")
+
+
+def test_parquet_can_be_answered_in_lines(tmp_path: Path) -> None:
+    path = save(tmp_path / "in.parquet")
+    rows = [json.loads(r) for r in records(path, template="{n}", to="jsonl").splitlines()[:1]]
+    assert rows[0]["tags"] == ["a"]
+    assert rows[0]["response"] == "Hi!"
+
+
+def test_files_with_other_types_are_refused(tmp_path: Path) -> None:
+    a = save(tmp_path / "a.parquet", pa.table({"text": ["x"], "n": [1]}))
+    b = save(tmp_path / "b.parquet", pa.table({"text": ["x"], "n": ["1"]}))
+    with pytest.raises(ConfigError, match=r"b.parquet: column 'n' is string, .* before int64"):
+        read(a, b)
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
+def test_file_that_is_something_else_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as"):
+        read(write(tmp_path / name, "not this at all"))
+
+
+def test_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = save(tmp_path / "in.parquet")
+    (tmp_path / "records").write_bytes(b'1\t["too", "few"]\n')
+    with open_source(path, template="{review}") as source:
+        encode = ColumnarEncoder("parquet", source)
+    with pytest.raises(IndexError):
+        encode.finish(tmp_path / "records", tmp_path / "out.parquet")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "records"]
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "in.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"cbatch\[parquet\]"):
+        read(path, template="{review}")

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import gzip
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.errors import ConfigError
+from cbatch.files.inputs import InputFile, LongLine, find_files
+from tests.files.samples import write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+zstd = pytest.importorskip("backports.zstd")
+
+TEXT = b"one\ntwo\r\n\nthree"
+LINES = [b"one\n", b"two\r\n", b"\n", b"three"]
+
+
+OpenFile = Callable[..., InputFile]
+
+
+@pytest.fixture
+def opened() -> Iterator[OpenFile]:
+    """Return a maker of files that are closed when the test ends."""
+    with ExitStack() as stack:
+
+        def make(*args: Any) -> InputFile:
+            file = InputFile(*args)
+            stack.callback(file.close)
+            return file
+
+        yield make
+
+
+class Stdin:
+    """A stdin of these bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self.buffer = io.BytesIO(data)
+
+
+def names(folder: Path, *files: str) -> list[str]:
+    return [write(folder / file, "x") for file in files]
+
+
+def test_find_files_of_patterns_are_in_order_of_names(tmp_path: Path) -> None:
+    b, a, c = names(tmp_path, "b.jsonl", "a.jsonl", "c.txt")
+    assert find_files([c, f"{tmp_path}/*.jsonl"]) == [c, a, b]
+
+
+def test_find_files_takes_a_name_with_brackets_as_it_is(tmp_path: Path) -> None:
+    [file] = names(tmp_path, "a[1].jsonl")
+    assert find_files([file]) == [file]
+
+
+def test_find_files_of_a_deep_pattern_leaves_out_folders(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    [file] = names(tmp_path / "inner", "a.jsonl")
+    assert find_files([f"{tmp_path}/**"]) == [file]
+
+
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        ([], "no input"),
+        (["{0}/none.jsonl"], "No such file"),
+        (["{0}/*.none"], "no file has a name of this pattern"),
+        (["{0}"], "is a directory: give files, or a pattern"),
+        (["{0}/a.jsonl", "{0}/*.jsonl"], "is named twice"),
+        (["{0}/a.jsonl", "{0}/./a.jsonl"], "is named twice .as"),
+        (["-", "-"], "is named twice"),
+    ],
+)
+def test_find_files_that_cannot_be_read_once_says_why(
+    tmp_path: Path, paths: list[str], said: str
+) -> None:
+    names(tmp_path, "a.jsonl")
+    with pytest.raises(ConfigError, match=said):
+        find_files([path.format(tmp_path) for path in paths])
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd.compress])
+def test_lines_come_with_their_endings_whatever_the_file_is_packed_in(
+    tmp_path: Path, pack: object, opened: OpenFile
+) -> None:
+    assert callable(pack)
+    file = opened(write(tmp_path / "file", pack(TEXT)))
+    assert list(file.lines()) == LINES
+    assert file.n_bytes == file.n_bytes_read == len(pack(TEXT))
+
+
+def test_lines_of_two_packed_parts_are_read_through(tmp_path: Path, opened: OpenFile) -> None:
+    file = opened(write(tmp_path / "file", gzip.compress(b"a\n") + gzip.compress(b"b\n")))
+    assert list(file.lines()) == [b"a\n", b"b\n"]
+
+
+def test_lines_begin_behind_a_bom(tmp_path: Path, opened: OpenFile) -> None:
+    file = opened(write(tmp_path / "file", b"\xef\xbb\xbf" + TEXT))
+    assert list(file.lines()) == LINES
+
+
+def test_utf16_is_refused_by_name(tmp_path: Path, opened: OpenFile) -> None:
+    file = opened(write(tmp_path / "file", "one\n".encode("utf-16")))
+    with pytest.raises(ConfigError, match="UTF-16: save it as UTF-8"):
+        list(file.lines())
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_line_over_the_limit_is_passed_over(tmp_path: Path, end: bytes, opened: OpenFile) -> None:
+    file = opened(write(tmp_path / "file", b"1234\n" + b'"' * 300_000 + end), 4)
+    assert list(file.lines()) == [b"1234\n", LongLine(300_000 + len(end), 300_000)]
+
+
+def test_lines_ahead_come_again(tmp_path: Path, opened: OpenFile) -> None:
+    file = opened(write(tmp_path / "file", TEXT))
+    assert next(file.ahead()) == LINES[0]
+    file.rewind()
+    assert list(file.lines()) == LINES
+
+
+def test_lines_ahead_of_stdin_come_again(monkeypatch: pytest.MonkeyPatch, opened: OpenFile) -> None:
+    monkeypatch.setattr("sys.stdin", Stdin(TEXT))
+    file = opened("-")
+    for _ in range(2):
+        assert [line for _, line in zip(range(2), file.ahead(), strict=False)] == LINES[:2]
+        file.rewind()
+    assert list(file.lines()) == LINES
+    assert (file.name, file.n_bytes, file.n_bytes_read) == ("<stdin>", None, len(TEXT))
+
+
+def test_stdin_may_be_packed(monkeypatch: pytest.MonkeyPatch, opened: OpenFile) -> None:
+    monkeypatch.setattr("sys.stdin", Stdin(gzip.compress(TEXT)))
+    assert list(opened("-").lines()) == LINES
+
+
+def test_closed_stdin_is_named(monkeypatch: pytest.MonkeyPatch, opened: OpenFile) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ConfigError, match="stdin is closed"):
+        list(opened("-").lines())
+
+
+def test_pipe_has_no_size(tmp_path: Path, opened: OpenFile) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, TEXT)
+    os.close(writer)
+    file = opened(f"/dev/fd/{reader}")
+    assert list(file.ahead()) == LINES
+    file.rewind()
+    assert (list(file.lines()), file.n_bytes) == (LINES, None)
+    file.close()
+    os.close(reader)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd.compress])
+def test_torn_file_says_how_far_it_was_read(
+    tmp_path: Path, compress: object, opened: OpenFile
+) -> None:
+    assert callable(compress)
+    data = compress(b"".join(b"line %d\n" % i for i in range(1000)))
+    file = opened(write(tmp_path / "file", data[:-9]))
+    with pytest.raises(ConfigError, match=r"ends in the middle .* \d+ lines .*were read before"):
+        list(file.lines())
+
+
+def test_damaged_file_says_so(tmp_path: Path, opened: OpenFile) -> None:
+    data = bytearray(gzip.compress(os.urandom(1000)))
+    data[500] ^= 255
+    file = opened(write(tmp_path / "file", bytes(data)))
+    with pytest.raises(ConfigError, match="compressed data is damaged"):
+        list(file.lines())
+
+
+def test_zstd_without_its_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: OpenFile
+) -> None:
+    monkeypatch.setattr("cbatch.files.inputs._import_zstd", lambda: None)
+    with pytest.raises(ConfigError, match=r"cbatch\[zstd\]"):
+        list(opened(write(tmp_path / "file", zstd.compress(TEXT))).lines())

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.errors import PromptTooLongError
+from cbatch.files.lines import OptionsOf
+from cbatch.options import RunOptions
+from cbatch.response import ToolCall
+from tests.files.samples import ANSWER, error_of, failed, read, records, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cbatch.files.item import Item
+
+GOOD = '{"id": "a", "prompt": "x"}\n'
+
+
+def items(folder: Path, *lines: str | bytes) -> list[Item]:
+    data = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines)
+    return read(write(folder / "in.jsonl", data), format="cbatch")
+
+
+def item(folder: Path, **request: Any) -> Item:
+    [found] = items(folder, json.dumps(request))
+    return found
+
+
+def result_of(folder: Path, result: Any = ANSWER, line: str = GOOD) -> Any:
+    return json.loads(records(write(folder / "in.jsonl", line), result=result))
+
+
+def test_line_is_an_item_with_its_id_place_and_options(tmp_path: Path) -> None:
+    found = item(tmp_path, id="a", messages=[{"role": "user", "content": "x"}], options={"seed": 3})
+    assert (found.number, found.id, found.is_labelled, found.error) == (1, "a", True, None)
+    assert found.place == f"{tmp_path}/in.jsonl, line 1"
+    assert found.prompt is not None
+    assert (found.prompt.id, found.prompt.options) == (None, RunOptions(seed=3))
+
+
+@pytest.mark.parametrize("content", [{"prompt": "x"}, {"tokens": [1, 2]}])
+def test_line_may_have_a_prompt_or_tokens(tmp_path: Path, content: dict[str, Any]) -> None:
+    assert item(tmp_path, **content).error is None
+
+
+def test_blank_lines_are_not_counted_but_places_are_those_of_the_file(tmp_path: Path) -> None:
+    found = items(tmp_path, "", '{"prompt": "x"}', "  \r", '{"prompt": "y"}\r')
+    assert [(i.number, i.id, i.place[-6:], i.is_labelled) for i in found] == [
+        (1, "line-1", "line 2", False),
+        (2, "line-2", "line 4", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("nope", "invalid_json_line", "not JSON: Expecting value: .*: nope"),
+        ('{"prompt": "x"', "invalid_json_line", "not JSON"),
+        ("[" * 100_000, "invalid_json_line", "not JSON: maximum recursion"),
+        ("[1]", "invalid_json_line", "not a JSON object"),
+        (b'{"prompt": "\xff"}', "invalid_utf8", "not UTF-8: invalid start byte at byte 12"),
+        ('{"prompt": "\\ud800"}', "invalid_json_line", "half of a surrogate pair"),
+        ('{"id": 5, "prompt": "x"}', "invalid_request", "id must be a non-empty string, not 5"),
+        ('{"id": "", "prompt": "x"}', "invalid_request", "id must be a non-empty string"),
+        ('{"id": "a"}', "invalid_request", "give one of messages, prompt and tokens, not none"),
+        ('{"prompt": "x", "tokens": [1]}', "invalid_request", "give one of"),
+        ('{"prompt": ""}', "invalid_request", "the prompt is empty"),
+        ('{"prompt": "x", "foo": 1}', "invalid_request", "unknown key 'foo'; .* give a template"),
+        ('{"prompt": "x", "options": [1]}', "invalid_request", "options must be an object"),
+        ('{"prompt": "x", "options": {"top_k": true}}', "invalid_request", "top_k must be"),
+        ('{"prompt": "x", "options": {"foo": 1}}', "unsupported_parameter", "unknown option 'foo'"),
+    ],
+)
+def test_line_that_is_wrong_is_an_item_with_its_error(
+    tmp_path: Path, line: str | bytes, code: str, said: str
+) -> None:
+    bad, good = items(tmp_path, line, GOOD)
+    assert error_of(bad).code == code
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(error_of(bad).message)
+    assert good.error is None
+
+
+def test_wrong_line_keeps_its_id(tmp_path: Path) -> None:
+    found = item(tmp_path, id="a", prompt="")
+    assert (found.id, found.is_labelled) == ("a", True)
+
+
+def test_error_names_the_option_it_is_about(tmp_path: Path) -> None:
+    [found] = items(tmp_path, '{"prompt": "x", "options": {"foo": 1}}')
+    assert error_of(found).param == "foo"
+
+
+def test_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
+    [found] = items(tmp_path, '{"prompt": "\\ud83d\\ude00"}')
+    assert found.prompt is not None
+    assert found.prompt.prompt == "😀"
+
+
+def test_line_over_the_limit_is_an_item_with_its_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", GOOD + "x" * 100 + "\n" + GOOD)
+    first, second, third = read(path, max_line_bytes=60)
+    assert error_of(second).code == "line_too_long"
+    assert "101 bytes, the most is 60" in error_of(second).message
+    assert (first.error, third.error, third.number) == (None, None, 3)
+
+
+def test_options_that_are_alike_are_one_object() -> None:
+    options_of = OptionsOf()
+    assert options_of({"seed": 1}) is options_of({"seed": 1})
+    assert options_of({"temperature": 1}) is not options_of({"temperature": 1.0})
+    for seed in range(200):
+        assert options_of({"seed": seed}).seed == seed
+
+
+def test_result_is_a_line_with_the_items_id(tmp_path: Path) -> None:
+    assert result_of(tmp_path) == {
+        "id": "a",
+        "text": "Hi!",
+        "finish_reason": "stop",
+        "error": None,
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "cached_tokens": 0,
+            "context_shifts": 0,
+        },
+        "timings": {
+            "queue_s": 0.1,
+            "ttft_s": 0.2,
+            "total_s": 0.3,
+            "prompt_tps": 30.0,
+            "generation_tps": 20.0,
+        },
+        "seed": 5,
+    }
+
+
+def test_result_has_what_there_is_besides_text(tmp_path: Path) -> None:
+    call = ToolCall("c1", "look", "{}")
+    full = replace(ANSWER, reasoning="hm", tool_calls=(call,), warnings=("careful",))
+    line = result_of(tmp_path, full)
+    assert line["reasoning"] == "hm"
+    assert line["tool_calls"] == [call.as_dict()]
+    assert line["warnings"] == ["careful"]
+
+
+def test_failed_result_has_its_error(tmp_path: Path) -> None:
+    line = result_of(tmp_path, failed(PromptTooLongError(9, 8)))
+    assert line["error"]["type"] == "PromptTooLongError"
+    assert "9 tokens" in line["error"]["message"]
+
+
+def test_wrong_line_becomes_a_line_with_place_and_reason(tmp_path: Path) -> None:
+    line = result_of(tmp_path, line='{"prompt": "", "id": "a"}')
+    assert line["id"] == "a"
+    assert line["finish_reason"] == "error"
+    assert line["error"] == {
+        "type": "ConfigError",
+        "message": f"{tmp_path}/in.jsonl, line 1: the prompt is empty",
+        "code": "invalid_request",
+    }
+
+
+def test_half_a_surrogate_pair_in_an_answer_is_written_as_an_escape(tmp_path: Path) -> None:
+    assert result_of(tmp_path, replace(ANSWER, text="\ud800ä"))["text"] == "\ud800ä"

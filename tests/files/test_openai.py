@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    DeadlineError,
+    EngineClosedError,
+    GrammarError,
+    PromptTooLongError,
+    RequestCancelledError,
+    RequestFailedError,
+    UnsupportedOptionError,
+)
+from cbatch.files.openai import CHAT, COMPLETIONS
+from cbatch.options import RunOptions
+from cbatch.response import ToolCall, Usage
+from tests.files.samples import ANSWER, error_of, failed, read, records, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cbatch.files.item import Item
+    from cbatch.response import BatchResult
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def request(id: str | None = "a", url: str = CHAT, **body: Any) -> dict[str, Any]:
+    """A batch request; of a chat unless the body has a prompt."""
+    content = {} if "prompt" in body or "messages" in body else {"messages": MESSAGES}
+    return {
+        "custom_id": id,
+        "method": "POST",
+        "url": COMPLETIONS if "prompt" in body and url == CHAT else url,
+        "body": {"model": "m", **content, **body},
+    }
+
+
+def path_of(folder: Path, *requests: dict[str, Any]) -> str:
+    return write(folder / "in.jsonl", "\n".join(map(json.dumps, requests)))
+
+
+def item(folder: Path, **said: Any) -> Item:
+    [found] = read(path_of(folder, request(**said)))
+    return found
+
+
+def line_of(folder: Path, result: BatchResult = ANSWER, **said: Any) -> Any:
+    return json.loads(records(path_of(folder, request(**said)), result=result))
+
+
+def body_of(folder: Path, result: BatchResult = ANSWER, **said: Any) -> Any:
+    return line_of(folder, result, **said)["response"]["body"]
+
+
+def test_request_is_an_item_with_its_options(tmp_path: Path) -> None:
+    found = item(tmp_path, max_tokens=5, stop="x", logit_bias={"7": -100}, top_k=3)
+    assert (found.id, found.is_labelled) == ("a", True)
+    assert found.prompt is not None
+    assert found.prompt.options == RunOptions(max_tokens=5, stop="x", logit_bias={7: -100}, top_k=3)
+    assert found.prompt.messages == tuple(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"},
+        {"stream": False, "stream_options": {"include_usage": True}},
+        {"parallel_tool_calls": True, "modalities": ["text"]},
+        {"temperature": None, "tools": None, "audio": None},
+        {"messages": [{**MESSAGES[0], "name": None, "tool_calls": None}]},
+    ],
+)
+def test_names_that_do_not_change_the_answer_are_ignored(
+    tmp_path: Path, ignored: dict[str, Any]
+) -> None:
+    assert item(tmp_path, **ignored).prompt == item(tmp_path).prompt
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "tokens"),
+    [
+        ("x", "x", None),
+        (["x"], "x", None),
+        ([1, 2], None, (1, 2)),
+        ([[1, 2]], None, (1, 2)),
+    ],
+)
+def test_completion_takes_text_or_tokens(
+    tmp_path: Path, prompt: object, text: str | None, tokens: tuple[int, ...] | None
+) -> None:
+    found = item(tmp_path, prompt=prompt).prompt
+    assert found is not None
+    assert (found.prompt, found.tokens) == (text, tokens)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param", "said"),
+    [
+        ({"stream": True}, "invalid_request", "stream", "stream must be False in a batch file"),
+        ({"parallel_tool_calls": False}, "invalid_request", "parallel_tool_calls", "must be True"),
+        ({"messages": None}, "invalid_request", "messages", "messages is missing"),
+        ({"messages": []}, "invalid_request", None, "the prompt is empty"),
+        ({"messages": ["x"]}, "invalid_request", "messages", "must be a mapping"),
+        ({"prompt": ["x", "y"]}, "invalid_request", "prompt", "a list of 2 prompts"),
+        ({"prompt": [[1], [2]]}, "invalid_request", "prompt", "a list of 2 prompts"),
+        ({"prompt": 5}, "invalid_request", "prompt", "prompt must be a string, not int"),
+        ({"prompt": [True]}, "invalid_request", None, "tokens must be token ids"),
+        ({"model": 5}, "invalid_request", "model", "model must be a string, not 5"),
+        ({"max_tokens": 0}, "invalid_request", "max_tokens", "max_tokens must be 1 …"),
+        (
+            {"stop": "x", "stop_token_ids": [-1]},
+            "invalid_request",
+            "stop_token_ids",
+            "stop_token_ids must be",
+        ),
+        ({"foo": 1}, "unsupported_parameter", "foo", "unknown option 'foo'"),
+    ],
+)
+def test_body_that_is_wrong_is_answered_with_400(
+    tmp_path: Path, body: dict[str, Any], code: str, param: str | None, said: str
+) -> None:
+    error = error_of(item(tmp_path, **body))
+    assert (error.code, error.param) == (code, param)
+    assert said in error.message
+    line = line_of(tmp_path, **body)
+    assert (line["custom_id"], line["error"]) == ("a", None)
+    assert line["response"]["status_code"] == 400
+    answer = line["response"]["body"]["error"]
+    assert answer["message"] == f"{tmp_path}/in.jsonl, line 1: {error.message}"
+    assert (answer["type"], answer["param"]) == ("invalid_request_error", param)
+    assert answer["code"] == (None if code == "invalid_request" else code)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"custom_id": None}, "missing_custom_id"),
+        ({"custom_id": 5}, "invalid_custom_id"),
+        ({"custom_id": ""}, "invalid_custom_id"),
+        ({"method": "GET"}, "invalid_method"),
+        ({"url": "/v1/embeddings"}, "invalid_url"),
+        ({"url": ["/v1/completions"]}, "invalid_url"),
+    ],
+)
+def test_line_that_is_no_request_has_no_response(
+    tmp_path: Path, change: dict[str, Any], code: str
+) -> None:
+    path = path_of(tmp_path, request() | change, request("b"))
+    bad, good = read(path)
+    assert error_of(bad).code == code
+    assert good.error is None
+    line = json.loads(records(path).splitlines()[0])
+    assert line["response"] is None
+    assert line["error"] == {"code": code, "message": f"{bad.place}: {error_of(bad).message}"}
+    assert line["custom_id"] == ("a" if "custom_id" not in change else "line-1")
+
+
+@pytest.mark.parametrize("change", [{"body": 5}, {"foo": 1}])
+def test_line_with_a_wrong_key_names_it(tmp_path: Path, change: dict[str, Any]) -> None:
+    [found] = read(path_of(tmp_path, request() | change))
+    assert error_of(found).param in change
+
+
+def test_other_model_than_before_is_refused(tmp_path: Path) -> None:
+    a, b, c = read(
+        path_of(tmp_path, request("a"), request("b", model="n"), request("c", model=None))
+    )
+    assert error_of(b).code == "model_mismatch"
+    assert "'n' is not that of the lines before: 'm'" in error_of(b).message
+    assert (a.error, c.error) == (None, None)
+
+
+def test_both_urls_are_served_in_one_file(tmp_path: Path) -> None:
+    a, b = read(path_of(tmp_path, request("a"), request("b", prompt="x")))
+    assert (a.error, b.error) == (None, None)
+
+
+def test_other_url_than_the_batch_is_for_is_refused(tmp_path: Path) -> None:
+    a, b = read(path_of(tmp_path, request("a"), request("b", prompt="x")), url=CHAT)
+    assert a.error is None
+    assert error_of(b).code == "url_mismatch"
+
+
+def test_batch_for_a_url_that_is_not_served_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'/v1/embeddings' is not served"):
+        read(path_of(tmp_path, request()), url="/v1/embeddings")
+
+
+def test_answer_is_the_documented_line(tmp_path: Path) -> None:
+    line = line_of(tmp_path)
+    key = line["id"].removeprefix("batch_req_")
+    assert len(key) == 24
+    assert line == {
+        "id": f"batch_req_{key}",
+        "custom_id": "a",
+        "response": {
+            "status_code": 200,
+            "request_id": f"req_{key}",
+            "body": {
+                "id": f"chatcmpl-{key}",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": {"role": "assistant", "content": "Hi!"},
+                        "finish_reason": "stop",
+                        "logprobs": None,
+                    }
+                ],
+                "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+            },
+        },
+        "error": None,
+    }
+
+
+def test_ids_of_an_answer_follow_from_the_custom_id(tmp_path: Path) -> None:
+    assert line_of(tmp_path)["id"] == line_of(tmp_path, seed=1)["id"]
+    assert line_of(tmp_path)["id"] != line_of(tmp_path, id="b")["id"]
+
+
+def test_request_without_a_model_is_answered_with_the_runs(tmp_path: Path) -> None:
+    assert body_of(tmp_path, model=None)["model"] == "the model"
+
+
+def test_chat_round_trips_through_openais_types(tmp_path: Path) -> None:
+    call = ToolCall("c1", "look", '{"at": 1}')
+    full = replace(
+        ANSWER,
+        text="",
+        reasoning="hm",
+        tool_calls=(call,),
+        finish_reason="tool_calls",
+        usage=Usage(3, 2, 1),
+    )
+    body = body_of(tmp_path, full)
+    found = ChatCompletion.model_validate(body, strict=True)
+    message = found.choices[0].message
+    assert message.tool_calls is not None
+    assert (message.tool_calls[0].id, message.content) == ("c1", None)
+    assert found.usage is not None
+    assert found.usage.prompt_tokens_details is not None
+    assert found.usage.prompt_tokens_details.cached_tokens == 1
+    assert message.model_extra == {"reasoning_content": "hm"}
+    assert found.to_dict(exclude_unset=True) == body
+
+
+def test_completion_round_trips_through_openais_types(tmp_path: Path) -> None:
+    body = body_of(tmp_path, prompt="x")
+    found = Completion.model_validate(body, strict=True)
+    assert (found.object, found.choices[0].text) == ("text_completion", "Hi!")
+    assert found.to_dict(exclude_unset=True) == body
+
+
+@pytest.mark.parametrize("reason", ["window", "timeout", "cancelled"])
+@pytest.mark.parametrize("said", [{}, {"prompt": "x"}])
+def test_reason_that_openai_does_not_know_is_length_and_said_beside(
+    tmp_path: Path, reason: Any, said: dict[str, Any]
+) -> None:
+    body = body_of(tmp_path, replace(ANSWER, finish_reason=reason, warnings=("w",)), **said)
+    kind = Completion if said else ChatCompletion
+    assert kind.model_validate(body, strict=True).choices[0].finish_reason == "length"
+    assert body["cbatch"] == {"finish_reasons": [reason], "warnings": ["w"]}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type", "code"),
+    [
+        (PromptTooLongError(9, 8), 400, "invalid_request_error", "context_length_exceeded"),
+        (UnsupportedOptionError("foo"), 400, "invalid_request_error", "unsupported_parameter"),
+        (GrammarError("regex", "bad"), 400, "invalid_request_error", None),
+        (ConfigError("bad"), 400, "invalid_request_error", None),
+        (RequestFailedError("oh"), 500, "server_error", "server_error"),
+        (EngineClosedError("oh"), 500, "server_error", "server_error"),
+    ],
+)
+def test_failed_request_is_answered_with_its_status(
+    tmp_path: Path, error: CBatchError, status: int, type: str, code: str | None
+) -> None:
+    line = line_of(tmp_path, failed(error))
+    assert line["error"] is None
+    assert line["response"]["status_code"] == status
+    said = line["response"]["body"]["error"]
+    assert (said["message"], said["type"], said["code"]) == (str(error), type, code)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RequestCancelledError("c"), "batch_cancelled"), (DeadlineError(1.0), "request_timeout")],
+)
+def test_request_that_never_ran_has_no_response(
+    tmp_path: Path, error: CBatchError, code: str
+) -> None:
+    line = line_of(tmp_path, failed(error))
+    assert line["response"] is None
+    assert line["error"] == {"code": code, "message": str(error)}
+
+
+def test_other_inputs_are_answered_as_chats_or_completions(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "in.jsonl", '{"prompt": "x"}\n{"messages": [{"role": "user", "content": "x"}]}'
+    )
+    first, second = map(json.loads, records(path, to="openai").splitlines())
+    assert first["response"]["body"]["object"] == "text_completion"
+    assert (second["response"]["body"]["object"], second["custom_id"]) == (
+        "chat.completion",
+        "line-2",
+    )

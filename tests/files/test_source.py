@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cbatch.errors import ConfigError
+from cbatch.files.formats import encoder, is_error, output_format
+from cbatch.files.item import duplicate_id
+from cbatch.files.source import open_source
+from tests.files.samples import ANSWER, failed, read, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OPENAI = json.dumps(
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+)
+CBATCH = '{"prompt": "x"}'
+OBJECT = '{"text": "x"}'
+
+
+def format_of(path: str, format: str = "auto") -> str:
+    with open_source(path, format=format) as source:
+        return source.format
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "format"),
+    [
+        ("a.jsonl", OPENAI, "openai"),
+        ("a.jsonl", CBATCH, "cbatch"),
+        ("a.ndjson", OBJECT, "jsonl"),
+        ("a.json", CBATCH, "cbatch"),
+        ("a.jsonl.gz", OPENAI, "openai"),
+        ("a", CBATCH, "cbatch"),
+        ("a.jsonl", f"\n\nbroken\n{OPENAI}", "openai"),
+        ("a.jsonl", "broken", "cbatch"),
+        ("a.csv", "text\nx", "csv"),
+        ("A.CSV", "text\nx", "csv"),
+        ("a.csv.gz", "text\nx", "csv"),
+        ("a.tsv", "text\nx", "tsv"),
+        ("a.tab", "text\nx", "tsv"),
+        ("a.txt", CBATCH, "text"),
+    ],
+)
+def test_format_is_told_by_name_and_first_object(
+    tmp_path: Path, name: str, content: str, format: str
+) -> None:
+    assert format_of(write(tmp_path / name, content)) == format
+
+
+def test_format_can_be_said(tmp_path: Path) -> None:
+    assert format_of(write(tmp_path / "a.dat", "text\nx"), "csv") == "csv"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.dat", "hello", "its format cannot be told by its name: give it .openai, cbatch"),
+        ("a.json", '[{"prompt": "x"}]', r"begins with \[, as a JSON array does: .*jq"),
+        ("a.jsonl", "\n \n", "no request in it .empty_file"),
+        ("a.jsonl", "", "no request in it .empty_file"),
+        ("a.txt.gz", "", "no request in it .empty_file"),
+        ("a.parquet", "", "no request in it .empty_file"),
+        ("a.parquet.gz", "x", "is compressed: Parquet and Arrow are read from files as they are"),
+    ],
+)
+def test_file_that_cannot_be_read_says_why(
+    tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(write(tmp_path / name, content))
+
+
+def test_blank_lines_beyond_where_the_format_is_told_are_an_empty_file_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="empty_file"):
+        read(write(tmp_path / "a.txt", "\n" * 1000))
+
+
+def test_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"format must be one of auto, openai, .*, not 'xml'"):
+        read(write(tmp_path / "a.xml", "x"), format="xml")
+
+
+@pytest.mark.parametrize("content", [OPENAI, CBATCH])
+def test_template_does_not_fit_requests(tmp_path: Path, content: str) -> None:
+    path = write(tmp_path / "a.jsonl", content)
+    with pytest.raises(ConfigError, match="which a template or a system message does not fit"):
+        read(path, system="x")
+    with pytest.raises(ConfigError, match="there is no column 'x'"):
+        read(path, template="{x}")
+
+
+def test_several_files_are_numbered_through(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", f"{CBATCH}\n{CBATCH}\n")
+    write(tmp_path / "c.jsonl", "")
+    items = read(f"{tmp_path}/*.jsonl")
+    assert [(i.number, i.place.removeprefix(f"{tmp_path}/")) for i in items] == [
+        (1, "a.jsonl, line 1"),
+        (2, "a.jsonl, line 2"),
+        (3, "b.jsonl, line 1"),
+        (4, "b.jsonl, line 2"),
+    ]
+
+
+def test_files_of_several_formats_are_refused(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a.jsonl", OPENAI), write(tmp_path / "b.txt", "x")
+    with pytest.raises(ConfigError, match=r"a.jsonl is openai and .*b.txt is text"):
+        read(a, b)
+
+
+def test_one_path_may_be_given_alone(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", CBATCH)
+    with open_source(tmp_path / "a.jsonl") as source:
+        assert len(list(source)) == 1
+
+
+def test_stdin_is_read_like_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stdin:
+        buffer = io.BytesIO(gzip.compress(b"\nid,text\n1,x\n"))
+
+    monkeypatch.setattr("sys.stdin", Stdin)
+    with open_source("-", format="csv", template="{text}") as source:
+        [item] = source
+    assert (item.place, item.extra) == ("<stdin>, line 3", {"id": "1", "text": "x"})
+    assert source.n_bytes is None
+
+
+def test_bytes_read_grow_to_those_of_all_files(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", f"{CBATCH}\n" * 3)
+    b = write(tmp_path / "b.jsonl.gz", f"{CBATCH}\n" * 3)
+    with open_source([a, b]) as source:
+        seen = [source.n_bytes_read for _ in source]
+        assert seen[:3] == [16, 32, 48]
+        assert seen == sorted(seen)
+        assert (
+            source.n_bytes_read
+            == source.n_bytes
+            == sum(p.stat().st_size for p in tmp_path.iterdir())
+        )
+
+
+def test_items_are_read_one_at_a_time(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "x\n" * 300_000)
+    with open_source(path) as source:
+        next(iter(source))
+        assert source.n_bytes_read == 2
+
+
+def test_source_that_is_closed_early_leaves_nothing_open(tmp_path: Path) -> None:
+    with open_source(write(tmp_path / "a.jsonl", f"{CBATCH}\n" * 3)) as source:
+        next(iter(source))
+    source.close()
+
+
+def test_output_is_in_the_format_of_the_input(tmp_path: Path) -> None:
+    with open_source(write(tmp_path / "a.csv", "text\nx")) as source:
+        assert (output_format(source), output_format(source, "cbatch")) == ("csv", "cbatch")
+        for asked, said in (("xml", "format must be one of"), ("text", "several lines")):
+            with pytest.raises(ConfigError, match=said):
+                output_format(source, asked)
+        assert encoder("csv", source).header().startswith(b"text,response,")
+
+
+def test_what_failed_is_an_error_record(tmp_path: Path) -> None:
+    good, bad = read(write(tmp_path / "a.jsonl", f"{CBATCH}\nbroken"))
+    assert not is_error(good, ANSWER)
+    assert is_error(good, failed(ConfigError("x")))
+    assert is_error(bad, None)
+
+
+def test_id_that_stands_twice_has_openais_code(tmp_path: Path) -> None:
+    [item] = read(write(tmp_path / "a.jsonl", '{"id": "a", "prompt": "x"}'))
+    assert duplicate_id(item).code == "duplicate_custom_id"
+    assert "'a' stands twice" in duplicate_id(item).message

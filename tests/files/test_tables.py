@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbatch.errors import ConfigError, RequestFailedError
+from cbatch.response import ToolCall
+from tests.files.samples import ANSWER, error_of, failed, read, records, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cbatch.files.item import Item
+
+REVIEWS = 'id,review\r\n1,"good,\r\n""really"""\r\n\r\n2,bad\r\n'
+
+
+def asked(item: Item) -> list[tuple[str, str]]:
+    """The roles and texts of an item's chat."""
+    assert item.prompt is not None
+    return [(m["role"], m["content"]) for m in item.prompt.messages or ()]
+
+
+def table(data: bytes, delimiter: str = ",") -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(data.decode(), newline=""), delimiter=delimiter))
+
+
+# Reading
+
+
+def test_rows_are_asked_by_the_template(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.csv", REVIEWS)
+    first, second = read(path, template="{id}: {review}?", system="Be {id}.")
+    assert asked(first) == [("system", "Be 1."), ("user", '1: good,\r\n"really"?')]
+    assert asked(second)[1] == ("user", "2: bad?")
+    assert [(i.number, i.id, i.is_labelled) for i in (first, second)] == [
+        (1, "1", False),
+        (2, "2", False),
+    ]
+    assert [i.place[-6:] for i in (first, second)] == ["line 2", "line 5"]
+    assert second.extra == {"id": "2", "review": "bad"}
+
+
+def test_rows_can_be_asked_as_raw_text(tmp_path: Path) -> None:
+    first, _ = read(write(tmp_path / "in.csv", REVIEWS), template="{id}:", is_raw=True)
+    assert first.prompt is not None
+    assert first.prompt.prompt == "1:"
+
+
+def test_system_message_for_raw_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="raw prompts have no messages"):
+        read(write(tmp_path / "in.csv", REVIEWS), template="{id}", system="x", is_raw=True)
+
+
+@pytest.mark.parametrize("column", ["prompt", "text"])
+def test_column_named_prompt_or_text_needs_no_template(tmp_path: Path, column: str) -> None:
+    [item] = read(write(tmp_path / "in.csv", f"id,{column}\n1,{{hi}}\n"))
+    assert asked(item) == [("user", "{hi}")]
+
+
+def test_column_named_messages_holds_chats(tmp_path: Path) -> None:
+    cell = json.dumps([{"role": "user", "content": "hi", "name": None}]).replace('"', '""')
+    [item] = read(write(tmp_path / "in.csv", f'messages\n"{cell}"\n'))
+    assert asked(item) == [("user", "hi")]
+
+
+@pytest.mark.parametrize("cell", ["nope", "5", '"[5]"', "[]"])
+def test_chat_that_is_none_is_an_error_of_its_row(tmp_path: Path, cell: str) -> None:
+    [item] = read(write(tmp_path / "in.csv", f"messages\n{cell}\n"))
+    assert error_of(item).code == "invalid_request"
+
+
+@pytest.mark.parametrize("said", [{"system": "x"}, {"is_raw": True}])
+def test_chats_take_no_system_message_and_are_not_raw(tmp_path: Path, said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="column messages holds whole chats"):
+        read(write(tmp_path / "in.csv", "messages\n[]\n"), **said)
+
+
+@pytest.mark.parametrize(
+    ("header", "said", "message"),
+    [
+        ("id,review", {}, "no column prompt, text or messages: give a template .* id, review"),
+        ("text,prompt", {}, "has columns prompt and text: give a template"),
+        (
+            "id,review",
+            {"template": "{x}"},
+            "template: there is no column 'x'; there is: id, review",
+        ),
+        ("id,text", {"system": "{x}"}, "system: there is no column 'x'"),
+        ("id,id", {"template": "{id}"}, "two columns named 'id'"),
+        ('id,"review', {"template": "{id}"}, "the header cannot be read: not CSV"),
+    ],
+)
+def test_table_that_does_not_fit_is_refused_at_once(
+    tmp_path: Path, header: str, said: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(write(tmp_path / "in.csv", f"{header}\n1,2\n"), **said)
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "said"),
+    [
+        (b"1", "invalid_row", "1 fields, the header 2"),
+        (b"1,2,3", "invalid_row", "3 fields, the header 2"),
+        (b'1,"a"b', "invalid_row", "not CSV: ',' expected"),
+        (b"1,\xff", "invalid_utf8", "invalid start byte at byte 2"),
+        (b'1,"a\n\xff"', "invalid_utf8", "invalid start byte at byte 5"),
+        (b'"' + b"x" * 100 + b'",2', "line_too_long", "the most is 60"),
+        (b'1,"' + b"x\n" * 100 + b'"', "line_too_long", "is a quotation mark not closed"),
+        (b'1,"' + b"x" * 50 + b'\nx""\n""",""', "line_too_long", "is a quotation mark not closed"),
+        (b'1,"a\n' + b"x" * 100 + b'\nb"', "line_too_long", "the most is 60"),
+        (b'1,"' + b"x" * 100 + b'\nb"', "line_too_long", "the most is 60"),
+        (b"1, ", "invalid_request", "the prompt is empty"),
+    ],
+)
+def test_row_that_is_wrong_costs_that_row(tmp_path: Path, row: bytes, code: str, said: str) -> None:
+    path = write(tmp_path / "in.csv", b"id,text\n" + row + b"\n9,good\n")
+    bad, good = read(path, max_line_bytes=60)
+    assert error_of(bad).code == code
+    assert said in error_of(bad).message
+    assert asked(good) == [("user", "good")]
+
+
+def test_quotation_mark_that_is_never_closed_is_an_error(tmp_path: Path) -> None:
+    good, bad = read(write(tmp_path / "in.csv", 'id,text\n1,a\n2,"b\n3,c\n'))
+    assert asked(good) == [("user", "a")]
+    assert "unexpected end of data" in error_of(bad).message
+
+
+def test_field_may_be_as_long_as_a_line(tmp_path: Path) -> None:
+    [item] = read(write(tmp_path / "in.csv", f"text\n{'x' * 2**20}\n"))
+    assert len(asked(item)[0][1]) == 2**20
+
+
+def test_tsv_is_split_at_tabs(tmp_path: Path) -> None:
+    [item] = read(write(tmp_path / "in.tsv", "id\ttext\n1\ta, b\n"))
+    assert item.extra == {"id": "1", "text": "a, b"}
+
+
+def test_files_of_one_table_may_order_their_columns_differently(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.csv", "id,text\n1,a\n")
+    b = write(tmp_path / "b.csv", "text,id\nb,2\n")
+    assert [(i.number, asked(i)) for i in read(a, b)] == [
+        (1, [("user", "a")]),
+        (2, [("user", "b")]),
+    ]
+
+
+def test_files_with_other_columns_are_refused(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.csv", "id,text\n1,a\n")
+    b = write(tmp_path / "b.csv", "text\nb\n")
+    with pytest.raises(ConfigError, match=r"b.csv: its columns are text; those .* are id, text"):
+        read(a, b)
+
+
+def test_table_without_rows_is_empty(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="empty_file"):
+        read(write(tmp_path / "in.csv", "text\n"))
+
+
+def test_objects_are_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", '{"a": {"b": 1}, "id": 5}\n{"id": 6}\n[1]\n')
+    good, short, wrong = read(path, template="{id} {a}")
+    assert (asked(good), good.id) == ([("user", '5 {"b": 1}')], "1")
+    assert (error_of(short).code, error_of(short).param) == ("missing_field", "a")
+    assert error_of(wrong).code == "invalid_json_line"
+
+
+def test_objects_with_a_text_need_no_template(tmp_path: Path) -> None:
+    [item] = read(write(tmp_path / "in.jsonl", '{"text": "hi", "n": 1}\n'))
+    assert asked(item) == [("user", "hi")]
+
+
+def test_objects_without_a_text_need_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no column prompt, text or messages"):
+        read(write(tmp_path / "in.jsonl", '{"review": "hi"}\n'))
+
+
+def test_plain_lines_are_prompts(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.txt", b"one\r\n\n  two {x}\n\xff\n")
+    first, second, third = read(path)
+    assert asked(first) == [("user", "one")]
+    assert asked(second) == [("user", "  two {x}")]
+    assert (error_of(third).code, third.id) == ("invalid_utf8", "3")
+
+
+def test_plain_lines_can_be_framed(tmp_path: Path) -> None:
+    [item] = read(write(tmp_path / "in.txt", "one\n"), template="Say {line}.", system="Be brief.")
+    assert asked(item) == [("system", "Be brief."), ("user", "Say one.")]
+
+
+# Writing
+
+
+def test_csv_keeps_the_columns_and_adds_the_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.csv", REVIEWS)
+    first, second = table(records(path, template="{review}"))
+    assert first == {
+        "id": "1",
+        "review": 'good,\r\n"really"',
+        "response": "Hi!",
+        "finish_reason": "stop",
+        "error": "",
+        "prompt_tokens": "3",
+        "completion_tokens": "2",
+    }
+    assert second["review"] == "bad"
+
+
+def test_added_columns_get_a_number_where_the_table_has_such(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.csv", "text,response,response_2\nx,old,older\n")
+    [row] = table(records(path))
+    assert (row["response"], row["response_2"], row["response_3"]) == ("old", "older", "Hi!")
+
+
+def test_row_that_is_wrong_is_written_with_its_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.csv", "id,text\n1\n")
+    [row] = table(records(path))
+    assert (row["id"], row["text"], row["finish_reason"]) == ("1", "", "error")
+    assert row["error"].startswith(f"{path}, line 2: the row has 1 fields")
+
+
+def test_failed_row_is_written_with_its_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.tsv", "text\nx\n")
+    [row] = table(records(path, result=failed(RequestFailedError("oh"))), "\t")
+    assert (row["response"], row["error"]) == ("", "oh")
+
+
+def test_calls_of_tools_are_a_rows_response(tmp_path: Path) -> None:
+    call = ToolCall("c1", "look", "{}")
+    result = replace(ANSWER, text="", tool_calls=(call,))
+    [row] = table(records(write(tmp_path / "in.csv", "text\nx\n"), result=result))
+    assert json.loads(row["response"]) == [call.as_dict()]
+
+
+def test_objects_are_written_with_the_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", '{"text": "x", "n": 1}\n{"text": "x", "error": 2}\n')
+    first, second = map(json.loads, records(path).splitlines())
+    assert (first["n"], first["response"], first["error"]) == (1, "Hi!", None)
+    assert (second["error"], second["error_2"]) == (2, None)
+
+
+def test_plain_lines_are_answered_with_cbatchs_lines(tmp_path: Path) -> None:
+    [line] = records(write(tmp_path / "in.txt", "x\n")).splitlines()
+    assert json.loads(line)["id"] == "1"
+
+
+def test_plain_lines_can_become_a_table(tmp_path: Path) -> None:
+    [row] = table(records(write(tmp_path / "in.txt", "x, y\n"), to="csv"))
+    assert (row["line"], row["response"]) == ("x, y", "Hi!")
+
+
+def test_requests_can_become_a_table_by_id(tmp_path: Path) -> None:
+    [row] = table(records(write(tmp_path / "in.jsonl", '{"id": "a", "prompt": "x"}'), to="csv"))
+    assert (row["id"], row["response"]) == ("a", "Hi!")
+
+
+cells = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(cells, cells), min_size=1))
+def test_any_table_comes_back_with_its_columns(tmp_path: Path, rows: list[tuple[str, str]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerows([("a", "b"), *rows])
+    path = write(tmp_path / "in.csv", text.getvalue())
+    again = table(records(path, template="x{a}{b}"))
+    assert [(row["a"], row["b"]) for row in again] == rows
