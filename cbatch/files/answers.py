@@ -61,7 +61,9 @@ def no_answer(message: str) -> tuple[object, ...]:
 
 
 def _response(result: BatchResult) -> str:
-    """Return the text; where tools are called and nothing is said, the calls as JSON."""
+    """Return the text; where tools are called and nothing is said, the calls as JSON; of several answers, a list."""
+    if len(result.choices) > 1:
+        return as_text([_response(choice) for choice in result.choices])
     if result.tool_calls and not result.text:
         return as_text([call.as_dict() for call in result.tool_calls])
     return result.text

@@ -16,10 +16,13 @@ from cbatch.response import Timings, Usage
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.response import BatchResult
+    from cbatch.response import BatchResult, TokenLogprob
 
 KEYS = ("id", "messages", "prompt", "tokens", "options")
 """What a line of cbatch's may have."""
+
+LEAST_LOGPROB = -9999.0
+"""Source: OpenAI's API reference, chat completions, `logprobs`."""
 
 _USAGE = tuple(f.name for f in fields(Usage))
 _TIMINGS = tuple(f.name for f in fields(Timings))
@@ -201,11 +204,6 @@ class LineEncoder:
 
 def result_as_json(result: BatchResult) -> dict[str, object]:
     """Return a result as one of cbatch's lines has it."""
-    more = {
-        "reasoning": result.reasoning,
-        "tool_calls": [c.as_dict() for c in result.tool_calls],
-        "warnings": result.warnings,
-    }
     return {
         "id": result.id,
         "text": result.text,
@@ -214,5 +212,45 @@ def result_as_json(result: BatchResult) -> dict[str, object]:
         "usage": {name: getattr(result.usage, name) for name in _USAGE},
         "timings": {name: getattr(result.timings, name) for name in _TIMINGS},
         "seed": result.seed,
-        **{name: value for name, value in more.items() if value},
+        **_more(result),
     }
+
+
+def _more(result: BatchResult) -> dict[str, object]:
+    """Return what a result has besides text, where it has it."""
+    more = {
+        "reasoning": result.reasoning,
+        "tool_calls": [call.as_dict() for call in result.tool_calls],
+        "logprobs": None if result.logprobs is None else list(map(_token, result.logprobs)),
+        "choices": [_choice(choice) for choice in result.choices],
+        "warnings": result.warnings,
+    }
+    return {name: value for name, value in more.items() if value}
+
+
+def _choice(choice: BatchResult) -> dict[str, object]:
+    return {
+        "text": choice.text,
+        "finish_reason": choice.finish_reason,
+        "error": choice.error and error_as_json(choice.error),
+        "seed": choice.seed,
+        **_more(choice),
+    }
+
+
+def _token(token: TokenLogprob) -> dict[str, object]:
+    said = {"token_id": token.token_id, "text": token_text(token), "logprob": logprob_of(token)}
+    return {**said, "top": list(map(_token, token.top))} if token.top else said
+
+
+def token_text(token: TokenLogprob) -> str:
+    """Return a token's text, or its bytes where they are no whole characters, as OpenAI's API writes them."""
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
+
+
+def logprob_of(token: TokenLogprob) -> float:
+    """Return a token's log-probability as JSON can hold it: a probability of 0 is -9999, as in OpenAI's API."""
+    return max(token.logprob, LEAST_LOGPROB)

@@ -5,7 +5,9 @@ Source: OpenAI's API reference, batch: the request input and output objects.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from hashlib import blake2b
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.errors import (
@@ -20,11 +22,13 @@ from cbatch.errors import (
     UnsupportedOptionError,
 )
 from cbatch.files.item import Item, ItemError, LineError, refused, unlabelled
-from cbatch.files.lines import OptionsOf, dump, load, without_nulls
+from cbatch.files.lines import OptionsOf, dump, load, logprob_of, token_text, without_nulls
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
-    from cbatch.response import BatchResult
+    from collections.abc import Sequence
+
+    from cbatch.response import BatchResult, TokenLogprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETIONS)
@@ -302,20 +306,53 @@ def _chat_choice(index: int, result: BatchResult) -> dict[str, Any]:
         "index": index,
         "message": message,
         "finish_reason": _finish(result),
-        "logprobs": None,
+        "logprobs": None if result.logprobs is None else _chat_logprobs(result.logprobs),
     }
 
 
+def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    content = [_token(t) | {"top_logprobs": list(map(_token, t.top))} for t in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": logprob_of(token), "bytes": list(token.data)}
+
+
 def _completion_body(key: str, result: BatchResult, created: int, model: str) -> dict[str, Any]:
-    choices = [
-        {"index": i, "text": choice.text, "finish_reason": _finish(choice), "logprobs": None}
-        for i, choice in enumerate(_choices(result))
-    ]
+    choices = [_completion_choice(i, choice) for i, choice in enumerate(_choices(result))]
     return _body(f"cmpl-{key}", "text_completion", created, model, choices, result)
 
 
+def _completion_choice(index: int, result: BatchResult) -> dict[str, Any]:
+    logprobs = None if result.logprobs is None else _completion_logprobs(result.logprobs)
+    return {
+        "index": index,
+        "text": result.text,
+        "finish_reason": _finish(result),
+        "logprobs": logprobs,
+    }
+
+
+def _completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    tops = [{token_text(top): logprob_of(top) for top in token.top} for token in tokens]
+    return {
+        "tokens": [token_text(token) for token in tokens],
+        "token_logprobs": [logprob_of(token) for token in tokens],
+        "top_logprobs": tops if any(tops) else None,
+        "text_offset": _offsets(tokens),
+    }
+
+
+def _offsets(tokens: Sequence[TokenLogprob]) -> list[int]:
+    """Return where each token's text begins, in characters."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    lengths = [len(decoder.decode(token.data)) for token in tokens]
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
 def _choices(result: BatchResult) -> tuple[BatchResult, ...]:
-    return (result,)
+    return result.choices or (result,)
 
 
 def _finish(result: BatchResult) -> str:

@@ -61,7 +61,7 @@ def finished(target: Path, *paths: str, to: str = "auto", only: set[int] | None 
     return load(target)
 
 
-def _template(paths: tuple[str, ...]) -> dict[str, str]:
+def _template(paths: tuple[str, ...]) -> dict[str, Any]:
     is_columnar = paths[0].endswith((".parquet", ".arrow"))
     return {"template": "Classify: {review}"} if is_columnar else {}
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from cbatch.errors import PromptTooLongError
 from cbatch.files.lines import OptionsOf
 from cbatch.options import RunOptions
-from cbatch.response import ToolCall
+from cbatch.response import TokenLogprob, ToolCall
 from tests.files.samples import ANSWER, error_of, failed, read, records, write
 
 if TYPE_CHECKING:
@@ -147,6 +148,32 @@ def test_result_has_what_there_is_besides_text(tmp_path: Path) -> None:
     assert line["reasoning"] == "hm"
     assert line["tool_calls"] == [call.as_dict()]
     assert line["warnings"] == ["careful"]
+
+
+def test_logprobs_are_written_with_ids_and_text(tmp_path: Path) -> None:
+    tokens = (
+        TokenLogprob(1, b"Hi", -0.5, (TokenLogprob(9, b"\xc3", -inf),)),
+        TokenLogprob(2, b"!", 0.0),
+    )
+    assert result_of(tmp_path, replace(ANSWER, logprobs=tokens))["logprobs"] == [
+        {
+            "token_id": 1,
+            "text": "Hi",
+            "logprob": -0.5,
+            "top": [{"token_id": 9, "text": "bytes:\\xc3", "logprob": -9999.0}],
+        },
+        {"token_id": 2, "text": "!", "logprob": 0.0},
+    ]
+
+
+def test_several_answers_are_written_as_choices(tmp_path: Path) -> None:
+    both = (ANSWER, replace(ANSWER, text="Ho!", seed=6, reasoning="hm"))
+    line = result_of(tmp_path, replace(ANSWER, choices=both))
+    assert line["text"] == "Hi!"
+    assert line["choices"] == [
+        {"text": "Hi!", "finish_reason": "stop", "error": None, "seed": 5},
+        {"text": "Ho!", "finish_reason": "stop", "error": None, "seed": 6, "reasoning": "hm"},
+    ]
 
 
 def test_failed_result_has_its_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,7 @@ from cbatch.errors import (
 )
 from cbatch.files.openai import CHAT, COMPLETIONS
 from cbatch.options import RunOptions
-from cbatch.response import ToolCall, Usage
+from cbatch.response import TokenLogprob, ToolCall, Usage
 from tests.files.samples import ANSWER, error_of, failed, read, records, write
 
 if TYPE_CHECKING:
@@ -261,6 +262,61 @@ def test_completion_round_trips_through_openais_types(tmp_path: Path) -> None:
     found = Completion.model_validate(body, strict=True)
     assert (found.object, found.choices[0].text) == ("text_completion", "Hi!")
     assert found.to_dict(exclude_unset=True) == body
+
+
+TOKENS = (
+    TokenLogprob(1, b"Hi", -0.5, (TokenLogprob(1, b"Hi", -0.5), TokenLogprob(9, b"\xc3", -inf))),
+    TokenLogprob(2, b"\xc3", -0.25, (TokenLogprob(2, b"\xc3", -0.25),)),
+    TokenLogprob(3, b"\xa4!", -0.125),
+)
+
+
+def test_logprobs_of_a_chat_round_trip_through_openais_types(tmp_path: Path) -> None:
+    body = body_of(tmp_path, replace(ANSWER, text="Hiä!", logprobs=TOKENS), logprobs=True)
+    found = ChatCompletion.model_validate(body, strict=True)
+    assert found.to_dict(exclude_unset=True) == body
+    assert found.choices[0].logprobs is not None
+    content = found.choices[0].logprobs.content
+    assert content is not None
+    assert [(t.token, t.bytes, t.logprob) for t in content] == [
+        ("Hi", [72, 105], -0.5),
+        ("bytes:\\xc3", [195], -0.25),
+        ("bytes:\\xa4\\x21", [164, 33], -0.125),
+    ]
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.5, -9999.0]
+
+
+def test_logprobs_of_a_completion_round_trip_through_openais_types(tmp_path: Path) -> None:
+    result = replace(ANSWER, text="Hiä!", logprobs=TOKENS)
+    body = body_of(tmp_path, result, prompt="x", logprobs=2)
+    found = Completion.model_validate(body, strict=True)
+    assert found.to_dict(exclude_unset=True) == body
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.text_offset == [0, 2, 2]
+    assert logprobs.token_logprobs == [-0.5, -0.25, -0.125]
+    assert logprobs.top_logprobs == [
+        {"Hi": -0.5, "bytes:\\xc3": -9999.0},
+        {"bytes:\\xc3": -0.25},
+        {},
+    ]
+
+
+def test_completion_without_alternatives_has_none(tmp_path: Path) -> None:
+    result = replace(ANSWER, logprobs=(TokenLogprob(1, b"Hi!", -0.5),))
+    body = body_of(tmp_path, result, prompt="x", logprobs=0)
+    assert body["choices"][0]["logprobs"]["top_logprobs"] is None
+    Completion.model_validate(body, strict=True)
+
+
+@pytest.mark.parametrize("said", [{}, {"prompt": "x"}])
+def test_several_answers_are_several_choices(tmp_path: Path, said: dict[str, Any]) -> None:
+    both = (ANSWER, replace(ANSWER, finish_reason="length"))
+    body = body_of(tmp_path, replace(ANSWER, choices=both, usage=Usage(3, 4)), n=2, **said)
+    kind = Completion if said else ChatCompletion
+    found = kind.model_validate(body, strict=True)
+    assert [(c.index, c.finish_reason) for c in found.choices] == [(0, "stop"), (1, "length")]
+    assert body["usage"]["total_tokens"] == 7
 
 
 @pytest.mark.parametrize("reason", ["window", "timeout", "cancelled"])

@@ -241,6 +241,12 @@ def test_calls_of_tools_are_a_rows_response(tmp_path: Path) -> None:
     assert json.loads(row["response"]) == [call.as_dict()]
 
 
+def test_several_answers_are_a_list_in_a_rows_response(tmp_path: Path) -> None:
+    result = replace(ANSWER, choices=(ANSWER, replace(ANSWER, text="Ho!")))
+    [row] = table(records(write(tmp_path / "in.csv", "text\nx\n"), result=result))
+    assert json.loads(row["response"]) == ["Hi!", "Ho!"]
+
+
 def test_objects_are_written_with_the_answer(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", '{"text": "x", "n": 1}\n{"text": "x", "error": 2}\n')
     first, second = map(json.loads, records(path).splitlines())

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+import cbatch
+from cbatch.errors import ConfigError
+from cbatch.files.frames import run_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ADDED = ["response", "finish_reason", "error", "prompt_tokens", "completion_tokens"]
+
+
+@pytest.fixture(scope="module")
+def engine(test_model: Path) -> Iterator[cbatch.Engine]:
+    """An engine that two requests run in at once."""
+    with cbatch.load(test_model, parallel=2, n_threads=1, options={"temperature": 0}) as engine:
+        yield engine
+
+
+def test_arrow_table_gets_columns_with_rows_in_order(engine: cbatch.Engine) -> None:
+    table = pa.table({"word": ["red", "blue", "green"] * 4, "n": range(12)})
+    out = run_table(table, engine=engine, template="Say {word}.")
+    assert out.select(["word", "n"]).equals(table)
+    assert out.column_names[2:] == ADDED
+    assert out["response"].to_pylist() == table["word"].to_pylist()
+    assert out["finish_reason"].to_pylist() == ["stop"] * 12
+    assert out["prompt_tokens"].type == pa.int64()
+
+
+def test_frame_gets_columns_and_keeps_its_index(engine: cbatch.Engine) -> None:
+    frame = pd.DataFrame({"word": ["red", "blue"], "response": [1.5, None]}, index=[7, 3])
+    before = frame.copy()
+    out = run_table(frame, engine=engine, template="Say {word}.")
+    assert list(out.index) == [7, 3]
+    assert list(out["response_2"]) == ["red", "blue"]
+    assert str(out["prompt_tokens"].dtype) == "Int64"
+    pd.testing.assert_frame_equal(frame, before)
+    pd.testing.assert_frame_equal(out[list(frame.columns)], before)
+
+
+def test_row_that_cannot_be_asked_has_its_error_and_the_others_go_on(engine: cbatch.Engine) -> None:
+    frame = pd.DataFrame({"prompt": ["Say red.", None, "x" * 100_000]})
+    out = run_table(frame, engine=engine)
+    assert list(out["finish_reason"]) == ["stop", "error", "error"]
+    assert out["error"].isna()[0]
+    assert out["error"][1] == "the prompt is empty"
+    assert "one slot's window holds" in out["error"][2]
+    assert list(out["completion_tokens"].isna()) == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "values", [["red", None], ["red", pd.NA], ["red", float("nan")]], ids=["none", "na", "nan"]
+)
+def test_cell_without_a_value_is_no_text(engine: cbatch.Engine, values: list[Any]) -> None:
+    frame = pd.DataFrame({"a": values, "day": [datetime.date(2024, 5, 1)] * 2})
+    frames = frame, pa.table({"a": ["red", None], "day": frame["day"]})
+    outs = [run_table(f, engine=engine, template="{a}", options={"max_tokens": 2}) for f in frames]
+    assert [list(map(str, out["error"])) for out in outs] == [
+        ["<NA>", "the prompt is empty"],
+        ["None", "the prompt is empty"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "table", [pa.table({"text": pa.array([], pa.string())}), pd.DataFrame({"text": []})]
+)
+def test_table_without_rows_gets_empty_columns(engine: cbatch.Engine, table: Any) -> None:
+    out = run_table(table, engine=engine)
+    assert len(out) == 0
+    assert list(out.to_pandas() if isinstance(out, pa.Table) else out) == ["text", *ADDED]
+
+
+def test_options_hold_for_every_row(engine: cbatch.Engine) -> None:
+    table = pa.table({"text": ["Tell me a story.", "Tell me a long story."]})
+    out = run_table(table, engine=engine, options={"max_tokens": 3})
+    assert out["completion_tokens"].to_pylist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ([{"text": "x"}], "a table is a pandas.DataFrame or a pyarrow.Table, not list"),
+        (pa.table({"a": ["x"]}), "table: has no column prompt, text or messages"),
+        (pd.DataFrame([["x", "y"]], columns=["a", "a"]), "two columns named 'a'"),
+    ],
+)
+def test_table_that_cannot_be_asked_is_refused(
+    engine: cbatch.Engine, table: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run_table(table, engine=engine)
