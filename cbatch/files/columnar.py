@@ -6,7 +6,10 @@ import json
 import os
 from array import array
 from contextlib import closing, contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cbatch.errors import ConfigError
 from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
@@ -172,7 +175,7 @@ class ColumnarEncoder:
         """Write the rows that have a record, in the input's order, to a new file.
 
         Args:
-            records: the file of records; of several with one number the last counts.
+            records: the file of records, each item's once; of several for one row the last counts.
             target: is replaced when all is written.
 
         Raises:
@@ -220,25 +223,18 @@ class ColumnarEncoder:
         for path in self._paths:
             with _opened(path, str(self._input)) as (_, _, batches):
                 for batch in batches:
-                    rows = [i for i in range(batch.num_rows) if n_before + i + 1 in found]
-                    values = [found[n_before + i + 1] for i in rows]
+                    values = [found.of(n_before + i + 1) for i in range(batch.num_rows)]
                     n_before += batch.num_rows
+                    rows = [i for i, value in enumerate(values) if value is not None]
                     if rows:
                         kept = batch.take(import_pyarrow().array(rows))
-                        yield [
-                            *(kept.column(name) for name in self._own),
-                            *_turned(values, n_columns),
-                        ]
+                        own = [kept.column(name) for name in self._own]
+                        yield [*own, *_turned([v for v in values if v is not None], n_columns)]
 
     def _text_rows(self, found: _Records) -> Iterator[list[Any]]:
-        n_columns, values = len(self._own) + len(self._added), []
-        for number in found:
-            values.append(found[number])
-            if len(values) == _N_ROWS:
-                yield _turned(values, n_columns)
-                values = []
-        if values:
-            yield _turned(values, n_columns)
+        values = iter(found)
+        while rows := list(islice(values, _N_ROWS)):
+            yield _turned(rows, len(self._own) + len(self._added))
 
 
 def _turned(rows: Sequence[Sequence[Any]], n_columns: int) -> list[list[Any]]:
@@ -247,30 +243,29 @@ def _turned(rows: Sequence[Sequence[Any]], n_columns: int) -> list[list[Any]]:
 
 
 class _Records:
-    """The values in a file of records, by number: eight bytes of memory each."""
+    """The values in a file of records, in order of numbers: sixteen bytes of memory each."""
 
     def __init__(self, path: Path) -> None:
-        self._offsets = array("q")
+        numbers, offsets, offset = array("q"), array("q"), 0
         self._file = path.open("rb")
-        offset = 0
         for line in self._file:
-            self._set(int(line[: line.index(b"\t")]), offset)
+            numbers.append(int(line[: line.index(b"\t")]))
+            offsets.append(offset)
             offset += len(line)
+        order = np.argsort(np.asarray(numbers), kind="stable")
+        self._numbers, self._offsets = np.asarray(numbers)[order], np.asarray(offsets)[order]
 
-    def _set(self, number: int, offset: int) -> None:
-        n_missing = number - len(self._offsets)
-        if n_missing > 0:
-            self._offsets.extend([-1] * n_missing)
-        self._offsets[number - 1] = offset
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield the values of every record."""
+        return map(self._at, self._offsets.tolist())
 
-    def __contains__(self, number: int) -> bool:
-        return number <= len(self._offsets) and self._offsets[number - 1] >= 0
+    def of(self, number: int) -> list[Any] | None:
+        """Return the values of the last record with a number; None where there is none."""
+        i = int(np.searchsorted(self._numbers, number, side="right")) - 1
+        return self._at(int(self._offsets[i])) if i >= 0 and self._numbers[i] == number else None
 
-    def __iter__(self) -> Iterator[int]:
-        return (i for i, offset in enumerate(self._offsets, 1) if offset >= 0)
-
-    def __getitem__(self, number: int) -> list[Any]:
-        self._file.seek(self._offsets[number - 1])
+    def _at(self, offset: int) -> list[Any]:
+        self._file.seek(offset)
         line = self._file.readline()
         values: list[Any] = json.loads(line[line.index(b"\t") :])
         return values

@@ -160,6 +160,16 @@ def test_requests_become_rows_by_id(tmp_path: Path) -> None:
     assert (row["id"], row["response"]) == ("a", "Hi!")
 
 
+def test_requests_with_one_number_are_all_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", '{"id": "a", "prompt": "x"}')
+    with open_source(path) as source:
+        encode = ColumnarEncoder("parquet", source)
+    values = '"Hi!", "stop", null, 1, 2]\n'
+    write(tmp_path / "records", f'2\t["c", {values}1\t["a", {values}1\t["b", {values}')
+    encode.finish(tmp_path / "records", tmp_path / "out.parquet")
+    assert load(tmp_path / "out.parquet")["id"].to_pylist() == ["a", "b", "c"]
+
+
 def test_parquet_can_be_answered_in_lines(tmp_path: Path) -> None:
     path = save(tmp_path / "in.parquet")
     rows = [json.loads(r) for r in records(path, template="{n}", to="jsonl").splitlines()[:1]]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,14 @@ def test_utf16_is_refused_by_name(tmp_path: Path, opened: OpenFile) -> None:
     file = opened(write(tmp_path / "file", "one\n".encode("utf-16")))
     with pytest.raises(ConfigError, match="UTF-16: save it as UTF-8"):
         list(file.lines())
+
+
+def test_line_over_the_limit_takes_no_memory(tmp_path: Path, opened: OpenFile) -> None:
+    file = opened(write(tmp_path / "file.gz", b"x" * 2**25), 2**16)
+    tracemalloc.start()
+    assert list(file.lines()) == [LongLine(2**25, 0)]
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("end", [b"\n", b""])

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai.types import Completion
+from openai.types import BatchError, Completion
 from openai.types.chat import ChatCompletion
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+from pydantic import TypeAdapter
 
 from cbatch.errors import (
     CBatchError,
@@ -178,6 +180,43 @@ def test_other_model_than_before_is_refused(tmp_path: Path) -> None:
     assert error_of(b).code == "model_mismatch"
     assert "'n' is not that of the lines before: 'm'" in error_of(b).message
     assert (a.error, c.error) == (None, None)
+
+
+def test_requests_of_openais_types_are_read(tmp_path: Path) -> None:
+    body: CompletionCreateParamsNonStreaming = {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        ],
+        "max_completion_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "n": 2,
+        "stop": ["x"],
+        "seed": 1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+        "logit_bias": {"5": 1},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}},
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+    }
+    TypeAdapter(CompletionCreateParamsNonStreaming).validate_python(body)
+    [found] = read(path_of(tmp_path, request() | {"body": body}))
+    assert found.error is None
+    assert found.prompt is not None
+    assert isinstance(found.prompt.options, RunOptions)
+    assert (found.prompt.options.max_tokens, found.prompt.options.n) == (5, 2)
+
+
+def test_errors_of_lines_are_openais(tmp_path: Path) -> None:
+    error = error_of(item(tmp_path, foo=1))
+    said = BatchError.model_validate(asdict(error) | {"line": 1}, strict=True)
+    assert (said.code, said.param) == ("unsupported_parameter", "foo")
 
 
 def test_both_urls_are_served_in_one_file(tmp_path: Path) -> None:
