@@ -272,7 +272,7 @@ def test_requests_can_become_a_table_by_id(tmp_path: Path) -> None:
 cells = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(cells, cells), min_size=1))
 def test_any_table_comes_back_with_its_columns(tmp_path: Path, rows: list[tuple[str, str]]) -> None:
     text = io.StringIO()
