@@ -32,8 +32,8 @@ _SUFFIXES: dict[str, Format] = {
 }
 COLUMNAR = ("parquet", "arrow")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_N_LOOK = 100
-"""Lines to look at for one that tells a format: the first may be blank or broken."""
+_N_LOOK, _N_LOOK_BYTES = 100, 2**20
+"""Lines, and bytes, to look at for one that tells a format: the first may be blank or broken."""
 
 
 def check_format(format: str, *more: str) -> None:
@@ -62,7 +62,7 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
     if format in COLUMNAR:
         _check_columnar(file)
         return format if file.n_bytes else None
-    lines = [line for line in _first_lines(file) if isinstance(line, LongLine) or line.strip()]
+    lines = list(_first_lines(file, up_to_any=format is not None))
     file.rewind()
     if not lines or format is not None:
         return format if lines else None
@@ -83,17 +83,22 @@ def _check_columnar(file: InputFile) -> None:
         )
 
 
-def _first_lines(file: InputFile) -> Iterator[bytes | LongLine]:
-    """Yield the first lines, up to one that is an object or that shows that there is none."""
+def _first_lines(file: InputFile, *, up_to_any: bool) -> Iterator[bytes | LongLine]:
+    """Yield the first lines that are not blank, up to an object or, if `up_to_any`, to one of them."""
+    n_bytes = 0
     for _, line in zip(range(_N_LOOK), file.ahead(), strict=False):
-        yield line
-        if _object_of(line) is not None:
+        n_bytes += 0 if isinstance(line, LongLine) else len(line)
+        if isinstance(line, LongLine) or line.strip():
+            yield line
+            if up_to_any or _object_of(line) is not None:
+                return
+        if n_bytes > _N_LOOK_BYTES:
             return
 
 
 def first_object(file: InputFile) -> dict[str, Any] | None:
     """Return the first JSON object among a file's first lines; the file is as before then."""
-    last = deque(_first_lines(file), maxlen=1)
+    last = deque(_first_lines(file, up_to_any=False), maxlen=1)
     file.rewind()
     return _object_of(last[0]) if last else None
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
 
 
+_N_MESSAGE = 2000
+"""Characters of a message: our choice; a wrong value in it may be as long as a line."""
+
+
 @dataclass(frozen=True, slots=True)
 class ItemError:
     """Why one item cannot be asked.
@@ -57,19 +61,23 @@ class LineError(Exception):
     """A line that gives no prompt; caught where its item is made."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        """Keep what becomes an `ItemError`."""
-        self.error = ItemError(code, message, param)
+        """Keep what becomes an `ItemError`; of a message that repeats a long value, the beginning."""
+        self.error = ItemError(code, _short(message), param)
         super().__init__(message)
 
 
 def refused(error: ConfigError, names: Collection[str] = ()) -> ItemError:
     """Return what a refused prompt or option comes to; `names` are those that it may be about."""
     if isinstance(error, UnsupportedOptionError):
-        return ItemError("unsupported_parameter", str(error), error.option)
-    message = str(error)
+        return ItemError("unsupported_parameter", _short(str(error)), error.option)
+    message = _short(str(error))
     word = re.match(r"\w*", message)
     param = word[0] if word and word[0] in names else None
     return ItemError("invalid_request", message, param)
+
+
+def _short(message: str) -> str:
+    return message if len(message) <= _N_MESSAGE else f"{message[: _N_MESSAGE - 1]}…"
 
 
 def duplicate_id(item: Item) -> ItemError:

@@ -27,6 +27,8 @@ LEAST_LOGPROB = -9999.0
 _USAGE = tuple(f.name for f in fields(Usage))
 _TIMINGS = tuple(f.name for f in fields(Timings))
 
+TOO_DEEP = ItemError("invalid_json_line", "its values are nested too deeply")
+
 _N_KEPT = 64
 _MAX_KEY_LENGTH = 2**16
 _decode = json.JSONDecoder().decode
@@ -133,6 +135,8 @@ class LineParser:
             found = error.error
         except ConfigError as error:
             found = refused(error, ("messages", "prompt", "tokens"))
+        except RecursionError:
+            found = TOO_DEEP
         return Item(number, place, id, None, found, is_labelled=is_labelled)
 
     def _prompt(self, request: dict[str, Any]) -> BatchPrompt:

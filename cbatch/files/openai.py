@@ -22,7 +22,15 @@ from cbatch.errors import (
     UnsupportedOptionError,
 )
 from cbatch.files.item import Item, ItemError, LineError, refused, unlabelled
-from cbatch.files.lines import OptionsOf, dump, load, logprob_of, token_text, without_nulls
+from cbatch.files.lines import (
+    TOO_DEEP,
+    OptionsOf,
+    dump,
+    load,
+    logprob_of,
+    token_text,
+    without_nulls,
+)
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
@@ -102,6 +110,8 @@ class OpenAIParser:
             found = error.error
         except ConfigError as error:
             found = refused(error, names)
+        except RecursionError:
+            found = TOO_DEEP
         return Item(number, place, id, None, found, call, is_labelled)
 
     def _call(self, request: dict[str, Any]) -> tuple[Call, dict[str, Any]]:

@@ -58,7 +58,7 @@ class Source:
         Raises:
             ConfigError: a file cannot be read to its end, or there is no item at all.
         """
-        number = 0
+        number = self._n_bytes_before = 0
         for file in self._files:
             self._file = file
             for item in self._reader.items(file, number):

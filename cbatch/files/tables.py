@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cbatch.errors import ConfigError
 from cbatch.files.inputs import LongLine
 from cbatch.files.item import Item, ItemError, LineError, refused
-from cbatch.files.lines import load, not_utf8
+from cbatch.files.lines import TOO_DEEP, load, not_utf8
 from cbatch.files.rows import RowPrompts
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ def item_of_row(
         error = wrong.error
     except ConfigError as wrong:
         error = refused(wrong, ("messages", "prompt"))
+    except RecursionError:
+        error = TOO_DEEP
     return Item(number, place, str(number), None, error, row)
 
 
@@ -187,6 +189,8 @@ class ObjectParser:
             row = load(line)
         except LineError as wrong:
             return Item(number, place, str(number), None, wrong.error)
+        except RecursionError:
+            return Item(number, place, str(number), None, TOO_DEEP)
         return item_of_row(number, place, row, self._prompt_of)
 
 

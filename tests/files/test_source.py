@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -129,6 +130,18 @@ def test_stdin_is_read_like_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         [item] = source
     assert (item.place, item.extra) == ("<stdin>, line 3", {"id": "1", "text": "x"})
     assert source.n_bytes is None
+
+
+def test_pipe_is_looked_at_no_further_than_needed() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"one\n")
+    with open_source(f"/dev/fd/{reader}", format="text") as source:
+        items = iter(source)
+        assert next(items).extra == {"line": "one"}
+        os.write(writer, b"two\n")
+        assert next(items).extra == {"line": "two"}
+    os.close(reader)
+    os.close(writer)
 
 
 def test_bytes_read_grow_to_those_of_all_files(tmp_path: Path) -> None:
