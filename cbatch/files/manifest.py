@@ -1,0 +1,290 @@
+"""The manifest beside an output: which records are there, where, and whose. An SQLite file, and the lock of the run.
+
+What is committed here counts: bytes of an output that no row knows of are cut off, a row without its bytes is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import ConfigError
+from cbatch.files.disk import OutputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+VERSION = 1
+_APPLICATION = 0x63626174  # "cbat"
+_PAGE = 1024
+"""Bytes of a page: ids come in any order, and each new one changes a page of the index, which is written whole."""
+_CACHE_KIB = 4096
+_CHECKPOINT = 16 * 1024
+"""Pages of the log: 16 MiB, so that a page is changed more often than it is moved."""
+
+_SCHEMA = (
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {VERSION}",
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    """CREATE TABLE files (
+        file INTEGER PRIMARY KEY,      -- 0: the output, 1: that of errors
+        path TEXT NOT NULL,            -- from the manifest's folder
+        header BLOB NOT NULL,
+        size INTEGER,                  -- bytes that are committed; NULL: not begun
+        synced INTEGER NOT NULL,       -- bytes that the disk is known to have
+        is_open INTEGER NOT NULL,      -- whether bytes behind `size` may be those of a commit that was cut short
+        is_replaced INTEGER NOT NULL   -- whether the part beside it takes its place
+    )""",
+    """CREATE TABLE records (
+        record INTEGER PRIMARY KEY,    -- 1, 2, … in order of commit
+        key BLOB NOT NULL,             -- of the item's id
+        digest BLOB NOT NULL,          -- of what was asked
+        number INTEGER NOT NULL,       -- place of the item in the input
+        file INTEGER NOT NULL,
+        start INTEGER NOT NULL,        -- bytes [start, start + size) of the file
+        size INTEGER NOT NULL,
+        crc INTEGER NOT NULL,
+        is_error INTEGER NOT NULL
+    )""",
+    "CREATE UNIQUE INDEX records_by_key ON records (key)",
+)
+
+
+class ManifestError(ConfigError):
+    """The manifest is not one that this cbatch can go on with; it may be replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """What is known of an output; see the columns of `files`."""
+
+    file: int
+    path: Path
+    header: bytes
+    size: int | None = None
+    synced: int = 0
+    is_open: bool = True
+    is_replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many records a file has, how many of them are errors, and their bytes together."""
+
+    n_records: int = 0
+    n_errors: int = 0
+    n_bytes: int = 0
+
+
+class Manifest:
+    """One open manifest; nobody else opens it before it is closed."""
+
+    def __init__(self, path: Path, output: Path) -> None:
+        """Open or create it.
+
+        Raises:
+            ConfigError: another run has it open, or it cannot be opened.
+            ManifestError: it is damaged, of a newer version, or no manifest.
+        """
+        self.path, self._output = path, output
+        self.is_new = False
+        with self._refused():
+            self._db = sqlite3.connect(
+                path, timeout=0, isolation_level=None, check_same_thread=False
+            )
+            try:
+                self._prepare()
+            except BaseException:
+                self._db.close()
+                raise
+
+    def _prepare(self) -> None:
+        # Exclusive from the first statement on: where two begin at once, one of them has it.
+        for statement in ("PRAGMA locking_mode = EXCLUSIVE", "BEGIN EXCLUSIVE"):
+            self._db.execute(statement)
+        self.is_new = self._check()
+        self._db.execute("COMMIT")
+        if self.is_new:
+            self._db.execute(f"PRAGMA page_size = {_PAGE}")
+        for name, value in (
+            ("journal_mode", "WAL"),
+            ("synchronous", "NORMAL"),
+            ("cache_size", -_CACHE_KIB),
+            ("wal_autocheckpoint", _CHECKPOINT),
+        ):
+            self._db.execute(f"PRAGMA {name} = {value}")
+        if self.is_new:
+            with self.transaction():
+                for statement in _SCHEMA:
+                    self._db.execute(statement)
+
+    def _check(self) -> bool:
+        """Return whether it is empty; refuse what is not ours."""
+        application, version = self._pragma("application_id"), self._pragma("user_version")
+        if application == _APPLICATION:
+            if version > VERSION:
+                raise ManifestError(
+                    f"{self.path}: is of version {version}, and this cbatch knows {VERSION}: update cbatch, give "
+                    "another output, or replace it (--force)"
+                )
+            return False
+        if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            raise ConfigError(
+                f"{self.path}: is an SQLite file of another program, where cbatch keeps its manifest: move it away, "
+                "or give another output"
+            )
+        return True
+
+    def _pragma(self, name: str) -> int:
+        return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        """Tell why a manifest cannot be opened."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if "locked" in str(error):
+                raise ConfigError(
+                    f"{self._output}: another run writes there: wait for its end, or give another output"
+                ) from error
+            raise ConfigError(
+                f"{self.path}: the manifest cannot be opened: {error}: give an output in a folder where files can be "
+                "written and locked"
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise _damaged(self.path, error) from error
+
+    def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+        """Run one statement.
+
+        Raises:
+            OutputError: it cannot be written.
+            ManifestError: it is damaged.
+        """
+        try:
+            return self._db.execute(statement, values)
+        except sqlite3.DatabaseError as error:
+            raise self._failed(error) from error
+
+    def execute_many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Run one statement for each of these rows; errors as of `execute`."""
+        try:
+            self._db.executemany(statement, rows)
+        except sqlite3.DatabaseError as error:
+            raise self._failed(error) from error
+
+    @contextmanager
+    def transaction(self, *, is_durable: bool = False) -> Iterator[None]:
+        """Commit all that happens in the block, or nothing; where `is_durable`, the disk has it afterwards."""
+        if is_durable:
+            self.execute("PRAGMA synchronous = FULL")
+        self.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.commit()
+        except BaseException:
+            with suppress(sqlite3.Error):  # some errors have rolled back already
+                self._db.execute("ROLLBACK")
+            raise
+        finally:
+            if is_durable:
+                with suppress(sqlite3.Error):
+                    self._db.execute("PRAGMA synchronous = NORMAL")
+
+    def commit(self) -> None:
+        """End a transaction."""
+        self.execute("COMMIT")
+
+    def close(self) -> None:
+        """Let go of the file and of the lock."""
+        self._db.close()
+
+    def _failed(self, error: sqlite3.DatabaseError) -> OutputError | ConfigError:
+        if isinstance(error, sqlite3.OperationalError):
+            return OutputError(
+                self.path,
+                f"cannot be written: {error}: see that the disk has space, then run the same command again: what is "
+                "done stays done",
+            )
+        return _damaged(self.path, error)
+
+    # ---- what is in it ----
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings of the runs that wrote here."""
+        return dict(self.execute("SELECT name, value FROM settings").fetchall())
+
+    def set_settings(self, settings: Mapping[str, str]) -> None:
+        """Keep these settings alone."""
+        self.execute("DELETE FROM settings")
+        self.execute_many("INSERT INTO settings VALUES (?, ?)", settings.items())
+
+    def files(self) -> dict[int, FileRow]:
+        """Return what is known of the outputs."""
+        found = self.execute(
+            "SELECT file, path, header, size, synced, is_open, is_replaced FROM files"
+        )
+        return {
+            file: FileRow(file, self._absolute(path), *rest[:3], *map(bool, rest[3:]))
+            for file, path, *rest in found
+        }
+
+    def _absolute(self, path: str) -> Path:
+        return Path(os.path.normpath(self.path.parent / path))
+
+    def put_file(self, row: FileRow) -> None:
+        """Keep this of an output, in place of what was known of it."""
+        self.execute(
+            "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
+            row.file,
+            _relative(row.path, self.path.parent),
+            row.header,
+            row.size,
+            row.synced,
+            row.is_open,
+            row.is_replaced,
+        )
+
+    def forget(self, file: int) -> None:
+        """Forget a file and its records."""
+        self.execute("DELETE FROM files WHERE file = ?", file)
+        self.execute("DELETE FROM records WHERE file = ?", file)
+
+    def count(self, file: int) -> Count:
+        """Return how many records a file has."""
+        found = self.execute(
+            "SELECT count(*), sum(is_error), sum(size) FROM records WHERE file = ?", file
+        ).fetchone()
+        return Count(*(n or 0 for n in found))
+
+    def last_record(self) -> int:
+        """Return the largest number of a record, 0 where there is none."""
+        return int(self.execute("SELECT coalesce(max(record), 0) FROM records").fetchone()[0])
+
+
+def manifest_of(output: Path) -> Path:
+    """Return where the manifest of an output is."""
+    return output.with_name(f"{output.name}.manifest")
+
+
+def remove_manifest(path: Path) -> None:
+    """Remove a manifest, and what SQLite keeps beside it."""
+    for ending in ("", "-wal", "-shm", "-journal"):
+        Path(f"{path}{ending}").unlink(missing_ok=True)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    """Return a path as seen from a folder, so that both may be moved together."""
+    return os.path.relpath(path, folder)
+
+
+def _damaged(path: Path, error: sqlite3.DatabaseError) -> ManifestError:
+    return ManifestError(
+        f"{path}: is damaged, or no manifest of cbatch ({error}): put it back, give another output, or replace it with "
+        "its output (--force)"
+    )

@@ -1,0 +1,303 @@
+"""How a run finds its outputs: begun, left by a kill, edited, another run's, or nothing of cbatch."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cbatch.errors import ConfigError
+from cbatch.files import disk
+from cbatch.files.compact import finish, rewrite
+from cbatch.files.disk import told
+from cbatch.files.manifest import FileRow, Manifest, ManifestError, manifest_of, remove_manifest
+from cbatch.files.output import Output, check_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+OUTPUT_FORMAT = "output format"
+"""The setting with which no run can go on where it differs: a file has one format."""
+
+_NOTHING = "nothing"
+_MOST_SHOWN = 60
+"""Characters of a header in an error."""
+
+
+class ChangedError(ConfigError):
+    """An output is not as it was written."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        """Keep what is not as it was, in words."""
+        self.what = f"{path}: was changed since cbatch wrote it: {problem}"
+        super().__init__(
+            f"{self.what}. Put it back as it was, give another output, or begin anew (--force); for the order of the "
+            "input there is `cbatch sort`"
+        )
+
+
+@dataclass(slots=True)
+class Opened:
+    """A manifest and its outputs, in order: the output, and that of errors where there is one."""
+
+    manifest: Manifest
+    outputs: list[Output] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a run asks for; see `Journal.open`. Paths are real ones, without links."""
+
+    output: Path
+    errors: Path | None
+    settings: Mapping[str, str]
+    header: bytes
+    force: bool
+
+    def rows(self) -> list[FileRow]:
+        """Return the files that are to be there, not begun."""
+        paths = [self.output] if self.errors is None else [self.output, self.errors]
+        return [FileRow(file, path, self.header) for file, path in enumerate(paths)]
+
+
+def opened(
+    output: Path, *, errors: Path | None, settings: Mapping[str, str], header: bytes, force: bool
+) -> Opened:
+    """Return the outputs of a run, ready to be added to; see `Journal.open`."""
+    wanted = Wanted(real(output), errors and real(errors), settings, header, force)
+    _check_places(wanted)
+    manifest = _open_manifest(wanted)
+    found = Opened(manifest)
+    with closing_on_error(found) as stack:
+        _resume(found, wanted) if _is_ours(found, wanted) else _begin(found, wanted)
+        stack.pop_all()
+    return found
+
+
+def closing_on_error(found: Opened) -> ExitStack:
+    """Return a stack that closes everything again, and leaves no manifest that was not there before."""
+
+    def undo() -> None:
+        for output in found.outputs:
+            output.close()
+        if found.manifest.is_new:
+            remove_manifest(found.manifest.path)
+        found.manifest.close()
+
+    stack = ExitStack()
+    stack.callback(undo)
+    return stack
+
+
+def real(path: Path) -> Path:
+    """Return a path without links: two names of one file have one manifest."""
+    return Path(os.path.realpath(path))
+
+
+def _check_places(wanted: Wanted) -> None:
+    check_file(wanted.output)
+    if wanted.errors is None:
+        return
+    check_file(wanted.errors)
+    if wanted.errors in (wanted.output, manifest_of(wanted.output)) or (
+        wanted.errors.exists() and wanted.output.exists() and wanted.errors.samefile(wanted.output)
+    ):
+        raise ConfigError(
+            f"{wanted.errors}: is the output or its manifest: give another file for errors, or none to have them in "
+            "the output"
+        )
+
+
+def _open_manifest(wanted: Wanted) -> Manifest:
+    path = manifest_of(wanted.output)
+    try:
+        return Manifest(path, wanted.output)
+    except ManifestError:
+        if not wanted.force:
+            raise
+        remove_manifest(path)
+        return Manifest(path, wanted.output)
+
+
+# ---- whether a run goes on ----
+
+
+def _is_ours(found: Opened, wanted: Wanted) -> bool:
+    """Whether there is something to go on with; refuse what is neither that nor may be begun."""
+    row = found.manifest.files().get(0)
+    if row is None or row.size is None:
+        return False
+    n_records = _n_records(found.manifest)
+    if not n_records:
+        return False
+    if not wanted.output.exists():
+        found.notes.append(
+            f"{wanted.output} is gone: all begins anew, also the {n_records:,} items that were done"
+        )
+        return False
+    return _fits(found.manifest, wanted)
+
+
+def _n_records(manifest: Manifest) -> int:
+    return sum(manifest.count(file).n_records for file in (0, 1))
+
+
+def _fits(manifest: Manifest, wanted: Wanted) -> bool:
+    """Whether records of this run may stand beside those that are there; refuse other settings unless forced."""
+    differences = dict(_differences(manifest, wanted))
+    if differences and not wanted.force:
+        said = "; ".join(differences.values())
+        raise ConfigError(
+            f"{wanted.output}: was written with other settings: {said}. Give those, or another output, or force it "
+            "(--force): items that the difference concerns run again"
+        )
+    return OUTPUT_FORMAT not in differences
+
+
+def _differences(manifest: Manifest, wanted: Wanted) -> Iterator[tuple[str, str]]:
+    """Yield what is not as it was: its name, and words for it."""
+    before = manifest.settings()
+    for name in sorted({*before, *wanted.settings}):
+        was, is_now = before.get(name, _NOTHING), wanted.settings.get(name, _NOTHING)
+        if was != is_now:
+            yield name, f"{name} was {was}, is {is_now}"
+    files = manifest.files()
+    if files[0].header != wanted.header:
+        was, is_now = _shown(files[0].header), _shown(wanted.header)
+        yield OUTPUT_FORMAT, f"the first line was {was}, is {is_now}"
+    if 1 in files and files[1].path != wanted.errors and manifest.count(1).n_records:
+        yield "errors", f"errors went to {files[1].path}, go to {wanted.errors or 'the output'}"
+
+
+def _shown(header: bytes) -> str:
+    text = header.decode(errors="replace").strip()
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")
+
+
+# ---- beginning ----
+
+
+def _begin(found: Opened, wanted: Wanted) -> None:
+    """Make empty files; what is there is replaced where that is forced, or where it is a run's that is gone."""
+    manifest = found.manifest
+    known = {row.path for row in manifest.files().values() if _is_as_left(row)}
+    rows = wanted.rows()
+    with manifest.transaction():
+        for file in manifest.files():
+            manifest.forget(file)
+        manifest.set_settings(wanted.settings)
+        for row in rows:
+            if row.path not in known:
+                check_unused(row, force=wanted.force)
+            manifest.put_file(row)
+    found.outputs += [Output(row) for row in rows]
+    _make_empty(manifest, found.outputs)
+
+
+def _is_as_left(row: FileRow) -> bool:
+    """Whether a file may be replaced as one of ours: begun, and nobody has added to it since."""
+    if row.size is None:
+        return False
+    return row.is_open or not row.path.exists() or row.path.stat().st_size <= row.size
+
+
+def _make_empty(manifest: Manifest, outputs: list[Output]) -> None:
+    for output in outputs:
+        output.begin()
+        with told(output.path):
+            disk.sync_folder(output.path.parent)
+    with manifest.transaction(is_durable=True):
+        for output in outputs:
+            manifest.put_file(output.row)
+
+
+def check_unused(row: FileRow, *, force: bool) -> None:
+    """Refuse a file with something in it that is not ours; a piece of the header is of a run that was killed."""
+    try:
+        with row.path.open("rb") as file:
+            found = file.read(len(row.header) + 1)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{row.path}: cannot be read: {error.strerror}") from error
+    if found and not row.header.startswith(found) and not force:
+        raise ConfigError(
+            f"{row.path}: exists and has no manifest of cbatch that knows of it: give another file, or replace it "
+            "(--force)"
+        )
+
+
+# ---- going on ----
+
+
+def _resume(found: Opened, wanted: Wanted) -> None:
+    """Go on with the files that are there, or begin anew where they were changed and that is forced."""
+    try:
+        _open_known(found, wanted)
+        check_and_repair(found)
+    except ChangedError as error:
+        if not wanted.force:
+            raise
+        found.notes.append(f"{error.what}: all begins anew")
+        for output in found.outputs:
+            output.close()
+        found.outputs.clear()
+        _begin(found, wanted)
+
+
+def _open_known(found: Opened, wanted: Wanted) -> None:
+    manifest, files = found.manifest, found.manifest.files()
+    if 1 in files and files[1].path != wanted.errors:
+        _leave(found, files.pop(1))
+    for row in wanted.rows():
+        if row.file in files:
+            row = finish(manifest, replace(files[row.file], path=row.path))
+        else:
+            check_unused(row, force=wanted.force)
+        found.outputs.append(Output(row))
+    _make_empty(manifest, [output for output in found.outputs if output.row.size is None])
+    with manifest.transaction():
+        manifest.set_settings(wanted.settings)
+
+
+def _leave(found: Opened, row: FileRow) -> None:
+    """Go on without a file of errors."""
+    n_records = found.manifest.count(1).n_records
+    if n_records:
+        found.notes.append(f"{row.path} is left as it is; its {n_records:,} items run again")
+    with found.manifest.transaction():
+        found.manifest.forget(1)
+
+
+def check_and_repair(found: Opened) -> None:
+    """Forget what is not whole, cut off what is not committed, and take out what was superseded.
+
+    Raises:
+        ChangedError: somebody else has changed a file; the manifest is as it was.
+    """
+    manifest = found.manifest
+    with manifest.transaction():
+        for output in found.outputs:
+            n_torn = _checked(output, manifest)
+            if n_torn:
+                found.notes.append(
+                    f"{output.path} is shorter than it was: {n_torn:,} of its items run again"
+                )
+            manifest.put_file(output.row)
+    for output in found.outputs:
+        output.cut()
+        count = manifest.count(output.row.file)
+        if len(output.row.header) + count.n_bytes != output.size:
+            rewrite(manifest, output)
+
+
+def _checked(output: Output, manifest: Manifest) -> int:
+    """Return how many records of a file were not whole; those after the last wait for the disk are read again."""
+    problem = output.grown()
+    n_torn = 0 if problem else output.drop_torn(manifest)
+    if problem := problem or output.changed(manifest):
+        raise ChangedError(output.path, problem)
+    return n_torn

@@ -1,0 +1,209 @@
+"""One file of records: what is committed of it, what is added to it, and whether it is still as it was written."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import zlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cbatch.errors import ConfigError
+from cbatch.files import disk
+from cbatch.files.disk import told
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cbatch.files.manifest import FileRow, Manifest
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_PIECE = 2**20
+_N_SAMPLES = 32
+"""Records that are read again before a run goes on, beside first and last: who moves lines moves some of them."""
+
+_BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
+_SAMPLES = (
+    "SELECT start, size, crc, number FROM records WHERE file = ? ORDER BY start LIMIT 1",
+    "SELECT start, size, crc, number FROM records WHERE file = ? ORDER BY start DESC LIMIT 1",
+    # A fixed choice that is spread evenly. Source: Knuth's multiplicative hashing.
+    "SELECT start, size, crc, number FROM records WHERE file = ? "
+    f"ORDER BY record * 2654435761 % 4294967291 LIMIT {_N_SAMPLES}",
+)
+
+
+class Output:
+    """An open file of records.
+
+    [0, size) is committed    [size, size + n_added) is added and nowhere but in memory yet
+    """
+
+    def __init__(self, row: FileRow) -> None:
+        """Open or create the file, and keep others from writing to it.
+
+        Raises:
+            ConfigError: another run writes there.
+            OutputError: it cannot be opened.
+        """
+        self.row = row
+        self.n_added = 0
+        self._added: list[bytes] = []
+        self._open()
+
+    def _open(self) -> None:
+        with told(self.path):
+            self._fd = os.open(self.path, _FLAGS, 0o666)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._fd)
+            raise ConfigError(
+                f"{self.path}: another run writes there: wait for its end, or give another file"
+            ) from error
+
+    def reopen(self) -> None:
+        """Go on with the file that has come in the place of this one."""
+        os.close(self._fd)
+        self._open()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._fd)
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.row.path
+
+    @property
+    def part(self) -> Path:
+        """Where its next version is written."""
+        return part_of(self.path)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are committed."""
+        return self.row.size or 0
+
+    # ---- writing ----
+
+    def begin(self) -> None:
+        """Make it a file with its header alone, which the disk has."""
+        with told(self.path):
+            self.part.unlink(missing_ok=True)
+            disk.truncate(self._fd, 0)
+            disk.write_at(self._fd, self.row.header, 0)
+            disk.sync(self._fd)
+        n_bytes = len(self.row.header)
+        self.row = replace(self.row, size=n_bytes, synced=n_bytes)
+
+    def add(self, record: bytes) -> int:
+        """Keep a record for the next `write`; return where it will start."""
+        start = self.size + self.n_added
+        self._added.append(record)
+        self.n_added += len(record)
+        return start
+
+    def write(self) -> FileRow:
+        """Write what was added; return what to commit. Where it fails, nothing of it counts and all of it is kept."""
+        if self._added:
+            with told(self.path):
+                disk.write_at(self._fd, b"".join(self._added), self.size)
+        return replace(self.row, size=self.size + self.n_added)
+
+    def committed(self, row: FileRow) -> None:
+        """Take as written what the manifest has now."""
+        self.row = row
+        self._added.clear()
+        self.n_added = 0
+
+    def sync(self) -> FileRow:
+        """Let the disk have what is committed; return what to commit."""
+        if self.row.synced < self.size:
+            with told(self.path):
+                disk.sync(self._fd)
+        return replace(self.row, synced=self.size)
+
+    # ---- checking ----
+
+    def grown(self) -> str | None:
+        """Return what was added after a run had closed it; None: nothing."""
+        n_more = os.fstat(self._fd).st_size - self.size
+        return f"{n_more:,} bytes were added" if n_more > 0 and not self.row.is_open else None
+
+    def drop_torn(self, manifest: Manifest) -> int:
+        """Forget the records that are not whole, in a transaction of the caller; return how many."""
+        n_bytes = os.fstat(self._fd).st_size
+        known = min(n_bytes, self.row.synced)
+        behind = manifest.execute(_BEHIND, self.row.file, known).fetchall()
+        torn = [(record,) for record, *place in behind if not self._is_whole(*place)]
+        manifest.execute_many("DELETE FROM records WHERE record = ?", torn)
+        [end] = manifest.execute(
+            "SELECT max(start + size) FROM records WHERE file = ?", self.row.file
+        ).fetchone()
+        size = max(end or 0, len(self.row.header))
+        self.row = replace(self.row, size=size, synced=min(size, self.row.synced), is_open=True)
+        return len(torn)
+
+    def changed(self, manifest: Manifest) -> str | None:
+        """Return what somebody else has changed in it, as far as some of its records show; None: nothing."""
+        n_header = len(self.row.header)
+        if self.size > n_header and self.read(0, n_header) != self.row.header:
+            return "its beginning is not as it was written"
+        for statement in _SAMPLES:
+            for start, size, crc, number in manifest.execute(statement, self.row.file):
+                if not self._is_whole(start, size, crc):
+                    return f"what stands at byte {start:,} is not the record of item {number:,}"
+        return None
+
+    def cut(self) -> None:
+        """Cut off what is not committed; without any record it is as it began."""
+        n_bytes = os.fstat(self._fd).st_size
+        if self.size == len(self.row.header) != n_bytes:
+            self.begin()
+        elif n_bytes != self.size:
+            with told(self.path):
+                disk.truncate(self._fd, self.size)
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return these bytes, fewer where the file ends."""
+        return b"".join(self.pieces(start, size))
+
+    def pieces(self, start: int, size: int) -> Iterator[bytes]:
+        """Yield these bytes piece by piece."""
+        end = start + size
+        while start < end and (piece := os.pread(self._fd, min(_PIECE, end - start), start)):
+            yield piece
+            start += len(piece)
+
+    def _is_whole(self, start: int, size: int, crc: int) -> bool:
+        found, n_read = 0, 0
+        for piece in self.pieces(start, size):
+            found, n_read = zlib.crc32(piece, found), n_read + len(piece)
+        return (n_read, found) == (size, crc)
+
+
+def part_of(path: Path) -> Path:
+    """Return where the next version of a file is written."""
+    return path.with_name(f".{path.name}.part")
+
+
+def check_file(path: Path) -> None:
+    """Check that a file of records can be at this place.
+
+    Raises:
+        ConfigError: a folder, a device, or nothing that can be written.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a directory: give a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist")
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigError(
+            f"{path}: is not a regular file, so no run could go on with it: give a file, or - for stdout"
+        )
+    for place in (path, path.parent):
+        if place.exists() and not os.access(place, os.W_OK):
+            raise ConfigError(f"{place}: no permission to write there")
