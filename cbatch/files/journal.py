@@ -302,7 +302,7 @@ class Journal:
 def record_key(id: str) -> bytes:
     """Return what stands for an id: its own bytes where they are few, else a digest; 0xFF is in no text."""
     text = id.encode("utf-8", "surrogatepass")
-    return text if len(text) <= _LONG_ID else b"\xff" + blake2b(text, digest_size=15).digest()
+    return text if len(text) <= _LONG_ID else b"\xff" + blake2b(text, digest_size=11).digest()
 
 
 def duplicate_key(key: bytes, number: int) -> bytes:

@@ -215,7 +215,7 @@ def _make_empty(manifest: Manifest, outputs: list[Output]) -> None:
 
 
 def check_unused(row: FileRow, *, force: bool) -> None:
-    """Refuse a file with something in it that is not ours; a piece of the header is of a run that was killed."""
+    """Refuse a file with something of others in it; a piece of the header, or zeros, is what a killed run has left."""
     try:
         with row.path.open("rb") as file:
             found = file.read(len(row.header) + 1)
@@ -223,7 +223,7 @@ def check_unused(row: FileRow, *, force: bool) -> None:
         return
     except OSError as error:
         raise ConfigError(f"{row.path}: cannot be read: {error.strerror}") from error
-    if found and not row.header.startswith(found) and not force:
+    if not row.header.startswith(found.rstrip(b"\0")) and not force:
         raise ConfigError(
             f"{row.path}: exists and has no manifest of cbatch that knows of it: give another file, or replace it "
             "(--force)"
@@ -279,7 +279,7 @@ def check_and_repair(found: Opened) -> None:
         ChangedError: somebody else has changed a file; the manifest is as it was.
     """
     manifest = found.manifest
-    with manifest.transaction():
+    with manifest.transaction(is_durable=True):
         for output in found.outputs:
             n_torn = _checked(output, manifest)
             if n_torn:
