@@ -15,7 +15,7 @@ from cbatch.files.disk import told
 from cbatch.files.output import part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
     from cbatch.files.manifest import FileRow, Manifest
@@ -29,7 +29,11 @@ Order = Literal["start", "number"]
 def rewrite(manifest: Manifest, output: Output, order: Order = "start") -> None:
     """Write an output anew, record by record, in the order of their places in it or of their items."""
     with told(output.part):
-        n_bytes = _write_part(manifest, output, order)
+        try:
+            n_bytes = _write_part(manifest, output, order)
+        except OSError:
+            output.part.unlink(missing_ok=True)
+            raise
     row = replace(output.row, size=n_bytes, synced=n_bytes, is_replaced=True)
     with manifest.transaction(is_durable=True):
         manifest.execute(
@@ -59,9 +63,9 @@ def finish(manifest: Manifest, row: FileRow) -> FileRow:
     return row
 
 
-def in_order(manifest: Manifest, output: Output, order: Order) -> Iterator[tuple[int, int, int]]:
+def in_order(manifest: Manifest, output: Output, order: Order) -> Generator[tuple[int, int, int]]:
     """Yield record, start and size of every record of an output; SQLite sorts them, on the disk where they are many."""
-    yield from manifest.execute(
+    yield from manifest.rows(
         f"SELECT record, start, size FROM records WHERE file = ? ORDER BY {order}, record",
         output.row.file,
     )

@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cbatch.files.compact import rewrite
-from cbatch.files.opening import opened
+from cbatch.files.opening import closing_all, opened, put_away
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,7 +29,11 @@ _LONG_ID = 24
 """Bytes up to which an id is its own key: ids that are counted up then change pages of the index that lie together."""
 
 _FIND = "SELECT record, digest, number, file, is_error FROM records WHERE key = ?"
-_INSERT = "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_DELETE = "DELETE FROM records WHERE record = ?"
+_ANY_DOUBLE = "SELECT 1 FROM records WHERE key >= x'FE' AND key < x'FF' LIMIT 1"
+_SLICE = "SELECT record, file, is_error FROM records WHERE record > ? ORDER BY record LIMIT 4096"
+# A commit that Ctrl-C has cut off behind the manifest's own is repeated as a whole.
+_INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 _Row: TypeAlias = "tuple[int, bytes, bytes, int, int, int, int, int, bool]"
 """A record as the columns of the table."""
@@ -85,6 +88,7 @@ class Journal:
     ) -> None:
         """Take over what `Journal.open` has found in order."""
         self.notes = tuple(found.notes)
+        self._found = found
         self._manifest, self._outputs = found.manifest, found.outputs
         self._retry_errors = retry_errors
         self._clock, self._sync_s = clock, sync_s
@@ -103,6 +107,7 @@ class Journal:
         self._superseded: list[_Found] = []
         self._moved: list[tuple[int, int]] = []
         self._with_gaps: set[int] = set()
+        self._has_doubles = found.manifest.execute(_ANY_DOUBLE).fetchone() is not None
 
     @classmethod
     def open(
@@ -159,10 +164,14 @@ class Journal:
         """
         with self._lock:
             key = record_key(id)
-            found = None if key in self._claimed_keys else self._find(key)
-            if key in self._claimed_keys or (found and found.record in self._marks):
+            is_claimed = key in self._claimed_keys
+            found = None if is_claimed else self._find(key)
+            if is_claimed or (found and found.record in self._marks):
+                self._has_doubles = True
                 key = duplicate_key(key, number)
                 return self._settle(key, self._find(key), digest, number, otherwise="duplicate")
+            if self._has_doubles and (stale := self._find(duplicate_key(key, number))):
+                self._superseded.append(stale)  # it came second then, and first now
             return self._settle(key, found, digest, number, otherwise="new")
 
     def _settle(
@@ -206,7 +215,7 @@ class Journal:
             OutputError: a file cannot be written. What was added is kept for the next time.
         """
         with self._lock:
-            if self._added or self._moved:
+            if self._added or self._superseded or self._moved:
                 self._write()
             if self._clock() >= self._sync_at:
                 self._sync()
@@ -214,9 +223,7 @@ class Journal:
     def _write(self) -> None:
         rows = [output.write() for output in self._outputs]
         with self._manifest.transaction():
-            self._manifest.execute_many(
-                "DELETE FROM records WHERE record = ?", [(f.record,) for f in self._superseded]
-            )
+            self._manifest.execute_many(_DELETE, [(f.record,) for f in self._superseded])
             self._manifest.execute_many(_INSERT, self._added)
             self._manifest.execute_many(
                 "UPDATE records SET number = ? WHERE record = ?", self._moved
@@ -260,17 +267,19 @@ class Journal:
         """
         with self._lock:
             self.commit()
-            rows = self._manifest.execute("SELECT record, file, is_error FROM records")
-            gone = [row for row in rows if row[0] not in self._marks]
-            with self._manifest.transaction():
-                self._manifest.execute_many(
-                    "DELETE FROM records WHERE record = ?", [(record,) for record, *_ in gone]
-                )
-            n_failed = sum(is_error for *_, is_error in gone)
-            self.n_failed -= n_failed
-            self.n_done -= len(gone) - n_failed
-            self._with_gaps.update(file for _, file, _ in gone)
-            return len(gone)
+            n_before, last = self.n_done + self.n_failed, 0
+            while rows := self._manifest.execute(_SLICE, last).fetchall():
+                self._drop([row for row in rows if row[0] not in self._marks])
+                last = rows[-1][0]
+            return n_before - self.n_done - self.n_failed
+
+    def _drop(self, rows: list[tuple[int, int, int]]) -> None:
+        with self._manifest.transaction():
+            self._manifest.execute_many(_DELETE, [(record,) for record, *_ in rows])
+        n_failed = sum(is_error for *_, is_error in rows)
+        self.n_failed -= n_failed
+        self.n_done -= len(rows) - n_failed
+        self._with_gaps.update(file for _, file, _ in rows)
 
     def close(self) -> None:
         """Commit, wait for the disk, take superseded records out of the files, and let go of them.
@@ -282,10 +291,7 @@ class Journal:
             if self._is_closed:
                 return
             self._is_closed = True
-            with ExitStack() as stack:
-                stack.callback(self._manifest.close)
-                for output in self._outputs:
-                    stack.callback(output.close)
+            with closing_all(self._found):
                 self._finish()
 
     def _finish(self) -> None:
@@ -294,9 +300,7 @@ class Journal:
         for output in self._outputs:
             if output.row.file in self._with_gaps:
                 rewrite(self._manifest, output)
-        with self._manifest.transaction(is_durable=True):
-            for output in self._outputs:
-                self._manifest.put_file(replace(output.row, is_open=False))
+        put_away(self._found)
 
 
 def record_key(id: str) -> bytes:

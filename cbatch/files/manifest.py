@@ -16,7 +16,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.disk import OutputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Generator, Iterable, Iterator, Mapping
 
 VERSION = 1
 _APPLICATION = 0x63626174  # "cbat"
@@ -171,6 +171,13 @@ class Manifest:
         except sqlite3.DatabaseError as error:
             raise self._failed(error) from error
 
+    def rows(self, statement: str, *values: object) -> Generator[Any]:
+        """Yield the rows of one statement as they are found; errors as of `execute`."""
+        try:
+            yield from self._db.execute(statement, values)
+        except sqlite3.DatabaseError as error:
+            raise self._failed(error) from error
+
     def execute_many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """Run one statement for each of these rows; errors as of `execute`."""
         try:
@@ -217,7 +224,7 @@ class Manifest:
 
     def settings(self) -> dict[str, str]:
         """Return the settings of the runs that wrote here."""
-        return dict(self.execute("SELECT name, value FROM settings").fetchall())
+        return dict(self.rows("SELECT name, value FROM settings"))
 
     def set_settings(self, settings: Mapping[str, str]) -> None:
         """Keep these settings alone."""
@@ -226,7 +233,7 @@ class Manifest:
 
     def files(self) -> dict[int, FileRow]:
         """Return what is known of the outputs."""
-        found = self.execute(
+        found = self.rows(
             "SELECT file, path, header, size, synced, is_open, is_replaced FROM files"
         )
         return {

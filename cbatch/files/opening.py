@@ -67,12 +67,37 @@ def opened(
     output: Path, *, errors: Path | None, settings: Mapping[str, str], header: bytes, force: bool
 ) -> Opened:
     """Return the outputs of a run, ready to be added to; see `Journal.open`."""
+    for path in filter(None, (output, errors)):
+        check_file(path)
     wanted = Wanted(real(output), errors and real(errors), settings, header, force)
-    _check_places(wanted)
+    _check_errors(wanted)
     manifest = _open_manifest(wanted)
     found = Opened(manifest)
     with closing_on_error(found) as stack:
         _resume(found, wanted) if _is_ours(found, wanted) else _begin(found, wanted)
+        stack.pop_all()
+    return found
+
+
+def reopened(output: Path) -> Opened:
+    """Return the outputs of a run that has ended, by their manifest, whatever its settings were.
+
+    Raises:
+        ConfigError: there is no manifest, a run writes there, or a file is gone or was changed.
+        OutputError: the disk is full.
+    """
+    check_file(output)
+    output = real(output)
+    path = manifest_of(output)
+    if not (path.is_file() and output.is_file()):
+        raise ConfigError(f"{output}: there is no manifest beside it, or it is gone itself")
+    found = Opened(Manifest(path, output))
+    with closing_on_error(found) as stack:
+        for row in found.manifest.files().values():
+            if row.size is not None:
+                place = row.path if row.file else output
+                found.outputs.append(Output(finish(found.manifest, replace(row, path=place))))
+        check_and_repair(found)
         stack.pop_all()
     return found
 
@@ -97,11 +122,10 @@ def real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _check_places(wanted: Wanted) -> None:
-    check_file(wanted.output)
+def _check_errors(wanted: Wanted) -> None:
+    """Refuse one file for both."""
     if wanted.errors is None:
         return
-    check_file(wanted.errors)
     if wanted.errors in (wanted.output, manifest_of(wanted.output)) or (
         wanted.errors.exists() and wanted.output.exists() and wanted.errors.samefile(wanted.output)
     ):
@@ -258,7 +282,8 @@ def _open_known(found: Opened, wanted: Wanted) -> None:
         else:
             check_unused(row, force=wanted.force)
         found.outputs.append(Output(row))
-    _make_empty(manifest, [output for output in found.outputs if output.row.size is None])
+    if new := [output for output in found.outputs if output.row.size is None]:
+        _make_empty(manifest, new)
     with manifest.transaction():
         manifest.set_settings(wanted.settings)
 
@@ -301,3 +326,19 @@ def _checked(output: Output, manifest: Manifest) -> int:
     if problem := problem or output.changed(manifest):
         raise ChangedError(output.path, problem)
     return n_torn
+
+
+def put_away(found: Opened) -> None:
+    """Note that nothing is behind what is committed, with the disk's word for it."""
+    with found.manifest.transaction(is_durable=True):
+        for output in found.outputs:
+            found.manifest.put_file(replace(output.row, is_open=False))
+
+
+def closing_all(found: Opened) -> ExitStack:
+    """Return a stack that closes all of it."""
+    stack = ExitStack()
+    stack.callback(found.manifest.close)
+    for output in found.outputs:
+        stack.callback(output.close)
+    return stack

@@ -24,6 +24,7 @@ _PIECE = 2**20
 _N_SAMPLES = 32
 """Records that are read again before a run goes on, beside first and last: who moves lines moves some of them."""
 
+_CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
 _BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
 _SAMPLES = (
     "SELECT start, size, crc, number FROM records WHERE file = ? ORDER BY start LIMIT 1",
@@ -135,9 +136,8 @@ class Output:
 
     def drop_torn(self, manifest: Manifest) -> int:
         """Forget the records that are not whole, in a transaction of the caller; return how many."""
-        n_bytes = os.fstat(self._fd).st_size
-        known = min(n_bytes, self.row.synced)
-        behind = manifest.execute(_BEHIND, self.row.file, known).fetchall()
+        n_cut = manifest.execute(_CUT_OFF, self.row.file, os.fstat(self._fd).st_size).rowcount
+        behind = manifest.rows(_BEHIND, self.row.file, self.row.synced)
         torn = [(record,) for record, *place in behind if not self._is_whole(*place)]
         manifest.execute_many("DELETE FROM records WHERE record = ?", torn)
         [end] = manifest.execute(
@@ -145,7 +145,7 @@ class Output:
         ).fetchone()
         size = max(end or 0, len(self.row.header))
         self.row = replace(self.row, size=size, synced=min(size, self.row.synced), is_open=True)
-        return len(torn)
+        return n_cut + len(torn)
 
     def changed(self, manifest: Manifest) -> str | None:
         """Return what somebody else has changed in it, as far as some of its records show; None: nothing."""
@@ -153,7 +153,7 @@ class Output:
         if self.size > n_header and self.read(0, n_header) != self.row.header:
             return "its beginning is not as it was written"
         for statement in _SAMPLES:
-            for start, size, crc, number in manifest.execute(statement, self.row.file):
+            for start, size, crc, number in manifest.rows(statement, self.row.file):
                 if not self._is_whole(start, size, crc):
                     return f"what stands at byte {start:,} is not the record of item {number:,}"
         return None

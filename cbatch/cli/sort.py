@@ -1,0 +1,72 @@
+"""`cbatch sort`: the answers to a batch file in the order of its requests."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cbatch.cli.lines import is_pipe, stdout
+from cbatch.cli.main import ExitCode, say
+from cbatch.cli.options import option
+from cbatch.errors import ConfigError
+
+
+def sort(
+    answers: Annotated[Path, typer.Argument(metavar="OUT", help="What a run has written.")],
+    *,
+    output: Annotated[
+        Path | None,
+        option(
+            "--output",
+            "-o",
+            metavar="SORTED",
+            help="Write the records there and leave OUT as it is; - is stdout.",
+            default="OUT itself, and its file of errors",
+        ),
+    ] = None,
+    by: Annotated[
+        list[Path] | None,
+        option(
+            "--by",
+            metavar="INPUT",
+            help="The requests, for JSON lines whose manifest is gone; may be given again.",
+        ),
+    ] = None,
+    force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Bring the answers to a batch file into the order of its requests.
+
+    A run writes what ends first first. Afterwards it can go on with a sorted file.
+
+    Example: cbatch sort answers.jsonl
+    """
+    from cbatch.files.sort import sort_in_place, sort_to  # sqlite3 is slow to import
+
+    if is_pipe(answers):
+        raise ConfigError("-: stdin has no manifest: give the file that a run has written")
+    if output is None:
+        if by:
+            raise ConfigError(f"{answers}: with --by, give another file to write to: -o SORTED")
+        for path, n_records in sort_in_place(answers).items():
+            say(f"{path}: {n_records:,} records in the order of the requests")
+    elif is_pipe(output):
+        _write_sorted(answers, by or [])
+    else:
+        n_records = sort_to(answers, output, by=by or [], force=force)
+        say(f"{output}: {n_records:,} records in the order of the requests")
+
+
+def _write_sorted(output: Path, by: list[Path]) -> None:
+    from cbatch.files.sort import sorted_records
+
+    file = stdout()
+    with sorted_records(output, by=by) as records:
+        try:
+            for piece in records.pieces:
+                file.write(piece)
+            file.flush()
+        except BrokenPipeError:
+            # What is left in the buffer goes nowhere. Source: Python's docs, note on SIGPIPE in `signal`.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+            raise typer.Exit(ExitCode.DONE) from None

@@ -1,0 +1,212 @@
+"""Records in the order of the input: by the manifest, or by the ids of the input where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cbatch.errors import ConfigError
+from cbatch.files import disk
+from cbatch.files.compact import copied, in_order, rewrite, write_all
+from cbatch.files.disk import told
+from cbatch.files.manifest import manifest_of
+from cbatch.files.opening import closing_all, put_away, real, reopened
+from cbatch.files.output import check_file, part_of
+from cbatch.files.source import open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from cbatch.files.output import Output
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of an output in the order of the input.
+
+    Args:
+        n_records: how many there are.
+        pieces: their bytes, with what the file begins with before them.
+    """
+
+    n_records: int
+    pieces: Iterator[bytes]
+
+
+def sort_in_place(output: Path) -> dict[Path, int]:
+    """Bring an output and its file of errors into the order of the input; return how many records each has.
+
+    It may be killed anywhere, and a run may go on with the files afterwards.
+
+    Raises:
+        ConfigError: there is no manifest, a run writes there, or a file was changed.
+        OutputError: the disk is full.
+    """
+    found = reopened(output)
+    with closing_all(found):
+        for file in found.outputs:
+            if not _is_sorted(in_order(found.manifest, file, "number")):
+                rewrite(found.manifest, file, "number")
+        put_away(found)
+        return {f.path: found.manifest.count(f.row.file).n_records for f in found.outputs}
+
+
+def _is_sorted(records: Iterator[tuple[int, int, int]]) -> bool:
+    last = -1
+    for _, start, _ in records:
+        if start < last:
+            return False
+        last = start
+    return True
+
+
+def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool = False) -> int:
+    """Write the records of an output in the order of the input to another file; return how many there are.
+
+    Args:
+        output: what a run has written.
+        target: where they go; it appears whole or not at all.
+        by: the input, for an output without its manifest.
+        force: replace a file.
+
+    Raises:
+        ConfigError: see `sorted_records`, or the target exists or cannot be written.
+        OutputError: the disk is full.
+    """
+    check_file(target)
+    target = real(target)
+    if target in (real(output), manifest_of(real(output))):
+        raise ConfigError(
+            f"{target}: is the output itself: to sort it in place, give no other file"
+        )
+    if target.exists() and not force:
+        raise ConfigError(f"{target}: exists already: give another file, or --force to replace it")
+    part = part_of(target)
+    with sorted_records(output, by=by) as records, told(target):
+        try:
+            write_all(part, records.pieces)
+            disk.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+        return records.n_records
+
+
+@contextmanager
+def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records]:
+    """Lend the records of an output in the order of the input, in constant memory.
+
+    Raises:
+        ConfigError: there is neither manifest nor `by`, or both; a run writes there; a file was changed; a line of an
+            output without a manifest has no id.
+    """
+    has_manifest = manifest_of(real(output)).exists()
+    if has_manifest == bool(by):
+        raise ConfigError(
+            f"{output}: has a manifest, which knows the order: leave the input away (--by)"
+            if has_manifest
+            else f"{output}: there is no manifest beside it that knows the order: give the input (--by INPUT)"
+        )
+    with ExitStack() as stack:
+        if by:
+            yield stack.enter_context(_by_ids(output, by))
+            return
+        found = reopened(output)
+        stack.enter_context(closing_all(found))
+        file = found.outputs[0]
+        n_records = found.manifest.count(0).n_records
+        records = stack.enter_context(closing(in_order(found.manifest, file, "number")))
+        yield Records(n_records, _all_of(file, records))
+        put_away(found)
+
+
+def _all_of(file: Output, records: Iterator[tuple[int, int, int]]) -> Iterator[bytes]:
+    yield file.row.header
+    yield from copied(file, records)
+
+
+# ---- without a manifest ----
+
+
+class _Places:
+    """Where the line of each id is, in a file of SQLite's that goes when it is closed."""
+
+    def __init__(self) -> None:
+        self._db = sqlite3.connect("", isolation_level=None)
+        for statement in (
+            "PRAGMA journal_mode = OFF",
+            "CREATE TABLE lines (line INTEGER PRIMARY KEY, id BLOB, start INTEGER, size INTEGER, number INTEGER)",
+            "CREATE INDEX lines_by_id ON lines (id)",
+            "BEGIN",
+        ):
+            self._db.execute(statement)
+
+    def add(self, id: str, start: int, size: int) -> None:
+        self._db.execute(
+            "INSERT INTO lines (id, start, size) VALUES (?, ?, ?)", (_text(id), start, size)
+        )
+
+    def number(self, id: str, number: int) -> None:
+        """Give all lines of an id this number, where they have none."""
+        self._db.execute(
+            "UPDATE lines SET number = ? WHERE id = ? AND number IS NULL", (number, _text(id))
+        )
+
+    def in_order(self) -> Iterator[tuple[int, int]]:
+        """Yield start and size of every line; those of unknown ids come last."""
+        yield from self._db.execute(
+            "SELECT start, size FROM lines ORDER BY number IS NULL, number, line"
+        )
+
+    def __len__(self) -> int:
+        return int(self._db.execute("SELECT count(*) FROM lines").fetchone()[0])
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _text(id: str) -> bytes:
+    return id.encode("utf-8", "surrogatepass")
+
+
+@contextmanager
+def _by_ids(output: Path, by: Sequence[Path]) -> Iterator[Records]:
+    with ExitStack() as stack:
+        places = _Places()
+        stack.callback(places.close)
+        try:
+            file = stack.enter_context(output.open("rb"))
+        except OSError as error:
+            raise ConfigError(f"{output}: cannot be read: {error.strerror}") from error
+        start = 0
+        for i_line, line in enumerate(file, 1):
+            if line.strip():
+                places.add(_id_of(line, f"{output}, line {i_line}"), start, len(line))
+            start += len(line)
+        for item in stack.enter_context(open_source([str(path) for path in by])):
+            places.number(item.id, item.number)
+        yield Records(len(places), _lines(file.fileno(), places))
+
+
+def _id_of(line: bytes, place: str) -> str:
+    """Return the id of a record in one of the formats that have lines with ids."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{place}: is not JSON, and only JSON lines can be sorted by their ids: {error}"
+        ) from error
+    for key in ("custom_id", "id"):
+        if isinstance(record, dict) and isinstance(record.get(key), str):
+            return str(record[key])
+    raise ConfigError(f"{place}: has neither custom_id nor id: it is no record of cbatch")
+
+
+def _lines(fd: int, places: _Places) -> Iterator[bytes]:
+    for start, size in places.in_order():
+        line = os.pread(fd, size, start)
+        yield line if line.endswith(b"\n") else line + b"\n"

@@ -1,0 +1,781 @@
+"""The journal of a run: what is claimed, written, counted, gone on with and refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.errors import ConfigError
+from cbatch.files import disk
+from cbatch.files.disk import OutputError
+from cbatch.files.journal import Journal, duplicate_key, record_key
+from cbatch.files.manifest import Manifest
+from cbatch.files.sort import sort_in_place
+from tests.files.journals import HEADER, SETTINGS, asked, open_journal, records, run_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DIGEST = b"0123456789abcdef"
+OTHER = b"fedcba9876543210"
+ROOT = Path(__file__).parents[2]
+
+
+def write(journal: Journal, *ids: str, start: int = 1, is_error: bool = False) -> None:
+    """Claim and add items that are new."""
+    for number, id in enumerate(ids, start):
+        assert journal.claim(id, DIGEST, number) == "new"
+        journal.add(number, id, DIGEST, f"{id}\n".encode(), is_error=is_error)
+
+
+def fill(folder: Path, *ids: str, **more: Any) -> None:
+    """Do a run of items that are new, and end it."""
+    with open_journal(folder, **more) as journal:
+        write(journal, *ids)
+
+
+def lines(path: Path) -> list[str]:
+    """Return the records of a file."""
+    [header, *rest] = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert header.encode() == HEADER
+    return [line.rstrip("\n") for line in rest]
+
+
+# ---- claiming ----
+
+
+def test_claim_of_an_unknown_item_is_new(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        assert journal.claim("a", DIGEST, 1) == "new"
+
+
+def test_claim_of_a_record_of_an_earlier_run_is_done_or_failed(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        write(journal, "a")
+        write(journal, "b", start=2, is_error=True)
+    with open_journal(tmp_path) as journal:
+        assert (journal.n_done_before, journal.n_failed_before) == (1, 1)
+        assert journal.claim("a", DIGEST, 1) == "done"
+        assert journal.claim("b", DIGEST, 2) == "failed"
+        assert journal.claim("c", DIGEST, 3) == "new"
+
+
+@pytest.mark.parametrize("when", ["claimed", "added", "committed", "done before"])
+def test_second_claim_of_an_id_is_a_duplicate(tmp_path: Path, when: str) -> None:
+    if when == "done before":
+        fill(tmp_path, "a")
+    with open_journal(tmp_path) as journal:
+        first = journal.claim("a", DIGEST, 1)
+        if when in ("added", "committed"):
+            journal.add(1, "a", DIGEST, b"a\n", is_error=False)
+        if when == "committed":
+            journal.commit()
+        assert first == ("done" if when == "done before" else "new")
+        assert journal.claim("a", DIGEST, 5) == "duplicate"
+        assert journal.claim("a", OTHER, 6) == "duplicate"
+
+
+def test_error_of_a_duplicate_is_written_once(tmp_path: Path) -> None:
+    for i_run in range(3):
+        with open_journal(tmp_path) as journal:
+            assert journal.claim("a", DIGEST, 1) == ("done" if i_run else "new")
+            assert journal.claim("a", DIGEST, 2) == ("failed" if i_run else "duplicate")
+            if not i_run:
+                journal.add(1, "a", DIGEST, b"a\n", is_error=False)
+                journal.add(2, "a", DIGEST, b"twice\n", is_error=True)
+        assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["twice"])
+
+
+def test_item_that_changed_takes_the_place_of_its_record(tmp_path: Path) -> None:
+    fill(tmp_path, "a", "b", "c")
+    with open_journal(tmp_path) as journal:
+        assert journal.claim("b", OTHER, 2) == "new"
+        journal.add(2, "b", OTHER, b"new b\n", is_error=False)
+        journal.commit()
+        assert journal.n_done == 3
+        assert lines(tmp_path / "out") == ["a", "b", "c", "new b"]
+    assert lines(tmp_path / "out") == ["a", "c", "new b"]
+
+
+def test_item_that_changed_keeps_its_record_until_there_is_another(tmp_path: Path) -> None:
+    fill(tmp_path, "a")
+    with open_journal(tmp_path) as journal:
+        assert journal.claim("a", OTHER, 1) == "new"
+    with open_journal(tmp_path) as journal:
+        assert journal.claim("a", OTHER, 1) == "new"
+        assert lines(tmp_path / "out") == ["a"]
+
+
+def test_errors_are_retried_where_that_is_asked(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        write(journal, "a", "b", is_error=True)
+    with open_journal(tmp_path, retry_errors=True) as journal:
+        assert journal.claim("a", DIGEST, 1) == "new"
+        assert journal.claim("b", DIGEST, 2) == "new"
+        journal.add(1, "a", DIGEST, b"a\n", is_error=False)
+        journal.commit()
+        assert (journal.n_done, journal.n_failed) == (1, 1)
+    assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["b"])
+
+
+def test_errors_without_a_file_of_their_own_are_in_the_output(tmp_path: Path) -> None:
+    with open_journal(tmp_path, has_errors=False) as journal:
+        write(journal, "a")
+        write(journal, "b", start=2, is_error=True)
+    assert lines(tmp_path / "out") == ["a", "b"]
+    with open_journal(tmp_path, has_errors=False, retry_errors=True) as journal:
+        assert journal.claim("b", DIGEST, 2) == "new"
+        journal.add(2, "b", DIGEST, b"better\n", is_error=False)
+    assert lines(tmp_path / "out") == ["a", "better"]
+
+
+def test_unclaimed_records_go_where_that_is_asked(tmp_path: Path) -> None:
+    fill(tmp_path, "a", "b", "c")
+    with open_journal(tmp_path) as journal:
+        assert journal.claim("b", DIGEST, 1) == "done"
+        assert journal.drop_unclaimed() == 2
+        assert (journal.n_done, journal.n_failed) == (1, 0)
+    assert lines(tmp_path / "out") == ["b"]
+
+
+def test_add_without_a_claim_is_refused(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal, pytest.raises(KeyError):
+        journal.add(1, "a", DIGEST, b"a\n", is_error=False)
+
+
+IDS = ["", "a\0b", "a", "\0", "ä" * 12, "ä" * 13, "\ud800", "x" * 10**6, "x" * 10**6 + "y", "\n"]
+
+
+def test_ids_may_be_any_text(tmp_path: Path) -> None:
+    for expected in ("new", "done"):
+        with open_journal(tmp_path) as journal:
+            for number, id in enumerate(IDS):
+                assert journal.claim(id, DIGEST, number) == expected
+                if expected == "new":
+                    journal.add(number, id, DIGEST, b"%d\n" % number, is_error=False)
+
+
+@given(st.lists(st.text(st.characters(), max_size=40), unique=True), st.integers(1, 10**9))
+@settings(max_examples=50)
+def test_keys_of_different_ids_differ(ids: list[str], number: int) -> None:
+    keys = [record_key(id) for id in ids]
+    assert len({*keys, *(duplicate_key(key, number) for key in keys)}) == 2 * len(ids)
+    assert max(map(len, keys), default=0) <= 24
+
+
+# ---- writing ----
+
+
+def test_records_are_in_the_file_when_commit_returns(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        write(journal, "a", "b")
+        assert lines(tmp_path / "out") == []
+        assert journal.n_done == 0
+        journal.commit()
+        assert lines(tmp_path / "out") == ["a", "b"]
+        assert journal.n_done == 2
+
+
+def test_disk_is_waited_for_at_intervals_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, n_syncs = 0.0, 0
+    with open_journal(tmp_path, clock=lambda: now_s, sync_s=5) as journal:
+
+        def sync(fd: int) -> None:
+            nonlocal n_syncs
+            n_syncs += 1
+
+        monkeypatch.setattr(disk, "sync", sync)
+        for i, expected in enumerate([0, 0, 1, 1, 2]):
+            write(journal, str(i), start=i)
+            journal.commit()
+            assert n_syncs == expected
+            now_s += 2.5 if i else 2.6
+        write(journal, "last", start=9)
+    assert n_syncs == 3
+
+
+def test_commit_of_nothing_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_journal(tmp_path, sync_s=0) as journal:
+        monkeypatch.setattr(disk, "sync", lambda fd: pytest.fail("nothing to wait for"))
+        monkeypatch.setattr(disk, "write_at", lambda *args: pytest.fail("nothing to write"))
+        journal.commit()
+
+
+def test_close_twice_is_harmless(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    journal.close()
+    journal.close()
+    fill(tmp_path, "a")
+
+
+def test_manifest_is_one_file_when_closed(tmp_path: Path) -> None:
+    fill(tmp_path, "a")
+    assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
+
+
+# ---- a full disk ----
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_write_that_fails_names_the_file_and_leaves_nothing_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    really_write = disk.write_at
+
+    def write_half(fd: int, data: bytes, start: int) -> None:
+        really_write(fd, data[: len(data) // 2], start)
+        raise OSError(code, os.strerror(code))
+
+    journal = open_journal(tmp_path)
+    write(journal, "a")
+    journal.commit()
+    write(journal, "b", "c", start=2)
+    monkeypatch.setattr(disk, "write_at", write_half)
+    with pytest.raises(OutputError, match=rf"^{tmp_path}/out: "):
+        journal.commit()
+    with pytest.raises(OutputError):
+        journal.close()
+    monkeypatch.undo()
+    with open_journal(tmp_path) as journal:
+        assert lines(tmp_path / "out") == ["a"]
+        assert journal.claim("a", DIGEST, 1) == "done"
+        write(journal, "b", "c", start=2)
+
+
+def test_commit_after_one_that_failed_writes_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_none(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with open_journal(tmp_path) as journal:
+        write(journal, "a", "b")
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "write_at", write_none)
+            with pytest.raises(OutputError, match=r"the disk is full: free some space, then run"):
+                journal.commit()
+        assert journal.claim("a", DIGEST, 7) == "duplicate"
+        write(journal, "c", start=8)
+        journal.commit()
+        assert lines(tmp_path / "out") == ["a", "b", "c"]
+
+
+def test_commit_that_is_interrupted_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_commit = Manifest.commit
+
+    def interrupted(self: Manifest) -> None:
+        really_commit(self)
+        raise KeyboardInterrupt
+
+    with open_journal(tmp_path) as journal:
+        write(journal, "a", "b")
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifest, "commit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                journal.commit()
+        write(journal, "c", start=3)
+        journal.commit()
+        assert journal.n_done == 3
+    assert lines(tmp_path / "out") == ["a", "b", "c"]
+
+
+def test_manifest_that_cannot_be_written_leaves_what_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Manifest) -> None:
+        raise self._failed(sqlite3.OperationalError("database or disk is full"))
+
+    journal = open_journal(tmp_path)
+    write(journal, "a")
+    journal.commit()
+    write(journal, "b", start=2)
+    monkeypatch.setattr(Manifest, "commit", fail)
+    with pytest.raises(OutputError, match=r"out\.manifest: cannot be written: .* disk is full"):
+        journal.close()
+    monkeypatch.undo()
+    with open_journal(tmp_path) as journal:
+        assert lines(tmp_path / "out") == ["a"]
+        write(journal, "b", start=2)
+
+
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+from cbatch.files.disk import OutputError
+from tests.files.journals import run_pass
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+try:
+    run_pass(Path(sys.argv[1]), 0, 200)
+except OutputError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("n_most", [20_001, 30_000, 45_003])
+def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path, n_most: int) -> None:
+    done = run_python(LIMITED, tmp_path, n_most)
+    assert done.returncode == 2, done.stderr
+    assert "/out" in done.stdout
+    run_pass(tmp_path, 0, 200)
+    assert sum(map(len, records(tmp_path).values())) == 200
+
+
+def run_python(program: str, *args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, args)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# ---- two runs ----
+
+
+def test_second_journal_in_one_process_is_refused(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        with pytest.raises(ConfigError, match=r"out: another run writes there: wait for its end"):
+            open_journal(tmp_path)
+        write(journal, "a")
+        journal.commit()
+        with pytest.raises(ConfigError, match="another run"):
+            open_journal(tmp_path, force=True)
+    assert lines(tmp_path / "out") == ["a"]
+
+
+OPEN = """
+import sys
+from pathlib import Path
+from tests.files.journals import open_journal
+try:
+    open_journal(Path(sys.argv[1]), force=True)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_second_journal_in_another_process_is_refused(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        write(journal, "a")
+        assert "another run writes there" in run_python(OPEN, tmp_path).stdout
+    assert run_python(OPEN, tmp_path).stdout == ""
+    assert lines(tmp_path / "out") == ["a"]
+
+
+def test_second_journal_by_another_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("out")
+    with open_journal(tmp_path):
+        os.link(tmp_path / "out", tmp_path / "hard")
+        for name in ("link", "hard"):
+            with pytest.raises(ConfigError, match=r"another run writes there|no manifest"):
+                Journal.open(tmp_path / name, settings=SETTINGS, header=HEADER)
+        with pytest.raises(ConfigError, match="another run writes there"):
+            Journal.open(tmp_path / "hard", settings=SETTINGS, header=HEADER, force=True)
+        with pytest.raises(ConfigError, match=r"errors: another run writes there"):
+            Journal.open(
+                tmp_path / "new", errors=tmp_path / "errors", settings=SETTINGS, header=HEADER
+            )
+
+
+def test_refused_journal_leaves_no_manifest(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError):
+        open_journal(tmp_path)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
+    program = OPEN.replace("True)", "False); import os; os.kill(os.getpid(), 9)")
+    assert run_python(program, tmp_path).returncode == -signal.SIGKILL
+    fill(tmp_path, "a")
+
+
+# ---- other settings ----
+
+
+def test_other_settings_are_refused_with_both_values(tmp_path: Path) -> None:
+    fill(tmp_path, "a")
+    other = {"model": "small", "temperature": "0.5", "output format": "lines"}
+    with pytest.raises(ConfigError) as caught:
+        open_journal(tmp_path, settings=other)
+    said = str(caught.value)
+    assert "model was tiny, is small; temperature was nothing, is 0.5" in said
+    assert "output format" not in said
+    assert "--force" in said
+
+
+def test_other_settings_go_on_where_that_is_forced(tmp_path: Path) -> None:
+    fill(tmp_path, "a", "b")
+    other = {**SETTINGS, "model": "small"}
+    with open_journal(tmp_path, settings=other, force=True) as journal:
+        assert journal.claim("a", DIGEST, 1) == "done"
+        assert journal.claim("b", OTHER, 2) == "new"
+        journal.add(2, "b", OTHER, b"new b\n", is_error=False)
+    with open_journal(tmp_path, settings=other):
+        assert lines(tmp_path / "out") == ["a", "new b"]
+
+
+def test_settings_do_not_matter_before_the_first_record(tmp_path: Path) -> None:
+    fill(tmp_path)
+    fill(tmp_path, "a", settings={"model": "small"}, header=HEADER)
+    with pytest.raises(ConfigError, match="model was small, is tiny"):
+        open_journal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"header": b"other,columns\n"},
+        {"settings": {**SETTINGS, "output format": "openai"}},
+    ],
+)
+def test_other_format_begins_anew_where_that_is_forced(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    fill(tmp_path, "a")
+    with pytest.raises(ConfigError, match=r"first line was 'header', is|format was lines, is open"):
+        open_journal(tmp_path, **other)
+    with open_journal(tmp_path, **other, force=True) as journal:
+        assert journal.claim("a", DIGEST, 1) == "new"
+    assert (tmp_path / "out").read_bytes() == other.get("header", HEADER)
+
+
+def test_errors_to_another_file_are_refused(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        write(journal, "a", is_error=True)
+    with pytest.raises(ConfigError, match=r"errors went to .*/errors, go to the output"):
+        open_journal(tmp_path, has_errors=False)
+    with open_journal(tmp_path, has_errors=False, force=True) as journal:
+        [note] = journal.notes
+        assert "errors is left as it is; its 1 items run again" in note
+        write(journal, "a")
+    assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["a"])
+
+
+def test_errors_may_get_a_file_later(tmp_path: Path) -> None:
+    with open_journal(tmp_path, has_errors=False) as journal:
+        write(journal, "a", "b", is_error=True)
+    with open_journal(tmp_path, retry_errors=True) as journal:
+        assert journal.claim("a", DIGEST, 1) == "new"
+        journal.add(1, "a", DIGEST, b"again\n", is_error=True)
+    assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["b"], ["again"])
+
+
+def test_outputs_and_manifest_may_be_moved_together(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    run_pass(old, 0)
+    old.rename(new)
+    before = records(new)
+    run_pass(new, 0)
+    assert records(new) == before
+    (new / "out").rename(new / "other")
+    (new / "out.manifest").rename(new / "other.manifest")
+    with Journal.open(
+        new / "other", errors=new / "errors", settings=SETTINGS, header=HEADER
+    ) as journal:
+        assert {journal.claim(item.id, item.digest, item.number) for item in asked(0, 40)} == {
+            "done",
+            "failed",
+        }
+
+
+# ---- files that are not as they were ----
+
+
+def test_output_that_is_gone_begins_anew(tmp_path: Path) -> None:
+    fill(tmp_path, "a", "b")
+    (tmp_path / "out").unlink()
+    with open_journal(tmp_path, settings={"model": "small"}) as journal:
+        [note] = journal.notes
+        assert note == f"{tmp_path}/out is gone: all begins anew, also the 2 items that were done"
+        assert (journal.n_done, journal.n_done_before) == (0, 0)
+        write(journal, "b")
+    assert lines(tmp_path / "out") == ["b"]
+
+
+def test_errors_that_are_gone_run_again(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        write(journal, "a", is_error=True)
+        write(journal, "b", start=2)
+    (tmp_path / "errors").unlink()
+    with open_journal(tmp_path) as journal:
+        assert "1 of its items run again" in journal.notes[0]
+        assert journal.claim("b", DIGEST, 2) == "done"
+        assert journal.claim("a", DIGEST, 1) == "new"
+
+
+def test_output_without_its_manifest_is_refused_or_replaced(tmp_path: Path) -> None:
+    fill(tmp_path, "a")
+    (tmp_path / "out.manifest").unlink()
+    with pytest.raises(ConfigError, match=r"out: exists and has no manifest .* \(--force\)"):
+        open_journal(tmp_path)
+    with open_journal(tmp_path, force=True) as journal:
+        write(journal, "b")
+    assert lines(tmp_path / "out") == ["b"]
+
+
+def test_empty_file_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    (tmp_path / "errors").touch()
+    fill(tmp_path, "a")
+    assert lines(tmp_path / "out") == ["a"]
+
+
+def test_errors_of_somebody_else_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "errors").write_text("mine\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"errors: exists and has no manifest"):
+        open_journal(tmp_path)
+    fill(tmp_path, "a", has_errors=False)
+    with pytest.raises(ConfigError, match=r"errors: exists and has no manifest"):
+        open_journal(tmp_path)
+    assert (tmp_path / "errors").read_text(encoding="utf-8") == "mine\n"
+
+
+@pytest.mark.parametrize("n_left", [0, 3, 7, 8, 9, 100, 101])
+def test_shorter_output_loses_what_is_not_whole(tmp_path: Path, n_left: int) -> None:
+    ids = [str(i) for i in range(1, 100)]
+    fill(tmp_path, *ids)
+    data = (tmp_path / "out").read_bytes()
+    (tmp_path / "out").write_bytes(data[:n_left])
+    n_whole = max(data[:n_left].count(b"\n") - 1, 0)
+    with open_journal(tmp_path) as journal:
+        assert f"{99 - n_whole} of its items run again" in journal.notes[0]
+        assert journal.n_done_before == n_whole
+        found = [journal.claim(id, DIGEST, int(id)) for id in ids]
+        assert found == ["done"] * n_whole + ["new"] * (99 - n_whole)
+        for id in ids[n_whole:]:
+            journal.add(int(id), id, DIGEST, f"{id}\n".encode(), is_error=False)
+    assert (tmp_path / "out").read_bytes() == data
+
+
+EDITS: dict[str, Callable[[str], str]] = {
+    "sorted": lambda text: "".join(sorted(text.splitlines(keepends=True))),
+    "a line less": lambda text: text.replace("50\n", ""),
+    "a line twice": lambda text: text.replace("50\n", "50\n50\n"),
+    "a line more": lambda text: text + "mine\n",
+    "other ends of lines": lambda text: text.replace("\n", "\r\n"),
+    "another first line": lambda text: text.replace("header", "HEADER"),
+    "another file": lambda text: "mine\n" * 1000,
+    "reversed": lambda text: "header\n" + "".join(text.splitlines(keepends=True)[:0:-1]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_output_is_refused_or_begun_anew(tmp_path: Path, edit: str) -> None:
+    ids = [str(i) for i in range(1, 101)]
+    fill(tmp_path, *ids)
+    path = tmp_path / "out"
+    path.write_bytes(EDITS[edit](path.read_bytes().decode()).encode())
+    edited = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"out: was changed since .* \(--force\)"):
+            open_journal(tmp_path)
+        assert path.read_bytes() == edited
+    with open_journal(tmp_path, force=True) as journal:
+        assert "all begins anew" in journal.notes[0]
+        write(journal, *ids[::-1])
+    assert lines(path) == ids[::-1]
+
+
+def test_lines_added_before_the_first_record_are_refused(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with (tmp_path / "out").open("a", encoding="utf-8") as file:
+        file.write("mine\n")
+    with pytest.raises(ConfigError, match=r"out: exists and has no manifest|was changed"):
+        open_journal(tmp_path)
+    assert lines(tmp_path / "out") == ["mine"]
+
+
+# ---- places that cannot be ----
+
+
+def test_output_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a directory: give a file"):
+        Journal.open(tmp_path, settings=SETTINGS)
+
+
+def test_output_in_no_folder_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "out", tmp_path / "no" / "more" / "out"):
+        with pytest.raises(ConfigError, match=rf"the folder {path.parent} does not exist"):
+            Journal.open(path, settings=SETTINGS)
+
+
+def test_output_that_is_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/null"), tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match=r"is not a regular file, so no run could go on"):
+            Journal.open(path, settings=SETTINGS)
+
+
+def test_link_is_followed_to_one_manifest(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real/out")
+    with Journal.open(tmp_path / "link", settings=SETTINGS, header=HEADER) as journal:
+        write(journal, "a", "b")
+    with open_journal(tmp_path / "real", has_errors=False) as journal:
+        assert journal.claim("a", DIGEST, 1) == "done"
+        assert journal.claim("b", OTHER, 2) == "new"
+        journal.add(2, "b", OTHER, b"c\n", is_error=False)
+    assert (tmp_path / "link").is_symlink()
+    assert lines(tmp_path / "link") == ["a", "c"]
+    assert sorted(os.listdir(tmp_path / "real")) == ["out", "out.manifest"]
+
+
+@pytest.mark.parametrize("name", ["out", "out.manifest", "./out", "link"])
+def test_errors_in_the_output_or_manifest_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "link").symlink_to("out")
+    with pytest.raises(ConfigError, match=r"is the output or its manifest: give another file"):
+        Journal.open(tmp_path / "out", errors=tmp_path / name, settings=SETTINGS)
+
+
+def test_folder_without_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=rf"{tmp_path}: no permission to write there"):
+        open_journal(tmp_path)
+
+
+def test_manifest_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out.manifest").mkdir()
+    with pytest.raises(ConfigError, match=r"out\.manifest: the manifest cannot be opened"):
+        open_journal(tmp_path)
+
+
+# ---- manifests that are none ----
+
+
+def change_manifest(folder: Path, *statements: str) -> None:
+    db = sqlite3.connect(folder / "out.manifest", isolation_level=None)
+    for statement in statements:
+        db.execute(statement)
+    db.close()
+
+
+def test_manifest_of_a_newer_version_is_refused_or_replaced(tmp_path: Path) -> None:
+    fill(tmp_path, "a")
+    change_manifest(tmp_path, "PRAGMA user_version = 9")
+    with pytest.raises(ConfigError, match=r"is of version 9, and this cbatch knows 1: update"):
+        open_journal(tmp_path)
+    with open_journal(tmp_path, force=True) as journal:
+        assert journal.claim("a", DIGEST, 1) == "new"
+
+
+def test_database_of_another_program_is_never_touched(tmp_path: Path) -> None:
+    change_manifest(tmp_path, "CREATE TABLE mine (x)", "INSERT INTO mine VALUES (1)")
+    before = (tmp_path / "out.manifest").read_bytes()
+    for force in (False, True):
+        with pytest.raises(ConfigError, match=r"is an SQLite file of another program"):
+            open_journal(tmp_path, force=force)
+    assert (tmp_path / "out.manifest").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "middle"])
+def test_damaged_manifest_is_refused_or_replaced(tmp_path: Path, damage: str) -> None:
+    fill(tmp_path, *map(str, range(200)))
+    path = tmp_path / "out.manifest"
+    data = path.read_bytes()
+    middle = data[:1024] + bytes(len(data) - 1024)
+    path.write_bytes({"text": b"mine\n" * 300, "cut": data[:2000], "middle": middle}[damage])
+    with pytest.raises(ConfigError, match=r"out\.manifest: is damaged, or no manifest of cbatch"):
+        open_journal(tmp_path)
+    with open_journal(tmp_path, force=True) as journal:
+        write(journal, "a")
+    assert lines(tmp_path / "out") == ["a"]
+
+
+def test_empty_manifest_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "out.manifest").touch()
+    fill(tmp_path, "a")
+
+
+# ---- in bulk ----
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from tests.files.journals import open_journal
+n_items = int(sys.argv[2])
+with open_journal(Path(sys.argv[1])) as journal:
+    for number in range(n_items):
+        id = f"request-{number}"
+        journal.claim(id, bytes(16), number)
+        journal.add(number, id, bytes(16), b"x" * 50, is_error=False)
+        if number % 64 == 0:
+            journal.commit()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_items(tmp_path: Path) -> None:
+    kib = []
+    for n_items in (10_000, 100_000):
+        (tmp_path / str(n_items)).mkdir()
+        done = run_python(MEASURED, tmp_path / str(n_items), n_items)
+        assert done.returncode == 0, done.stderr
+        kib.append(int(done.stdout))
+    assert kib[1] - kib[0] < 6 * 1024  # SQLite's cache, 4 MiB, and a bit for each record
+
+
+ITEM = st.tuples(st.integers(0, 5), st.integers(0, 2), st.booleans())
+PASS = st.lists(ITEM, max_size=10).flatmap(lambda items: st.permutations(list(enumerate(items))))
+
+
+@given(st.lists(PASS, max_size=4), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_any_runs_in_any_order_leave_each_item_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    passes: list[list[tuple[int, tuple[int, int, bool]]]],
+    slice: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+    for i_pass, items in enumerate(passes):
+        expected, seen = dict[int, bytes](), set[int]()
+        with open_journal(folder, retry_errors=bool(i_pass % 2)) as journal:
+            for i, (number, (id, version, is_error)) in enumerate(items):
+                is_double = id in seen
+                seen.add(id)
+                claim = journal.claim(str(id), b"%016d" % version, number)
+                assert claim in (
+                    ("duplicate", "failed") if is_double else ("new", "done", "failed")
+                )
+                assert not (claim == "failed" and i_pass % 2)
+                is_error = is_error or is_double
+                record = b"%d %d %d %d\n" % (id, version, is_double, is_error)
+                if claim in ("new", "duplicate"):
+                    journal.add(number, str(id), b"%016d" % version, record, is_error=is_error)
+                else:
+                    record = b"%d %d %d %d\n" % (id, version, is_double, claim == "failed")
+                expected[number] = record
+                if i % slice == 0:
+                    journal.commit()
+            journal.drop_unclaimed()
+            assert journal.n_done + journal.n_failed == len(items)
+        sort_in_place(folder / "out")
+        found = records(folder)
+        assert sorted(found["out"] + found["errors"]) == sorted(expected.values())
+        for name in ("out", "errors"):
+            text = (folder / name).read_bytes().removeprefix(HEADER)
+            is_errors = name == "errors"
+            assert text == b"".join(
+                r for _, r in sorted(expected.items()) if r.endswith(b"1\n") == is_errors
+            )

@@ -1,0 +1,279 @@
+"""Records in the order of the input, from the manifest or by ids, and files that a run can go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from itertools import count
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cbatch.errors import ConfigError
+from cbatch.files import disk, sort
+from cbatch.files.journal import Journal
+from cbatch.files.sort import sort_in_place, sort_to
+from tests.files.journals import HEADER, SETTINGS, open_journal, records, run_pass
+from tests.files.machine import LOSSES, Loss, Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+DIGEST = bytes(16)
+
+
+def fill(folder: Path, numbers: Sequence[int]) -> Path:
+    """Write the records of these items in this order; every fifth is an error."""
+    with open_journal(folder) as journal:
+        for number in numbers:
+            journal.claim(f"item-{number}", DIGEST, number)
+        for number in numbers:
+            record = f"{number} {'x' * number}\n".encode()
+            journal.add(number, f"item-{number}", DIGEST, record, is_error=number % 5 == 0)
+    return folder / "out"
+
+
+def numbers_in(path: Path) -> list[int]:
+    [header, *lines] = path.read_bytes().splitlines(keepends=True)
+    assert header == HEADER
+    return [int(line.split()[0]) for line in lines]
+
+
+def test_sort_in_place_restores_the_order_of_both_files(tmp_path: Path) -> None:
+    out = fill(tmp_path, [3, 12, 10, 1, 2, 5])
+    assert sort_in_place(out) == {out: 4, tmp_path / "errors": 2}
+    assert numbers_in(out) == [1, 2, 3, 12]
+    assert numbers_in(tmp_path / "errors") == [5, 10]
+    assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
+
+
+def test_run_goes_on_with_a_sorted_file(tmp_path: Path) -> None:
+    out = fill(tmp_path, [3, 2, 1])
+    sort_in_place(out)
+    with open_journal(tmp_path) as journal:
+        assert [journal.claim(f"item-{n}", DIGEST, n) for n in (1, 2, 3)] == ["done"] * 3
+        assert journal.claim("item-4", DIGEST, 4) == "new"
+        journal.add(4, "item-4", DIGEST, b"4 new\n", is_error=False)
+    assert numbers_in(out) == [1, 2, 3, 4]
+
+
+def test_sort_of_a_sorted_file_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = fill(tmp_path, [1, 2, 3])
+    monkeypatch.setattr(sort, "rewrite", lambda *args: pytest.fail("it is sorted"))
+    assert sort_in_place(out)[out] == 3
+
+
+def test_order_is_that_of_the_latest_input(tmp_path: Path) -> None:
+    out = fill(tmp_path, [1, 2, 3])
+    with open_journal(tmp_path) as journal:
+        for number, name in enumerate(["item-3", "item-1", "item-2"], 1):
+            assert journal.claim(name, DIGEST, number) == "done"
+    sort_in_place(out)
+    assert numbers_in(out) == [3, 1, 2]
+
+
+def test_order_is_restored_after_kills_and_changes(tmp_path: Path) -> None:
+    for i_pass in range(3):
+        run_pass(tmp_path, i_pass)
+    before = records(tmp_path)
+    sort_in_place(tmp_path / "out")
+    assert records(tmp_path) == before
+    for name in ("out", "errors"):
+        assert numbers_in(tmp_path / name) == sorted(numbers_in(tmp_path / name))
+
+
+def test_what_a_killed_run_left_is_repaired_first(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    for number in (2, 1):
+        journal.claim(str(number), DIGEST, number)
+        journal.add(number, str(number), DIGEST, b"%d\n" % number, is_error=False)
+    journal.commit()
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path, killed)
+    journal.close()
+    with (killed / "out").open("ab") as file:
+        file.write(b"torn")
+    sort_in_place(killed / "out")
+    assert numbers_in(killed / "out") == [1, 2]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_kill_before_every_step_of_a_sort_loses_nothing(tmp_path: Path, loss: Loss) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    fill(whole, [4, 10, 3, 5, 2, 1])
+    expected = records(whole)
+    for i_kill in count():
+        folder = tmp_path / f"{i_kill}"
+        shutil.copytree(whole, folder)
+        machine = Machine(folder, i_kill, loss)
+        if not machine.is_killed(lambda folder: sort_in_place(folder / "out")):
+            break
+        if not i_kill % 2:
+            assert records(machine.picture) == expected
+            run_pass(machine.picture, 0, 0)
+        sort_in_place(machine.picture / "out")
+        assert records(machine.picture) == expected
+        assert numbers_in(machine.picture / "out") == [1, 2, 3, 4]
+    assert i_kill > 10
+
+
+def test_sort_to_another_file_leaves_the_output_as_it_is(tmp_path: Path) -> None:
+    out = fill(tmp_path, [3, 1, 2])
+    assert sort_to(out, tmp_path / "sorted") == 3
+    assert numbers_in(tmp_path / "sorted") == [1, 2, 3]
+    assert numbers_in(out) == [3, 1, 2]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_sort_to_a_file_that_is_there_is_refused_or_replaces_it(tmp_path: Path) -> None:
+    out = fill(tmp_path, [3, 1, 2])
+    target = tmp_path / "sorted"
+    target.write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"sorted: exists already: give another file, or --force"):
+        sort_to(out, target)
+    assert sort_to(out, target, force=True) == 3
+    assert numbers_in(target) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["out", "out.manifest", "link"])
+def test_sort_onto_the_output_itself_is_refused(tmp_path: Path, name: str) -> None:
+    out = fill(tmp_path, [2, 1])
+    (tmp_path / "link").symlink_to("out")
+    with pytest.raises(ConfigError, match=r"is the output itself: to sort it in place"):
+        sort_to(out, tmp_path / name, force=True)
+    assert numbers_in(out) == [2, 1]
+
+
+def test_full_disk_leaves_output_and_target_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = fill(tmp_path, [2, 1])
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_at", fail)
+        with pytest.raises(disk.OutputError, match=r"sorted: the disk is full"):
+            sort_to(out, tmp_path / "sorted")
+        with pytest.raises(disk.OutputError, match=r"the disk is full"):
+            sort_in_place(out)
+    assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
+    sort_in_place(out)
+    assert numbers_in(out) == [1, 2]
+
+
+def test_sort_while_a_run_writes_is_refused(tmp_path: Path) -> None:
+    out = fill(tmp_path, [2, 1])
+    with open_journal(tmp_path):
+        for target in (None, tmp_path / "sorted"):
+            with pytest.raises(ConfigError, match="another run writes there"):
+                sort_in_place(out) if target is None else sort_to(out, target)
+
+
+def test_sort_of_an_edited_file_is_refused(tmp_path: Path) -> None:
+    out = fill(tmp_path, [2, 1])
+    with out.open("a", encoding="utf-8") as file:
+        file.write("mine\n")
+    with pytest.raises(ConfigError, match=r"5 bytes were added"):
+        sort_in_place(out)
+
+
+def test_sort_without_a_manifest_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("{}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no manifest beside it"):
+        sort_in_place(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"give the input \(--by INPUT\)"):
+        sort_to(tmp_path / "out", tmp_path / "sorted")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+# ---- by the input ----
+
+
+def write_lines(path: Path, *objects: object, end: str = "\n") -> Path:
+    path.write_text("\n".join(json.dumps(o) for o in objects) + end, encoding="utf-8")
+    return path
+
+
+def requests(path: Path, *ids: str) -> Path:
+    return write_lines(path, *({"id": id, "prompt": "x"} for id in ids))
+
+
+def ids_in(path: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_sort_by_the_input_needs_no_manifest(tmp_path: Path) -> None:
+    out = write_lines(tmp_path / "out", *({"id": id} for id in ["b", "c", "a"]), end="")
+    by = requests(tmp_path / "in.jsonl", "a", "b", "c", "d")
+    assert sort_to(out, tmp_path / "sorted", by=[by]) == 3
+    assert ids_in(tmp_path / "sorted") == ["a", "b", "c"]
+
+
+def test_sort_by_the_input_keeps_unknown_and_double_lines(tmp_path: Path) -> None:
+    given = [("x", 1), ("b", 1), ("a", 1), ("b", 2), ("y", 1)]
+    out = write_lines(tmp_path / "out", *({"id": id, "n": n} for id, n in given))
+    by = requests(tmp_path / "in.jsonl", "a", "b", "a")
+    sort_to(out, tmp_path / "sorted", by=[by])
+    found = [json.loads(line) for line in (tmp_path / "sorted").read_text("utf-8").splitlines()]
+    assert [(r["id"], r["n"]) for r in found] == [
+        ("a", 1), ("b", 1), ("b", 2), ("x", 1), ("y", 1),
+    ]  # fmt: skip
+
+
+def test_sort_by_the_input_reads_the_ids_of_openai(tmp_path: Path) -> None:
+    names = ["one", "two"]
+    asked = [
+        {"custom_id": n, "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+        for n in names
+    ]
+    by = write_lines(tmp_path / "in.jsonl", *asked)
+    out = write_lines(tmp_path / "out", *({"id": "r", "custom_id": n} for n in names[::-1]))
+    sort_to(out, tmp_path / "sorted", by=[by])
+    text = (tmp_path / "sorted").read_text(encoding="utf-8")
+    assert [json.loads(line)["custom_id"] for line in text.splitlines()] == names
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("id,text", r"out, line 2: is not JSON, and only JSON lines"),
+        ('{"text": "x"}', r"out, line 2: has neither custom_id nor id"),
+        ("[1]", r"out, line 2: has neither custom_id nor id"),
+    ],
+)
+def test_sort_by_the_input_refuses_lines_without_ids(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "out").write_text(f'{{"id": "a"}}\n{line}\n', encoding="utf-8")
+    by = requests(tmp_path / "in.jsonl", "a")
+    with pytest.raises(ConfigError, match=said):
+        sort_to(tmp_path / "out", tmp_path / "sorted", by=[by])
+    assert not (tmp_path / "sorted").exists()
+
+
+def test_input_is_refused_where_there_is_a_manifest(tmp_path: Path) -> None:
+    out = fill(tmp_path, [2, 1])
+    with pytest.raises(ConfigError, match=r"has a manifest, which knows the order"):
+        sort_to(out, tmp_path / "sorted", by=[tmp_path / "in.jsonl"])
+
+
+def test_output_that_is_not_there_is_named(tmp_path: Path) -> None:
+    by = requests(tmp_path / "in.jsonl", "a")
+    with pytest.raises(ConfigError, match=r"out: cannot be read: No such file"):
+        sort_to(tmp_path / "out", tmp_path / "sorted", by=[by])
+
+
+def test_records_larger_than_a_buffer_are_copied_whole(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "out", settings=SETTINGS) as journal:
+        for number in (2, 1, 3):
+            journal.claim(str(number), DIGEST, number)
+            record = str(number).encode() * (3 * 2**20) + b"\n"
+            journal.add(number, str(number), DIGEST, record, is_error=False)
+    sort_in_place(tmp_path / "out")
+    expected = [str(n).encode() * (3 * 2**20) for n in (1, 2, 3)]
+    assert (tmp_path / "out").read_bytes().splitlines() == expected
