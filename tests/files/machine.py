@@ -22,7 +22,7 @@ STEPS = {"write_at", "truncate", "sync", "replace", "sync_folder", "commit"}
 
 Loss = Literal["nothing", "half a write", "tails", "blocks", "log"]
 LOSSES: tuple[Loss, ...] = ("nothing", "half a write", "tails", "blocks", "log")
-"""What else is lost: of outputs, what no `sync` was waited for, cut off or zeros; of the manifest, the same."""
+"""What else is lost: of outputs, what no `sync` was waited for, cut off or zeros; of the manifest, the same; names."""
 
 
 class Killed(BaseException):
@@ -40,8 +40,9 @@ class Machine:
         self.i_kill, self.loss = i_kill, loss
         self.names = Counter[str]()
         self.synced = {
-            name: (folder / name).stat().st_size for name in OUTPUTS if (folder / name).exists()
+            path.name: path.stat().st_size for path in folder.iterdir() if path.name not in MANIFEST
         }
+        self.renamed: dict[str, tuple[str, bytes]] = {}
         self.manifest = self._manifest_now()
 
     def is_killed(self, do: Callable[[Path], object]) -> bool:
@@ -63,19 +64,27 @@ class Machine:
                     self._take_picture(name, *args)
                 raise Killed
             self.names[name] += 1
+            self._foresee(name, *args)
             do(*args)
             self._follow(name, *args)
 
         return watched
+
+    def _foresee(self, name: str, *args: object) -> None:
+        """Note what is there before a step."""
+        if name == "replace":
+            new, old = (Path(str(arg)) for arg in args)
+            self.renamed[old.name] = new.name, old.read_bytes()
 
     def _follow(self, name: str, *args: object) -> None:
         """Note what the disk has for certain after a step."""
         if name == "sync":
             path = Path(f"/proc/self/fd/{args[0]}").readlink()
             self.synced[path.name] = path.stat().st_size
-        elif name == "replace":
-            new, old = (Path(str(arg)) for arg in args)
-            self.synced[old.name] = self.synced.pop(new.name, old.stat().st_size)
+        elif name == "sync_folder":
+            for old, (new, _) in self.renamed.items():
+                self.synced[old] = self.synced.pop(new, 0)
+            self.renamed.clear()
         elif name == "commit":
             [manifest] = args
             assert isinstance(manifest, Manifest)
@@ -94,6 +103,8 @@ class Machine:
             assert isinstance(start, int)
             os.pwrite(fd, data[: len(data) // 2], start)
         shutil.copytree(self.folder, self.picture)
+        if self.loss in ("tails", "blocks", "log"):
+            self._lose_names()
         if self.loss in ("tails", "blocks"):
             for output in OUTPUTS:
                 self._lose_unsynced(self.picture / output)
@@ -102,6 +113,11 @@ class Machine:
                 (self.picture / file).unlink(missing_ok=True)
             for file, data in self.manifest.items():
                 (self.picture / file).write_bytes(data)
+
+    def _lose_names(self) -> None:
+        for old, (new, data) in self.renamed.items():
+            (self.picture / old).rename(self.picture / new)
+            (self.picture / old).write_bytes(data)
 
     def _lose_unsynced(self, path: Path) -> None:
         if path.exists():

@@ -96,6 +96,20 @@ def test_error_of_a_duplicate_is_written_once(tmp_path: Path) -> None:
         assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["twice"])
 
 
+def test_duplicate_that_comes_first_later_has_no_error_any_more(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        write(journal, "a")
+        assert journal.claim("a", DIGEST, 2) == "duplicate"
+        journal.add(2, "a", DIGEST, b"twice\n", is_error=True)
+    with open_journal(tmp_path) as journal:
+        assert journal.claim("a", DIGEST, 2) == "done"
+        assert journal.claim("a", DIGEST, 1) == "duplicate"
+        journal.add(1, "a", DIGEST, b"again\n", is_error=True)
+        journal.commit()
+        assert (journal.n_done, journal.n_failed) == (1, 1)
+    assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["again"])
+
+
 def test_item_that_changed_takes_the_place_of_its_record(tmp_path: Path) -> None:
     fill(tmp_path, "a", "b", "c")
     with open_journal(tmp_path) as journal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import random
 import shutil
 import signal
@@ -48,27 +49,43 @@ def test_passes_change_retry_and_repeat_ids(tmp_path: Path) -> None:
     assert all(a != b for a, b in itertools.pairwise(expected))
 
 
+def kill_before_every_step(
+    before: Path, loss: Loss, i_pass: int, expected: dict[str, list[bytes]]
+) -> Counter[str]:
+    """Do a pass on a folder, killed before each of its steps, and again as it goes on; return the steps."""
+    do = partial(do_pass, i_pass=i_pass)
+    for i_kill in itertools.count():
+        folder = before.with_name(f"{before.name}-{i_kill}")
+        shutil.copytree(before, folder)
+        first = Machine(folder, i_kill, loss)
+        if not first.is_killed(do):
+            return first.names
+        second = Machine(first.picture, i_kill * 7 % 31, loss)
+        last = second.picture if second.is_killed(do) else second.folder
+        run_pass(last, i_pass, N_ITEMS)
+        assert records(last) == expected, (i_pass, i_kill)
+        assert sorted(path.name for path in last.iterdir()) == ["errors", "out", "out.manifest"]
+    raise AssertionError
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_kill_before_every_step_leaves_what_can_go_on(tmp_path: Path, loss: Loss) -> None:
-    expected, names = undisturbed(tmp_path / "files"), Counter[str]()
-    for i_pass in range(N_PASSES):
-        do = partial(do_pass, i_pass=i_pass)
-        for i_kill in itertools.count():
-            folder = tmp_path / f"{i_pass}-{i_kill}"
-            shutil.copytree(tmp_path / f"before-{i_pass}", folder)
-            first = Machine(folder, i_kill, loss)
-            if not first.is_killed(do):
-                names += first.names
-                break
-            second = Machine(first.picture, i_kill * 7 % 31, loss)
-            last = second.picture if second.is_killed(do) else second.folder
-            run_pass(last, i_pass, N_ITEMS)
-            assert records(last) == expected[i_pass], (i_pass, i_kill)
-            left = [
-                p.name for p in last.iterdir() if p.name not in ("out", "errors", "out.manifest")
-            ]
-            assert left == []
+    names = Counter[str]()
+    for i_pass, expected in enumerate(undisturbed(tmp_path / "files")):
+        names += kill_before_every_step(tmp_path / f"before-{i_pass}", loss, i_pass, expected)
     assert set(names) == STEPS
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_kill_while_a_shorter_file_is_mended_leaves_what_can_go_on(
+    tmp_path: Path, loss: Loss
+) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    run_pass(folder, 0, N_ITEMS)
+    expected = records(folder)
+    os.truncate(folder / "out", 3000)
+    kill_before_every_step(folder, loss, 0, expected)
 
 
 # ---- SIGKILL ----
