@@ -90,16 +90,23 @@ def reopened(output: Path) -> Opened:
     output = real(output)
     path = manifest_of(output)
     if not (path.is_file() and output.is_file()):
-        raise ConfigError(f"{output}: there is no manifest beside it, or it is gone itself")
+        raise _no_manifest(output)
     found = Opened(Manifest(path, output))
     with closing_on_error(found) as stack:
-        for row in found.manifest.files().values():
+        files = found.manifest.files()
+        if 0 not in files or files[0].size is None:
+            raise _no_manifest(output)
+        for row in files.values():
             if row.size is not None:
                 place = row.path if row.file else output
                 found.outputs.append(Output(finish(found.manifest, replace(row, path=place))))
         check_and_repair(found)
         stack.pop_all()
     return found
+
+
+def _no_manifest(output: Path) -> ConfigError:
+    return ConfigError(f"{output}: there is no manifest beside it that knows of records in it")
 
 
 def closing_on_error(found: Opened) -> ExitStack:
@@ -217,7 +224,8 @@ def _begin(found: Opened, wanted: Wanted) -> None:
             if row.path not in known:
                 check_unused(row, force=wanted.force)
             manifest.put_file(row)
-    found.outputs += [Output(row) for row in rows]
+    for row in rows:
+        found.outputs.append(Output(row))
     _make_empty(manifest, found.outputs)
 
 

@@ -329,7 +329,7 @@ def test_manifest_that_cannot_be_written_leaves_what_was_committed(
 
 
 LIMITED = """
-import resource, signal, sys
+import resource, sys
 from pathlib import Path
 from cbatch.files.disk import OutputError
 from tests.files.journals import run_pass
@@ -414,6 +414,21 @@ def test_refused_journal_leaves_no_manifest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         open_journal(tmp_path)
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_refused_journal_holds_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "errors").write_text("mine", encoding="utf-8")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="errors: exists"):
+            open_journal(tmp_path)
+    (tmp_path / "errors").unlink()
+    errors = tmp_path / "errors"
+    with (
+        Journal.open(tmp_path / "other", errors=errors, settings=SETTINGS, header=HEADER),
+        pytest.raises(ConfigError, match="errors: another run"),
+    ):
+        open_journal(tmp_path, force=True)
+    fill(tmp_path, "a", has_errors=False)
 
 
 def test_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
@@ -725,7 +740,7 @@ def test_empty_manifest_is_begun(tmp_path: Path) -> None:
 # ---- in bulk ----
 
 MEASURED = """
-import resource, sys
+import os, sys
 from pathlib import Path
 from tests.files.journals import open_journal
 n_items = int(sys.argv[2])
@@ -736,7 +751,8 @@ with open_journal(Path(sys.argv[1])) as journal:
         journal.add(number, id, bytes(16), b"x" * 50, is_error=False)
         if number % 64 == 0:
             journal.commit()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    n_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    print(n_pages * os.sysconf("SC_PAGE_SIZE") // 1024)
 """
 
 

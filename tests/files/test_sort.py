@@ -193,6 +193,14 @@ def test_sort_without_a_manifest_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_sort_with_an_empty_manifest_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("{}\n", encoding="utf-8")
+    (tmp_path / "out.manifest").touch()
+    with pytest.raises(ConfigError, match=r"no manifest beside it that knows"):
+        sort_in_place(tmp_path / "out")
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "{}\n"
+
+
 # ---- by the input ----
 
 
