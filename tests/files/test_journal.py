@@ -9,10 +9,11 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import ConfigError
@@ -771,13 +772,17 @@ PASS = st.lists(ITEM, max_size=10).flatmap(lambda items: st.permutations(list(en
 
 
 @given(st.lists(PASS, max_size=4), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # each example has a folder in it
+)
 def test_any_runs_in_any_order_leave_each_item_once(
-    tmp_path_factory: pytest.TempPathFactory,
+    quick_path: Path,
     passes: list[list[tuple[int, tuple[int, int, bool]]]],
     slice: int,
 ) -> None:
-    folder = tmp_path_factory.mktemp("runs")
+    folder = Path(mkdtemp(dir=quick_path))
     for i_pass, items in enumerate(passes):
         expected, seen = dict[int, bytes](), set[int]()
         with open_journal(folder, retry_errors=bool(i_pass % 2)) as journal:
