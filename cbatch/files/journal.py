@@ -28,6 +28,9 @@ SYNC_S = 5.0
 _LONG_ID = 24
 """Bytes up to which an id is its own key: ids that are counted up then change pages of the index that lie together."""
 
+_N_MOVED = 1024
+"""Records of moved items that are remembered until they are renumbered in one go."""
+
 _FIND = "SELECT record, digest, number, file, is_error FROM records WHERE key = ?"
 _DELETE = "DELETE FROM records WHERE record = ?"
 _ANY_DOUBLE = "SELECT 1 FROM records WHERE key >= x'FE' AND key < x'FF' LIMIT 1"
@@ -186,6 +189,8 @@ class Journal:
         self._marks.add(found.record)
         if found.number != number:
             self._moved.append((number, found.record))
+            if len(self._moved) >= _N_MOVED:  # a line put in at the top moves all
+                self.commit()
         return "failed" if found.is_error else "done"
 
     def _find(self, key: bytes) -> _Found | None:

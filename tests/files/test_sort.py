@@ -76,6 +76,20 @@ def test_order_is_that_of_the_latest_input(tmp_path: Path) -> None:
     assert numbers_in(out) == [3, 1, 2]
 
 
+def test_line_put_in_at_the_top_moves_all_in_bounded_memory(tmp_path: Path) -> None:
+    n_items = 3000
+    out = fill(tmp_path, range(1, n_items + 1))
+    with open_journal(tmp_path) as journal:
+        for number in range(1, n_items + 1):
+            claim = journal.claim(f"item-{number}", DIGEST, number + 1)
+            assert claim == ("done" if number % 5 else "failed")
+            assert len(journal._moved) < 1025
+        assert journal.claim("item-0", DIGEST, 1) == "new"
+        journal.add(1, "item-0", DIGEST, b"0 first\n", is_error=False)
+    sort_in_place(out)
+    assert numbers_in(out) == [n for n in range(n_items + 1) if n % 5 or not n]
+
+
 def test_order_is_restored_after_kills_and_changes(tmp_path: Path) -> None:
     for i_pass in range(3):
         run_pass(tmp_path, i_pass)
