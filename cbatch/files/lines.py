@@ -14,7 +14,7 @@ from cbatch.options import RunOptions
 from cbatch.response import Timings, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from cbatch.response import BatchResult, TokenLogprob
 
@@ -225,7 +225,8 @@ def _more(result: BatchResult) -> dict[str, object]:
     more = {
         "reasoning": result.reasoning,
         "tool_calls": [call.as_dict() for call in result.tool_calls],
-        "logprobs": None if result.logprobs is None else list(map(_token, result.logprobs)),
+        "logprobs": tokens_as_json(result.logprobs or ()),
+        "prompt_logprobs": tokens_as_json(result.prompt_logprobs or ()),
         "choices": [_choice(choice) for choice in result.choices],
         "warnings": result.warnings,
     }
@@ -242,9 +243,14 @@ def _choice(choice: BatchResult) -> dict[str, object]:
     }
 
 
+def tokens_as_json(tokens: Iterable[TokenLogprob | None]) -> list[dict[str, object] | None]:
+    """Return log-probabilities as one of cbatch's lines has them; null where there is none."""
+    return [None if token is None else _token(token) for token in tokens]
+
+
 def _token(token: TokenLogprob) -> dict[str, object]:
     said = {"token_id": token.token_id, "text": token_text(token), "logprob": logprob_of(token)}
-    return {**said, "top": list(map(_token, token.top))} if token.top else said
+    return {**said, "top": tokens_as_json(token.top)} if token.top else said
 
 
 def token_text(token: TokenLogprob) -> str:
@@ -255,6 +261,9 @@ def token_text(token: TokenLogprob) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
-def logprob_of(token: TokenLogprob) -> float:
-    """Return a token's log-probability as JSON can hold it: a probability of 0 is -9999, as in OpenAI's API."""
-    return max(token.logprob, LEAST_LOGPROB)
+def logprob_of(token: TokenLogprob) -> float | None:
+    """Return a token's log-probability as JSON can hold it, as OpenAI's API does.
+
+    A probability of 0 is -9999; a token that is echoed and has none before it has null.
+    """
+    return None if math.isnan(token.logprob) else max(token.logprob, LEAST_LOGPROB)

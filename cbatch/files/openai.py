@@ -29,6 +29,7 @@ from cbatch.files.lines import (
     load,
     logprob_of,
     token_text,
+    tokens_as_json,
     without_nulls,
 )
 from cbatch.messages import BatchPrompt
@@ -401,6 +402,8 @@ def _more(result: BatchResult) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if any(c.finish_reason in _FINISH for c in _choices(result)):
         more["finish_reasons"] = [c.finish_reason for c in _choices(result)]
+    if result.prompt_logprobs is not None:
+        more["prompt_logprobs"] = tokens_as_json(result.prompt_logprobs)
     if result.warnings:
         more["warnings"] = list(result.warnings)
     return {"cbatch": more} if more else {}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from math import inf
+from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -339,6 +339,22 @@ def test_logprobs_of_a_completion_round_trip_through_openais_types(tmp_path: Pat
         {"bytes:\\xc3": -0.25},
         {},
     ]
+
+
+def test_echoed_prompt_begins_without_a_logprob(tmp_path: Path) -> None:
+    tokens = (TokenLogprob(1, b"x", nan), TokenLogprob(2, b"Hi!", -0.5))
+    result = replace(ANSWER, text="xHi!", logprobs=tokens)
+    body = body_of(tmp_path, result, prompt="x", logprobs=0, echo=True, max_tokens=0)
+    assert body["choices"][0]["text"] == "xHi!"
+    assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5]
+
+
+def test_logprobs_of_the_prompt_stand_beside(tmp_path: Path) -> None:
+    scored = (None, TokenLogprob(1, b"x", -0.5))
+    body = body_of(tmp_path, replace(ANSWER, prompt_logprobs=scored), prompt_logprobs=0)
+    found = [None, {"token_id": 1, "text": "x", "logprob": -0.5}]
+    assert body["cbatch"] == {"prompt_logprobs": found}
+    ChatCompletion.model_validate(body, strict=True)
 
 
 def test_completion_without_alternatives_has_none(tmp_path: Path) -> None:
