@@ -360,10 +360,14 @@ class Engine:
             None if self._threaded else self._pump,
             self._cancel_batch_soon,
             n_ahead=n_ahead,
+            cancel_waiting=self._cancel_waiting,
         )
 
     def _cancel_batch(self, mailbox: Mailbox) -> int:
         return self._loop.cancel_batch(mailbox)
+
+    def _cancel_waiting(self, mailbox: Mailbox) -> int:
+        return self._loop.cancel_waiting(mailbox)
 
     def _cancel_batch_soon(self, mailbox: Mailbox) -> None:
         self._loop.cancel_batch_soon(mailbox)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 from cbatch.errors import BatchError, CBatchError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator
+    from collections.abc import Awaitable, Callable, Collection, Generator
 
 T = TypeVar("T")
 
@@ -145,6 +145,9 @@ class Inbox(Protocol):
     def cancel(self) -> int:
         """Cancel the items that have not ended; return how many."""
 
+    def wind_down(self) -> int:
+        """Cancel the items that have not begun and read no more of them; return how many."""
+
     def leave(self) -> None:
         """Cancel what has not ended, without waiting for it."""
 
@@ -227,14 +230,18 @@ class Reader(Generic[T]):
 
 
 class BatchResponse:
-    """A batch in flight. `ids` are known at once, in input order; of a generator's prompts, as they are read.
+    """A batch in flight. `ids` are known at once, in input order.
+
+    Of a generator's prompts they are known as these are read, and forgotten as `as_completed` gives out results.
 
     Iterate for chunks as they come (`for`, `async for`), call `results()`, or `await` it. One reader at a time; a
     chunk is given out once. Who leaves an iteration early cancels the batch; see `Reader`. Of a generator's prompts
     no more are read once this object and its readers are dropped.
     """
 
-    def __init__(self, ids: list[str], mailbox: Inbox, display: Display | None = None) -> None:
+    def __init__(
+        self, ids: Collection[str], mailbox: Inbox, display: Display | None = None
+    ) -> None:
         """Make one.
 
         Args:
@@ -242,14 +249,18 @@ class BatchResponse:
             mailbox: where the output arrives.
             display: is closed when a reader is done.
         """
-        self.ids = ids
-        self._mailbox, self._display = mailbox, display
+        self._ids, self._mailbox, self._display = ids, mailbox, display
 
     def __del__(self) -> None:
         self._mailbox.end_feed()
 
     def __repr__(self) -> str:
-        return f"<BatchResponse of {len(self.ids)} items>"
+        return f"<BatchResponse of {len(self._ids)} items>"
+
+    @property
+    def ids(self) -> list[str]:
+        """The items' ids, in input order."""
+        return list(self._ids)
 
     def __iter__(self) -> Reader[BatchOutputChunk]:
         return self._chunks()
@@ -299,9 +310,9 @@ class BatchResponse:
             ConfigError: the batch has more than one item.
             TimeoutError: it did not end in time.
         """
-        if len(self.ids) != 1:
+        if len(self._ids) != 1:
             raise ConfigError(
-                f"result() is for a batch of one; this one has {len(self.ids)}: use results()"
+                f"result() is for a batch of one; this one has {len(self._ids)}: use results()"
             )
         [result] = self.results(timeout=timeout, return_errors=True)
         if result.error is not None:
@@ -311,6 +322,10 @@ class BatchResponse:
     def cancel(self) -> int:
         """Cancel every item of this batch that has not ended; return how many."""
         return self._mailbox.cancel()
+
+    def wind_down(self) -> int:
+        """Cancel every item of this batch that never had a slot, read no more; return how many. What runs goes on."""
+        return self._mailbox.wind_down()
 
     def _chunks(self) -> Reader[BatchOutputChunk]:
         box = self._mailbox

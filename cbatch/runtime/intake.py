@@ -40,7 +40,7 @@ from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.mailbox import Mailbox, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from cbatch.backend import Backend, Message, Vocab
     from cbatch.core.batcher import MultiRequestBatcher
@@ -68,13 +68,12 @@ class MakeMailbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One call of `Engine.run`; `ids` in order of places; `given` are those of prompts read one by one."""
+    """One call of `Engine.run`; `ids` in order of places, of a generator's prompts those that were not given out."""
 
     number: int
     options: RunOptions
     mailbox: Mailbox
-    ids: list[str]
-    given: dict[str, Any]
+    ids: Collection[str]
     ends_s: float = math.inf
 
 
@@ -241,7 +240,7 @@ class Intake:
             drivers = [driver for item in items for driver in item]
             self._check_keys(drivers)
             ids = [str(prompt.id) for prompt in prompts]
-            run = Run(number, options, make_mailbox(len(ids)), ids, {}, ends_s)
+            run = Run(number, options, make_mailbox(len(ids)), ids, ends_s)
             routes = self._route(run.mailbox, ids, items)
         self._submit(drivers, routes, is_fed=False)
         return run
@@ -275,8 +274,8 @@ class Intake:
             )
             driver = self._sequence(request, now)
             self._check_keys([driver])
-            run = Run(next(self._n_runs), request.options, make_mailbox(1), [old.id], {})
-            routes = self._route(run.mailbox, run.ids, [[driver]])
+            run = Run(next(self._n_runs), request.options, make_mailbox(1), [old.id])
+            routes = self._route(run.mailbox, [old.id], [[driver]])
         self._submit([driver], routes, is_fed=False)
         return run
 
@@ -312,7 +311,7 @@ class Intake:
     ) -> Run:
         """Submit prompts as they are read from `source`, until it or the batch ends."""
         mailbox = make_mailbox(0, n_ahead=N_AHEAD_PER_SLOT * self._backend.n_slots)
-        run = Run(next(self._n_runs), options, mailbox, [], {}, ends_s)
+        run = Run(next(self._n_runs), options, mailbox, mailbox.ids.values(), ends_s)
         if ends_s < math.inf:
             self._loop.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
         feed = mailbox.feed = Feed(source, mailbox, partial(self._put, run))
@@ -330,7 +329,7 @@ class Intake:
             drivers, routes = self._named(run, item, place)
             self._submit(drivers, routes, is_fed=True)
         except CBatchError as error:
-            run.mailbox.deliver(*refused(run.ids[place], place, error))
+            run.mailbox.deliver(*refused(run.mailbox.ids[place], place, error))
             if isinstance(error, EngineClosedError):
                 run.mailbox.end_feed()
         # everybody may have left meanwhile, too early for this one to be cancelled with the others
@@ -341,19 +340,20 @@ class Intake:
         self, run: Run, item: Any, place: int
     ) -> tuple[list[SequenceDriver], dict[str, Route]]:
         """Return the sequences of a prompt that was read, with a free id, and their routes."""
+        ids, given = run.mailbox.ids, run.mailbox.given
         with self._submitting:
-            taken = ChainMap(run.given, self._loop.routes)
-            run.ids.append(free_id(place, run.number, taken))
+            taken = ChainMap(given, self._loop.routes)
+            ids[place] = free_id(place, run.number, taken)
             try:
                 prompt = as_prompt(item)
-                prompt = prompt if prompt.id else replace(prompt, id=run.ids[place])
+                prompt = prompt if prompt.id else replace(prompt, id=ids[place])
                 [prompt] = with_ids([prompt], taken, run.number)
-                run.ids[place] = str(prompt.id)
+                ids[place] = str(prompt.id)
                 drivers = self._drivers(prompt, run.options, time.perf_counter(), run.ends_s)
                 self._check_keys(drivers)
-                return drivers, self._route(run.mailbox, [run.ids[place]], [drivers], place)
+                return drivers, self._route(run.mailbox, [ids[place]], [drivers], place)
             finally:
-                run.given[run.ids[place]] = None
+                given[ids[place]] = None
 
     def _route(
         self,

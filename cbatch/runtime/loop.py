@@ -251,6 +251,16 @@ class Loop:
         """End what a batch has in flight; else as `cancel`."""
         return self.call(lambda: self._cancel(self._ids_of(mailbox)))
 
+    def cancel_waiting(self, mailbox: Mailbox) -> int:
+        """End what a batch has in flight that never had a slot; else as `cancel`."""
+        return self.call(
+            lambda: self._cancel([id for id in self._ids_of(mailbox) if not self._has_begun(id)])
+        )
+
+    def _has_begun(self, id: str) -> bool:
+        driver = self._scheduler.batcher.in_flight.get(id)
+        return driver is None or driver.clock.admitted_s is not None
+
     def cancel_batch_soon(self, mailbox: Mailbox) -> None:
         """End what a batch has in flight before the next plan; does not wait; a closed engine has ended it already."""
         with suppress(EngineClosedError):

@@ -61,6 +61,7 @@ class Mailbox:
         cancel_soon: Callable[[Mailbox], object] | None = None,
         *,
         n_ahead: int | None = None,
+        cancel_waiting: Callable[[Mailbox], int] | None = None,
     ) -> None:
         """Make an empty one.
 
@@ -70,15 +71,21 @@ class Mailbox:
             pump: does one step of an engine without a thread; False where there is none to do.
             cancel_soon: the same as `cancel` but does not wait for it to be done.
             n_ahead: makes the batch a fed one, with at most so many items that were not given out yet.
+            cancel_waiting: the same as `cancel` but spares what has begun.
         """
         self.is_streamed = False
         self.is_fed = n_ahead is not None
         self.source_error: BaseException | None = None
+        self.ids: dict[int, str] = {}
+        """Of a fed batch: by place, what `next_result` has not given out."""
+        self.given: dict[str, None] = {}
+        """The same ids, to look them up."""
         self.feed: object | None = None  # which lives as long as somebody may read
         self._cancel, self._pump = cancel, pump
         self._cancel_soon = cancel_soon or cancel
-        self._results: list[BatchResult | None] = [None] * n_items
-        self._n_open = n_items
+        self._cancel_waiting = cancel_waiting or cancel
+        self._results: dict[int, BatchResult] = {}
+        self._n_items = self._n_open = n_items
         self._n_failed = self._n_cancelled = 0
         self._n_ahead, self._n_given, self._is_gathered = n_ahead, 0, False
         self._n_more_ends = 0  # what ends once for each choice
@@ -114,9 +121,9 @@ class Mailbox:
         with self._changed:
             if not self.is_fed:
                 return None
-            self._results.append(None)
+            self._n_items += 1
             self._n_open += 1
-            return len(self._results) - 1
+            return self._n_items - 1
 
     def expect_choices(self, n: int) -> None:
         """Have one of the expected items end so often: once for each choice."""
@@ -134,7 +141,7 @@ class Mailbox:
 
     def has_room(self) -> bool:
         """Whether one more item may be fed: slots and reader have work for long enough otherwise."""
-        n_ends = len(self._results) + self._n_more_ends
+        n_ends = self._n_items + self._n_more_ends
         n_held = self._n_open if self._is_gathered else n_ends - self._n_given
         return self.is_fed and n_held < (self._n_ahead or 0)
 
@@ -147,9 +154,8 @@ class Mailbox:
     def counts(self) -> Counts:
         """Return how far the batch is. From any thread."""
         with self._changed:
-            n_items = len(self._results)
-            n_total = None if self.is_fed else n_items
-            n_done = n_items - self._n_open - self._n_cancelled
+            n_total = None if self.is_fed else self._n_items
+            n_done = self._n_items - self._n_open - self._n_cancelled
             return Counts(n_total, n_done, self._n_failed, self._n_cancelled)
 
     def next_chunk(self) -> BatchOutputChunk | None:
@@ -182,18 +188,23 @@ class Mailbox:
         """
         self._gather()
         self._wait(self._has_all, timeout)
-        return [r for r in self._results if r is not None]
+        return [self._results[i] for i in sorted(self._results)]
 
     async def wait_async(self) -> list[BatchResult]:
         """Do as `wait` does, in an event loop."""
         self._gather()
         await self._wait_async(self._has_all)
-        return [r for r in self._results if r is not None]
+        return [self._results[i] for i in sorted(self._results)]
 
     def cancel(self) -> int:
         """Cancel the items that have not ended, read no more of them; return how many."""
         self.end_feed()
         return self._cancel(self)
+
+    def wind_down(self) -> int:
+        """Cancel the items that have not begun, read no more of them; return how many. What runs goes on."""
+        self.end_feed()
+        return self._cancel_waiting(self)
 
     def leave(self) -> None:
         """Cancel what has not ended without waiting for it: the slots are free before the next plan."""
@@ -215,11 +226,13 @@ class Mailbox:
             self._check_source()
             return None
         i = self._completed.popleft()
-        result = self._results[i]
-        if self._n_ahead is not None:  # a batch without end must not fill the memory
-            self._results[i] = None
-            self._chunks.clear()
-            self._give_out(len(result.choices) if result and result.choices else 1)
+        if self._n_ahead is None:
+            return self._results[i]
+        # a batch without end must not fill the memory
+        result = self._results.pop(i)
+        self.given.pop(self.ids.pop(i, ""), None)
+        self._chunks.clear()
+        self._give_out(len(result.choices) or 1)
         return result
 
     def _check_source(self) -> None:
@@ -304,7 +317,7 @@ class Mailbox:
             raise EngineError(f"{self._n_open} items are open but there is nothing to do")
 
     def _late(self, timeout: float | None) -> str:
-        return f"{self._n_open} of {len(self._results)} items had not ended after {timeout} s"
+        return f"{self._n_open} of {self._n_items} items had not ended after {timeout} s"
 
 
 def _ring(sleepers: Sequence[tuple[Bell, anyio.Event]]) -> None:
