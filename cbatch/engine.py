@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
 import weakref
@@ -25,6 +27,7 @@ from cbatch.errors import (
 from cbatch.messages import (
     LookAhead,
     Prompt,
+    as_prompt,
     as_prompts,
     is_source,
 )
@@ -217,6 +220,11 @@ class Engine:
         return self._backend.n_window
 
     @property
+    def options(self) -> RunOptions:
+        """What holds where neither a request nor its run says something."""
+        return self._options
+
+    @property
     def exactness(self) -> str:
         """`bitwise` where a request's tokens and logits do not depend on its company, else `not guaranteed: reason`.
 
@@ -226,6 +234,39 @@ class Engine:
             ask, reason = self._parts.exactness, "not guaranteed: this backend has no probe"
             self._exactness_found = ask() if ask else reason
         return self._exactness_found
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """What answers depend on besides prompt and options, by name: model, adapters, chat template.
+
+        Reads some 32 MiB of the model's file, the first time.
+        """
+        backend = self._backend
+        try:
+            said = dict(backend.fingerprint(tuple((name, 1.0) for name in backend.adapters)))
+        except OSError:  # shared by an object that does not know its file, or changed since
+            said = {"model": "unknown"}
+        template = hashlib.sha256(backend.vocab.template.encode()).hexdigest()
+        return {
+            "model": said.get("model") or json.dumps(said, sort_keys=True),
+            "adapters": said.get("adapters", ""),
+            "chat template": template[:16],
+        }
+
+    def count_tokens(
+        self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
+    ) -> int:
+        """Return how many tokens a prompt has, rendered by the chat template where it is a chat. Computes nothing.
+
+        Raises:
+            ConfigError: it is no prompt.
+            RequestFailedError: a token that is not in the vocabulary.
+        """
+        item = as_prompt(prompt)
+        run_options = RunOptions.of(options).over(self._options)
+        return len(
+            tokenize(self._backend.vocab, item, RunOptions.of(item.options).over(run_options))
+        )
 
     def run(
         self,
@@ -360,14 +401,14 @@ class Engine:
             None if self._threaded else self._pump,
             self._cancel_batch_soon,
             n_ahead=n_ahead,
-            cancel_waiting=self._cancel_waiting,
+            cancel_waiting_soon=self._cancel_waiting_soon,
         )
 
     def _cancel_batch(self, mailbox: Mailbox) -> int:
         return self._loop.cancel_batch(mailbox)
 
-    def _cancel_waiting(self, mailbox: Mailbox) -> int:
-        return self._loop.cancel_waiting(mailbox)
+    def _cancel_waiting_soon(self, mailbox: Mailbox) -> None:
+        self._loop.cancel_waiting_soon(mailbox)
 
     def _cancel_batch_soon(self, mailbox: Mailbox) -> None:
         self._loop.cancel_batch_soon(mailbox)

@@ -367,8 +367,13 @@ class RunOptions:
                 )
 
     def _check_logprobs(self) -> None:
-        if not isinstance(self.logprobs, bool):
+        if self.logprobs is not None and not isinstance(self.logprobs, bool):
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            if self.top_logprobs is None:
+                self._settle("top_logprobs", self.logprobs)
+            self._settle(
+                "logprobs", True
+            )  # which equals 1, but means another number of alternatives
         _check_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
         _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_bool("echo", self.echo)
@@ -409,7 +414,7 @@ class RunOptions:
     @property
     def has_logprobs(self) -> bool:
         """Whether log-probabilities are asked for."""
-        return self.logprobs is not None and self.logprobs is not False
+        return bool(self.logprobs)
 
     @property
     def n_logprobs(self) -> int | None:
@@ -422,9 +427,7 @@ class RunOptions:
             if self.top_logprobs:
                 raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
             return 0 if self.n_choices > (self.n or 1) else None
-        if self.top_logprobs is not None or isinstance(self.logprobs, bool):
-            return self.top_logprobs or 0
-        return self.logprobs
+        return self.top_logprobs or 0
 
     @property
     def n_prompt_logprobs(self) -> int | None:

@@ -145,8 +145,12 @@ class Inbox(Protocol):
     def cancel(self) -> int:
         """Cancel the items that have not ended; return how many."""
 
-    def wind_down(self) -> int:
-        """Cancel the items that have not begun and read no more of them; return how many."""
+    def wind_down(self) -> None:
+        """Cancel the items that have not begun and read no more of them; does not wait."""
+
+    @property
+    def n_unread(self) -> int:
+        """Results that `next_result` returns without waiting."""
 
     def leave(self) -> None:
         """Cancel what has not ended, without waiting for it."""
@@ -323,9 +327,14 @@ class BatchResponse:
         """Cancel every item of this batch that has not ended; return how many."""
         return self._mailbox.cancel()
 
-    def wind_down(self) -> int:
-        """Cancel every item of this batch that never had a slot, read no more; return how many. What runs goes on."""
-        return self._mailbox.wind_down()
+    def wind_down(self) -> None:
+        """Cancel every item of this batch that never had a slot, and read no more; what runs goes on. Does not wait."""
+        self._mailbox.wind_down()
+
+    @property
+    def n_unread(self) -> int:
+        """Results that `as_completed` gives out without waiting."""
+        return self._mailbox.n_unread
 
     def _chunks(self) -> Reader[BatchOutputChunk]:
         box = self._mailbox

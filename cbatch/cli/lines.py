@@ -1,25 +1,20 @@
-"""Batch files: one request a line in, one result a line out."""
+"""Stdin, stdout, and files of results that are written once."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from cbatch.errors import CBatchError, ConfigError
-from cbatch.messages import BatchPrompt
+from cbatch.errors import ConfigError
+from cbatch.files.lines import dump, result_as_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from cbatch.response import BatchResult
-
-_KEYS = ("id", "messages", "prompt", "tokens", "options")
-
 
 STDOUT = Path("-")
 
@@ -49,76 +44,6 @@ def stdout() -> BinaryIO:
     if sys.stdout is None:
         raise ConfigError("stdout is closed: there is nowhere to write to")
     return sys.stdout.buffer
-
-
-# ---- in ----
-
-
-def read_prompts(path: Path) -> list[BatchPrompt]:
-    """Read every request of a batch file (`-`: of stdin); blank lines are skipped.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is wrong; the message names file and line.
-    """
-    if is_pipe(path):
-        return parse_lines("<stdin>", stdin())
-    try:
-        with path.open("rb") as file:
-            return parse_lines(str(path), file)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def parse_lines(name: str, lines: Iterable[bytes]) -> list[BatchPrompt]:
-    """Return the requests of these lines; see `read_prompts`."""
-    prompts: list[BatchPrompt] = []
-    line_of: dict[str, int] = {}
-    for i_line, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            prompt = _parse(line)
-            if prompt.id is not None:
-                _check_new(prompt.id, i_line, line_of)
-        except CBatchError as error:
-            raise ConfigError(f"{name}, line {i_line}: {error}") from error
-        prompts.append(prompt)
-    if not prompts:
-        raise ConfigError(f"{name}: no request in it: give one JSON object a line")
-    return prompts
-
-
-def _parse(line: bytes) -> BatchPrompt:
-    request = _load(line)
-    if not isinstance(request, dict):
-        raise ConfigError(f"not a JSON object: {_shown(line)}")
-    for key in request:
-        if key not in _KEYS:
-            raise ConfigError(f"unknown key {key!r}; there is: {', '.join(_KEYS)}")
-    return BatchPrompt(**request)
-
-
-def _load(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8: {error.reason} at byte {error.start}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not JSON: {error}: {_shown(line)}") from error
-
-
-def _check_new(id: str, i_line: int, line_of: dict[str, int]) -> None:
-    if id in line_of:
-        raise ConfigError(f"the id {id!r} is also that of line {line_of[id]}: ids must be unique")
-    line_of[id] = i_line
-
-
-def _shown(line: bytes) -> str:
-    text = line.decode(errors="replace").strip()
-    return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-# ---- out ----
 
 
 def check_target(path: Path, *inputs: Path, force: bool) -> None:
@@ -175,27 +100,5 @@ def open_target(path: Path, *, force: bool) -> Iterator[BinaryIO]:
 
 def write_result(file: BinaryIO, result: BatchResult) -> None:
     """Write one result as a whole line that the system has when this returns."""
-    file.write(_encode(_as_json(result)) + b"\n")
+    file.write(dump(result_as_json(result)))
     file.flush()
-
-
-def _as_json(result: BatchResult) -> dict[str, object]:
-    error = result.error
-    return {
-        "id": result.id,
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "error": error and {"type": type(error).__name__, "message": str(error)},
-        "usage": asdict(result.usage),
-        "timings": asdict(result.timings),
-        "seed": result.seed,
-        **({"reasoning": result.reasoning} if result.reasoning else {}),
-        **({"tool_calls": [c.as_dict() for c in result.tool_calls]} if result.tool_calls else {}),
-    }
-
-
-def _encode(value: object) -> bytes:
-    try:
-        return json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
-        return json.dumps(value).encode()

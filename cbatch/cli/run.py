@@ -1,16 +1,16 @@
-"""`cbatch run`: a batch file in, a file of answers out."""
+"""`cbatch run`: batch files in, a file of records out."""
 
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import cbatch
 from cbatch.cli.demo import demo_prompts, write_shown
-from cbatch.cli.lines import STDOUT, check_target, is_pipe, open_target, read_prompts, write_result
+from cbatch.cli.events import EventView
+from cbatch.cli.lines import STDOUT, check_target, is_pipe, open_target, write_result
 from cbatch.cli.main import ExitCode, say
 from cbatch.cli.options import (
     Adapters,
@@ -44,15 +44,22 @@ from cbatch.cli.options import (
     option,
     said,
 )
+from cbatch.files.run import run_file
+from cbatch.files.stop import Interrupted, Stopper
+from cbatch.files.summary import RunSummary
 from cbatch.messages import LookAhead
-from cbatch.options import EngineOptions, check_seconds
-from cbatch.runtime.progress import choose_view, summary_lines
+from cbatch.options import EngineOptions
+from cbatch.runtime.progress import View, choose_view, summary_lines
+
+_FILES = "Files"
 
 
 def run(
     source: Annotated[
-        Path | None,
-        typer.Argument(metavar="IN.jsonl", help="Requests, one JSON object a line; - is stdin."),
+        list[str] | None,
+        typer.Argument(
+            metavar="IN...", help="Batch files or patterns, all of one format; - is stdin."
+        ),
     ] = None,
     *,
     output: Annotated[
@@ -60,14 +67,71 @@ def run(
         option(
             "--output",
             "-o",
-            metavar="OUT.jsonl",
-            help="Where answers go, one a line as they complete; - is stdout.",
+            metavar="OUT",
+            help="Where records go, as items end; - is stdout. A run that was stopped goes on there.",
             default="of --demo: text on stdout",
         ),
     ] = None,
     demo: Annotated[
         bool, option("--demo", help="Ask 64 chats that show what the model inside can do.")
     ] = False,
+    errors: Annotated[
+        Path | None,
+        option(
+            help="A file of their own for items that fail.", default="in the output", panel=_FILES
+        ),
+    ] = None,
+    format: Annotated[
+        str,
+        option(
+            help="Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow.",
+            panel=_FILES,
+        ),
+    ] = "auto",
+    output_format: Annotated[
+        str | None, option(help="Of the output.", default="that of the input", panel=_FILES)
+    ] = None,
+    template: Annotated[
+        str | None,
+        option(help="The prompt of a row: 'Classify: {review}'.", default="none", panel=_FILES),
+    ] = None,
+    system: Annotated[
+        str | None,
+        option(help="A system message for each row, a template too.", default="none", panel=_FILES),
+    ] = None,
+    limit: Annotated[
+        int | None, option(help="Most items to run.", default="all", panel=_FILES)
+    ] = None,
+    shuffle: Annotated[
+        bool, option("--shuffle", help="Run the items in random order.", panel=_FILES)
+    ] = False,
+    strict: Annotated[
+        bool,
+        option("--strict", help="Check the whole input first, stop at a bad item.", panel=_FILES),
+    ] = False,
+    check: Annotated[
+        bool,
+        option("--check", help="Check the input and count its tokens; run nothing.", panel=_FILES),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        option("--dry-run", help="Run a sample, say how long all would take.", panel=_FILES),
+    ] = False,
+    retry_errors: Annotated[
+        bool, option("--retry-errors", help="Run again what has failed before.", panel=_FILES)
+    ] = False,
+    force: Annotated[
+        bool,
+        option(
+            "--force",
+            help="Go on though settings differ, or replace a file that is not cbatch's.",
+            panel=_FILES,
+        ),
+    ] = False,
+    window: Annotated[
+        int | None,
+        option(help="Items read ahead to be put in order.", default="8 a slot", panel=_FILES),
+    ] = None,
     model: ModelPath = None,
     parallel: Parallel = None,
     ctx_per_seq: CtxPerSeq = None,
@@ -100,15 +164,21 @@ def run(
             default="as long as it takes",
         ),
     ] = None,
-    force: Annotated[bool, option("--force", help="Replace an existing output.")] = False,
+    json: Annotated[
+        bool, option("--json", help="Progress and summary as JSON lines, on stderr.")
+    ] = False,
     quiet: Annotated[bool, option("--quiet", "-q", help="No progress, no summary.")] = False,
 ) -> None:
-    """Answer every request of a batch file.
+    """Answer every item of batch files.
 
-    A line: {"id": "a", "messages": [{"role": "user", "content": "Hi"}],
-    "options": {"max_tokens": 9}}; instead of messages, prompt (text) or tokens
-    (ids); id and options may be left out. A line's options come before those
-    given here.
+    OpenAI batch lines, or cbatch's: {"id": "a", "messages": [{"role": "user",
+    "content": "Hi"}], "options": {"max_tokens": 9}}; instead of messages, prompt
+    (text) or tokens (ids); id and options may be left out. Rows of CSV, TSV,
+    Parquet or JSON, and lines of text, by a template. An item's options come
+    before those given here.
+
+    Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it
+    was. Ctrl-C once finishes what runs, twice stops now.
 
     Without a model at hand: cbatch run --demo
 
@@ -127,7 +197,6 @@ def run(
         ignore_eos=ignore_eos,
         timeout_s=timeout_s,
     )
-    check_seconds("max_time_s", max_time_s)
     settings = said(
         parallel=parallel,
         ctx_per_seq=ctx_per_seq,
@@ -148,45 +217,87 @@ def run(
     EngineOptions.of(settings)
     _check_call(source, output, demo=demo)
     target = STDOUT if output is None else output
-    check_target(target, *filter(None, (source, model)), force=force)
-    prompts = demo_prompts() if source is None else read_prompts(source)
-    view = choose_view(summary_lines, is_quiet=quiet, has_free_terminal=not is_pipe(target))
-    view.say(f"loading {name_of(model)} for {len(prompts)} item{'s' * (len(prompts) != 1)}")
-    with (
-        cbatch.load(
-            model, options=options, look_ahead=look_ahead(prompts, options), **settings
-        ) as engine,
-        open_target(target, force=force) as file,
-    ):
-        write = write_shown(prompts) if output is None else write_result
-        response = engine.run(prompts, max_time_s=max_time_s, progress=view)
-        n_failed = write_all(response, partial(write, file))
-    if n_failed:
-        say(f'cbatch: {n_failed} of {len(prompts)} items failed: see "error" in their lines')
+    view = _view(target, is_quiet=quiet, is_json=json)
+    if demo:
+        _demo(target, view, model, options, settings, is_shown=output is None, force=force)
+        return
+    asked = {
+        "errors": errors,
+        "format": format,
+        "output_format": output_format,
+        "template": template,
+        "system": system,
+        "limit": limit,
+        "shuffle": shuffle,
+        "strict": strict,
+        "retry_errors": retry_errors,
+        "force": force,
+        "window": window,
+        "max_time_s": max_time_s,
+    }
+    try:
+        summary = run_file(
+            source or [],
+            target,
+            model=model,
+            options=options,
+            progress=view,
+            stop=Stopper(takes_all=True),
+            **asked,
+            **settings,
+        )
+    except Interrupted as error:
+        say(f"cbatch: {error.summary.resume_hint}")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    _end(summary)
+
+
+def _end(summary: RunSummary) -> None:
+    if summary.resume_hint:
+        say(f"cbatch: {summary.resume_hint}")
+    if summary.n_errors:
+        say(
+            f'cbatch: {summary.n_errors} of {summary.n_items} items failed: see "error" in their records'
+        )
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
-def look_ahead(prompts: Sequence[cbatch.BatchPrompt], options: cbatch.RunOptions) -> LookAhead:
-    """Return the prompts of a run with the options that hold for each."""
-    return LookAhead(
-        [(p, cbatch.RunOptions.of(p.options).over(options)) for p in prompts], is_all=True
-    )
+def _view(target: Path, *, is_quiet: bool, is_json: bool) -> View:
+    if is_json:
+        return EventView()
+    return choose_view(summary_lines, is_quiet=is_quiet, has_free_terminal=not is_pipe(target))
 
 
-def _check_call(source: Path | None, output: Path | None, *, demo: bool) -> None:
-    if demo and source is not None:
-        raise cbatch.ConfigError(f"--demo brings its own chats: leave out {source}")
-    if source is None and not demo:
+def _demo(
+    target: Path,
+    view: View,
+    model: Path | None,
+    options: cbatch.RunOptions,
+    settings: dict[str, Any],
+    *,
+    is_shown: bool,
+    force: bool,
+) -> None:
+    """Answer the chats of --demo."""
+    prompts = demo_prompts()
+    check_target(target, *filter(None, (model,)), force=force)
+    view.say(f"loading {name_of(model)} for {len(prompts)} items")
+    pairs = [(p, cbatch.RunOptions.of(p.options).over(options)) for p in prompts]
+    look_ahead = LookAhead(pairs, is_all=True)
+    with (
+        cbatch.load(model, options=options, look_ahead=look_ahead, **settings) as engine,
+        open_target(target, force=force) as file,
+    ):
+        write = partial(write_shown(prompts) if is_shown else write_result, file)
+        with closing(engine.run(prompts, progress=view).as_completed()) as results:
+            for result in results:
+                write(result)
+
+
+def _check_call(source: list[str] | None, output: Path | None, *, demo: bool) -> None:
+    if demo and source:
+        raise cbatch.ConfigError(f"--demo brings its own chats: leave out {source[0]}")
+    if not source and not demo:
         raise cbatch.ConfigError("give a batch file, or --demo to see what the model inside can do")
     if output is None and not demo:
         raise cbatch.ConfigError("give --output (-o) a file for the answers, or - for stdout")
-
-
-def write_all(response: cbatch.BatchResponse, write: Callable[[cbatch.BatchResult], None]) -> int:
-    """Write each result as it completes; return how many failed."""
-    n_failed = 0
-    with closing(response.as_completed()) as results:
-        for result in results:
-            write(result)
-            n_failed += result.error is not None
-    return n_failed

@@ -115,6 +115,8 @@ class EngineStats:
     n_active_max: int = 0
     n_prompt_tokens: int = 0
     """Prompt tokens that were computed, of requests' prompts alone."""
+    n_cached_tokens: int = 0
+    """Prompt tokens that were found in the cache, of the requests that ended."""
     n_output_tokens: int = 0
     n_recomputed_tokens: int = 0
     n_preempted: int = 0
@@ -215,6 +217,7 @@ class EngineStats:
         reason, clock = str(driver.finish_reason), driver.clock
         self.n_finished[reason] = self.n_finished.get(reason, 0) + 1
         self.n_preempted += driver.n_preempted
+        self.n_cached_tokens += driver.n_cached
         if clock.admitted_s is not None:
             self.queue_s.add(clock.admitted_s - clock.submitted_s)
         if clock.first_token_s is not None:

@@ -94,6 +94,7 @@ class Intake:
         self._mark = secrets.token_hex(8)
         self._saving: dict[str, Saver] = {}
         self._demands: dict[tuple[str, bool, Thinking], Grammar] = {}
+        self._last_settled = (RunOptions(),) * 3
         self._submitting = threading.Lock()
         self._n_runs = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
@@ -103,7 +104,7 @@ class Intake:
         self, item: BatchPrompt, run_options: RunOptions, now: float, ends_s: float
     ) -> list[SequenceDriver]:
         """Return the sequences of a prompt: one for each choice."""
-        options = RunOptions.of(item.options).over(run_options)
+        options = self._settled(RunOptions.of(item.options), run_options)
         seed = secrets.randbits(32) if options.seed is None else options.seed
         vocab = self._backend.vocab
         try:
@@ -176,6 +177,14 @@ class Intake:
             return "none"
         shown = b"".join(map(vocab.shown_piece, tail)).decode(errors="replace")
         return thinking_of(self._format, opened, shown)
+
+    def _settled(self, own: RunOptions, run_options: RunOptions) -> RunOptions:
+        """Return what holds for an item: the items of a batch mostly say the same one after the other."""
+        last_own, last_run, settled = self._last_settled
+        if last_run is not run_options or last_own != own:
+            settled = own.over(run_options)
+            self._last_settled = own, run_options, settled
+        return settled
 
     def _sequence(self, request: Request, now: float) -> SequenceDriver:
         vocab, is_shown = self._backend.vocab, request.options.skip_special_tokens is False

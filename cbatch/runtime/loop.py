@@ -251,11 +251,14 @@ class Loop:
         """End what a batch has in flight; else as `cancel`."""
         return self.call(lambda: self._cancel(self._ids_of(mailbox)))
 
-    def cancel_waiting(self, mailbox: Mailbox) -> int:
-        """End what a batch has in flight that never had a slot; else as `cancel`."""
-        return self.call(
-            lambda: self._cancel([id for id in self._ids_of(mailbox) if not self._has_begun(id)])
-        )
+    def cancel_waiting_soon(self, mailbox: Mailbox) -> None:
+        """End what a batch has in flight that never had a slot; else as `cancel_batch_soon`."""
+
+        def cancel() -> None:
+            self._cancel([id for id in self._ids_of(mailbox) if not self._has_begun(id)])
+
+        with suppress(EngineClosedError):
+            self._post(cancel, is_urgent=False)
 
     def _has_begun(self, id: str) -> bool:
         driver = self._scheduler.batcher.in_flight.get(id)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -30,6 +30,16 @@ class Counts:
     n_done: int
     n_failed: int
     n_cancelled: int = 0
+    n_about: int | None = None
+    """How many items there are by an estimate, where nobody knows."""
+    n_before: int = 0
+    """Of those that are done: by an earlier run."""
+
+    @property
+    def share(self) -> float | None:
+        """Share that is done, None where nobody knows."""
+        n_total = self.n_total or self.n_about
+        return min(1.0, self.n_done / n_total) if n_total else None
 
     @property
     def is_over(self) -> bool:
@@ -61,7 +71,7 @@ class Mailbox:
         cancel_soon: Callable[[Mailbox], object] | None = None,
         *,
         n_ahead: int | None = None,
-        cancel_waiting: Callable[[Mailbox], int] | None = None,
+        cancel_waiting_soon: Callable[[Mailbox], object] | None = None,
     ) -> None:
         """Make an empty one.
 
@@ -71,19 +81,19 @@ class Mailbox:
             pump: does one step of an engine without a thread; False where there is none to do.
             cancel_soon: the same as `cancel` but does not wait for it to be done.
             n_ahead: makes the batch a fed one, with at most so many items that were not given out yet.
-            cancel_waiting: the same as `cancel` but spares what has begun.
+            cancel_waiting_soon: the same as `cancel_soon` but spares what has begun.
         """
         self.is_streamed = False
         self.is_fed = n_ahead is not None
         self.source_error: BaseException | None = None
         self.ids: dict[int, str] = {}
         """Of a fed batch: by place, what `next_result` has not given out."""
-        self.given: dict[str, None] = {}
+        self.given: dict[str, Any] = {}
         """The same ids, to look them up."""
         self.feed: object | None = None  # which lives as long as somebody may read
         self._cancel, self._pump = cancel, pump
         self._cancel_soon = cancel_soon or cancel
-        self._cancel_waiting = cancel_waiting or cancel
+        self._cancel_waiting_soon = cancel_waiting_soon or self._cancel_soon
         self._results: dict[int, BatchResult] = {}
         self._n_items = self._n_open = n_items
         self._n_failed = self._n_cancelled = 0
@@ -201,10 +211,16 @@ class Mailbox:
         self.end_feed()
         return self._cancel(self)
 
-    def wind_down(self) -> int:
-        """Cancel the items that have not begun, read no more of them; return how many. What runs goes on."""
+    def wind_down(self) -> None:
+        """Cancel the items that have not begun, read no more of them; what runs goes on. Does not wait."""
         self.end_feed()
-        return self._cancel_waiting(self)
+        if not self._has_all():
+            self._cancel_waiting_soon(self)
+
+    @property
+    def n_unread(self) -> int:
+        """Results that `next_result` returns without waiting."""
+        return len(self._completed)
 
     def leave(self) -> None:
         """Cancel what has not ended without waiting for it: the slots are free before the next plan."""

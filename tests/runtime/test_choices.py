@@ -262,6 +262,13 @@ def test_top_logprobs_are_the_likeliest(engine: Engine, asked: dict[str, Any]) -
         assert top == list(fake_logprobs(token.token_id, 3).top)
 
 
+def test_number_for_logprobs_is_not_taken_for_true(engine: Engine) -> None:
+    asked: list[dict[str, Any]] = [{"logprobs": True}, {"logprobs": 1}, {"logprobs": 0}]
+    prompts = [BatchPrompt(prompt="a", options=options) for options in asked]
+    results = all_results(engine.run(prompts))
+    assert [len(r.logprobs[0].top) for r in results if r.logprobs] == [0, 1, 0]
+
+
 def test_logprobs_that_nobody_asks_for_are_none(engine: Engine) -> None:
     assert answer(engine).logprobs is None
     assert answer(engine, logprobs=False).logprobs is None

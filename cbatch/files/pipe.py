@@ -1,0 +1,74 @@
+"""An output that cannot be gone on with, a pipe or a device: it takes records and remembers which ids there were."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from hashlib import blake2b
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from cbatch.files.journal import Claim
+
+
+class Pipe:
+    """Has the methods of a `Journal` that a run needs, without a manifest: nothing is ever known to be done."""
+
+    def __init__(
+        self, file: BinaryIO, errors: BinaryIO | None = None, *, header: bytes = b""
+    ) -> None:
+        """Write to open files; they stay open."""
+        self.n_done = self.n_failed = 0
+        self.notes: tuple[str, ...] = ()
+        self._file, self._errors, self._header = file, errors or file, header
+        self._parts: dict[bool, list[bytes]] = {False: [], True: []}
+        self._seen = Seen()
+
+    def claim(self, id: str, digest: bytes, number: int) -> Claim:
+        """Return "new", or "duplicate" for an id that was claimed before."""
+        return "new" if self._seen.add(id) else "duplicate"
+
+    def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
+        """Keep a record until `commit`."""
+        self._parts[is_error].append(record)
+
+    def commit(self) -> None:
+        """Write what was added; the system has it when this returns."""
+        if self._header:
+            self._file.write(self._header)
+            self._header = b""
+        for is_error, file in ((False, self._file), (True, self._errors)):
+            if parts := self._parts[is_error]:
+                file.write(b"".join(parts))
+                parts.clear()
+        self._file.flush()
+        self._errors.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.commit()
+        self._seen.close()
+
+
+class Seen:
+    """Ids that were seen, on disk as soon as there are many."""
+
+    def __init__(self) -> None:
+        self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        for statement in (
+            "PRAGMA journal_mode = OFF",
+            "PRAGMA synchronous = OFF",
+            "CREATE TABLE seen (id BLOB PRIMARY KEY) WITHOUT ROWID",
+            "BEGIN",
+        ):
+            self._db.execute(statement)
+
+    def add(self, id: str) -> bool:
+        """Return whether it is new."""
+        digest = blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with closing(self._db.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,))) as done:
+            return done.rowcount == 1
+
+    def close(self) -> None:
+        """Forget all."""
+        self._db.close()

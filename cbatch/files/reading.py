@@ -1,0 +1,91 @@
+"""The input of a run: opened, copied where it has to be, looked into before a model is loaded."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+from cbatch.files.source import open_source
+from cbatch.files.spool import Spool, checked
+from cbatch.messages import LookAhead
+from cbatch.options import RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+    from typing import TypeAlias
+
+    from cbatch.files.item import Item
+    from cbatch.files.settings import FileOptions
+
+    Paths: TypeAlias = "str | Path | Sequence[str | Path]"
+
+N_LOOKED_AHEAD = 128
+"""Items that are read before a model is loaded, for windows to be made to their measure."""
+
+
+class Reading:
+    """The items of an input, in the order in which they are to be read, once.
+
+    Attributes:
+        source: where they come from.
+        items: all of them.
+    """
+
+    def __init__(self, paths: Paths, options: FileOptions) -> None:
+        """Open the input; where it is to be strict or shuffled, read it whole into a temporary file.
+
+        Raises:
+            ConfigError: it cannot be read; where it is to be strict, the first item that is wrong.
+        """
+        self.source = open_source(
+            paths, format=options.format, template=options.template, system=options.system
+        )
+        self._spool: Spool | None = None
+        try:
+            self.items: Iterator[Item] = iter(self._ordered(options))
+        except BaseException:
+            self.source.close()
+            raise
+
+    def _ordered(self, options: FileOptions) -> Iterator[Item]:
+        if not options.strict and not options.shuffle:
+            return iter(self.source)
+        self._spool = Spool(checked(self.source) if options.strict else self.source)
+        if options.shuffle:
+            self._spool.shuffle(options.shuffle_seed)
+        return iter(self._spool)
+
+    @property
+    def n_items(self) -> int | None:
+        """How many there are, where it was read whole."""
+        return None if self._spool is None else len(self._spool)
+
+    @property
+    def is_piped(self) -> bool:
+        """Whether reading may have to wait for somebody to write."""
+        return self._spool is None and "-" in self.source.paths
+
+    def look_ahead(self, defaults: RunOptions, n_most: int = N_LOOKED_AHEAD) -> LookAhead | None:
+        """Return what comes first, with the options that hold for it; it stays in `items`."""
+        first = list(islice(self.items, n_most))
+        self.items = chain(first, self.items)
+        pairs = [
+            (item.prompt, RunOptions.of(item.prompt.options).over(defaults))
+            for item in first
+            if item.prompt is not None
+        ]
+        return LookAhead(pairs, is_all=len(first) < n_most) if pairs else None
+
+    def about(self, n_items: int) -> int | None:
+        """Return about how many items there are, `n_items` of which were read; None where nobody knows."""
+        n_bytes, n_read = self.source.n_bytes, self.source.n_bytes_read
+        if self.n_items is not None or not n_bytes or not n_read:
+            return self.n_items
+        return round(n_items * n_bytes / n_read)
+
+    def close(self) -> None:
+        """Close the input."""
+        self.source.close()
+        if self._spool is not None:
+            self._spool.close()

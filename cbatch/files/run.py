@@ -1,0 +1,186 @@
+"""A batch file in, a file of records out: `run_file`; the same without an output: `stream_file`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.engine import Engine, load
+from cbatch.errors import ConfigError
+from cbatch.files.digest import Digests
+from cbatch.files.reading import N_LOOKED_AHEAD, Reading
+from cbatch.files.settings import FileOptions, split_settings
+from cbatch.files.stop import Interrupted, Stopper
+from cbatch.files.target import Target, check_place
+from cbatch.files.window import Window
+from cbatch.files.work import Way, Work
+from cbatch.options import RunOptions
+from cbatch.runtime.progress import Progress, SilentView, choose_view, closing_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from cbatch.files.formats import Encoder
+    from cbatch.files.reading import Paths
+    from cbatch.files.summary import RunSummary
+    from cbatch.files.work import Ledger, OnEnded
+    from cbatch.runtime.mailbox import Counts
+    from cbatch.runtime.progress import View
+
+N_WINDOW_PER_SLOT = 8
+"""Items read ahead for each slot, besides the four that the engine has in hand."""
+
+
+def run_file(
+    source: Paths,
+    output: str | Path,
+    *,
+    engine: Engine | None = None,
+    model: Any = None,
+    options: RunOptions | Mapping[str, Any] | None = None,
+    progress: bool | View = False,
+    on_result: OnEnded | None = None,
+    stop: Stopper | None = None,
+    **settings: Any,
+) -> RunSummary:
+    """Run every item of batch files and write a record for each, as they end; what has its record is not run again.
+
+    Beside the output stands its manifest, `OUT.manifest`: a run that was stopped, however, goes on where it was when
+    it is called again. Ctrl-C once, SIGTERM or SIGHUP: what runs is finished; twice: it ends at once.
+
+    Args:
+        source: a file, a pattern, several of them, or "-" for stdin; see `cbatch.files.source.open_source`.
+        output: a file, or "-" for stdout, which cannot be gone on with.
+        engine: runs the items; None: one is loaded, and closed at the end.
+        model: what to load, see `cbatch.load`.
+        options: where an item says nothing; those of the engine come behind.
+        progress: show on stderr how far it is; a `View` shows it as it likes.
+        on_result: called with each item that ended and its result, None where the item is wrong.
+        stop: what tells to stop; None: signals do, in the main thread.
+        settings: those of `FileOptions` and, where a model is loaded, of `cbatch.load`, by name.
+
+    Raises:
+        ConfigError: a setting is wrong; the input cannot be read; the output is of other settings, another run's or
+            not of cbatch; see `Journal.open`.
+        Interrupted: a signal ended it. It is a KeyboardInterrupt and has the `summary`.
+        OutputError: a record cannot be written. What was committed stays.
+        EngineError: the model cannot be loaded, or its engine cannot go on.
+    """
+    asked, load_settings = split_settings(settings)
+    defaults, view = RunOptions.of(options), _view(progress)
+    for path in filter(None, (Path(output), asked.errors, asked.report, asked.trace)):
+        check_place(path)
+    with ExitStack() as stack:
+        reading = stack.enter_context(closing(Reading(source, asked)))
+        target = Target.of(output, reading.source, asked)
+        target.check([*reading.source.paths, *_model_file(model)], force=asked.force)
+        if engine is None:
+            view.say(f"loading {model or 'the model that ships inside'}")
+        runner = _engine_for(reading, asked, defaults, engine, model, load_settings)
+        if engine is None:
+            stack.enter_context(runner)
+        way_on = facts(runner, reading, target, defaults, asked)
+        ledger = stack.enter_context(
+            target.opened(way_on, force=asked.force, retry_errors=asked.retry_errors)
+        )
+        way = _way(runner, ledger, target.encoder, defaults, model)
+        stop = stop or Stopper()
+        work = _work(reading, way, asked, stop, runner, is_own=engine is None)
+        for line in (*ledger.notes, *_resumed(ledger)):
+            view.say(line)
+        with stop, _shown(view, work, reading, runner):
+            summary = work.run(runner, asked.max_time_s, on_result)
+    if summary.is_complete:
+        target.finish()
+    if summary.ending in ("asked", "now"):
+        raise Interrupted(summary)
+    return summary
+
+
+def _way(engine: Engine, ledger: Ledger, encoder: Encoder, defaults: RunOptions, model: Any) -> Way:
+    depends_on = json.dumps(engine.fingerprint, sort_keys=True)
+    settled = defaults.over(engine.options)
+    name = Path(str(model)).stem if _model_file(model) else "cbatch"
+    return Way(ledger, encoder, Digests(settled, depends_on), settled, name)
+
+
+def _work(
+    reading: Reading, way: Way, asked: FileOptions, stop: Stopper, engine: Engine, *, is_own: bool
+) -> Work:
+    window = Window(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
+    prefix = "" if is_own else f"{secrets.token_hex(4)}-"  # for others may use it too
+    return Work(reading.items, way, window, stop, limit=asked.limit, prefix=prefix)
+
+
+def _view(progress: bool | View) -> View:
+    if isinstance(progress, bool):
+        return choose_view(closing_line, is_quiet=not progress)
+    return progress
+
+
+def _resumed(ledger: Ledger) -> list[str]:
+    n_known = ledger.n_done + ledger.n_failed
+    failed = f", {ledger.n_failed:,} of them failed" if ledger.n_failed else ""
+    return [f"going on: {n_known:,} items have their record{failed}"] if n_known else []
+
+
+@contextmanager
+def _shown(view: View, work: Work, reading: Reading, engine: Engine) -> Iterator[None]:
+    """Show how far it is for the length of the block."""
+
+    def counts() -> Counts:
+        return work.counts(reading.about(work.tally.n_items))
+
+    if isinstance(view, SilentView):  # a thread that asks nobody
+        yield
+        return
+    with closing(Progress(view, counts, engine.stats, engine.stats(), engine.parallel)):
+        yield
+
+
+def _model_file(model: Any) -> list[str]:
+    return [str(model)] if isinstance(model, str | Path) else []
+
+
+def _engine_for(
+    reading: Reading,
+    asked: FileOptions,
+    defaults: RunOptions,
+    given: Engine | None,
+    model: Any,
+    load_settings: Mapping[str, Any],
+) -> Engine:
+    """Return the engine that was given, or one that is made to the measure of what comes first."""
+    if given is None:
+        # without a thread reading and writing happen between steps; but a pipe may let everybody wait
+        return load(
+            model,
+            threaded=reading.is_piped,
+            look_ahead=reading.look_ahead(defaults, asked.window or N_LOOKED_AHEAD),
+            **load_settings,
+        )
+    if model is not None or load_settings:
+        names = ", ".join(load_settings) or "model"
+        raise ConfigError(f"{names}: the engine is loaded already; leave it out, or give no engine")
+    return given
+
+
+def facts(
+    engine: Engine, reading: Reading, target: Target, options: RunOptions, asked: FileOptions
+) -> dict[str, str]:
+    """Return what must be as it was for a run to go on, in words for people."""
+    said = {
+        f.name: value for f in fields(RunOptions) if (value := getattr(options, f.name)) is not None
+    }
+    return {
+        "input format": reading.source.format,
+        "output format": target.format,
+        "template": asked.template or "none",
+        "system message": asked.system or "none",
+        **engine.fingerprint,
+        "options": ", ".join(f"{name}={value!r}" for name, value in said.items()) or "none",
+    }

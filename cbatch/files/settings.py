@@ -1,0 +1,87 @@
+"""What a run over a file may be told, checked before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import ConfigError
+from cbatch.options import EngineOptions, check_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_WINDOW = 65_536
+"""Items that a window holds at most: more would not be better mixed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """How a batch file is read, run and written.
+
+    Args:
+        format: of the input; "auto" goes by the names of the files and their first lines.
+        output_format: of the output; None for that of the input.
+        template: the prompt of each row, with `{column}` for what stands there.
+        system: a system message for each row, a template as well.
+        errors: a file of their own for records of errors.
+        limit: most items to run; those that are done do not count.
+        shuffle: read the input in random order. It is copied to a temporary file first; 8 bytes of memory an item.
+        shuffle_seed: the same number gives the same order.
+        strict: check the whole input before anything runs, and stop at the first bad item.
+        retry_errors: run items anew that ended with an error.
+        force: go on although settings differ from those of the earlier run, or replace a file that is not cbatch's.
+        window: items that are read ahead to be put in a better order; None: 8 a slot.
+        max_time_s: seconds for the whole run; what is not done then is left for the next one.
+        report: where to write an HTML page on the run.
+        trace: where to write its steps for Chrome's or Perfetto's viewer.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range.
+    """
+
+    format: str = "auto"
+    output_format: str | None = None
+    template: str | None = None
+    system: str | None = None
+    errors: Path | None = None
+    limit: int | None = None
+    shuffle: bool = False
+    shuffle_seed: int = 0
+    strict: bool = False
+    retry_errors: bool = False
+    force: bool = False
+    window: int | None = None
+    max_time_s: float | None = None
+    report: Path | None = None
+    trace: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _check_count("limit", self.limit, 2**63 - 1)
+        _check_count("window", self.window, MAX_WINDOW)
+        check_seconds("max_time_s", self.max_time_s)
+        for name in ("errors", "report", "trace"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
+
+
+def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, Any]]:
+    """Return the options of the file, and the rest, which is for the engine.
+
+    Raises:
+        ConfigError: a value is wrong.
+        UnsupportedOptionError: a name that there is not.
+    """
+    names = {f.name for f in fields(FileOptions)}
+    rest = {name: value for name, value in settings.items() if name not in names}
+    EngineOptions.of(rest)
+    return FileOptions(**{n: v for n, v in settings.items() if n in names}), rest
+
+
+def _check_count(name: str, value: object, most: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"{name} must be 1 … {most:,}, not {value!r}")

@@ -1,0 +1,68 @@
+"""A copy of all items in a temporary file, for an input that is read in another order or checked whole first."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import tempfile
+from array import array
+from contextlib import closing
+from typing import TYPE_CHECKING, cast
+
+from cbatch.errors import ConfigError
+from cbatch.files.item import duplicate_id
+from cbatch.files.pipe import Seen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from cbatch.files.item import Item
+
+
+class Spool:
+    """Items on disk; in memory, 8 bytes for each."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        """Copy them; the file has no name and goes with this object."""
+        self._file = tempfile.TemporaryFile(prefix="cbatch-")  # noqa: SIM115  # `close` closes it
+        self._starts = array("Q")
+        try:
+            for item in items:
+                self._starts.append(self._file.tell())
+                pickle.dump(item, self._file, pickle.HIGHEST_PROTOCOL)
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def shuffle(self, seed: int) -> None:
+        """Put them in an order that depends on the seed alone."""
+        random.Random(seed).shuffle(self._starts)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield every item, once."""
+        for start in self._starts:
+            self._file.seek(start)
+            yield cast("Item", pickle.load(self._file))
+
+    def close(self) -> None:
+        """Remove the copy."""
+        self._file.close()
+
+
+def checked(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items; stop at the first that is wrong, or has the id of another.
+
+    Raises:
+        ConfigError: which one, and why.
+    """
+    with closing(Seen()) as seen:
+        for item in items:
+            error = item.error
+            if error is None and item.is_labelled and not seen.add(item.id):
+                error = duplicate_id(item)
+            if error is not None:
+                raise ConfigError(f"{item.place}: {error.message} ({error.code})")
+            yield item

@@ -1,0 +1,147 @@
+"""Which of the items that were read runs next: like beginnings together, long before short, nobody forgotten."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from cbatch.files.item import Item
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
+
+N_BEGINNING = 64
+"""Characters that two prompts have in common to count as alike: some 16 tokens, which are worth sharing cells."""
+
+N_CHARS_PER_TOKEN = 4
+"""English text, in vocabularies of today."""
+
+MAX_CHARS = 64 * 2**20
+"""Most characters of prompts in a window that has any."""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """An item that is to run."""
+
+    item: Item
+    prompt: BatchPrompt
+    digest: bytes
+    n_chars: int = 0
+    """Its length: characters of the prompt and of the longest answer."""
+    number: int = 0
+    """Its place in order of arrival."""
+    is_taken: bool = False
+
+
+_Heap: TypeAlias = "list[tuple[int, int, Entry]]"
+
+
+class Window:
+    """Holds up to `n_max` items and says which is next.
+
+    Items with like beginnings go one after the other, the longest of them first; after the last of these come those
+    whose first one has waited longest. Once the input has ended, the longest of all goes first, so that no long one
+    runs alone at the end. Whoever was passed by `2 × n_max` others goes next.
+    """
+
+    def __init__(self, n_max: int, max_chars: int = MAX_CHARS) -> None:
+        """Make an empty one.
+
+        Args:
+            n_max: most items in it.
+            max_chars: most characters in it, but that it always takes one item.
+        """
+        self._n_max, self._max_chars = n_max, max_chars
+        self._groups: dict[Hashable, _Heap] = {}
+        self._arrivals: deque[Entry] = deque()
+        self._n_arrived = self._n_given = self._n_chars = self._n = self._n_gone = 0
+        self._is_ending = False
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may be added."""
+        return not self._n or (self._n < self._n_max and self._n_chars < self._max_chars)
+
+    def add(self, entry: Entry) -> None:
+        """Add one."""
+        entry.number = self._n_arrived
+        key = None if self._is_ending else beginning(entry.prompt)
+        heappush(self._groups.setdefault(key, []), (-entry.n_chars, entry.number, entry))
+        self._arrivals.append(entry)
+        self._n_arrived += 1
+        self._n += 1
+        self._n_chars += entry.n_chars
+
+    def end(self) -> None:
+        """Know that no more will be added: from now on the longest of all is next."""
+        if not self._is_ending:
+            self._is_ending = True
+            rest: _Heap = [waiting for heap in self._groups.values() for waiting in heap]
+            heapify(rest)
+            self._groups = {None: rest} if rest else {}
+
+    def take(self) -> Entry:
+        """Return the next one, which leaves; IndexError where it is empty."""
+        entry = self._late() or self._first()
+        entry.is_taken = True
+        self._n -= 1
+        self._n_given += 1
+        self._n_chars -= entry.n_chars
+        return entry
+
+    def _late(self) -> Entry | None:
+        """Return who was passed too often; its heap forgets it when its turn comes there."""
+        arrivals = self._arrivals
+        while arrivals and arrivals[0].is_taken:
+            arrivals.popleft()
+        if not arrivals or self._n_given - arrivals[0].number < 2 * self._n_max:
+            return None
+        self._n_gone += 1
+        if self._n_gone > self._n_max:
+            self._forget_gone()
+        return arrivals.popleft()
+
+    def _forget_gone(self) -> None:
+        """Take out of the heaps who has left before its turn came there."""
+        kept = {key: [w for w in heap if not w[2].is_taken] for key, heap in self._groups.items()}
+        self._groups = {key: heap for key, heap in kept.items() if heap}
+        for heap in self._groups.values():
+            heapify(heap)
+        self._n_gone = 0
+
+    def _first(self) -> Entry:
+        while self._groups:
+            key, heap = next(iter(self._groups.items()))
+            entry = heappop(heap)[2]
+            if not heap:
+                del self._groups[key]
+            if not entry.is_taken:
+                return entry
+        raise IndexError("the window is empty")
+
+
+def beginning(prompt: BatchPrompt) -> Hashable:
+    """Return what prompts have in common that are worth running one after the other."""
+    if prompt.messages is None:
+        return prompt.prompt[:N_BEGINNING] if prompt.prompt else tuple((prompt.tokens or ())[:16])
+    first = prompt.messages[0]
+    text = str(first["content"])
+    return text if first["role"] == "system" else text[:N_BEGINNING]
+
+
+def length(prompt: BatchPrompt, options: RunOptions) -> int:
+    """Return about how many characters a prompt and the longest answer to it have."""
+    if prompt.messages is not None:
+        n_prompt = sum(len(m.get("content") or "") for m in prompt.messages)
+    else:
+        n_prompt = len(prompt.prompt or "") or len(prompt.tokens or ()) * N_CHARS_PER_TOKEN
+    cap = options.max_tokens or options.max_completion_tokens or 0
+    return n_prompt + cap * N_CHARS_PER_TOKEN
