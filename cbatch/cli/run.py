@@ -44,6 +44,8 @@ from cbatch.cli.options import (
     option,
     said,
 )
+from cbatch.files.check import check_file
+from cbatch.files.estimate import estimate_file
 from cbatch.files.run import run_file
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.summary import RunSummary
@@ -128,6 +130,16 @@ def run(
             panel=_FILES,
         ),
     ] = False,
+    report: Annotated[
+        Path | None,
+        option(metavar="HTML", help="A page on the run.", default="none", panel=_FILES),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        option(
+            metavar="JSON", help="Its steps, for Perfetto or Chrome.", default="none", panel=_FILES
+        ),
+    ] = None,
     window: Annotated[
         int | None,
         option(help="Items read ahead to be put in order.", default="8 a slot", panel=_FILES),
@@ -215,7 +227,8 @@ def run(
         chat_template=chat_template,
     )
     EngineOptions.of(settings)
-    _check_call(source, output, demo=demo)
+    looks_only = check or dry_run
+    _check_call(source, output, demo=demo, needs_output=not looks_only)
     target = STDOUT if output is None else output
     view = _view(target, is_quiet=quiet, is_json=json)
     if demo:
@@ -233,23 +246,33 @@ def run(
         "retry_errors": retry_errors,
         "force": force,
         "window": window,
+        "report": report,
+        "trace": trace,
         "max_time_s": max_time_s,
     }
+    call = {"model": model, "options": options, **asked, **settings}
+    if looks_only:
+        _look(source or [], is_dry_run=dry_run, call=call)
+        return
     try:
         summary = run_file(
-            source or [],
-            target,
-            model=model,
-            options=options,
-            progress=view,
-            stop=Stopper(takes_all=True),
-            **asked,
-            **settings,
+            source or [], target, progress=view, stop=Stopper(takes_all=True), **call
         )
     except Interrupted as error:
         say(f"cbatch: {error.summary.resume_hint}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     _end(summary)
+
+
+def _look(source: list[str], *, is_dry_run: bool, call: dict[str, Any]) -> None:
+    """Say what is in the input, or what a run would take; no record is written."""
+    if is_dry_run:
+        say("\n".join(estimate_file(source, **call).lines()))
+        return
+    found = check_file(source, **call)
+    say("\n".join(found.lines()))
+    if found.n_errors:
+        raise typer.Exit(ExitCode.SOME_FAILED)
 
 
 def _end(summary: RunSummary) -> None:
@@ -294,10 +317,12 @@ def _demo(
                 write(result)
 
 
-def _check_call(source: list[str] | None, output: Path | None, *, demo: bool) -> None:
+def _check_call(
+    source: list[str] | None, output: Path | None, *, demo: bool, needs_output: bool
+) -> None:
     if demo and source:
         raise cbatch.ConfigError(f"--demo brings its own chats: leave out {source[0]}")
     if not source and not demo:
         raise cbatch.ConfigError("give a batch file, or --demo to see what the model inside can do")
-    if output is None and not demo:
+    if output is None and not demo and needs_output:
         raise cbatch.ConfigError("give --output (-o) a file for the answers, or - for stdout")

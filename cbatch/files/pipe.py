@@ -15,13 +15,13 @@ class Pipe:
     """Has the methods of a `Journal` that a run needs, without a manifest: nothing is ever known to be done."""
 
     def __init__(
-        self, file: BinaryIO, errors: BinaryIO | None = None, *, header: bytes = b""
+        self, file: BinaryIO | None, errors: BinaryIO | None = None, *, header: bytes = b""
     ) -> None:
-        """Write to open files; they stay open."""
+        """Write to open files, which stay open; None: nowhere."""
         self.n_done = self.n_failed = 0
         self.notes: tuple[str, ...] = ()
-        self._file, self._errors, self._header = file, errors or file, header
-        self._parts: dict[bool, list[bytes]] = {False: [], True: []}
+        self._files = {False: file, True: errors or file}
+        self._parts: dict[bool, list[bytes]] = {False: [header] if header else [], True: []}
         self._seen = Seen()
 
     def claim(self, id: str, digest: bytes, number: int) -> Claim:
@@ -30,19 +30,17 @@ class Pipe:
 
     def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
         """Keep a record until `commit`."""
-        self._parts[is_error].append(record)
+        if self._files[is_error] is not None:
+            self._parts[is_error].append(record)
 
     def commit(self) -> None:
         """Write what was added; the system has it when this returns."""
-        if self._header:
-            self._file.write(self._header)
-            self._header = b""
-        for is_error, file in ((False, self._file), (True, self._errors)):
-            if parts := self._parts[is_error]:
+        for is_error, file in self._files.items():
+            parts = self._parts[is_error]
+            if file is not None and parts:
                 file.write(b"".join(parts))
+                file.flush()
                 parts.clear()
-        self._file.flush()
-        self._errors.flush()
 
     def close(self) -> None:
         """Write what is left."""

@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING, Any
 from cbatch.engine import Engine, load
 from cbatch.errors import ConfigError
 from cbatch.files.digest import Digests
+from cbatch.files.pipe import Pipe
 from cbatch.files.reading import N_LOOKED_AHEAD, Reading
+from cbatch.files.recording import recorded
 from cbatch.files.settings import FileOptions, split_settings
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.target import Target, check_place
 from cbatch.files.window import Window
-from cbatch.files.work import Way, Work
+from cbatch.files.work import NoEncoder, Way, Work
 from cbatch.options import RunOptions
 from cbatch.runtime.progress import Progress, SilentView, choose_view, closing_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     from cbatch.files.formats import Encoder
     from cbatch.files.reading import Paths
     from cbatch.files.summary import RunSummary
-    from cbatch.files.work import Ledger, OnEnded
+    from cbatch.files.work import Ended, Ledger, OnEnded
+    from cbatch.response import BatchResult, Reader
     from cbatch.runtime.mailbox import Counts
     from cbatch.runtime.progress import View
 
@@ -92,13 +95,81 @@ def run_file(
         work = _work(reading, way, asked, stop, runner, is_own=engine is None)
         for line in (*ledger.notes, *_resumed(ledger)):
             view.say(line)
-        with stop, _shown(view, work, reading, runner):
-            summary = work.run(runner, asked.max_time_s, on_result)
+        title = ", ".join(Path(name).name for name in reading.source.paths[:3])
+        with (
+            recorded(runner, asked, title, way_on, on_result) as on_ended,
+            _shown(view, work, reading, runner),
+            stop,
+        ):
+            summary = work.run(runner, asked.max_time_s, on_ended)
     if summary.is_complete:
         target.finish()
     if summary.ending in ("asked", "now"):
         raise Interrupted(summary)
     return summary
+
+
+def stream_file(
+    source: Paths,
+    engine: Engine,
+    *,
+    options: RunOptions | Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> FileStream:
+    """Run every item of batch files and give out pairs of an item and its result as they end; nothing is written.
+
+    An item that is wrong comes with None. Who leaves early cancels what is in flight.
+
+    Args:
+        source: see `run_file`.
+        engine: runs the items; for `async for` one with a thread.
+        options: where an item says nothing.
+        settings: those of `FileOptions` that are about the input: format, template, system, limit, shuffle, strict,
+            window, max_time_s.
+
+    Raises:
+        ConfigError: a setting is wrong, or the input cannot be read.
+    """
+    asked, load_settings = split_settings(settings)
+    for name in (*load_settings, *_OF_OUTPUT):
+        if name in settings:
+            raise ConfigError(f"{name} has no effect here: the engine is there, and no output")
+    reading = Reading(source, asked)
+    way = _way(engine, Pipe(None), NoEncoder(), RunOptions.of(options), None)
+    work = _work(reading, way, asked, Stopper(), engine, is_own=False)
+    return FileStream(engine, reading, work, asked.max_time_s)
+
+
+_OF_OUTPUT = ("output_format", "errors", "retry_errors", "force", "report", "trace")
+
+
+class FileStream:
+    """Pairs of an item and its result, None where the item is wrong; see `stream_file`. Read it once."""
+
+    def __init__(
+        self, engine: Engine, reading: Reading, work: Work, max_time_s: float | None
+    ) -> None:
+        self._engine, self._reading, self._work = engine, reading, work
+        self._max_time_s = max_time_s
+
+    def __iter__(self) -> Iterator[Ended]:
+        """Yield each pair."""
+        with closing(self._reading), closing(self._start()) as results:
+            for result in results:
+                yield from self._work.take(result)
+            yield from ((item, None) for item in self._work.take_refused())
+
+    async def __aiter__(self) -> AsyncIterator[Ended]:
+        """Yield each pair, in an event loop."""
+        with closing(self._reading), closing(self._start()) as results:
+            async for result in results:
+                for ended in self._work.take(result):
+                    yield ended
+            for item in self._work.take_refused():
+                yield item, None
+
+    def _start(self) -> Reader[BatchResult]:
+        return self._work.start(self._engine, self._max_time_s).as_completed()
 
 
 def _way(engine: Engine, ledger: Ledger, encoder: Encoder, defaults: RunOptions, model: Any) -> Way:

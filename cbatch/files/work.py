@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import closing
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import EngineError
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from cbatch.files.summary import Ending
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResponse, BatchResult, Reader
+
+    Ended: TypeAlias = "tuple[Item, BatchResult | None]"
+    """An item that ended, and its result; None where the item itself is wrong."""
 
     OnEnded: TypeAlias = "Callable[[Item, BatchResult | None], object]"
     """Called with each item that ended; without a result where the item itself is wrong."""
@@ -73,6 +76,22 @@ class Way:
     digests: Digests
     options: RunOptions
     model: str
+
+
+class NoEncoder:
+    """Writes nothing."""
+
+    def header(self) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def error(self, item: Item, error: ItemError) -> bytes:
+        """Return nothing."""
+        return b""
 
 
 @dataclass(eq=False, slots=True)
@@ -241,13 +260,13 @@ class Work:
         for item in self.take_refused():
             on_ended(item, None)
 
-    def take(self, result: BatchResult) -> list[tuple[Item, BatchResult | None]]:
+    def take(self, result: BatchResult) -> list[Ended]:
         """Add the record of a result; return what has ended since the last call, wrong items among it.
 
         Raises:
             EngineError: the engine has stopped: nothing is wrong with the item.
         """
-        ended: list[tuple[Item, BatchResult | None]] = [(i, None) for i in self.take_refused()]
+        ended: list[Ended] = [(i, None) for i in self.take_refused()]
         with self._lock:
             entry = self._running.pop(result.id)
             if isinstance(result.error, EngineError):
@@ -261,7 +280,7 @@ class Work:
             self._add(entry.item, entry.digest, record, is_error=is_error)
         if self._n_added >= N_COMMIT:
             self.commit()
-        return [*ended, (entry.item, result)]
+        return [*ended, (entry.item, replace(result, id=entry.item.id))]
 
     def take_refused(self) -> list[Item]:
         """Return the items that turned out to be wrong since the last call."""
@@ -270,7 +289,7 @@ class Work:
 
     def _is_left(self, entry: Entry, result: BatchResult) -> bool:
         """Whether it is for the next run: cancelled, or out of the run's time, not out of its own."""
-        reasons = {result.finish_reason}
+        reasons = {result.finish_reason, *(choice.finish_reason for choice in result.choices)}
         if "cancelled" in reasons:
             return True
         if "timeout" not in reasons or time.perf_counter() < self._ends_s:
