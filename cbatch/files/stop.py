@@ -90,11 +90,12 @@ class Stopper:
             yield
             return
         was, self._is_guarded = self._is_guarded, True
+        was_now = self.is_now
         try:
             yield
         finally:
             self._is_guarded = was
-        if self.is_now and not was:
+        if self.is_now and not (was or was_now):
             raise KeyboardInterrupt
 
 

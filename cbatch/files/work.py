@@ -234,6 +234,8 @@ class Work:
         try:
             with closing(response.as_completed()) as results:
                 self._take_all(response, results, on_ended or _tell_nobody)
+            if self._ending() == "done" and self.tally.n_given_back:
+                engine.stats()  # raises where somebody has closed it
         except KeyboardInterrupt:
             if not self._stop.is_now:
                 raise
@@ -338,7 +340,7 @@ class Work:
             self.tally.n_given_back or not self.has_read_all
         ):
             return "time"
-        return "done" if self.has_read_all else "limit"
+        return "limit" if self.tally.n_started >= self._limit and not self.has_read_all else "done"
 
     def summary(self, ending: Ending | None = None) -> RunSummary:
         """Return what it has done, and why it ended."""

@@ -1,0 +1,327 @@
+"""Runs over files: a record for each item, going on, stopping, and what is wrong with an input or an output."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.errors import ConfigError, EngineClosedError, UnsupportedOptionError
+from cbatch.files.check import check_file
+from cbatch.files.estimate import estimate_file
+from cbatch.files.run import run_file, stream_file
+from cbatch.files.stop import Interrupted, Stopper
+from tests.files.runs import answers, make_engine, records, write_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cbatch.engine import Engine
+    from cbatch.files.item import Item
+    from cbatch.response import BatchResult
+
+
+@pytest.fixture(params=[False, True], ids=["by hand", "threaded"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with make_engine(threaded=request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_requests(tmp_path / "in.jsonl", 100)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+class StopAfter:
+    """Presses Ctrl-C `n_presses` times once `n` items have ended."""
+
+    def __init__(self, n: int, n_presses: int = 1) -> None:
+        self.stopper = Stopper(lambda words: None)
+        self._n, self._n_presses = n, n_presses
+
+    def __call__(self, item: Item, result: BatchResult | None) -> None:
+        self._n -= 1
+        if self._n == 0:
+            for _ in range(self._n_presses):
+                self.stopper.press()
+
+
+def test_every_item_has_its_record_as_engine_run_answers_it(
+    engine: Engine, source: Path, out: Path
+) -> None:
+    summary = run_file(source, out, engine=engine)
+    assert (summary.ending, summary.n_items, summary.n_done, summary.n_left) == (
+        "done",
+        100,
+        100,
+        0,
+    )
+    assert summary.is_complete
+    assert summary.resume_hint == ""
+    texts = [r.text for r in engine.run([f"question {i}" for i in range(100)]).results()]
+    assert answers(out) == {f"r{i}": (text, "length", None) for i, text in enumerate(texts)}
+
+
+def test_second_run_finds_all_done(engine: Engine, source: Path, out: Path) -> None:
+    run_file(source, out, engine=engine)
+    before = out.read_bytes()
+    summary = run_file(source, out, engine=engine)
+    assert (summary.n_before, summary.n_done, summary.is_complete) == (100, 0, True)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(("n_presses", "ending"), [(1, "asked"), (2, "now")])
+def test_ctrl_c_saves_what_is_done_and_the_next_run_goes_on(
+    engine: Engine, source: Path, out: Path, tmp_path: Path, n_presses: int, ending: str
+) -> None:
+    stop = StopAfter(10, n_presses)
+    with pytest.raises(Interrupted) as caught:
+        run_file(source, out, engine=engine, on_result=stop, stop=stop.stopper)
+    summary = caught.value.summary
+    assert summary.ending == ending
+    assert 10 <= summary.n_done <= 10 + 4 * 4
+    assert len(records(out)) == summary.n_done
+    assert "run the same command again" in summary.resume_hint
+    rest = run_file(source, out, engine=engine)
+    assert (rest.n_before, rest.n_done) == (summary.n_done, 100 - summary.n_done)
+    run_file(source, tmp_path / "undisturbed.jsonl", engine=engine)
+    assert answers(out) == answers(tmp_path / "undisturbed.jsonl")
+
+
+def test_signals_are_taken_and_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    said: list[str] = []
+    with Stopper(said.append) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.is_asked, stop.is_now) == (True, False)
+        with pytest.raises(KeyboardInterrupt), stop.guarded():
+            signal.raise_signal(signal.SIGINT)
+            said.append("whole")
+    assert said == ["finishing what runs; once more stops now", "whole"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stopper(takes_all=True) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_other_settings_are_refused_and_forced_ones_run_what_they_change(
+    engine: Engine, source: Path, out: Path
+) -> None:
+    run_file(source, out, engine=engine)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        run_file(source, out, engine=engine, options={"max_tokens": 2})
+    forced = run_file(source, out, engine=engine, options={"max_tokens": 2}, force=True)
+    assert (forced.n_before, forced.n_done) == (0, 100)
+    assert {r["usage"]["completion_tokens"] for r in records(out)} == {2}
+
+
+def test_changed_line_alone_runs_again(engine: Engine, source: Path, out: Path) -> None:
+    run_file(source, out, engine=engine)
+    source.write_text(source.read_text().replace('question 7"', 'another question"'))
+    summary = run_file(source, out, engine=engine)
+    assert (summary.n_before, summary.n_done) == (99, 1)
+    assert len(answers(out)) == 100
+
+
+def test_wrong_lines_cost_themselves_and_are_tried_again_on_request(
+    engine: Engine, source: Path, out: Path
+) -> None:
+    with source.open("a") as file:
+        file.write('{bad\n{"id": "r3", "prompt": "twice"}\n{"id": "x", "prompt": ""}\n')
+    told: list[str] = []
+    summary = run_file(
+        source, out, engine=engine, on_result=lambda i, r: told.append(i.id) if r is None else None
+    )
+    assert (summary.n_done, summary.n_failed, summary.n_errors) == (103, 3, 3)
+    assert len(told) == 3
+    codes = sorted(r["error"]["code"] for r in records(out) if r["error"])
+    assert codes == ["duplicate_custom_id", "invalid_json_line", "invalid_request"]
+    again = run_file(source, out, engine=engine)
+    assert (again.n_before, again.n_failed_before, again.n_done) == (103, 3, 0)
+    retried = run_file(source, out, engine=engine, retry_errors=True)
+    assert (retried.n_done, retried.n_failed) == (3, 3)
+    assert len(records(out)) == 103
+
+
+def test_errors_may_have_a_file_of_their_own(engine: Engine, source: Path, out: Path) -> None:
+    errors = out.with_name("errors.jsonl")
+    with source.open("a") as file:
+        file.write("{bad\n")
+    run_file(source, out, engine=engine, errors=errors)
+    assert (len(records(out)), len(records(errors))) == (100, 1)
+
+
+def test_limit_counts_what_is_run_and_the_next_run_takes_the_next(
+    engine: Engine, source: Path, out: Path
+) -> None:
+    for n in (1, 2, 3):
+        summary = run_file(source, out, engine=engine, limit=30)
+        assert (summary.ending, summary.n_done, summary.n_before) == ("limit", 30, 30 * (n - 1))
+    assert run_file(source, out, engine=engine, limit=30).ending == "done"
+    assert len(answers(out)) == 100
+
+
+def test_shuffle_runs_all_in_another_order_that_its_seed_gives(
+    engine: Engine, source: Path, tmp_path: Path
+) -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        out = tmp_path / f"{len(orders)}.jsonl"
+        run_file(source, out, engine=engine, shuffle=True, shuffle_seed=seed, window=1)
+        orders.append(set(list(answers(out))[:20]))
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+
+
+def test_strict_names_the_first_wrong_item_and_writes_nothing(
+    engine: Engine, source: Path, out: Path
+) -> None:
+    with source.open("a") as file:
+        file.write('{"id": "r5", "prompt": "a"}\n{bad\n')
+    with pytest.raises(ConfigError, match=r"line 101: .*twice.*duplicate_custom_id"):
+        run_file(source, out, engine=engine, strict=True)
+    assert not out.exists()
+
+
+def test_what_time_ends_is_left_but_not_what_ends_by_its_own(tmp_path: Path, out: Path) -> None:
+    source = write_requests(tmp_path / "in.jsonl", 6, max_tokens=120, timeout_s=1e-6)
+    with make_engine() as engine:
+        summary = run_file(source, out, engine=engine)
+    assert {r["finish_reason"] for r in records(out)} == {"timeout"}
+    assert summary.n_done == 6
+    out.unlink()
+    source = write_requests(tmp_path / "in.jsonl", 6, max_tokens=120)
+    with make_engine() as engine:
+        summary = run_file(source, out, engine=engine, max_time_s=1e-6, force=True)
+    assert (summary.ending, summary.n_done, out.read_bytes()) == ("time", 0, b"")
+
+
+def test_engine_that_dies_leaves_its_items(source: Path, out: Path) -> None:
+    engine = make_engine()
+
+    def close(item: Item, result: BatchResult | None) -> None:
+        engine.close()
+
+    with pytest.raises(EngineClosedError):
+        run_file(source, out, engine=engine, on_result=close)
+    n_before = len(records(out))
+    assert n_before >= 1
+    with make_engine() as engine:
+        assert run_file(source, out, engine=engine).n_before == n_before
+    assert len(answers(out)) == 100
+
+
+def test_error_of_the_callers_function_leaves_what_was_written(source: Path, out: Path) -> None:
+    def explode(item: Item, result: BatchResult | None) -> None:
+        raise LookupError("mine")
+
+    with make_engine() as engine:
+        with pytest.raises(LookupError):
+            run_file(source, out, engine=engine, on_result=explode)
+        assert run_file(source, out, engine=engine).n_before >= 1
+    assert len(answers(out)) == 100
+
+
+def test_wrong_settings_are_named(engine: Engine, source: Path, out: Path) -> None:
+    for settings, words in (
+        ({"limit": 0}, "limit must be 1 … "),
+        ({"window": 10**6}, "window must be 1 … 65,536"),
+        ({"max_time_s": -1}, "max_time_s"),
+        ({"format": "xml"}, "format must be one of"),
+        ({"model": "a.gguf"}, "the engine is loaded already"),
+        ({"parallel": 3}, "parallel: the engine is loaded already"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run_file(source, out, engine=engine, **settings)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedOptionError, match="parralel"):
+        run_file(source, out, engine=engine, parralel=3)
+    assert not out.exists()
+
+
+def test_openai_file_and_table_are_answered_in_their_format(engine: Engine, tmp_path: Path) -> None:
+    asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    openai = tmp_path / "o.jsonl"
+    openai.write_text(json.dumps({**asked, "body": {"model": "m", "prompt": "Hi"}}) + "\n")
+    run_file(openai, tmp_path / "o.out", engine=engine)
+    [record] = records(tmp_path / "o.out")
+    assert (record["custom_id"], record["response"]["status_code"]) == ("a", 200)
+    table = tmp_path / "t.csv"
+    table.write_text("review\ngood\nbad\n")
+    run_file(table, tmp_path / "t.out.csv", engine=engine, template="Rate: {review}")
+    assert (tmp_path / "t.out.csv").read_text().startswith("review,response,finish_reason")
+
+
+def test_parquet_is_made_at_the_end(engine: Engine, tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"text": [f"q {i}" for i in range(20)]})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    run_file(tmp_path / "in.parquet", tmp_path / "out.parquet", engine=engine, template="{text}")
+    found = parquet.read_table(tmp_path / "out.parquet")
+    assert sorted(found["text"].to_pylist()) == sorted(table["text"].to_pylist())
+    assert set(found["finish_reason"].to_pylist()) == {"length"}
+
+
+def test_stream_gives_every_item_with_its_result(engine: Engine, source: Path) -> None:
+    with source.open("a") as file:
+        file.write("{bad\n")
+    pairs = list(stream_file(source, engine))
+    assert sorted(item.number for item, _ in pairs) == list(range(1, 102))
+    for item, result in pairs:
+        assert (result is None) == (item.error is not None)
+        assert result is None or result.id == item.id
+    with pytest.raises(ConfigError, match="force has no effect"):
+        stream_file(source, engine, force=True)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_stream_is_read_in_an_event_loop(source: Path) -> None:
+    with make_engine(threaded=True) as engine:
+        ids = [item.id async for item, _ in stream_file(source, engine)]
+        assert sorted(ids) == sorted(f"r{i}" for i in range(100))
+
+
+def test_check_counts_tokens_and_names_what_is_wrong(engine: Engine, source: Path) -> None:
+    with source.open("a") as file:
+        file.write('{bad\n{"id": "r1", "prompt": "a"}\n' + json.dumps({"prompt": "x" * 500}) + "\n")
+    found = check_file(source, engine=engine)
+    assert found.n_by_code == {
+        "invalid_json_line": 1,
+        "duplicate_custom_id": 1,
+        "prompt_too_long": 1,
+    }
+    assert (found.n_items, found.n_good) == (103, 100)
+    assert (found.n_least, found.n_most) == (len("question 0"), len("question 10"))
+    assert "line 103: the prompt has 500 tokens, and a slot holds 128" in "\n".join(found.lines())
+    assert engine.stats().n_steps == 0
+
+
+def test_estimate_knows_the_tokens_of_answers_that_are_alike(engine: Engine, source: Path) -> None:
+    found = estimate_file(source, engine=engine, n_sample=20)
+    assert (found.n_items, found.n_sample, found.output_tokens) == (100, 20, 300)
+    assert found.seconds[0] == found.seconds[1] > 0
+    assert len(found.lines()) == 3
+
+
+def test_report_and_trace_are_written(engine: Engine, source: Path, out: Path) -> None:
+    report, trace = out.with_name("r.html"), out.with_name("t.json")
+    run_file(source, out, engine=engine, report=report, trace=trace)
+    assert report.read_text().startswith("<!doctype html>")
+    events: list[Any] = json.loads(trace.read_text())
+    assert len(events) > 100
