@@ -1,0 +1,149 @@
+"""Runs that are killed at any moment, short of memory or of disk: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cbatch
+from cbatch.files.sort import sort_in_place
+from tests.files.runs import answers, records, write_requests
+
+ROOT = Path(str(cbatch.__file__)).parent.parent
+N_KILLS = 30
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+
+FAKE = """
+import sys
+from tests.files.runs import make_engine
+from cbatch.files.run import run_file
+with make_engine(int(sys.argv[3])) as engine:
+    run_file(sys.argv[1], sys.argv[2], engine=engine)
+"""
+
+MEMORY = (
+    """
+import resource
+"""
+    + FAKE
+    + """
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+)
+
+
+def start(*command: object, **more: Any) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **more,
+    )
+
+
+def run_to_the_end(*command: object) -> bytes:
+    with start(*command) as process:
+        said, errors = process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return said
+
+
+def kill_and_go_on(n_kills: int, most_s: float, seed: int, *command: object) -> int:
+    """Run a command again and again, killed after a random time; then to its end. Return how often it was killed."""
+    chance, n_killed = random.Random(seed), 0
+    for _ in range(n_kills):
+        with start(*command) as process:
+            try:
+                process.wait(chance.uniform(0.0, most_s))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                n_killed += 1
+            process.communicate()
+    run_to_the_end(*command)
+    return n_killed
+
+
+@posix
+def test_fake_run_killed_at_any_moment_ends_as_if_it_never_was(tmp_path: Path) -> None:
+    source = write_requests(tmp_path / "in.jsonl", 3000)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    start_s = time.perf_counter()
+    run_to_the_end("-c", FAKE, source, whole, 8)
+    seconds = time.perf_counter() - start_s
+    n_killed = kill_and_go_on(N_KILLS, seconds, 1, "-c", FAKE, source, out, 8)
+    assert n_killed
+    for path in (whole, out):
+        sort_in_place(path)
+    assert [r["id"] for r in records(out)] == [f"r{i}" for i in range(3000)]
+    assert list(answers(out).items()) == list(answers(whole).items())
+
+
+@posix
+def test_greedy_run_of_a_model_killed_at_any_moment_ends_as_if_it_never_was(
+    tmp_path: Path, test_model: Path
+) -> None:
+    source, whole, out = (tmp_path / f"{name}.jsonl" for name in ("in", "whole", "out"))
+    asked = ["Say red.", "Tell me a short story about a fox.", "Count from one to ten."]
+    with source.open("w") as file:
+        for i in range(150):
+            chat = [{"role": "user", "content": f"{asked[i % 3]} {i}"}]
+            file.write(json.dumps({"id": f"r{i}", "messages": chat}) + "\n")
+    options = ("-m", test_model, "--exact", "--temperature", 0, "--max-tokens", 64, "--quiet")
+    command = ("-m", "cbatch.cli", "run", source, *options, "--threads", 1, "--parallel", 8, "-o")
+    start_s = time.perf_counter()
+    run_to_the_end(*command, whole)
+    seconds = time.perf_counter() - start_s
+    assert kill_and_go_on(N_KILLS, seconds, 2, *command, out)
+    for path in (whole, out):
+        sort_in_place(path)
+    assert [r["id"] for r in records(out)] == [f"r{i}" for i in range(150)]
+    assert list(answers(out).items()) == list(answers(whole).items())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in KiB")
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    n_kib = {
+        n: int(
+            run_to_the_end(
+                "-c", MEMORY, write_requests(tmp_path / f"{n}.jsonl", n), tmp_path / f"{n}.out", 32
+            )
+        )
+        for n in (1_000, 40_000)
+    }
+    assert n_kib[40_000] <= 1.1 * n_kib[1_000] + 16 * 40_000 / 1024
+
+
+@posix
+def test_full_disk_stops_cleanly_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    source, out = write_requests(tmp_path / "in.jsonl", 500), tmp_path / "out.jsonl"
+    # of this process alone, which starts the other: a file of the output's size would be larger than is allowed
+    limit = (60_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    with start(
+        "-c",
+        FAKE,
+        source,
+        out,
+        8,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    ) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert b"OutputError" in errors
+    assert b"run the same command again" in errors
+    assert 0 < len(records(out)) < 500
+    run_to_the_end("-c", FAKE, source, out, 8)
+    assert len(answers(out)) == 500

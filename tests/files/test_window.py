@@ -1,0 +1,101 @@
+"""The window: like beginnings together, long before short, nobody forgotten, bounded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.files.item import Item
+from cbatch.files.window import Entry, Window, beginning, length
+from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def entry(i: int, text: str = "", n_chars: int = 1) -> Entry:
+    prompt = BatchPrompt(prompt=f"{text or i} " + "." * 80)
+    return Entry(Item(i, "", str(i), prompt), prompt, b"", n_chars)
+
+
+def filled(entries: Iterable[Entry], n_max: int = 100) -> Window:
+    window = Window(n_max)
+    for e in entries:
+        window.add(e)
+    return window
+
+
+def taken(window: Window) -> list[int]:
+    return [window.take().item.number for _ in range(len(window))]
+
+
+def test_like_beginnings_go_together_the_longest_first() -> None:
+    groups = "abab"
+    window = filled(entry(i, groups[i], n_chars=i) for i in range(4))
+    assert taken(window) == [2, 0, 3, 1]
+
+
+def test_at_the_end_of_the_input_the_longest_of_all_goes_first() -> None:
+    window = filled(entry(i, "ab"[i % 2], n_chars=i) for i in range(4))
+    window.end()
+    assert taken(window) == [3, 2, 1, 0]
+
+
+def test_nobody_is_passed_by_more_than_twice_the_window() -> None:
+    window = filled([entry(0, "a", n_chars=1)], n_max=5)
+    n_passed = 0
+    while True:
+        while window.has_room:
+            window.add(entry(n_passed + 1, "a", n_chars=9))
+        if window.take().item.number == 0:
+            break
+        n_passed += 1
+    assert n_passed <= 10
+
+
+def test_empty_window_has_room_whatever_its_bounds() -> None:
+    window = Window(1, max_chars=1)
+    assert window.has_room
+    window.add(entry(0, n_chars=100))
+    assert not window.has_room
+    window.take()
+    with pytest.raises(IndexError):
+        window.take()
+
+
+@given(
+    st.integers(1, 20),
+    st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 9), st.booleans()), max_size=200),
+)
+def test_every_item_comes_out_once_and_the_books_are_bounded(
+    n_max: int, items: list[tuple[str, int, bool]]
+) -> None:
+    window, out = Window(n_max), list[int]()
+    for i, (text, n_chars, takes) in enumerate(items):
+        while not window.has_room or (takes and len(window)):
+            out.append(window.take().item.number)
+            takes = False
+        window.add(entry(i, text, n_chars))
+        assert len(window) <= n_max
+        assert sum(map(len, window._groups.values())) <= 2 * n_max + 1
+        assert len(window._arrivals) <= 3 * n_max + 1
+    window.end()
+    out += taken(window)
+    assert sorted(out) == list(range(len(items)))
+
+
+def test_beginning_is_the_system_message_or_the_first_characters() -> None:
+    system = {"role": "system", "content": "s" * 100}
+    user = {"role": "user", "content": "u" * 100}
+    assert beginning(BatchPrompt([system, user])) == "s" * 100
+    assert beginning(BatchPrompt([user])) == "u" * 64
+    assert beginning(BatchPrompt(tokens=range(99))) == tuple(range(16))
+
+
+def test_length_counts_the_longest_answer_too() -> None:
+    assert length(BatchPrompt(prompt="abc"), RunOptions(max_tokens=5)) == 3 + 20
+    assert length(BatchPrompt(tokens=[1, 2]), RunOptions()) == 8
