@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.files.source import open_source
 from cbatch.files.spool import Spool, checked
+from cbatch.files.window import MAX_CHARS, length
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
     Paths: TypeAlias = "str | Path | Sequence[str | Path]"
 
-N_LOOKED_AHEAD = 128
-"""Items that are read before a model is loaded, for windows to be made to their measure."""
+N_LOOKED_AHEAD = 1024
+"""Items that are read before a model is loaded, for windows to be made to their measure: as many as `load` looks at."""
 
 
 class Reading:
@@ -68,7 +69,7 @@ class Reading:
 
     def look_ahead(self, defaults: RunOptions, n_most: int = N_LOOKED_AHEAD) -> LookAhead | None:
         """Return what comes first, with the options that hold for it; it stays in `items`."""
-        first = list(islice(self.items, n_most))
+        first = self._first(n_most)
         self.items = chain(first, self.items)
         pairs = [
             (item.prompt, RunOptions.of(item.prompt.options).over(defaults))
@@ -76,6 +77,16 @@ class Reading:
             if item.prompt is not None
         ]
         return LookAhead(pairs, is_all=len(first) < n_most) if pairs else None
+
+    def _first(self, n_most: int) -> list[Item]:
+        first: list[Item] = []
+        n_chars = 0
+        for item in islice(self.items, n_most):
+            first.append(item)
+            n_chars += length(item.prompt, RunOptions()) if item.prompt else 0
+            if n_chars > MAX_CHARS:
+                break
+        return first
 
     def about(self, n_items: int) -> int | None:
         """Return about how many items there are, `n_items` of which were read; None where nobody knows."""
