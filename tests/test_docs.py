@@ -16,6 +16,7 @@ import cbatch
 from cbatch import errors
 from cbatch.cli import app
 from cbatch.core.driver import TRANSITIONS, Event, Status
+from cbatch.files.settings import FileOptions
 from cbatch.options import EngineOptions, RunOptions, Sampling
 
 if TYPE_CHECKING:
@@ -131,6 +132,13 @@ def test_every_engine_option_is_documented_with_its_default() -> None:
     documented = table("docs/options.md", "## Of the engine")
     assert {name: cells[0] for name, cells in documented.items()} == {
         f.name: f"`{f.default!r}`" for f in fields(EngineOptions)
+    }
+
+
+def test_every_file_option_is_documented_with_its_default() -> None:
+    documented = table("docs/options.md", "## Of a run over files")
+    assert {name: cells[0] for name, cells in documented.items()} == {
+        f.name: f"`{f.default!r}`" for f in fields(FileOptions)
     }
 
 

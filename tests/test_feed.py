@@ -424,3 +424,31 @@ def test_request_error_of_a_fed_item_is_its_own(engine: Engine) -> None:
     items: list[Any] = ["a", BatchPrompt(tokens=[10**6])]
     [good, bad] = all_results(engine.run(iter(items)))
     assert (good.error, type(bad.error)) == (None, RequestFailedError)
+
+
+def test_nothing_is_kept_of_what_was_given_out(engine: Engine) -> None:
+    response = engine.run(BatchPrompt(prompt="a", id=f"mine {i}") for i in range(10 * N_AHEAD))
+    for result in response.as_completed():
+        assert result.id.startswith("mine")
+        assert len(response.ids) <= N_AHEAD
+    box: Any = response._mailbox
+    assert [len(kept) for kept in (response.ids, box.ids, box.given, box._results)] == [0] * 4
+
+
+def test_id_may_come_again_once_its_result_was_given_out(engine: Engine) -> None:
+    repeated = (BatchPrompt(prompt="a", id=str(i % (4 * N_AHEAD))) for i in range(8 * N_AHEAD))
+    assert all(r.error is None for r in engine.run(repeated).as_completed())
+
+
+def test_winding_down_finishes_what_runs_and_gives_back_the_rest(engine: Engine) -> None:
+    source = Source()
+    response = engine.run(source.prompts(), options={"max_tokens": 20})
+    results = response.as_completed()
+    next(results)
+    response.wind_down()
+    rest = list(results)
+    assert source.has_ended.wait(PATIENCE_S) or source.n_read <= 2 * N_AHEAD
+    ran = [r for r in rest if r.error is None]
+    assert len(ran) <= 2 * N_AHEAD
+    assert {r.finish_reason for r in ran} <= {"length"}
+    assert {r.finish_reason for r in rest if r.error is not None} <= {"cancelled"}

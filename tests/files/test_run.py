@@ -182,7 +182,7 @@ def test_limit_counts_what_is_run_and_the_next_run_takes_the_next(
 def test_shuffle_runs_all_in_another_order_that_its_seed_gives(
     source: Path, tmp_path: Path
 ) -> None:
-    orders = []
+    orders: list[list[str]] = []
     for seed in (1, 1, 2):
         out = tmp_path / f"{len(orders)}.jsonl"
         with make_engine() as engine:
@@ -251,7 +251,7 @@ def test_wrong_settings_are_named(engine: Engine, source: Path, out: Path) -> No
         ({"parallel": 3}, "parallel: the engine is loaded already"),
     ):
         with pytest.raises(ConfigError, match=words):
-            run_file(source, out, engine=engine, **settings)  # type: ignore[arg-type]
+            run_file(source, out, engine=engine, **settings)
     with pytest.raises(UnsupportedOptionError, match="parralel"):
         run_file(source, out, engine=engine, parralel=3)
     assert not out.exists()

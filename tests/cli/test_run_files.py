@@ -1,0 +1,110 @@
+"""`cbatch run` over files of every kind: checked, estimated, limited, gone on with, told as events."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.conftest import Done, invoke, parse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = ("--parallel", 2, "--threads", 1, "--max-tokens", 3, "--ignore-eos")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    lines = [json.dumps({"id": f"r{i}", "prompt": f"Say {i}"}) for i in range(20)]
+    path.write_text("\n".join([*lines, "{bad"]) + "\n")
+    return path
+
+
+def run(source: object, model: Path, *args: object) -> Done:
+    return invoke("run", source, "-m", model, *SMALL, *args)
+
+
+def test_check_runs_nothing_and_needs_no_output(source: Path, test_model: Path) -> None:
+    done = run(source, test_model, "--check")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "in.jsonl, line 21: not JSON" in done.stderr
+    assert "items   21, 1 wrong: 1 invalid_json_line" in done.stderr
+    assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
+
+
+def test_dry_run_says_how_long_it_would_take(source: Path, test_model: Path) -> None:
+    done = run(source, test_model, "--dry-run")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "sample  20 of 20 items" in done.stderr
+    assert "60 out" in done.stderr
+    assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
+
+
+def test_run_goes_on_behind_its_limit(source: Path, test_model: Path) -> None:
+    out = source.with_name("out.jsonl")
+    done = run(source, test_model, "-o", out, "--limit", 15)
+    assert done.exit_code == 0
+    assert "stopped at the limit: run the same command again to go on" in done.stderr
+    done = run(source, test_model, "-o", out)
+    assert done.exit_code == 1
+    assert "going on: 15 items have their record" in done.stderr
+    assert sorted(line["id"] for line in parse(out.read_bytes())) == sorted(
+        [*(f"r{i}" for i in range(20)), "line-21"]
+    )
+
+
+def test_other_options_are_refused_with_both_values(source: Path, test_model: Path) -> None:
+    out = source.with_name("out.jsonl")
+    run(source, test_model, "-o", out)
+    done = run(source, test_model, "-o", out, "--temperature", 0.5)
+    assert done.exit_code == 2
+    assert "temperature=0.5" in done.stderr
+    assert "--force" in done.stderr
+
+
+def test_errors_and_retries_have_their_own_file(source: Path, test_model: Path) -> None:
+    out, errors = source.with_name("out.jsonl"), source.with_name("errors.jsonl")
+    for args in ((), ("--retry-errors",)):
+        done = run(source, test_model, "-o", out, "--errors", errors, *args)
+        assert done.exit_code == 1
+        assert (len(parse(out.read_bytes())), len(parse(errors.read_bytes()))) == (20, 1)
+
+
+def test_events_are_json_lines(source: Path, test_model: Path) -> None:
+    done = run(source, test_model, "-o", source.with_name("out.jsonl"), "--json", "--limit", 5)
+    *events, _ = done.stderr.splitlines()
+    first, *_, last = map(json.loads, events)
+    assert first["event"] == "note"
+    assert (last["event"], last["n_done"], last["output_tokens"]) == ("summary", 5, 15)
+
+
+def test_table_is_answered_by_a_template(tmp_path: Path, test_model: Path) -> None:
+    source, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text("word\nred\nblue\n")
+    args = ("-o", out, "--template", "Say {word}.", "--system", "Be brief.", "--shuffle")
+    assert run(source, test_model, *args).exit_code == 0
+    head, *rows = out.read_text().splitlines()
+    assert head.startswith("word,response")
+    assert sorted(row.split(",")[0] for row in rows) == ["blue", "red"]
+    done = run(source, test_model, "-o", tmp_path / "b.csv", "--template", "Say {colour}.")
+    assert done.exit_code == 2
+    assert "colour" in done.stderr
+
+
+def test_several_files_and_patterns_are_one_input(tmp_path: Path, test_model: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} 1\n{name} 2\n")
+    out = tmp_path / "out.jsonl"
+    assert invoke("run", tmp_path / "*.txt", "-o", out, "-m", test_model, *SMALL).exit_code == 0
+    assert len(parse(out.read_bytes())) == 4
+
+
+def test_report_and_trace_are_written(source: Path, test_model: Path) -> None:
+    report, trace = source.with_name("r.html"), source.with_name("t.json")
+    out = source.with_name("out.jsonl")
+    run(source, test_model, "-o", out, "--report", report, "--trace", trace, "--quiet")
+    assert "invalid_json_line" in report.read_text()
+    assert json.loads(trace.read_text())
