@@ -43,6 +43,7 @@ class Reading:
             paths, format=options.format, template=options.template, system=options.system
         )
         self._spool: Spool | None = None
+        self._n_read = 0
         try:
             self.items: Iterator[Item] = iter(self._ordered(options))
         except BaseException:
@@ -51,11 +52,16 @@ class Reading:
 
     def _ordered(self, options: FileOptions) -> Iterator[Item]:
         if not options.strict and not options.shuffle:
-            return iter(self.source)
+            return self._counted()
         self._spool = Spool(checked(self.source) if options.strict else self.source)
         if options.shuffle:
             self._spool.shuffle(options.shuffle_seed)
         return iter(self._spool)
+
+    def _counted(self) -> Iterator[Item]:
+        for item in self.source:
+            self._n_read += 1
+            yield item
 
     @property
     def n_items(self) -> int | None:
@@ -88,12 +94,12 @@ class Reading:
                 break
         return first
 
-    def about(self, n_items: int) -> int | None:
-        """Return about how many items there are, `n_items` of which were read; None where nobody knows."""
+    def about(self) -> int | None:
+        """Return about how many items there are, by the bytes of those that were read; None where nobody knows."""
         n_bytes, n_read = self.source.n_bytes, self.source.n_bytes_read
         if self.n_items is not None or not n_bytes or not n_read:
             return self.n_items
-        return round(n_items * n_bytes / n_read)
+        return round(self._n_read * n_bytes / n_read)
 
     def close(self) -> None:
         """Close the input."""

@@ -135,9 +135,10 @@ def stream_file(
         if name in settings:
             raise ConfigError(f"{name} has no effect here: the engine is there, and no output")
     reading = Reading(source, asked)
-    way = _way(engine, Pipe(None), NoEncoder(), RunOptions.of(options), None)
+    nowhere = Pipe(None)
+    way = _way(engine, nowhere, NoEncoder(), RunOptions.of(options), None)
     work = _work(reading, way, asked, Stopper(), engine, is_own=False)
-    return FileStream(engine, reading, work, asked.max_time_s)
+    return FileStream(engine, work, asked.max_time_s, (reading, nowhere))
 
 
 _OF_OUTPUT = ("output_format", "errors", "retry_errors", "force", "report", "trace")
@@ -147,21 +148,27 @@ class FileStream:
     """Pairs of an item and its result, None where the item is wrong; see `stream_file`. Read it once."""
 
     def __init__(
-        self, engine: Engine, reading: Reading, work: Work, max_time_s: float | None
+        self,
+        engine: Engine,
+        work: Work,
+        max_time_s: float | None,
+        open_things: tuple[Reading, Pipe],
     ) -> None:
-        self._engine, self._reading, self._work = engine, reading, work
-        self._max_time_s = max_time_s
+        self._engine, self._work, self._max_time_s = engine, work, max_time_s
+        self._open = ExitStack()
+        for thing in open_things:
+            self._open.callback(thing.close)
 
     def __iter__(self) -> Iterator[Ended]:
         """Yield each pair."""
-        with closing(self._reading), closing(self._start()) as results:
+        with self._open, closing(self._start()) as results:
             for result in results:
                 yield from self._work.take(result)
             yield from ((item, None) for item in self._work.take_refused())
 
     async def __aiter__(self) -> AsyncIterator[Ended]:
         """Yield each pair, in an event loop."""
-        with closing(self._reading), closing(self._start()) as results:
+        with self._open, closing(self._start()) as results:
             async for result in results:
                 for ended in self._work.take(result):
                     yield ended
@@ -204,7 +211,7 @@ def _shown(view: View, work: Work, reading: Reading, engine: Engine) -> Iterator
     """Show how far it is for the length of the block."""
 
     def counts() -> Counts:
-        return work.counts(reading.about(work.tally.n_items))
+        return work.counts(reading.about())
 
     if isinstance(view, SilentView):  # a thread that asks nobody
         yield
