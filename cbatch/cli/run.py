@@ -1,5 +1,6 @@
 """`cbatch run`: batch files in, a file of records out."""
 
+import os
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -260,6 +261,8 @@ def run(
         )
     except Interrupted as error:
         say(f"cbatch: {error.summary.resume_hint}")
+        if "-" in (source or ()):  # a thread may wait for stdin, and then Python cannot end
+            os._exit(ExitCode.INTERRUPTED)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     _end(summary)
 

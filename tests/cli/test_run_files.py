@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.conftest import Done, invoke, parse
+from tests.cli.conftest import Done, invoke, parse, start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,3 +110,20 @@ def test_report_and_trace_are_written(source: Path, test_model: Path) -> None:
     run(source, test_model, "-o", out, "--report", report, "--trace", trace, "--quiet")
     assert "invalid_json_line" in report.read_text()
     assert json.loads(trace.read_text())
+
+
+def test_ctrl_c_while_stdin_is_silent_ends_the_command(tmp_path: Path, test_model: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    command = ("run", "-", "-o", out, "-m", test_model, *SMALL, "--window", 1, "--quiet")
+    with start(*command) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(b'{"id": "a", "prompt": "Hi"}\n')
+        process.stdin.flush()
+        while process.poll() is None and not (out.exists() and out.stat().st_size):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130
+    assert said.endswith(b"run the same command again to go on; what is done stays done\n")
+    assert len(parse(out.read_bytes())) == 1
