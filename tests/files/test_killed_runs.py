@@ -62,30 +62,41 @@ def run_to_the_end(*command: object) -> bytes:
     return said
 
 
-def kill_and_go_on(n_kills: int, most_s: float, seed: int, *command: object) -> int:
-    """Run a command again and again, killed after a random time; then to its end. Return how often it was killed."""
-    chance, n_killed = random.Random(seed), 0
+def kill_and_go_on(n_kills: int, out: Path, n_bytes: int, seed: int, *command: object) -> int:
+    """Run a command again and again, then to its end; return in how many passes it was killed in the midst of work.
+
+    Each pass is killed where it has written about its share of `n_bytes`, some milliseconds later; one in five while it
+    starts.
+    """
+    chance, n_in_work = random.Random(seed), 0
     for _ in range(n_kills):
         with start(*command) as process:
-            try:
-                process.wait(chance.uniform(0.0, most_s))
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                n_killed += 1
+            n_before = size_of(out)
+            n_more = chance.randrange(1, 2 * n_bytes // n_kills)
+            if chance.random() < 0.2:
+                n_more = 0
+                time.sleep(chance.uniform(0.0, 0.5))
+            while process.poll() is None and size_of(out) < n_before + n_more:
+                time.sleep(0.001)
+            time.sleep(chance.uniform(0.0, 0.01))
+            n_in_work += process.poll() is None and n_before < size_of(out) < n_bytes
+            process.send_signal(signal.SIGKILL)
             process.communicate()
     run_to_the_end(*command)
-    return n_killed
+    return n_in_work
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 @posix
 def test_fake_run_killed_at_any_moment_ends_as_if_it_never_was(tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 3000)
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    start_s = time.perf_counter()
     run_to_the_end("-c", FAKE, source, whole, 8)
-    seconds = time.perf_counter() - start_s
-    n_killed = kill_and_go_on(N_KILLS, seconds, 1, "-c", FAKE, source, out, 8)
-    assert n_killed
+    command = ("-c", FAKE, source, out, 8)
+    assert kill_and_go_on(N_KILLS, out, size_of(whole), 1, *command) > N_KILLS // 3
     for path in (whole, out):
         sort_in_place(path)
     assert [r["id"] for r in records(out)] == [f"r{i}" for i in range(3000)]
@@ -104,10 +115,8 @@ def test_greedy_run_of_a_model_killed_at_any_moment_ends_as_if_it_never_was(
             file.write(json.dumps({"id": f"r{i}", "messages": chat}) + "\n")
     options = ("-m", test_model, "--exact", "--temperature", 0, "--max-tokens", 64, "--quiet")
     command = ("-m", "cbatch.cli", "run", source, *options, "--threads", 1, "--parallel", 8, "-o")
-    start_s = time.perf_counter()
     run_to_the_end(*command, whole)
-    seconds = time.perf_counter() - start_s
-    assert kill_and_go_on(N_KILLS, seconds, 2, *command, out)
+    assert kill_and_go_on(N_KILLS, out, size_of(whole), 2, *command, out) > N_KILLS // 3
     for path in (whole, out):
         sort_in_place(path)
     assert [r["id"] for r in records(out)] == [f"r{i}" for i in range(150)]
