@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 import anyio.to_thread
 
+from cbatch.checks import check_seconds
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
+from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
     ConfigError,
     EngineClosedError,
@@ -31,7 +33,7 @@ from cbatch.messages import (
     as_prompts,
     is_source,
 )
-from cbatch.options import EngineOptions, RunOptions, ScheduleOptions, check_seconds
+from cbatch.options import RunOptions
 from cbatch.response import BatchResponse
 from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.intake import Intake, is_in_event_loop, tokenize

@@ -25,9 +25,10 @@ from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Binding, Memory, Slot
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
-from cbatch.options import Breakers, RunOptions, ScheduleOptions
+from cbatch.options import Breakers, RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,9 +12,10 @@ import anyio
 from cbatch.backend.fake import FakeBackend
 from cbatch.core.plan import Binding, Memory, Slot
 from cbatch.engine import Engine
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import BatchError
 from cbatch.messages import BatchPrompt
-from cbatch.options import Sampling, ScheduleOptions
+from cbatch.options import Sampling
 from cbatch.store import CacheStore
 from tests.runtime.backends import PATIENCE_S
 

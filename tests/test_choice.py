@@ -15,7 +15,8 @@ from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.model import LlamaModel, open_model
 from cbatch.backend.sampling import logprobs
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
-from cbatch.options import DRY_SEQUENCE_BREAKERS, GREEDY, EngineOptions, RunOptions
+from cbatch.engine_options import EngineOptions
+from cbatch.options import DRY_SEQUENCE_BREAKERS, GREEDY, RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,8 +16,9 @@ import cbatch
 from cbatch import errors
 from cbatch.cli import app
 from cbatch.core.driver import TRANSITIONS, Event, Status
+from cbatch.engine_options import EngineOptions
 from cbatch.files.settings import FileOptions
-from cbatch.options import EngineOptions, RunOptions, Sampling
+from cbatch.options import RunOptions, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

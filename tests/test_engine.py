@@ -21,6 +21,7 @@ from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.model import open_model
 from cbatch.engine import Engine
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import (
     BatchError,
     ConfigError,
@@ -30,7 +31,7 @@ from cbatch.errors import (
     RequestFailedError,
 )
 from cbatch.messages import BatchPrompt
-from cbatch.options import EngineOptions, RunOptions
+from cbatch.options import RunOptions
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,

@@ -15,9 +15,9 @@ from cbatch.backend.llama import LlamaBackend, output_row
 from cbatch.backend.model import open_model
 from cbatch.backend.native import NativeStepper
 from cbatch.engine import Engine
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
-from cbatch.options import EngineOptions
 from tests.runtime.backends import all_results
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import cbatch
 ROOT = Path(cbatch.__file__).parent
 
 ORDER = (
-    {"errors", "options", "messages", "response", "store", "tools"},
+    {"errors", "checks", "options", "engine_options", "messages", "response", "store", "tools"},
     {"core"},
     {"runtime"},
     {"engine"},
@@ -23,9 +23,9 @@ ORDER = (
 
 LAYER = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 
-FACE = {"errors", "options", "messages", "response", "tools"}
+FACE = {"errors", "checks", "options", "engine_options", "messages", "response", "tools"}
 
-BACKEND_SEES = {"errors", "options", "messages", "core.plan"}
+BACKEND_SEES = {"errors", "options", "engine_options", "messages", "core.plan"}
 
 NOT_IN_CORE = {
     "asyncio", "anyio", "concurrent", "ctypes", "datetime", "io", "llama_cpp", "logging", "multiprocessing", "numpy",

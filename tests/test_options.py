@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError, RequestError, UnsupportedOptionError
-from cbatch.options import GREEDY, MAX_SEED, Breakers, EngineOptions, Grammar, RunOptions, Sampling
+from cbatch.options import GREEDY, MAX_SEED, Breakers, Grammar, RunOptions, Sampling
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.scheduler import N_FAILURES_MAX
 from cbatch.core.stats import StepRecord
 from cbatch.engine import Engine
+from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
     ConfigError,
     DeadlineError,
@@ -30,7 +31,6 @@ from cbatch.errors import (
     RequestCancelledError,
 )
 from cbatch.messages import BatchPrompt
-from cbatch.options import EngineOptions, ScheduleOptions
 from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
 from tests.runtime.backends import PATIENCE_S, GatedBackend, all_results, in_thread, streams
 

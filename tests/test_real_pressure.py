@@ -14,8 +14,8 @@ from cbatch.backend.model import open_model
 from cbatch.backend.native import NativeStepper
 from cbatch.core.plan import StepResult
 from cbatch.engine import Engine
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import DecodeError, EngineClosedError, RequestCancelledError, RequestFailedError
-from cbatch.options import EngineOptions
 from tests.runtime.backends import all_results, streams
 
 if TYPE_CHECKING:

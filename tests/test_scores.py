@@ -18,7 +18,8 @@ from cbatch.backend.native import NativeStepper
 from cbatch.backend.python_stepper import PythonStepper
 from cbatch.backend.sampling import logprobs
 from cbatch.core.plan import N_TARGETS_MAX, Binding, Chunk, Slot, StepPlan
-from cbatch.options import GREEDY, EngineOptions
+from cbatch.engine_options import EngineOptions
+from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,9 +14,9 @@ import cbatch
 from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars, FakeVocab
 from cbatch.backend.grammar import Guides
 from cbatch.engine import Engine
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
 from cbatch.messages import BatchPrompt
-from cbatch.options import ScheduleOptions
 from tests import structure_runs
 from tests.runtime.backends import PATIENCE_S
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from cbatch.backend.model import LlamaModel
-    from cbatch.options import EngineOptions
+    from cbatch.engine_options import EngineOptions
 
 
 class BareLoop:

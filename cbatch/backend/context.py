@@ -15,7 +15,7 @@ from cbatch.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from cbatch.backend.model import LlamaModel
-    from cbatch.options import EngineOptions
+    from cbatch.engine_options import EngineOptions
 
 DEFAULT_WINDOW = 2048
 """One slot's window where nothing was said and the model allows it: room for a long prompt and answer."""

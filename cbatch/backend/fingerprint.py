@@ -14,7 +14,7 @@ from cbatch.backend.context import ROPE_VALUES
 
 if TYPE_CHECKING:
     from cbatch.backend.model import LlamaModel
-    from cbatch.options import EngineOptions
+    from cbatch.engine_options import EngineOptions
 
 Parts: TypeAlias = "tuple[tuple[Path, int, int], ...]"
 """Each file of a model, its size, and when it was written in ns."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend.devices import Device
     from cbatch.backend.model import LlamaModel
-    from cbatch.options import EngineOptions
+    from cbatch.engine_options import EngineOptions
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cbatch.backend.model import LlamaModel
-    from cbatch.options import EngineOptions
+    from cbatch.engine_options import EngineOptions
 
 
 @dataclass(frozen=True, slots=True)

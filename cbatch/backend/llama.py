@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from cbatch.backend.adapters import Adapters
     from cbatch.backend.model import LlamaModel
     from cbatch.backend.native import Masks
-    from cbatch.options import AdapterSet, EngineOptions
+    from cbatch.engine_options import EngineOptions
+    from cbatch.options import AdapterSet
 
 _N_THREADS_MAX = 512
 """More end the process where they cannot be started. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.backend.sizing import Room
-    from cbatch.options import EngineOptions
+    from cbatch.engine_options import EngineOptions
 
 
 def load_backend(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.model import LlamaModel
-    from cbatch.options import EngineOptions
+    from cbatch.engine_options import EngineOptions
 
     Logits = NDArray[np.float32]
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend.model import LlamaModel
-    from cbatch.options import EngineOptions, Sampling
+    from cbatch.engine_options import EngineOptions
+    from cbatch.options import Sampling
 
 _DECODE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, llama_cpp.llama_batch)
 

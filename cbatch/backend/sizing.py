@@ -14,8 +14,8 @@ from cbatch.backend.context import DEFAULT_WINDOW, N_PAD, check_cell_types, padd
 from cbatch.backend.free_memory import free_for_cells
 from cbatch.backend.layout import footprint, read_layout
 from cbatch.backend.memory import has_states
+from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL
 from cbatch.errors import CBatchError, ModelLoadError
-from cbatch.options import DEFAULT_PARALLEL, MAX_PARALLEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from cbatch.backend import Vocab
     from cbatch.backend.layout import Footprint
     from cbatch.backend.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
     from cbatch.messages import BatchPrompt, LookAhead
-    from cbatch.options import EngineOptions, RunOptions
+    from cbatch.options import RunOptions
 
 N_LOOKED_AT = 1024
 """Most prompts that are looked at: enough to know a job by, and read in a second."""

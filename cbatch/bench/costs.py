@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.aside import run_aside
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.engine_options import MAX_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError, DecodeError
-from cbatch.options import MAX_PARALLEL, EngineOptions, Sampling
+from cbatch.options import Sampling
 
 if TYPE_CHECKING:
     import os

@@ -25,9 +25,9 @@ from cbatch.backend.load import describe_model
 from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model
 from cbatch.engine import load
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
-from cbatch.options import EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cbatch.backend.fake import StepCost
 from cbatch.bench.simulate import Arrival, FakeServer
-from cbatch.options import ScheduleOptions
+from cbatch.engine_options import ScheduleOptions
 
 if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver

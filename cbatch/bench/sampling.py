@@ -20,7 +20,8 @@ from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model
 from cbatch.backend.rivals import LogitRows
 from cbatch.bench.synth import SHAPES, write_model
-from cbatch.options import EngineOptions, Sampling
+from cbatch.engine_options import EngineOptions
+from cbatch.options import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

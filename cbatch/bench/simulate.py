@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.bench.costs import SMALL, StepTable
+from cbatch.checks import check_seconds
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import Request, SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Memory
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats, Percentiles
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, PlanError
 from cbatch.messages import BatchPrompt
-from cbatch.options import GREEDY, MAX_PRIORITY, RunOptions, ScheduleOptions, check_seconds
+from cbatch.options import GREEDY, MAX_PRIORITY, RunOptions
 
 if TYPE_CHECKING:
     import os

@@ -20,8 +20,8 @@ from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model
 from cbatch.engine import Engine
+from cbatch.engine_options import EngineOptions
 from cbatch.messages import BatchPrompt
-from cbatch.options import EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -37,7 +37,7 @@ from cbatch.cli.options import (
     option,
     said,
 )
-from cbatch.options import EngineOptions
+from cbatch.engine_options import EngineOptions
 
 
 def ask(

@@ -23,7 +23,7 @@ from cbatch.cli.options import (
     option,
     said,
 )
-from cbatch.options import EngineOptions
+from cbatch.engine_options import EngineOptions
 
 _MIB, _GIB = 2**20, 2**30
 

@@ -45,13 +45,13 @@ from cbatch.cli.options import (
     option,
     said,
 )
+from cbatch.engine_options import EngineOptions
 from cbatch.files.check import check_file
 from cbatch.files.estimate import estimate_file
 from cbatch.files.run import run_file
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.summary import RunSummary
 from cbatch.messages import LookAhead
-from cbatch.options import EngineOptions
 from cbatch.runtime.progress import View, choose_view, summary_lines
 
 _FILES = "Files"

@@ -17,9 +17,10 @@ from cbatch.core.plan import Slot
 from cbatch.core.prefix import n_common
 from cbatch.core.queue import make_queue
 from cbatch.core.sharing import Sharing
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CBatchError, GrammarError, LedgerError, RequestFailedError
 from cbatch.messages import BatchPrompt
-from cbatch.options import RunOptions, ScheduleOptions
+from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger

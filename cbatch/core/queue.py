@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from cbatch.core.driver import SequenceDriver
-    from cbatch.options import ScheduleOptions
+    from cbatch.engine_options import ScheduleOptions
 
 DEFAULT_AGEING_S = 10.0
 """Seconds of waiting worth one point of priority: our choice; ten points are passed by in less than two minutes."""

@@ -10,8 +10,8 @@ from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
 from cbatch.core.shape import even_out, split_budget, whole_pieces
 from cbatch.core.trials import Trials
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
-from cbatch.options import ScheduleOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

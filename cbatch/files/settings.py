@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cbatch.checks import check_seconds
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
-from cbatch.options import EngineOptions, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

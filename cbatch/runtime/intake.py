@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from anyio.lowlevel import current_token
 
+from cbatch.checks import check_seconds
 from cbatch.core.answer import N_TAIL, AnswerFormat, AnswerReader, Pieces, answer_format
 from cbatch.core.chosen import call_grammar, thinking_of
 from cbatch.core.driver import Origin, Request, SequenceDriver
@@ -33,7 +34,7 @@ from cbatch.errors import (
     UnsupportedOptionError,
 )
 from cbatch.messages import BatchPrompt, Prompt, as_prompt, free_id, with_ids
-from cbatch.options import MAX_SEED, RunOptions, ScheduleOptions, check_seconds
+from cbatch.options import MAX_SEED, RunOptions
 from cbatch.response import BatchResult
 from cbatch.runtime.choices import Choices, member_id
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend, Message, Vocab
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.chosen import Thinking
+    from cbatch.engine_options import ScheduleOptions
     from cbatch.options import Grammar
     from cbatch.runtime.loop import Loop, Route
 

@@ -12,8 +12,9 @@ from cbatch.backend.memory import LlamaCells
 from cbatch.backend.model import open_model
 from cbatch.backend.native import NativeStepper
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import PlanError
-from cbatch.options import GREEDY, EngineOptions
+from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -22,8 +22,8 @@ from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.model import open_model
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
-from cbatch.options import EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from cbatch.backend import fingerprint as subject
 from cbatch.backend.fingerprint import file_digest, fingerprint, model_parts, rope_factors
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.model import open_model
-from cbatch.options import EngineOptions
+from cbatch.engine_options import EngineOptions
 from tests.backend.slots import make_backends
 
 if TYPE_CHECKING:

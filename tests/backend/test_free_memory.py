@@ -12,7 +12,7 @@ from cbatch.backend import free_memory
 from cbatch.backend.devices import Device
 from cbatch.backend.free_memory import free_for_cells, host_free
 from cbatch.backend.model import Placement, open_model
-from cbatch.options import EngineOptions
+from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

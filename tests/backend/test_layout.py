@@ -20,7 +20,7 @@ from cbatch.backend.layout import (
 )
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.model import open_model
-from cbatch.options import EngineOptions
+from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -25,6 +25,7 @@ from cbatch.backend.native import NativeStepper
 from cbatch.backend.python_stepper import PythonStepper
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
 from cbatch.engine import Engine, load
+from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
     ConfigError,
     EngineClosedError,
@@ -33,7 +34,7 @@ from cbatch.errors import (
     PlanError,
 )
 from cbatch.messages import BatchPrompt
-from cbatch.options import GREEDY, EngineOptions, Sampling, ScheduleOptions
+from cbatch.options import GREEDY, Sampling
 from tests.runtime.backends import PATIENCE_S, in_thread, streams
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.load import describe_model
 from cbatch.backend.model import open_model
 from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
-from cbatch.options import EngineOptions
 from tests.backend.slots import (
     KINDS,
     N_SLOTS,

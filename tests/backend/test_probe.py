@@ -16,7 +16,7 @@ from cbatch.backend.probe import BITWISE, probe
 from cbatch.backend.python_stepper import PythonStepper
 from cbatch.core.plan import StepResult
 from cbatch.engine import Engine, load
-from cbatch.options import EngineOptions
+from cbatch.engine_options import EngineOptions
 from tests.runtime.backends import streams
 
 if TYPE_CHECKING:

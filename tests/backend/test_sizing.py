@@ -35,9 +35,10 @@ from cbatch.backend.sizing import (
     trained_window,
     wanted_window,
 )
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
 from cbatch.messages import BatchPrompt, LookAhead
-from cbatch.options import EngineOptions, RunOptions
+from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,8 +16,9 @@ from cbatch.backend.model import LlamaModel, open_model
 from cbatch.bench import prefix
 from cbatch.bench.prefix import Job, Prompts
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
-from cbatch.options import EngineOptions, Sampling
+from cbatch.options import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.bench import queues
 from cbatch.bench.queues import CASES, POLICIES, Case, measure
-from cbatch.options import ScheduleOptions
+from cbatch.engine_options import ScheduleOptions
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest"])

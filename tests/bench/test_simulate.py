@@ -18,8 +18,8 @@ from cbatch.bench.costs import SMALL
 from cbatch.bench.simulate import Arrival, Report, capacity, poisson, read_trace, simulate
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import Memory
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError
-from cbatch.options import ScheduleOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -11,7 +11,7 @@ import pytest
 from cbatch.backend.bare import BareLoop
 from cbatch.backend.model import open_model
 from cbatch.bench import steps
-from cbatch.options import EngineOptions
+from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.queue import DEFAULT_AGEING_S, length_and_age, make_queue
-from cbatch.options import ScheduleOptions
+from cbatch.engine_options import ScheduleOptions
 from tests.helpers import make_request
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ import pytest
 from cbatch.backend.load import describe_model
 from cbatch.backend.model import open_model
 from cbatch.engine import load
+from cbatch.engine_options import EngineOptions
 from cbatch.models import CHAT_MODEL, DRAFT_MODEL
 from cbatch.models.recipe import __main__ as recipe
 from cbatch.models.recipe.export import (
@@ -28,7 +29,6 @@ from cbatch.models.recipe.export import (
     write_gguf,
 )
 from cbatch.models.recipe.pieces import learn_pieces
-from cbatch.options import EngineOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

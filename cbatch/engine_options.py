@@ -1,0 +1,359 @@
+"""How a model is loaded and who runs when: `EngineOptions`, of which a scheduler knows the `ScheduleOptions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from cbatch.checks import (
+    MAX_INT,
+    MAX_KEY_LENGTH,
+    MAX_TIME_S,
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    check_path,
+    check_text,
+)
+from cbatch.errors import ConfigError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    import os
+
+MAX_PARALLEL = 256
+"""llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""
+
+DEFAULT_PARALLEL = 16
+"""Slots where the machine has room for them. Source: measured; on CPUs 8 or 16 rows decode far faster a token."""
+
+CellType: TypeAlias = Literal[
+    "f16", "f32", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
+]
+"""What keys or values are stored as. Source: llama.cpp common/arg.cpp, kv_cache_types."""
+
+MAX_RPC_SERVERS = 16
+"""Source: ggml/include/ggml-rpc.h, GGML_RPC_MAX_SERVERS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """Who runs when, and how much of a prompt goes into one step.
+
+    Args:
+        policy: who of those that wait comes next: "fcfs", the first to come; "priority", the highest `priority`,
+            with ageing; "shortest", the fewest prompt tokens; "round_robin", turns of `quantum` tokens.
+        quantum: tokens of a turn in "round_robin"; not said: 64.
+        ageing_s: seconds of waiting that count as much as one point of priority; not said: 10.
+        admission: in unified memory, "optimistic" goes by the output that is to be expected, and takes back the cells
+            of some where the pool is full; "reserve" admits whom it holds in the worst case. Not said: optimistic.
+        max_queue: most requests that wait for a slot; not said: any number.
+        when_full: at `max_queue`, "wait" in `run` until there is room, or "reject" with `QueueFullError`.
+        prefill_budget: most prompt tokens in a step that also decodes. Not said: what keeps such a step within twice
+            the measured time of one that only decodes, where somebody reads the output as it comes.
+        prefill_chunk: most prompt tokens of one sequence in a step; not said: as many as the step holds.
+        itl_ms: aim of milliseconds a step, from which the budget for prompts follows, instead of `prefill_budget`.
+        swap_mib: host memory for the cells of sequences that lost their slot; what does not fit is computed again.
+        share_prefixes: compute a beginning that prompts have in common once, and take it over from each other.
+
+    Raises:
+        ConfigError: a value of the wrong type, out of range, or at odds with another.
+    """
+
+    policy: Literal["fcfs", "priority", "shortest", "round_robin"] = "fcfs"
+    quantum: int | None = None
+    ageing_s: float | None = None
+    admission: Literal["reserve", "optimistic"] | None = None
+    max_queue: int | None = None
+    when_full: Literal["wait", "reject"] | None = None
+    prefill_budget: int | None = None
+    prefill_chunk: int | None = None
+    itl_ms: float | None = None
+    swap_mib: int = 1024
+    share_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every value and every pair that can contradict."""
+        for f in fields(self):
+            if f.default is not None and getattr(self, f.name) is None:
+                raise ConfigError(f"{f.name} must not be None")
+        check_choice("policy", self.policy, ("fcfs", "priority", "shortest", "round_robin"))
+        for name in ("quantum", "prefill_budget", "prefill_chunk"):
+            check_int(name, getattr(self, name), 1, MAX_INT)
+        check_int("max_queue", self.max_queue, 0, MAX_INT)
+        check_int("swap_mib", self.swap_mib, 0, MAX_INT)
+        check_float("ageing_s", self.ageing_s, 1e-3, MAX_TIME_S)
+        check_float("itl_ms", self.itl_ms, 1e-3, 1e9)
+        check_bool("share_prefixes", self.share_prefixes)
+        check_choice("admission", self.admission, (None, "reserve", "optimistic"))
+        check_choice("when_full", self.when_full, (None, "wait", "reject"))
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        if self.quantum is not None and self.policy != "round_robin":
+            raise ConfigError(
+                f"quantum={self.quantum} needs policy='round_robin', not {self.policy!r}"
+            )
+        if self.ageing_s is not None and self.policy != "priority":
+            raise ConfigError(
+                f"ageing_s={self.ageing_s} needs policy='priority', not {self.policy!r}"
+            )
+        if self.when_full is not None and self.max_queue is None:
+            raise ConfigError(
+                f"when_full={self.when_full!r} needs max_queue: a queue without limit is never full"
+            )
+        if self.itl_ms is not None and self.prefill_budget is not None:
+            raise ConfigError(
+                f"give itl_ms={self.itl_ms} (the budget follows) or prefill_budget={self.prefill_budget}, not both"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ScheduleOptions):
+    """How a model is loaded and how its context is made; see `cbatch.load` for what each one means.
+
+    Raises:
+        ConfigError: a value of the wrong type, out of range, or at odds with another.
+    """
+
+    parallel: int | None = None
+    n_ctx: int | None = None
+    ctx_per_seq: int | None = None
+    memory_mib: int | None = None
+    kv: Literal["auto", "partitioned", "unified"] = "auto"
+    cache_type_k: CellType = "f16"
+    cache_type_v: CellType = "f16"
+    exact: bool = False
+    flash_attn: Literal["auto", "on", "off"] = "auto"
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_threads: int | None = None
+    n_gpu_layers: int | None = None
+    offload_kqv: bool = True
+    split_mode: Literal["none", "layer", "row", "tensor"] | None = None
+    main_gpu: int | None = None
+    tensor_split: Sequence[float] | None = None
+    rpc_servers: Sequence[str] | None = None
+    rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None = None
+    rope_freq_base: float | None = None
+    rope_freq_scale: float | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_orig_ctx: int | None = None
+    use_mmap: bool = True
+    use_mlock: bool = False
+    chat_template: str | None = None
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_mib: int = 10_240
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the model."""
+        ScheduleOptions.__post_init__(self)
+        check_int("parallel", self.parallel, 1, MAX_PARALLEL)
+        for name in ("n_ctx", "ctx_per_seq", "n_threads", "memory_mib", "cache_mib"):
+            check_int(name, getattr(self, name), 1, MAX_INT)
+        check_int("n_gpu_layers", self.n_gpu_layers, -1, MAX_INT)
+        check_int("n_batch", self.n_batch, 1, 2**20)
+        check_int("n_ubatch", self.n_ubatch, 1, 2**20)
+        check_choice("kv", self.kv, ("auto", "partitioned", "unified"))
+        check_choice("flash_attn", self.flash_attn, ("auto", "on", "off"))
+        for name in ("cache_type_k", "cache_type_v"):
+            check_choice(name, getattr(self, name), get_args(CellType))
+        for name in ("exact", "use_mmap", "use_mlock", "offload_kqv"):
+            check_bool(name, getattr(self, name))
+        if not isinstance(self.chat_template, str | None):
+            raise ConfigError(f"chat_template must be a string, not {self.chat_template!r}")
+        self._check_places()
+        self._check_rope()
+        self._check_sizes()
+        self._check_flash_attn()
+        self._check_exact()
+        self._check_schedule()
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> EngineOptions:
+        """Return the options of these names.
+
+        Raises:
+            UnsupportedOptionError: a name that there is not.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise UnsupportedOptionError(name, known)
+        return cls(**settings)
+
+    @property
+    def n_slots(self) -> int:
+        """Slots as they are said, or as many as there are where the machine has room for them."""
+        return self.parallel or DEFAULT_PARALLEL
+
+    @property
+    def has_quantised_values(self) -> bool:
+        """Whether values are stored in blocks, which llama.cpp reads with flash attention alone."""
+        return is_quantised(self.cache_type_v)
+
+    def _check_places(self) -> None:
+        check_choice("split_mode", self.split_mode, (None, "none", "layer", "row", "tensor"))
+        check_int("main_gpu", self.main_gpu, 0, MAX_INT)
+        for name, settle in (
+            ("tensor_split", _shares),
+            ("rpc_servers", _servers),
+            ("adapters", _files),
+        ):
+            object.__setattr__(self, name, settle(name, getattr(self, name)))
+        if self.cache_dir is not None:
+            check_path("cache_dir", self.cache_dir)
+        if self.tensor_split is not None and self.split_mode == "none":
+            raise ConfigError(
+                f"tensor_split={list(self.tensor_split)} is for several devices, "
+                "split_mode='none' takes one: leave one of them out"
+            )
+
+    def _check_rope(self) -> None:
+        check_choice(
+            "rope_scaling", self.rope_scaling, (None, "none", "linear", "yarn", "longrope")
+        )
+        check_float("rope_freq_base", self.rope_freq_base, 1.0, 1e12)
+        check_float("rope_freq_scale", self.rope_freq_scale, 1e-6, 1e6)
+        check_int("yarn_orig_ctx", self.yarn_orig_ctx, 1, MAX_INT)
+        yarn = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
+        for name in yarn:
+            check_float(name, getattr(self, name), 0.0, 1e6)
+        if self.rope_scaling == "none" and self.rope_freq_scale is not None:
+            raise ConfigError(
+                f"rope_freq_scale={self.rope_freq_scale} has no effect with rope_scaling='none': "
+                "use 'linear' or 'yarn', or leave it out"
+            )
+        for name in (*yarn, "yarn_orig_ctx"):
+            if getattr(self, name) is not None and self.rope_scaling not in (None, "yarn"):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} needs rope_scaling='yarn', not {self.rope_scaling!r}"
+                )
+
+    def _check_sizes(self) -> None:
+        if self.n_ctx is not None and self.ctx_per_seq is not None and self.kv != "unified":
+            raise ConfigError(
+                "give n_ctx (cells in total) or ctx_per_seq (one slot's window), not both; "
+                "with kv='unified' both have a meaning: the pool, and most of it for one request"
+            )
+        if self.n_ctx is not None and (self.ctx_per_seq or 0) > self.n_ctx:
+            raise ConfigError(
+                f"ctx_per_seq={self.ctx_per_seq} is more than the pool has: n_ctx={self.n_ctx}"
+            )
+        if self.n_batch < self.n_slots:
+            raise ConfigError(
+                f"n_batch={self.n_batch} is less than parallel={self.n_slots}: a step holds every row"
+            )
+        if self.n_ctx is not None and self.n_ctx < 2 * self.n_slots:
+            raise ConfigError(
+                f"n_ctx={self.n_ctx} leaves {self.n_ctx // self.n_slots} cells for each of "
+                f"{self.n_slots} slots: raise it, or use fewer slots (parallel)"
+            )
+
+    def _check_flash_attn(self) -> None:
+        if self.flash_attn == "off" and self.has_quantised_values:
+            raise ConfigError(
+                f"cache_type_v={self.cache_type_v!r} needs flash attention: "
+                "leave flash_attn='off' out, or use 'f16', 'bf16' or 'f32'"
+            )
+        if self.split_mode != "tensor":
+            return
+        if self.flash_attn == "off":
+            raise ConfigError(
+                "split_mode='tensor' needs flash attention: leave flash_attn='off' out"
+            )
+        if self.exact and not self.has_quantised_values:
+            raise ConfigError(
+                "split_mode='tensor' needs flash attention, which exact=True turns off: "
+                "use cache_type_k='q8_0' and cache_type_v='q8_0', or another split_mode"
+            )
+
+    def _check_exact(self) -> None:
+        if self.exact and self.kv == "unified":
+            raise ConfigError(
+                "exact=True cannot hold with kv='unified': the place of a cell changes the rounding; "
+                "use kv='partitioned'"
+            )
+        if self.exact and self.flash_attn == "on" and not self.has_quantised_values:
+            raise ConfigError(
+                "exact=True cannot hold with flash_attn='on': its kernel depends on the shape of a step; "
+                "leave it out, or use cache_type_k='q8_0' and cache_type_v='q8_0'"
+            )
+        if self.exact and self.adapters:
+            raise ConfigError(
+                f"exact=True cannot hold with adapters ({', '.join(self.adapters)}): their f16 or f32 weights "
+                "take other kernels in narrow steps; merge one into the model, or leave exact out"
+            )
+        if self.exact and self.admission == "optimistic":
+            raise ConfigError(
+                "exact=True cannot hold with admission='optimistic', which computes some output again: use 'reserve'"
+            )
+
+    def _check_schedule(self) -> None:
+        for name in ("prefill_chunk", "prefill_budget"):
+            value = getattr(self, name)
+            if value is not None and value > self.n_batch:
+                raise ConfigError(
+                    f"{name}={value} is more than a step holds: n_batch={self.n_batch}"
+                )
+        if self.admission == "optimistic" and self.kv != "unified":
+            raise ConfigError(
+                f"admission='optimistic' needs kv='unified', not {self.kv!r}: a slot has its own cells otherwise"
+            )
+        if self.exact and self.prefill_chunk is not None:
+            raise ConfigError(
+                f"exact=True cuts all prompts alike: prefill_chunk={self.prefill_chunk} cannot be had with it"
+            )
+
+
+def is_quantised(cell_type: str) -> bool:
+    """Return whether a type of cells stores blocks of numbers rather than each by itself."""
+    return cell_type not in ("f16", "f32", "bf16")
+
+
+def _shares(name: str, value: object) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
+        raise ConfigError(f"{name} must be a list of shares, one a device, not {value!r}")
+    for share in value:
+        if share is None:
+            raise ConfigError(f"{name} holds None: give a device that takes no part a share of 0")
+        check_float(f"a share in {name}", share, 0.0, 1e6)
+    if not any(value):
+        raise ConfigError(f"{name} has no share above 0: leave it out to split by free memory")
+    return tuple(float(share) for share in value)
+
+
+def _servers(name: str, value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ConfigError(f"{name} must be a list of 'host:port', not {value!r}")
+    if len(value) > MAX_RPC_SERVERS:
+        raise ConfigError(f"{name} has {len(value)} servers, the most is {MAX_RPC_SERVERS}")
+    for server in value:
+        host, _, port = server.partition(":") if isinstance(server, str) else ("", "", "")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+            raise ConfigError(
+                f"{name}: a server is 'host:port' with a port of 1 … 65535, not {server!r}"
+            )
+    return tuple(value)
+
+
+def _files(name: str, value: object) -> dict[str, str | os.PathLike[str]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a mapping of names to files, not {value!r}")
+    for key, path in value.items():
+        if key is None:
+            raise ConfigError(f"{name} has the name None: give a string")
+        check_text(f"a name in {name}", key, MAX_KEY_LENGTH)
+        check_path(f"the file of {name} {key!r}", path)
+    return dict(value)
