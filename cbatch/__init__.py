@@ -2,7 +2,7 @@
 
 import logging
 
-from cbatch.core.stats import EngineStats, StepRecord
+from cbatch.core.stats import EngineStats, StepRecord, StepRow
 from cbatch.engine import Engine, load
 from cbatch.errors import (
     BatchError,
@@ -17,6 +17,7 @@ from cbatch.errors import (
     GrammarError,
     IncompatibleLlamaError,
     ModelLoadError,
+    OutputError,
     PromptTooLongError,
     QueueFullError,
     RequestCancelledError,
@@ -62,6 +63,7 @@ __all__ = [
     "IncompatibleLlamaError",
     "LookAhead",
     "ModelLoadError",
+    "OutputError",
     "PromptTooLongError",
     "QueueFullError",
     "RequestCancelledError",
@@ -69,6 +71,7 @@ __all__ = [
     "RequestFailedError",
     "RunOptions",
     "StepRecord",
+    "StepRow",
     "Timings",
     "TokenLogprob",
     "ToolCall",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from cbatch.response import BatchResult
 
@@ -137,6 +138,15 @@ class BatchError(CBatchError):
             more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
             said.append(f"{len(failed)} of {len(self.results)} items failed: {shown}{more}")
         super().__init__("; ".join(said))
+
+
+class OutputError(CBatchError):
+    """A file of results could not be written; what was committed before is there, and a later run goes on with it."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        """Keep which file, and what is wrong with it."""
+        self.path, self.reason = path, reason
+        super().__init__(f"{path}: {reason}")
 
 
 class EngineError(CBatchError):

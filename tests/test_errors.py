@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from cbatch.errors import (
     DeadlineError,
     DecodeError,
     DuplicateIdError,
+    OutputError,
     PromptTooLongError,
     QueueFullError,
     UnsupportedOptionError,
@@ -31,6 +33,7 @@ from cbatch.errors import (
         CacheError("k", "damaged", is_missing=True),
         UnsupportedOptionError("x", ["y"]),
         BatchError([], ValueError("no")),
+        OutputError(Path("out"), "the disk is full"),
         DecodeError(-3),
     ],
     ids=lambda error: type(error).__name__,

@@ -7,7 +7,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cbatch.errors import CBatchError
+from cbatch.errors import OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,15 +20,6 @@ _WAYS_OUT = {
     errno.EDQUOT: f"the disk quota is used up: free some space, {_AGAIN}",
     errno.EFBIG: f"the file would be larger than is allowed here (ulimit -f): raise the limit, {_AGAIN}",
 }
-
-
-class OutputError(CBatchError):
-    """A file of results could not be written; what was committed before is there, and a later run goes on with it."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        """Keep which file, and what is wrong with it."""
-        self.path, self.reason = path, reason
-        super().__init__(f"{path}: {reason}")
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import ConfigError
-from cbatch.files.disk import OutputError
+from cbatch.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping

@@ -16,9 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, OutputError
 from cbatch.files import disk
-from cbatch.files.disk import OutputError
 from cbatch.files.journal import Journal, duplicate_key, record_key
 from cbatch.files.manifest import Manifest
 from cbatch.files.sort import sort_in_place
@@ -332,7 +331,7 @@ def test_manifest_that_cannot_be_written_leaves_what_was_committed(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from cbatch.files.disk import OutputError
+from cbatch.errors import OutputError
 from tests.files.journals import run_pass
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
 try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, OutputError
 from cbatch.files import disk, sort
 from cbatch.files.journal import Journal
 from cbatch.files.sort import sort_in_place, sort_to
@@ -173,9 +173,9 @@ def test_full_disk_leaves_output_and_target_as_they_were(
 
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write_at", fail)
-        with pytest.raises(disk.OutputError, match=r"sorted: the disk is full"):
+        with pytest.raises(OutputError, match=r"sorted: the disk is full"):
             sort_to(out, tmp_path / "sorted")
-        with pytest.raises(disk.OutputError, match=r"the disk is full"):
+        with pytest.raises(OutputError, match=r"the disk is full"):
             sort_in_place(out)
     assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
     sort_in_place(out)
