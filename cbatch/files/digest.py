@@ -80,11 +80,6 @@ class Digests:
         return {name: both[name] for name in _NAMES if name in both}
 
 
-def item_digest(item: Item, defaults: RunOptions, fingerprint: str) -> bytes:
-    """Return the digest of one item; `Digests` is faster for many."""
-    return Digests(defaults, fingerprint)(item)
-
-
 def item_key(item: Item) -> str:
     """Return what to claim an item by: the user's name for it, else one that no user has given to another."""
     return item.id if item.is_labelled else f"\0{item.number}"

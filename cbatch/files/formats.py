@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from cbatch.errors import ConfigError
 from cbatch.files.answers import CsvWriter, ObjectWriter, TableEncoder
@@ -40,6 +40,7 @@ class Encoder(Protocol):
         """Return the record of an item that could not be asked."""
 
 
+@runtime_checkable
 class Finisher(Protocol):
     """An encoder whose records become the output at the end of a run."""
 
@@ -77,8 +78,3 @@ def encoder(format: str, source: Source) -> Encoder:
 
         return ColumnarEncoder(format, source)
     return TableEncoder(columns, partial(CsvWriter, delimiter="\t" if format == "tsv" else ","))
-
-
-def is_error(item: Item, result: BatchResult | None) -> bool:
-    """Return whether a record is one for the file of errors."""
-    return item.error is not None or result is None or result.error is not None

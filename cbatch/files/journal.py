@@ -77,7 +77,6 @@ class Journal:
 
     Attributes:
         n_done, n_failed: records that are there and committed: answers, and errors.
-        n_done_before, n_failed_before: how many of them were there when it was opened.
         notes: what is worth telling people of how it was opened.
     """
 
@@ -101,7 +100,6 @@ class Journal:
         counts = [found.manifest.count(output.row.file) for output in found.outputs]
         self.n_failed = sum(count.n_errors for count in counts)
         self.n_done = sum(count.n_records for count in counts) - self.n_failed
-        self.n_done_before, self.n_failed_before = self.n_done, self.n_failed
         self._last_record = found.manifest.last_record()
         self._marks = _Marks()
         self._claims: dict[int, tuple[bytes, _Found | None]] = {}

@@ -55,7 +55,6 @@ def tee(*recorders: Callable[[StepRecord], object]) -> Callable[[StepRecord], No
 class Bucket:
     """What was done in a piece of time; each figure is a sum."""
 
-    busy_s: float = 0.0
     n_prompt: float = 0.0
     """Prompt tokens computed, those computed again too."""
     n_output: float = 0.0
@@ -287,7 +286,6 @@ class StepBooks:
         start_s = record.start_s - (self.start_s or 0.0)
         seconds = record.end_s - record.start_s
         work = Bucket(
-            busy_s=seconds,
             n_prompt=n_prompt,
             n_output=n_output,
             slots_s=seconds * record.n_rows,

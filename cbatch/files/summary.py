@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Ending: TypeAlias = Literal["done", "limit", "time", "asked", "now"]
@@ -25,7 +25,6 @@ class RunSummary:
         output_tokens: of the items that ended.
         cached_tokens: prompt tokens that were not computed again.
         elapsed_s: from the first item to the last record.
-        notes: what is worth knowing besides.
     """
 
     ending: Ending
@@ -39,7 +38,6 @@ class RunSummary:
     output_tokens: int = 0
     cached_tokens: int = 0
     elapsed_s: float = 0.0
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def is_complete(self) -> bool:

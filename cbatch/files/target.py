@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
 from cbatch.files.detect import COLUMNAR
-from cbatch.files.formats import encoder, output_format
+from cbatch.files.formats import Finisher, encoder, output_format
 from cbatch.files.journal import Journal
 from cbatch.files.manifest import manifest_of
 from cbatch.files.pipe import Pipe
@@ -110,9 +110,8 @@ class Target:
 
     def finish(self) -> None:
         """Make the output of its records, where it is not made of them as they come."""
-        finish = getattr(self.encoder, "finish", None)
-        if finish is not None:
-            finish(self.records, self.path)
+        if isinstance(self.encoder, Finisher):
+            self.encoder.finish(self.records, self.path)
 
 
 def _may_be_file(path: Path) -> bool:

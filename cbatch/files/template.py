@@ -34,11 +34,6 @@ class Template:
         self._pieces: list[str] = []  # text, field, text, field, …, text
         self._parse(text, columns, name)
 
-    @property
-    def fields(self) -> list[str]:
-        """The columns that it asks for."""
-        return self._pieces[1::2]
-
     def fill(self, row: Mapping[str, object]) -> str:
         """Return the text with a row's values.
 

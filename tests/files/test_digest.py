@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.files.digest import Digests, item_digest, item_key
+from cbatch.files.digest import Digests, item_key
 from cbatch.files.item import Item, ItemError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
@@ -25,7 +25,7 @@ def make_item(prompt: BatchPrompt | None = None, **more: Any) -> Item:
 
 
 def digest(prompt: BatchPrompt, defaults: RunOptions = PLAIN, fingerprint: str = "model") -> bytes:
-    return item_digest(make_item(prompt), defaults, fingerprint)
+    return Digests(defaults, fingerprint)(make_item(prompt))
 
 
 def of_options(defaults: RunOptions = PLAIN, **options: Any) -> bytes:

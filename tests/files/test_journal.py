@@ -64,7 +64,7 @@ def test_claim_of_a_record_of_an_earlier_run_is_done_or_failed(tmp_path: Path) -
         write(journal, "a")
         write(journal, "b", start=2, is_error=True)
     with open_journal(tmp_path) as journal:
-        assert (journal.n_done_before, journal.n_failed_before) == (1, 1)
+        assert (journal.n_done, journal.n_failed) == (1, 1)
         assert journal.claim("a", DIGEST, 1) == "done"
         assert journal.claim("b", DIGEST, 2) == "failed"
         assert journal.claim("c", DIGEST, 3) == "new"
@@ -536,7 +536,7 @@ def test_output_that_is_gone_begins_anew(tmp_path: Path) -> None:
     with open_journal(tmp_path, settings={"model": "small"}) as journal:
         [note] = journal.notes
         assert note == f"{tmp_path}/out is gone: all begins anew, also the 2 items that were done"
-        assert (journal.n_done, journal.n_done_before) == (0, 0)
+        assert journal.n_done == 0
         write(journal, "b")
     assert lines(tmp_path / "out") == ["b"]
 
@@ -588,7 +588,7 @@ def test_shorter_output_loses_what_is_not_whole(tmp_path: Path, n_left: int) -> 
     n_whole = max(data[:n_left].count(b"\n") - 1, 0)
     with open_journal(tmp_path) as journal:
         assert f"{99 - n_whole} of its items run again" in journal.notes[0]
-        assert journal.n_done_before == n_whole
+        assert journal.n_done == n_whole
         found = [journal.claim(id, DIGEST, int(id)) for id in ids]
         assert found == ["done"] * n_whole + ["new"] * (99 - n_whole)
         for id in ids[n_whole:]:

@@ -153,11 +153,11 @@ def test_buckets_lose_no_work_and_stay_few(entries: list[tuple[float, float, int
     buckets, start_s = Buckets(n_max=16), 0.0
     for gap_s, seconds, n in entries:
         start_s += gap_s
-        buckets.add(start_s, start_s + seconds, Bucket(busy_s=seconds, n_output=n))
+        buckets.add(start_s, start_s + seconds, Bucket(slots_s=seconds, n_output=n))
         start_s += seconds
     assert len(buckets) <= 16
     assert sum(b.n_output for b in buckets) == pytest.approx(sum(n for _, _, n in entries))
-    assert all(b.busy_s <= buckets.width_s * (1 + 1e-9) for b in buckets)
+    assert all(b.slots_s <= buckets.width_s * (1 + 1e-9) for b in buckets)
     pieces = buckets.joined(5)
     assert len(pieces) <= 5
     assert sum(work.n_output for _, _, work in pieces) == pytest.approx(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.formats import encoder, is_error, output_format
+from cbatch.files.formats import encoder, output_format
 from cbatch.files.item import duplicate_id
 from cbatch.files.source import open_source
-from tests.files.samples import ANSWER, failed, read, write
+from tests.files.samples import read, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,13 +178,6 @@ def test_output_is_in_the_format_of_the_input(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=said):
                 output_format(source, asked)
         assert encoder("csv", source).header().startswith(b"text,response,")
-
-
-def test_what_failed_is_an_error_record(tmp_path: Path) -> None:
-    good, bad = read(write(tmp_path / "a.jsonl", f"{CBATCH}\nbroken"))
-    assert not is_error(good, ANSWER)
-    assert is_error(good, failed(ConfigError("x")))
-    assert is_error(bad, None)
 
 
 def test_id_that_stands_twice_has_openais_code(tmp_path: Path) -> None:
