@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.engine import Engine, load
 from cbatch.errors import CBatchError
-from cbatch.files.item import duplicate_id
-from cbatch.files.pipe import Seen
 from cbatch.files.reading import Reading
+from cbatch.files.seen import Seen
 from cbatch.files.settings import split_settings
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.files.item import Item, ItemError
+    from cbatch.files.item import Item
     from cbatch.files.reading import Paths
 
 N_SHOWN = 10
@@ -126,12 +125,10 @@ def check_file(
 def _look(
     item: Item, engine: Engine, defaults: RunOptions, seen: Seen, summary: CheckSummary
 ) -> None:
-    error: ItemError | None = item.error
-    if error is None and item.is_labelled and not seen.add(item.id):
-        error = duplicate_id(item)
-    if error is not None or item.prompt is None:
-        summary.refuse(item, error.code if error else "", error.message if error else "")
+    if error := seen.error_of(item):
+        summary.refuse(item, error.code, error.message)
         return
+    assert item.prompt is not None  # for there is no error
     try:
         n_tokens = engine.count_tokens(item.prompt, options=defaults)
     except CBatchError as refusal:

@@ -66,8 +66,16 @@ class LineError(Exception):
         super().__init__(message)
 
 
-def refused(error: ConfigError, names: Collection[str] = ()) -> ItemError:
-    """Return what a refused prompt or option comes to; `names` are those that it may be about."""
+WRONG = (LineError, ConfigError, RecursionError)
+"""What is raised where a line or a row gives no prompt."""
+
+
+def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
+    """Return what one of `WRONG` comes to; `names` are those that a refused prompt or option may be about."""
+    if isinstance(error, LineError):
+        return error.error
+    if isinstance(error, RecursionError):
+        return ItemError("invalid_json_line", "its values are nested too deeply")
     if isinstance(error, UnsupportedOptionError):
         return ItemError("unsupported_parameter", _short(str(error)), error.option)
     message = _short(str(error))
@@ -85,6 +93,11 @@ def duplicate_id(item: Item) -> ItemError:
     return ItemError(
         "duplicate_custom_id", f"the id {item.id!r} stands twice: ids must be unique", "custom_id"
     )
+
+
+def bytes_of(id: str) -> bytes:
+    """Return an id as bytes, also one with half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    return id.encode("utf-8", "surrogatepass")
 
 
 def unlabelled(number: int) -> str:

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cbatch.files.compact import rewrite
+from cbatch.files.item import bytes_of
 from cbatch.files.opening import closing_all, opened, put_away
 
 if TYPE_CHECKING:
@@ -308,7 +309,7 @@ class Journal:
 
 def record_key(id: str) -> bytes:
     """Return what stands for an id: its own bytes where they are few, else a digest; 0xFF is in no text."""
-    text = id.encode("utf-8", "surrogatepass")
+    text = bytes_of(id)
     return text if len(text) <= _LONG_ID else b"\xff" + blake2b(text, digest_size=11).digest()
 
 

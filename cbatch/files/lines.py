@@ -7,8 +7,7 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import CBatchError, ConfigError
-from cbatch.files.item import Item, ItemError, LineError, refused, unlabelled
+from cbatch.files.item import WRONG, Item, ItemError, LineError, unlabelled, what_is_wrong
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import Timings, Usage
@@ -16,6 +15,7 @@ from cbatch.response import Timings, Usage
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from cbatch.errors import CBatchError
     from cbatch.response import BatchResult, TokenLogprob
 
 KEYS = ("id", "messages", "prompt", "tokens", "options")
@@ -26,8 +26,6 @@ LEAST_LOGPROB = -9999.0
 
 _USAGE = tuple(f.name for f in fields(Usage))
 _TIMINGS = tuple(f.name for f in fields(Timings))
-
-TOO_DEEP = ItemError("invalid_json_line", "its values are nested too deeply")
 
 _N_KEPT = 64
 _MAX_KEY_LENGTH = 2**16
@@ -131,13 +129,9 @@ class LineParser:
             if given is not None:
                 id, is_labelled = _label(given), True
             return Item(number, place, id, self._prompt(request), is_labelled=is_labelled)
-        except LineError as error:
-            found = error.error
-        except ConfigError as error:
-            found = refused(error, ("messages", "prompt", "tokens"))
-        except RecursionError:
-            found = TOO_DEEP
-        return Item(number, place, id, None, found, is_labelled=is_labelled)
+        except WRONG as error:
+            found = what_is_wrong(error, ("messages", "prompt", "tokens"))
+            return Item(number, place, id, None, found, is_labelled=is_labelled)
 
     def _prompt(self, request: dict[str, Any]) -> BatchPrompt:
         for key in request:

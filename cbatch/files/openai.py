@@ -21,9 +21,8 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
-from cbatch.files.item import Item, ItemError, LineError, refused, unlabelled
+from cbatch.files.item import WRONG, Item, ItemError, LineError, bytes_of, unlabelled, what_is_wrong
 from cbatch.files.lines import (
-    TOO_DEEP,
     OptionsOf,
     dump,
     load,
@@ -107,13 +106,8 @@ class OpenAIParser:
                 body = _without_nulls(body)
             prompt = self._prompt(call.url, body)
             return Item(number, place, id, prompt, None, call, is_labelled)
-        except LineError as error:
-            found = error.error
-        except ConfigError as error:
-            found = refused(error, names)
-        except RecursionError:
-            found = TOO_DEEP
-        return Item(number, place, id, None, found, call, is_labelled)
+        except WRONG as error:
+            return Item(number, place, id, None, what_is_wrong(error, names), call, is_labelled)
 
     def _call(self, request: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         for key in request:
@@ -244,7 +238,7 @@ def _call_of(item: Item) -> Call:
 
 def _key(id: str) -> str:
     """Return what the ids in a line are made of: the same for the same request."""
-    return blake2b(id.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+    return blake2b(bytes_of(id), digest_size=12).hexdigest()
 
 
 def _answer(item: Item, status: int, body: dict[str, Any]) -> bytes:

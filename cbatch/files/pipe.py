@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
-from hashlib import blake2b
 from typing import TYPE_CHECKING, BinaryIO
+
+from cbatch.files.seen import Seen
 
 if TYPE_CHECKING:
     from cbatch.files.journal import Claim
@@ -46,27 +45,3 @@ class Pipe:
         """Write what is left."""
         self.commit()
         self._seen.close()
-
-
-class Seen:
-    """Ids that were seen, on disk as soon as there are many."""
-
-    def __init__(self) -> None:
-        self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        for statement in (
-            "PRAGMA journal_mode = OFF",
-            "PRAGMA synchronous = OFF",
-            "CREATE TABLE seen (id BLOB PRIMARY KEY) WITHOUT ROWID",
-            "BEGIN",
-        ):
-            self._db.execute(statement)
-
-    def add(self, id: str) -> bool:
-        """Return whether it is new."""
-        digest = blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        with closing(self._db.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,))) as done:
-            return done.rowcount == 1
-
-    def close(self) -> None:
-        """Forget all."""
-        self._db.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,9 +12,11 @@ from cbatch.errors import ConfigError
 from cbatch.files import disk
 from cbatch.files.compact import copied, in_order, rewrite, write_all
 from cbatch.files.disk import told
+from cbatch.files.item import bytes_of
 from cbatch.files.manifest import manifest_of
 from cbatch.files.opening import closing_all, put_away, real, reopened
 from cbatch.files.output import check_file, part_of
+from cbatch.files.seen import scratch
 from cbatch.files.source import open_source
 
 if TYPE_CHECKING:
@@ -136,24 +137,20 @@ class _Places:
     """Where the line of each id is, in a file of SQLite's that goes when it is closed."""
 
     def __init__(self) -> None:
-        self._db = sqlite3.connect("", isolation_level=None)
-        for statement in (
-            "PRAGMA journal_mode = OFF",
+        self._db = scratch(
             "CREATE TABLE lines (line INTEGER PRIMARY KEY, id BLOB, start INTEGER, size INTEGER, number INTEGER)",
             "CREATE INDEX lines_by_id ON lines (id)",
-            "BEGIN",
-        ):
-            self._db.execute(statement)
+        )
 
     def add(self, id: str, start: int, size: int) -> None:
         self._db.execute(
-            "INSERT INTO lines (id, start, size) VALUES (?, ?, ?)", (_text(id), start, size)
+            "INSERT INTO lines (id, start, size) VALUES (?, ?, ?)", (bytes_of(id), start, size)
         )
 
     def number(self, id: str, number: int) -> None:
         """Give all lines of an id this number, where they have none."""
         self._db.execute(
-            "UPDATE lines SET number = ? WHERE id = ? AND number IS NULL", (number, _text(id))
+            "UPDATE lines SET number = ? WHERE id = ? AND number IS NULL", (number, bytes_of(id))
         )
 
     def in_order(self) -> Iterator[tuple[int, int]]:
@@ -167,10 +164,6 @@ class _Places:
 
     def close(self) -> None:
         self._db.close()
-
-
-def _text(id: str) -> bytes:
-    return id.encode("utf-8", "surrogatepass")
 
 
 @contextmanager

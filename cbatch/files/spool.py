@@ -10,8 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
 from cbatch.errors import ConfigError
-from cbatch.files.item import duplicate_id
-from cbatch.files.pipe import Seen
+from cbatch.files.seen import Seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -60,9 +59,6 @@ def checked(items: Iterable[Item]) -> Iterator[Item]:
     """
     with closing(Seen()) as seen:
         for item in items:
-            error = item.error
-            if error is None and item.is_labelled and not seen.add(item.id):
-                error = duplicate_id(item)
-            if error is not None:
+            if error := seen.error_of(item):
                 raise ConfigError(f"{item.place}: {error.message} ({error.code})")
             yield item

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files.inputs import LongLine
-from cbatch.files.item import Item, ItemError, LineError, refused
-from cbatch.files.lines import TOO_DEEP, load, not_utf8
+from cbatch.files.item import WRONG, Item, ItemError, LineError, what_is_wrong
+from cbatch.files.lines import load, not_utf8
 from cbatch.files.rows import RowPrompts
 
 if TYPE_CHECKING:
@@ -49,12 +49,8 @@ def item_of_row(
     try:
         if error is None:
             return Item(number, place, str(number), prompt_of(row), None, row)
-    except LineError as wrong:
-        error = wrong.error
-    except ConfigError as wrong:
-        error = refused(wrong, ("messages", "prompt"))
-    except RecursionError:
-        error = TOO_DEEP
+    except WRONG as wrong:
+        error = what_is_wrong(wrong, ("messages", "prompt"))
     return Item(number, place, str(number), None, error, row)
 
 
@@ -187,10 +183,8 @@ class ObjectParser:
         """Return the item of a line; what is wrong with it is the item's error."""
         try:
             row = load(line)
-        except LineError as wrong:
-            return Item(number, place, str(number), None, wrong.error)
-        except RecursionError:
-            return Item(number, place, str(number), None, TOO_DEEP)
+        except WRONG as wrong:
+            return Item(number, place, str(number), None, what_is_wrong(wrong))
         return item_of_row(number, place, row, self._prompt_of)
 
 
