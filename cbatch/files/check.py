@@ -7,8 +7,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cbatch.engine import Engine, load
 from cbatch.errors import CBatchError
+from cbatch.files.engines import engine_for
 from cbatch.files.reading import Reading
 from cbatch.files.seen import Seen
 from cbatch.files.settings import split_settings
@@ -17,6 +17,7 @@ from cbatch.options import RunOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from cbatch.engine import Engine
     from cbatch.files.item import Item
     from cbatch.files.reading import Paths
 
@@ -110,15 +111,13 @@ def check_file(
     defaults = RunOptions.of(options)
     with ExitStack() as stack:
         reading = stack.enter_context(closing(Reading(source, asked)))
-        if engine is None:
-            ahead = reading.look_ahead(defaults)
-            engine = stack.enter_context(
-                load(model, threaded=False, look_ahead=ahead, **load_settings)
-            )
+        runner = stack.enter_context(
+            engine_for(engine, model, load_settings, lambda: reading.look_ahead(defaults))
+        )
         seen = stack.enter_context(closing(Seen()))
-        summary = CheckSummary(engine.n_window)
+        summary = CheckSummary(runner.n_window)
         for item in reading.items:
-            _look(item, engine, defaults, seen, summary)
+            _look(item, runner, defaults, seen, summary)
     return summary
 
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from cbatch.engine import Engine, load
-from cbatch.files.reading import Reading
+from cbatch.files.engines import engine_for
+from cbatch.files.figures import duration
+from cbatch.files.reading import Reading, ahead_of
 from cbatch.files.settings import split_settings
-from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from cbatch.engine import Engine
     from cbatch.files.item import Item
     from cbatch.files.reading import Paths
     from cbatch.messages import BatchPrompt
@@ -55,7 +56,7 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """Return it in words."""
-        low, high = (_time(seconds) for seconds in self.seconds)
+        low, high = (duration(seconds) for seconds in self.seconds)
         return [
             f"sample  {self.n_sample:,} of {self.n_items:,} items in {self.sample_s:.1f} s",
             f"time    {low} … {high} for all",
@@ -97,16 +98,16 @@ def estimate_file(
         reading = stack.enter_context(closing(Reading(source, asked)))
         prompts, n_items = drawn(reading.items, n_sample, random.Random(asked.shuffle_seed))
         n_items = min(n_items, asked.limit or n_items)
-        if engine is None:
-            pairs = [(p, RunOptions.of(p.options).over(defaults)) for p in prompts]
-            ahead = LookAhead(pairs, is_all=n_items == len(prompts)) if pairs else None
-            engine = stack.enter_context(
-                load(model, threaded=False, look_ahead=ahead, **load_settings)
+        is_all = n_items == len(prompts)
+        runner = stack.enter_context(
+            engine_for(
+                engine, model, load_settings, lambda: ahead_of(prompts, defaults, is_all=is_all)
             )
+        )
         if not prompts:
             return Estimate(n_items, 0, (0.0, 0.0), 0, 0, 0.0)
         start_s = perf_counter()
-        response = engine.run(prompts, options=defaults, max_time_s=sample_s)
+        response = runner.run(prompts, options=defaults, max_time_s=sample_s)
         results = response.results(return_errors=True)
         return extrapolated(results, n_items, perf_counter() - start_s)
 
@@ -147,11 +148,3 @@ def extrapolated(results: list[BatchResult], n_items: int, elapsed_s: float) -> 
     return Estimate(
         n_items, n, (low, high), round(n_prompt * factor), round(mean * n_items), elapsed_s
     )
-
-
-def _time(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from cbatch.files.item import Item
     from cbatch.files.settings import FileOptions
+    from cbatch.messages import BatchPrompt
 
     Paths: TypeAlias = "str | Path | Sequence[str | Path]"
 
@@ -77,12 +78,8 @@ class Reading:
         """Return what comes first, with the options that hold for it; it stays in `items`."""
         first = self._first(n_most)
         self.items = chain(first, self.items)
-        pairs = [
-            (item.prompt, RunOptions.of(item.prompt.options).over(defaults))
-            for item in first
-            if item.prompt is not None
-        ]
-        return LookAhead(pairs, is_all=len(first) < n_most) if pairs else None
+        prompts = [item.prompt for item in first if item.prompt is not None]
+        return ahead_of(prompts, defaults, is_all=len(first) < n_most)
 
     def _first(self, n_most: int) -> list[Item]:
         first: list[Item] = []
@@ -106,3 +103,11 @@ class Reading:
         self.source.close()
         if self._spool is not None:
             self._spool.close()
+
+
+def ahead_of(
+    prompts: Sequence[BatchPrompt], defaults: RunOptions, *, is_all: bool
+) -> LookAhead | None:
+    """Return prompts with the options that hold for each; None where there is no prompt."""
+    pairs = [(prompt, RunOptions.of(prompt.options).over(defaults)) for prompt in prompts]
+    return LookAhead(pairs, is_all=is_all) if pairs else None

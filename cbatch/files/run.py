@@ -9,9 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.engine import Engine, load
 from cbatch.errors import ConfigError
 from cbatch.files.digest import Digests
+from cbatch.files.engines import engine_for
 from cbatch.files.pipe import Pipe
 from cbatch.files.reading import N_LOOKED_AHEAD, Reading
 from cbatch.files.recording import recorded
@@ -26,6 +26,7 @@ from cbatch.runtime.progress import Progress, SilentView, choose_view, closing_l
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
+    from cbatch.engine import Engine
     from cbatch.files.formats import Encoder
     from cbatch.files.reading import Paths
     from cbatch.files.summary import RunSummary
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 N_WINDOW_PER_SLOT = 8
 """Items read ahead for each slot, besides the four that the engine has in hand."""
+
+_OF_OUTPUT = ("output_format", "errors", "retry_errors", "force", "report", "trace")
+"""Options that a run without an output has no use for."""
 
 
 def run_file(
@@ -83,12 +87,19 @@ def run_file(
         target.check([*reading.source.paths, *_model_file(model)], force=asked.force)
         if engine is None:
             view.say(f"loading {model or 'the model that ships inside'}")
-        runner = _engine_for(reading, asked, defaults, engine, model, load_settings)
-        if engine is None:
-            stack.enter_context(runner)
-        way_on = facts(runner, reading, target, defaults, asked)
+        n_ahead = asked.window or N_LOOKED_AHEAD
+        runner = stack.enter_context(
+            engine_for(
+                engine,
+                model,
+                load_settings,
+                lambda: reading.look_ahead(defaults, n_ahead),
+                threaded=reading.is_piped,  # between steps a pipe would let everybody wait
+            )
+        )
+        said = _settings_of(runner, reading, target, defaults, asked)
         ledger = stack.enter_context(
-            target.opened(way_on, force=asked.force, retry_errors=asked.retry_errors)
+            target.opened(said, force=asked.force, retry_errors=asked.retry_errors)
         )
         way = _way(runner, ledger, target.encoder, defaults, model)
         stop = stop or Stopper()
@@ -97,7 +108,7 @@ def run_file(
             view.say(line)
         title = ", ".join(Path(name).name for name in reading.source.paths[:3])
         with (
-            recorded(runner, asked, title, way_on, on_result) as on_ended,
+            recorded(runner, asked, title, said, on_result) as on_ended,
             _shown(view, work, reading, runner),
             stop,
         ):
@@ -139,9 +150,6 @@ def stream_file(
     way = _way(engine, nowhere, NoEncoder(), RunOptions.of(options), None)
     work = _work(reading, way, asked, Stopper(), engine, is_own=False)
     return FileStream(engine, work, asked.max_time_s, (reading, nowhere))
-
-
-_OF_OUTPUT = ("output_format", "errors", "retry_errors", "force", "report", "trace")
 
 
 class FileStream:
@@ -224,30 +232,7 @@ def _model_file(model: Any) -> list[str]:
     return [str(model)] if isinstance(model, str | Path) else []
 
 
-def _engine_for(
-    reading: Reading,
-    asked: FileOptions,
-    defaults: RunOptions,
-    given: Engine | None,
-    model: Any,
-    load_settings: Mapping[str, Any],
-) -> Engine:
-    """Return the engine that was given, or one that is made to the measure of what comes first."""
-    if given is None:
-        # without a thread reading and writing happen between steps; but a pipe may let everybody wait
-        return load(
-            model,
-            threaded=reading.is_piped,
-            look_ahead=reading.look_ahead(defaults, asked.window or N_LOOKED_AHEAD),
-            **load_settings,
-        )
-    if model is not None or load_settings:
-        names = ", ".join(load_settings) or "model"
-        raise ConfigError(f"{names}: the engine is loaded already; leave it out, or give no engine")
-    return given
-
-
-def facts(
+def _settings_of(
     engine: Engine, reading: Reading, target: Target, options: RunOptions, asked: FileOptions
 ) -> dict[str, str]:
     """Return what must be as it was for a run to go on, in words for people."""

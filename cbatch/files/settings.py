@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_seconds
+from cbatch.checks import check_int, check_seconds
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,8 +59,8 @@ class FileOptions:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check_count("limit", self.limit, 2**63 - 1)
-        _check_count("window", self.window, MAX_WINDOW)
+        check_int("limit", self.limit, 1, 2**63 - 1)
+        check_int("window", self.window, 1, MAX_WINDOW)
         check_seconds("max_time_s", self.max_time_s)
         for name in ("errors", "report", "trace"):
             if getattr(self, name) is not None:
@@ -79,10 +78,3 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, 
     rest = {name: value for name, value in settings.items() if name not in names}
     EngineOptions.of(rest)
     return FileOptions(**{n: v for n, v in settings.items() if n in names}), rest
-
-
-def _check_count(name: str, value: object, most: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigError(f"{name} must be 1 … {most:,}, not {value!r}")
