@@ -12,7 +12,7 @@ import pytest
 import cbatch
 from cbatch import BatchPrompt, ConfigError, Engine, GrammarError, UnsupportedOptionError
 from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeGrammars, FakeMatcher
-from cbatch.cli.lines import write_result
+from cbatch.cli.demo import write_result
 from tests import call_runs
 from tests.test_tools import NAMED, TIME, USER, WEATHER
 

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 import cbatch
-from cbatch.cli.lines import stdin
 from cbatch.cli.main import ExitCode, say, write
 from cbatch.cli.options import (
     Adapters,
@@ -38,6 +37,7 @@ from cbatch.cli.options import (
     said,
 )
 from cbatch.engine_options import EngineOptions
+from cbatch.files.places import stdin
 
 
 def ask(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.cells import cell_len, set_cell_size
 
-from cbatch.cli.lines import stdin, stdout
 from cbatch.cli.main import Command, ExitCode, say, write
 from cbatch.cli.options import option
 from cbatch.errors import ConfigError
+from cbatch.files.places import stdin, stdout
 
 if TYPE_CHECKING:
     from cbatch.store import CacheFile, CacheStore

@@ -3,12 +3,48 @@
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import cbatch
+from cbatch.cli.options import name_of
+from cbatch.files.lines import dump, result_as_json
+from cbatch.files.places import check_apart, check_new, check_place, opened
+from cbatch.messages import LookAhead
+from cbatch.runtime.progress import View
 
 _GREEDY = cbatch.RunOptions(temperature=0)
 _MAX_WIDTH = 100
+
+
+def run_demo(
+    target: Path,
+    view: View,
+    model: Path | None,
+    options: cbatch.RunOptions,
+    settings: dict[str, Any],
+    *,
+    is_shown: bool,
+    force: bool,
+) -> None:
+    """Answer the chats of --demo: as text where they are shown, else as records."""
+    prompts = demo_prompts()
+    check_place(target)
+    check_apart(target, filter(None, (model,)))
+    check_new(target, force=force)
+    view.say(f"loading {name_of(model)} for {len(prompts)} items")
+    pairs = [(p, cbatch.RunOptions.of(p.options).over(options)) for p in prompts]
+    look_ahead = LookAhead(pairs, is_all=True)
+    with (
+        cbatch.load(model, options=options, look_ahead=look_ahead, **settings) as engine,
+        opened(target, force=force) as file,
+    ):
+        write = partial(write_shown(prompts) if is_shown else write_result, file)
+        with closing(engine.run(prompts, progress=view).as_completed()) as results:
+            for result in results:
+                write(result)
 
 
 def demo_prompts() -> list[cbatch.BatchPrompt]:
@@ -47,3 +83,9 @@ def as_text(prompt: cbatch.BatchPrompt, result: cbatch.BatchResult, width: int) 
 def _paragraph(role: str, text: str, width: int) -> str:
     mark = {"user": "> ", "system": "# "}.get(role, "  ")
     return textwrap.fill(text, width, initial_indent=mark, subsequent_indent="  ")
+
+
+def write_result(file: BinaryIO, result: cbatch.BatchResult) -> None:
+    """Write one result as a whole line that the system has when this returns."""
+    file.write(dump(result_as_json(result)))
+    file.flush()

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from cbatch.cli.lines import stdout
 from cbatch.cli.main import write
 from cbatch.cli.options import (
     CacheTypeK,
@@ -24,6 +23,7 @@ from cbatch.cli.options import (
     said,
 )
 from cbatch.engine_options import EngineOptions
+from cbatch.files.places import stdout
 
 _MIB, _GIB = 2**20, 2**30
 

@@ -18,8 +18,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import cbatch
-from cbatch.cli.lines import stdout
 from cbatch.cli.options import option
+from cbatch.files.places import stdout
 
 _BOXES_WIDTH = 64
 """Columns below which the boxes of the help would cut the names of options."""

@@ -1,17 +1,14 @@
 """`cbatch run`: batch files in, a file of records out."""
 
 import os
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import cbatch
-from cbatch.cli.demo import demo_prompts, write_shown
+from cbatch.cli.demo import run_demo
 from cbatch.cli.events import EventView
-from cbatch.cli.lines import STDOUT, check_target, is_pipe, open_target, write_result
 from cbatch.cli.main import ExitCode, say
 from cbatch.cli.options import (
     Adapters,
@@ -40,7 +37,6 @@ from cbatch.cli.options import (
     TopK,
     TopP,
     answer_options,
-    name_of,
     named_adapters,
     option,
     said,
@@ -48,10 +44,10 @@ from cbatch.cli.options import (
 from cbatch.engine_options import EngineOptions
 from cbatch.files.check import check_file
 from cbatch.files.estimate import estimate_file
+from cbatch.files.places import STDOUT, is_dash
 from cbatch.files.run import run_file
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.summary import RunSummary
-from cbatch.messages import LookAhead
 from cbatch.runtime.progress import View, choose_view, summary_lines
 
 _FILES = "Files"
@@ -233,7 +229,7 @@ def run(
     target = STDOUT if output is None else output
     view = _view(target, is_quiet=quiet, is_json=json)
     if demo:
-        _demo(target, view, model, options, settings, is_shown=output is None, force=force)
+        run_demo(target, view, model, options, settings, is_shown=output is None, force=force)
         return
     asked = {
         "errors": errors,
@@ -291,33 +287,7 @@ def _end(summary: RunSummary) -> None:
 def _view(target: Path, *, is_quiet: bool, is_json: bool) -> View:
     if is_json:
         return EventView()
-    return choose_view(summary_lines, is_quiet=is_quiet, has_free_terminal=not is_pipe(target))
-
-
-def _demo(
-    target: Path,
-    view: View,
-    model: Path | None,
-    options: cbatch.RunOptions,
-    settings: dict[str, Any],
-    *,
-    is_shown: bool,
-    force: bool,
-) -> None:
-    """Answer the chats of --demo."""
-    prompts = demo_prompts()
-    check_target(target, *filter(None, (model,)), force=force)
-    view.say(f"loading {name_of(model)} for {len(prompts)} items")
-    pairs = [(p, cbatch.RunOptions.of(p.options).over(options)) for p in prompts]
-    look_ahead = LookAhead(pairs, is_all=True)
-    with (
-        cbatch.load(model, options=options, look_ahead=look_ahead, **settings) as engine,
-        open_target(target, force=force) as file,
-    ):
-        write = partial(write_shown(prompts) if is_shown else write_result, file)
-        with closing(engine.run(prompts, progress=view).as_completed()) as results:
-            for result in results:
-                write(result)
+    return choose_view(summary_lines, is_quiet=is_quiet, has_free_terminal=not is_dash(target))
 
 
 def _check_call(

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from cbatch.cli.lines import is_pipe, stdout
 from cbatch.cli.main import ExitCode, say
 from cbatch.cli.options import option
 from cbatch.errors import ConfigError
+from cbatch.files.places import is_dash, stdout
 
 
 def sort(
@@ -43,14 +43,14 @@ def sort(
     """
     from cbatch.files.sort import sort_in_place, sort_to  # sqlite3 is slow to import
 
-    if is_pipe(answers):
+    if is_dash(answers):
         raise ConfigError("-: stdin has no manifest: give the file that a run has written")
     if output is None:
         if by:
             raise ConfigError(f"{answers}: with --by, give another file to write to: -o SORTED")
         for path, n_records in sort_in_place(answers).items():
             say(f"{path}: {n_records:,} records in the order of the requests")
-    elif is_pipe(output):
+    elif is_dash(output):
         _write_sorted(answers, by or [])
     else:
         n_records = sort_to(answers, output, by=by or [], force=force)

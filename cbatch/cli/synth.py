@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from cbatch.cli.lines import check_new, is_pipe
 from cbatch.cli.main import say
 from cbatch.cli.options import option
 from cbatch.errors import ConfigError
+from cbatch.files.places import check_new, is_dash
 
 
 def synth(
@@ -33,7 +33,7 @@ def synth(
 
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; there is: {', '.join(SHAPES)}")
-    if is_pipe(output):
+    if is_dash(output):
         raise ConfigError("-: a model does not go to stdout: give a file for it")
     check_new(output, force=force)
     sizes = SHAPES[shape] if type is None else replace(SHAPES[shape], type=type)

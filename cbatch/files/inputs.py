@@ -6,7 +6,6 @@ import glob
 import io
 import os
 import stat
-import sys
 import zlib
 from collections import deque
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cbatch.errors import ConfigError
+from cbatch.files.places import is_dash, stdin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -62,7 +62,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def _expanded(name: str) -> list[str]:
-    if name == "-" or os.path.lexists(name):
+    if is_dash(name) or os.path.lexists(name):
         return [name]
     found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
     if not found:
@@ -71,7 +71,7 @@ def _expanded(name: str) -> list[str]:
 
 
 def _identity(name: str) -> object:
-    if name == "-":
+    if is_dash(name):
         return name
     try:
         status = os.stat(name)
@@ -91,7 +91,7 @@ class InputFile:
         Raises:
             ConfigError: there is no such file.
         """
-        self.path, self.name = path, "<stdin>" if path == "-" else path
+        self.path, self.name = path, "<stdin>" if is_dash(path) else path
         self.max_line_bytes = max_line_bytes
         self._ahead: deque[bytes | LongLine] = deque()
         self._raw: io.BufferedReader | None = None
@@ -120,7 +120,7 @@ class InputFile:
     def _size(self) -> int | None:
         """Return the size of a regular file, None for a pipe or a device."""
         try:
-            status = None if self.path == "-" else os.stat(self.path)
+            status = None if is_dash(self.path) else os.stat(self.path)
         except OSError as error:
             raise ConfigError(f"{self.name}: cannot be read: {error.strerror}") from error
         return status.st_size if status and stat.S_ISREG(status.st_mode) else None
@@ -169,7 +169,7 @@ class InputFile:
         self._ahead.clear()
         self._n_lines = self._n_bytes = 0
         files, self._raw, self._text = (self._text, self._raw), None, None
-        if self.path != "-":
+        if not is_dash(self.path):
             for file in filter(None, files):
                 with suppress(OSError):
                     file.close()
@@ -222,11 +222,9 @@ class InputFile:
 
 
 def _open(path: str) -> io.BufferedReader:
-    if path != "-":
+    if not is_dash(path):
         return io.BufferedReader(io.FileIO(path), _BUFFER_BYTES)
-    if sys.stdin is None:
-        raise ConfigError("stdin is closed: there is nothing to read")
-    file: Any = sys.stdin.buffer
+    file: Any = stdin()
     return cast("io.BufferedReader", file if hasattr(file, "peek") else io.BufferedReader(file))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cbatch.errors import ConfigError
 from cbatch.files import disk
 from cbatch.files.disk import told
+from cbatch.files.places import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,14 +197,10 @@ def check_file(path: Path) -> None:
     Raises:
         ConfigError: a folder, a device, or nothing that can be written.
     """
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a directory: give a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} does not exist")
+    check_place(path)
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise ConfigError(
             f"{path}: is not a regular file, so no run could go on with it: give a file, or - for stdout"
         )
-    for place in (path, path.parent):
-        if place.exists() and not os.access(place, os.W_OK):
-            raise ConfigError(f"{place}: no permission to write there")
+    if not os.access(path.parent, os.W_OK):  # where the manifest is to be
+        raise ConfigError(f"{path.parent}: no permission to write there")

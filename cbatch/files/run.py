@@ -13,11 +13,12 @@ from cbatch.errors import ConfigError
 from cbatch.files.digest import Digests
 from cbatch.files.engines import engine_for
 from cbatch.files.pipe import Pipe
+from cbatch.files.places import check_place
 from cbatch.files.reading import N_LOOKED_AHEAD, Reading
 from cbatch.files.recording import recorded
 from cbatch.files.settings import FileOptions, split_settings
 from cbatch.files.stop import Interrupted, Stopper
-from cbatch.files.target import Target, check_place
+from cbatch.files.target import Target
 from cbatch.files.window import Window
 from cbatch.files.work import NoEncoder, Way, Work
 from cbatch.options import RunOptions

@@ -16,6 +16,7 @@ from cbatch.files.item import bytes_of
 from cbatch.files.manifest import manifest_of
 from cbatch.files.opening import closing_all, put_away, real, reopened
 from cbatch.files.output import check_file, part_of
+from cbatch.files.places import check_new
 from cbatch.files.seen import scratch
 from cbatch.files.source import open_source
 
@@ -85,8 +86,7 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
         raise ConfigError(
             f"{target}: is the output itself: to sort it in place, give no other file"
         )
-    if target.exists() and not force:
-        raise ConfigError(f"{target}: exists already: give another file, or --force to replace it")
+    check_new(target, force=force)
     part = part_of(target)
     with sorted_records(output, by=by) as records, told(target):
         try:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files.detect import COLUMNAR
@@ -15,6 +13,7 @@ from cbatch.files.formats import Finisher, encoder, output_format
 from cbatch.files.journal import Journal
 from cbatch.files.manifest import manifest_of
 from cbatch.files.pipe import Pipe
+from cbatch.files.places import check_apart, is_dash, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +48,8 @@ class Target:
     @property
     def is_pipe(self) -> bool:
         """Whether nobody can go on with it: stdout, a device, a named pipe."""
-        return str(self.path) == "-" or (self.path.exists() and not _may_be_file(self.path))
+        is_special = not (self.path.is_file() or self.path.is_dir())
+        return is_dash(self.path) or (self.path.exists() and is_special)
 
     @property
     def records(self) -> Path:
@@ -65,8 +65,7 @@ class Target:
             ConfigError: one of the inputs, or a file without a manifest.
         """
         for path in filter(None, (self.path, self.errors)):
-            if path.is_file() and any(os.path.exists(i) and path.samefile(i) for i in inputs):
-                raise ConfigError(f"{path}: is the input: give another file for the results")
+            check_apart(path, inputs)
         if self.is_pipe:
             if self.format in COLUMNAR:
                 raise ConfigError(f"{self.path}: {self.format} cannot be piped: give a file")
@@ -102,8 +101,8 @@ class Target:
     @contextmanager
     def _piped(self) -> Iterator[Pipe]:
         with ExitStack() as stack:
-            file = stack.enter_context(_opened(self.path))
-            errors = stack.enter_context(_opened(self.errors)) if self.errors else None
+            file = stack.enter_context(opened(self.path, force=True))
+            errors = stack.enter_context(opened(self.errors, force=True)) if self.errors else None
             pipe = Pipe(file, errors, header=self.encoder.header())
             yield pipe
             pipe.close()
@@ -112,38 +111,3 @@ class Target:
         """Make the output of its records, where it is not made of them as they come."""
         if isinstance(self.encoder, Finisher):
             self.encoder.finish(self.records, self.path)
-
-
-def _may_be_file(path: Path) -> bool:
-    return path.is_file() or path.is_dir()
-
-
-def check_place(path: Path) -> None:
-    """Check that a file can be here.
-
-    Raises:
-        ConfigError: a directory, a missing folder, no permission.
-    """
-    if str(path) == "-":
-        return
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} does not exist")
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a directory: give a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{path}: no permission to write there")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    if str(path) == "-":
-        if sys.stdout is None:
-            raise ConfigError("stdout is closed: there is nowhere to write to")
-        yield sys.stdout.buffer
-        return
-    try:
-        with path.open("wb") as file:
-            yield file
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise

@@ -7,18 +7,17 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import cbatch
-from cbatch.cli.lines import check_target
-from cbatch.errors import ConfigError, PromptTooLongError
+from cbatch.errors import PromptTooLongError
 from tests.cli.conftest import Done, forbid_opening, invoke, parse, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.conftest import SynthFactory
 
@@ -318,12 +317,6 @@ def test_input_by_another_name_is_never_the_output(
     result = run(source, out, test_model, "--force")
     assert (result.exit_code, source.read_bytes()) == (2, before)
     assert f"{out}: is the input" in result.stderr
-
-
-def test_no_input_is_ever_the_output(test_model: Path, out: Path) -> None:
-    with pytest.raises(ConfigError, match="is the input"):
-        check_target(test_model, Path("-"), out, test_model, force=True)
-    check_target(out, Path("-"), out, test_model, force=False)
 
 
 def test_output_that_comes_up_while_the_model_loads_is_left_alone(

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
-from cbatch.cli.lines import stdin, stdout, write_result
+from cbatch.cli.demo import write_result
 from cbatch.cli.main import Interrupts, write
 from cbatch.errors import ConfigError
+from cbatch.files.places import stdin, stdout
 from cbatch.response import BatchResult, Timings, Usage
 from tests.cli.conftest import Done, Raw, invoke, parse, start
 

@@ -679,6 +679,7 @@ def test_errors_in_the_output_or_manifest_are_refused(tmp_path: Path, name: str)
 def test_folder_without_permission_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "out").touch()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match=rf"{tmp_path}: no permission to write there"):
         open_journal(tmp_path)

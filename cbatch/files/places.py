@@ -1,4 +1,4 @@
-"""Stdin, stdout, and files of results that are written once."""
+"""Where results may go, checked long before the first one is there; and `-`, which is stdin or stdout."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
-from cbatch.files.lines import dump, result_as_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cbatch.response import BatchResult
+    from collections.abc import Iterable, Iterator
 
 STDOUT = Path("-")
 
 
-def is_pipe(path: Path) -> bool:
+def is_dash(path: str | Path) -> bool:
     """Whether the path is `-`: stdin or stdout."""
     return str(path) == "-"
 
@@ -28,7 +25,7 @@ def stdin() -> BinaryIO:
     """Return stdin.
 
     Raises:
-        ConfigError: the command was started with it closed.
+        ConfigError: the program was started with it closed.
     """
     if sys.stdin is None:
         raise ConfigError("stdin is closed: there is nothing to read")
@@ -39,32 +36,41 @@ def stdout() -> BinaryIO:
     """Return stdout.
 
     Raises:
-        ConfigError: the command was started with it closed.
+        ConfigError: the program was started with it closed.
     """
     if sys.stdout is None:
         raise ConfigError("stdout is closed: there is nowhere to write to")
     return sys.stdout.buffer
 
 
-def check_target(path: Path, *inputs: Path, force: bool) -> None:
-    """Check that results can be written, long before the first one is there.
+def check_place(path: Path) -> None:
+    """Check that a file can be written here.
 
     Raises:
-        ConfigError: a missing folder, one of the inputs, no permission, or see `check_new`.
+        ConfigError: a directory, a missing folder, no permission.
     """
-    if is_pipe(path):
+    if is_dash(path):
         return
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a directory: give a file")
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: the folder {path.parent} does not exist")
-    if path.is_file() and any(i.exists() and path.samefile(i) for i in inputs):
-        raise ConfigError(f"{path}: is the input: give another file for the results")
-    check_new(path, force=force)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path}: no permission to write there")
 
 
+def check_apart(path: Path, inputs: Iterable[str | Path]) -> None:
+    """Check that results do not go to what is read, whatever its name is.
+
+    Raises:
+        ConfigError: it is one of the inputs.
+    """
+    if path.is_file() and any(os.path.exists(i) and path.samefile(i) for i in inputs):
+        raise ConfigError(f"{path}: is the input: give another file for the results")
+
+
 def check_new(path: Path, *, force: bool) -> None:
-    """Check that no work of another run would be lost.
+    """Check that no work of somebody else would be lost.
 
     Raises:
         ConfigError: a directory, or an existing file without `force`.
@@ -76,13 +82,14 @@ def check_new(path: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def open_target(path: Path, *, force: bool) -> Iterator[BinaryIO]:
-    """Open the file for results, or stdout for `-`.
+def opened(path: Path, *, force: bool) -> Iterator[BinaryIO]:
+    """Open a file of results that is written once, or stdout for `-`, for the length of the block.
 
     Raises:
-        ConfigError: it cannot be opened, or a file came there since `check_target` and there is no `force`.
+        ConfigError: it cannot be opened, or without `force` there is such a file.
+        OSError: it cannot be written; it names the file.
     """
-    if is_pipe(path):
+    if is_dash(path):
         yield stdout()
         return
     try:
@@ -96,9 +103,3 @@ def open_target(path: Path, *, force: bool) -> Iterator[BinaryIO]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-
-
-def write_result(file: BinaryIO, result: BatchResult) -> None:
-    """Write one result as a whole line that the system has when this returns."""
-    file.write(dump(result_as_json(result)))
-    file.flush()
