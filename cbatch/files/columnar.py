@@ -13,6 +13,7 @@ import numpy as np
 
 from cbatch.errors import ConfigError
 from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
+from cbatch.files.disk import whole
 from cbatch.files.lines import dump
 from cbatch.files.rows import RowPrompts
 from cbatch.files.tables import check_columns, item_of_row
@@ -181,13 +182,8 @@ class ColumnarEncoder:
         Raises:
             ConfigError: the input, which is read once more, is not as it was.
         """
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            with closing(_Records(records)) as found:
-                self._write(part, found)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        with closing(_Records(records)) as found, whole(target) as part:
+            self._write(part, found)
 
     def _write(self, part: Path, found: _Records) -> None:
         pyarrow, schema = import_pyarrow(), self._schema()

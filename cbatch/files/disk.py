@@ -56,6 +56,17 @@ def replace(new: Path, old: Path) -> None:
     sync_folder(old.parent)
 
 
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Lend a path beside a file: what is written there takes its place behind the block, or goes if that fails."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Return when the disk has the names in this folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Numbers, times and ticks as people read them."""
+"""Numbers, times, ticks and long texts as people read them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def short(n: float) -> str:
         if n >= size:
             return f"{n / size:.3g}{unit}"
     return f"{n:.3g}"
+
+
+def cut(text: str, n_most: int) -> str:
+    """Return text of `n_most` characters at most; what is left out is an ellipsis."""
+    return text if len(text) <= n_most else f"{text[: n_most - 1]}…"
 
 
 def percent(part: float, whole: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.files.figures import cut
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -62,7 +63,7 @@ class LineError(Exception):
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         """Keep what becomes an `ItemError`; of a message that repeats a long value, the beginning."""
-        self.error = ItemError(code, _short(message), param)
+        self.error = ItemError(code, cut(message, _N_MESSAGE), param)
         super().__init__(message)
 
 
@@ -77,15 +78,11 @@ def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
     if isinstance(error, RecursionError):
         return ItemError("invalid_json_line", "its values are nested too deeply")
     if isinstance(error, UnsupportedOptionError):
-        return ItemError("unsupported_parameter", _short(str(error)), error.option)
-    message = _short(str(error))
+        return ItemError("unsupported_parameter", cut(str(error), _N_MESSAGE), error.option)
+    message = cut(str(error), _N_MESSAGE)
     word = re.match(r"\w*", message)
     param = word[0] if word and word[0] in names else None
     return ItemError("invalid_request", message, param)
-
-
-def _short(message: str) -> str:
-    return message if len(message) <= _N_MESSAGE else f"{message[: _N_MESSAGE - 1]}…"
 
 
 def duplicate_id(item: Item) -> ItemError:

@@ -7,6 +7,7 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from cbatch.files.figures import cut
 from cbatch.files.item import WRONG, Item, ItemError, LineError, unlabelled, what_is_wrong
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
@@ -27,13 +28,16 @@ LEAST_LOGPROB = -9999.0
 _USAGE = tuple(f.name for f in fields(Usage))
 _TIMINGS = tuple(f.name for f in fields(Timings))
 
+_N_SHOWN = 60
+"""Characters of a line in an error."""
+
 _N_KEPT = 64
 _MAX_KEY_LENGTH = 2**16
 _decode = json.JSONDecoder().decode
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
 
 
-# Reading
+# ---- reading ----
 
 
 def load(line: bytes) -> dict[str, Any]:
@@ -79,8 +83,7 @@ def without_nulls(value: Any) -> Any:
 
 def shown(text: str) -> str:
     """Return the beginning of a line, for errors."""
-    text = text.strip()
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    return cut(text.strip(), _N_SHOWN)
 
 
 class OptionsOf:
@@ -153,7 +156,7 @@ def _label(given: object) -> str:
     return given
 
 
-# Writing
+# ---- writing ----
 
 
 def dump(value: object) -> bytes:

@@ -70,7 +70,7 @@ class Call(NamedTuple):
     model: str
 
 
-# Reading
+# ---- reading ----
 
 
 class OpenAIParser:
@@ -203,7 +203,7 @@ def _only_prompt(prompt: object) -> Any:
     return prompt[0]
 
 
-# Writing
+# ---- writing ----
 
 
 class OpenAIEncoder:

@@ -12,6 +12,7 @@ from cbatch.errors import ConfigError
 from cbatch.files import disk
 from cbatch.files.compact import finish, rewrite
 from cbatch.files.disk import told
+from cbatch.files.lines import shown
 from cbatch.files.manifest import FileRow, Manifest, ManifestError, manifest_of, remove_manifest
 from cbatch.files.output import Output, check_file
 
@@ -22,8 +23,6 @@ OUTPUT_FORMAT = "output format"
 """The setting with which no run can go on where it differs: a file has one format."""
 
 _NOTHING = "nothing"
-_MOST_SHOWN = 60
-"""Characters of a header in an error."""
 
 
 class ChangedError(ConfigError):
@@ -204,8 +203,7 @@ def _differences(manifest: Manifest, wanted: Wanted) -> Iterator[tuple[str, str]
 
 
 def _shown(header: bytes) -> str:
-    text = header.decode(errors="replace").strip()
-    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")
+    return repr(shown(header.decode(errors="replace")))
 
 
 # ---- beginning ----

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.stats import Percentiles
 from cbatch.errors import ConfigError
+from cbatch.files.figures import cut
 from cbatch.files.spans import SlotSpans, Span
 
 if TYPE_CHECKING:
@@ -198,8 +199,7 @@ class SpanStore:
 
 def _in_short(message: str) -> str:
     """Return a message in one line, cut where it is long."""
-    line = " ".join(message[: 4 * N_MESSAGE].split())
-    return line if len(line) <= N_MESSAGE else line[: N_MESSAGE - 1] + "…"
+    return cut(" ".join(message[: 4 * N_MESSAGE].split()), N_MESSAGE)
 
 
 class ResultBooks:

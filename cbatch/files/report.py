@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.resources import files
@@ -11,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files.charts import Axis, Curve, curve_chart, distribution_chart
+from cbatch.files.disk import whole
 from cbatch.files.facts import machine_facts, version_facts
 from cbatch.files.figures import count, duration, percent
 from cbatch.files.markup import Markup, tag
 from cbatch.files.timeline import slot_chart, stretch
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping
 
     from cbatch.core.stats import Percentiles
@@ -71,13 +72,9 @@ def write_report(
 
 
 def _write(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        try:
+        with whole(path) as part:
             part.write_bytes(data)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written to {path}: {error.strerror or error}; give another place"

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
-from cbatch.files import disk
 from cbatch.files.compact import copied, in_order, rewrite, write_all
-from cbatch.files.disk import told
+from cbatch.files.disk import told, whole
 from cbatch.files.item import bytes_of
 from cbatch.files.manifest import manifest_of
 from cbatch.files.opening import closing_all, put_away, real, reopened
-from cbatch.files.output import check_file, part_of
+from cbatch.files.output import check_file
 from cbatch.files.places import check_new
 from cbatch.files.seen import scratch
 from cbatch.files.source import open_source
@@ -87,14 +86,9 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
             f"{target}: is the output itself: to sort it in place, give no other file"
         )
     check_new(target, force=force)
-    part = part_of(target)
-    with sorted_records(output, by=by) as records, told(target):
-        try:
-            write_all(part, records.pieces)
-            disk.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
-        return records.n_records
+    with sorted_records(output, by=by) as records, told(target), whole(target) as part:
+        write_all(part, records.pieces)
+    return records.n_records
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def item_of_row(
     return Item(number, place, str(number), None, error, row)
 
 
-# Reading CSV and TSV
+# ---- CSV and TSV ----
 
 
 class CsvReader:
@@ -162,7 +162,7 @@ def _from_closing_quote(line: bytes) -> bytes:
     return line[line.index(b'"') :] if b'"' in line else b""
 
 
-# Reading objects and plain lines
+# ---- objects and plain lines ----
 
 
 class ObjectParser:
