@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from cbatch.files.record import RunRecorder, tee
+from cbatch.files.recorder import RunRecorder, tee
 from cbatch.files.report import write_report
 from cbatch.files.trace import TraceWriter
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from cbatch.core.stats import Percentiles
-    from cbatch.files.record import Bucket, RunRecorder
+    from cbatch.files.recorder import Bucket, RunRecorder
 
     Value = Callable[[Bucket, float], float]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import ConfigError
 from cbatch.files.digest import Digests
+from cbatch.files.encoders import NoEncoder
 from cbatch.files.engines import engine_for
 from cbatch.files.pipe import Pipe
 from cbatch.files.places import check_place
@@ -20,7 +21,7 @@ from cbatch.files.settings import FileOptions, split_settings
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.target import Target
 from cbatch.files.window import Window
-from cbatch.files.work import NoEncoder, Way, Work
+from cbatch.files.work import Way, Work
 from cbatch.options import RunOptions
 from cbatch.runtime.progress import Progress, SilentView, choose_view, closing_line
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
     from cbatch.engine import Engine
-    from cbatch.files.formats import Encoder
+    from cbatch.files.encoders import Encoder
     from cbatch.files.reading import Paths
     from cbatch.files.summary import RunSummary
     from cbatch.files.work import Ended, Ledger, OnEnded

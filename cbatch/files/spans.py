@@ -1,7 +1,9 @@
-"""Who was in which slot, and when: runs of steps joined to spans."""
+"""Who was in which slot, and when: runs of steps joined to spans, of which the first and the last are kept."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,3 +93,48 @@ def parts(record: StepRecord, row: StepRow) -> Iterator[Span]:
         yield span(record.first_ran_s, end_s, row.n_sampled, is_prefill=False)
     else:
         yield span(start_s, end_s, row.n_prefill * record.n_steps, is_prefill=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of time and spans, of which some may lie outside of it."""
+
+    start_s: float
+    end_s: float
+    spans: list[Span]
+
+
+class SpanStore:
+    """The first and the last spans of a run: all of them, where they are few."""
+
+    def __init__(self, n_keep: int) -> None:
+        """Make an empty one that keeps `n_keep` of each end."""
+        self.first: list[Span] = []
+        self.last: deque[Span] = deque()
+        self.n_spans = 0
+        self._n_keep, self._cut_s = n_keep, math.inf
+        self._left: dict[int, Span] = {}
+
+    def add(self, span: Span) -> None:
+        """Enter a span that begins; it may grow."""
+        self.n_spans += 1
+        if len(self.first) < self._n_keep:
+            self.first.append(span)
+            return
+        self._cut_s = min(self._cut_s, span.start_s)
+        self.last.append(span)
+        if len(self.last) > self._n_keep:
+            gone = self.last.popleft()
+            self._left[gone.slot] = gone
+
+    def parts(self) -> list[Part]:
+        """Return each stretch of time in which every span is known: the whole, or its beginning and its end."""
+        known = [*self.first, *self._left.values(), *self.last]
+        if not known:
+            return []
+        start_s, end_s = known[0].start_s, max(s.end_s for s in known)
+        if not self._left:
+            return [Part(start_s, end_s, known)]
+        # of each slot all is known from the span on that left last
+        last_s = max(s.start_s for s in self._left.values())
+        return [Part(start_s, self._cut_s, known), Part(last_s, end_s, known)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files.detect import COLUMNAR
-from cbatch.files.formats import Finisher, encoder, output_format
+from cbatch.files.encoders import Finisher, encoder, output_format
 from cbatch.files.journal import Journal
 from cbatch.files.manifest import manifest_of
 from cbatch.files.pipe import Pipe
@@ -18,7 +18,7 @@ from cbatch.files.places import check_apart, is_dash, opened
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from cbatch.files.formats import Encoder
+    from cbatch.files.encoders import Encoder
     from cbatch.files.settings import FileOptions
     from cbatch.files.source import Source
 

@@ -12,8 +12,7 @@ from cbatch.files.markup import Markup, join, tag
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.files.record import Part
-    from cbatch.files.spans import Span
+    from cbatch.files.spans import Part, Span
 
 N_COLORS = 6
 _HEIGHT = 400.0

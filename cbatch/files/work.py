@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.files.digest import Digests
-    from cbatch.files.formats import Encoder
+    from cbatch.files.encoders import Encoder
     from cbatch.files.item import Item, ItemError
     from cbatch.files.journal import Claim
     from cbatch.files.stop import Stopper
@@ -76,22 +76,6 @@ class Way:
     digests: Digests
     options: RunOptions
     model: str
-
-
-class NoEncoder:
-    """Writes nothing."""
-
-    def header(self) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def error(self, item: Item, error: ItemError) -> bytes:
-        """Return nothing."""
-        return b""
 
 
 @dataclass(eq=False, slots=True)

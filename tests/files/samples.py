@@ -6,7 +6,7 @@ import gzip
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.files.formats import encoder, output_format
+from cbatch.files.encoders import encoder, output_format
 from cbatch.files.source import open_source
 from cbatch.response import BatchResult, Timings, Usage
 

@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.errors import ConfigError
 from cbatch.files.columnar import ColumnarEncoder
-from cbatch.files.formats import encoder
+from cbatch.files.encoders import encoder
 from cbatch.files.source import open_source
 from tests.files.samples import ANSWER, error_of, read, records, write
 

@@ -17,7 +17,7 @@ from cbatch.files.charts import Axis, distribution_chart
 from cbatch.files.facts import machine_facts, version_facts
 from cbatch.files.figures import clock, count, duration, percent, short, tick_step, ticks, time_step
 from cbatch.files.markup import Markup, tag
-from cbatch.files.record import N_SPANS_PER_SLOT, RunRecorder
+from cbatch.files.recorder import N_SPANS_PER_SLOT, RunRecorder
 from cbatch.files.report import report_page, write_report
 from cbatch.files.spans import Span
 from cbatch.files.timeline import N_COLORS, colors

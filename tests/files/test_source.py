@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.formats import encoder, output_format
+from cbatch.files.encoders import encoder, output_format
 from cbatch.files.item import duplicate_id
 from cbatch.files.source import open_source
 from tests.files.samples import read, write

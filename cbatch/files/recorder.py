@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from cbatch.core.stats import Percentiles
 from cbatch.errors import ConfigError
 from cbatch.files.figures import cut
-from cbatch.files.spans import SlotSpans, Span
+from cbatch.files.spans import SlotSpans, SpanStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -144,57 +143,12 @@ def _without_stump(
     return pieces
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of time and spans, of which some may lie outside of it."""
-
-    start_s: float
-    end_s: float
-    spans: list[Span]
-
-
 @dataclass(eq=False, slots=True)
 class ErrorKind:
     """How often something failed, and what was said the first time."""
 
     message: str
     n: int = 0
-
-
-class SpanStore:
-    """The first and the last spans of a run: all of them, where they are few."""
-
-    def __init__(self, n_keep: int) -> None:
-        """Make an empty one that keeps `n_keep` of each end."""
-        self.first: list[Span] = []
-        self.last: deque[Span] = deque()
-        self.n_spans = 0
-        self._n_keep, self._cut_s = n_keep, math.inf
-        self._left: dict[int, Span] = {}
-
-    def add(self, span: Span) -> None:
-        """Enter a span that begins; it may grow."""
-        self.n_spans += 1
-        if len(self.first) < self._n_keep:
-            self.first.append(span)
-            return
-        self._cut_s = min(self._cut_s, span.start_s)
-        self.last.append(span)
-        if len(self.last) > self._n_keep:
-            gone = self.last.popleft()
-            self._left[gone.slot] = gone
-
-    def parts(self) -> list[Part]:
-        """Return each stretch of time in which every span is known: the whole, or its beginning and its end."""
-        known = [*self.first, *self._left.values(), *self.last]
-        if not known:
-            return []
-        start_s, end_s = known[0].start_s, max(s.end_s for s in known)
-        if not self._left:
-            return [Part(start_s, end_s, known)]
-        # of each slot all is known from the span on that left last
-        last_s = max(s.start_s for s in self._left.values())
-        return [Part(start_s, self._cut_s, known), Part(last_s, end_s, known)]
 
 
 def _in_short(message: str) -> str:

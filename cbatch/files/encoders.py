@@ -48,6 +48,22 @@ class Finisher(Protocol):
         """Write the output from a file of records."""
 
 
+class NoEncoder:
+    """Writes nothing."""
+
+    def header(self) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def error(self, item: Item, error: ItemError) -> bytes:
+        """Return nothing."""
+        return b""
+
+
 def output_format(source: Source, asked: str = "auto") -> Format:
     """Return the format of the output: that of the input, but cbatch's lines for plain text.
 
