@@ -122,6 +122,11 @@ def test_runtime_sees_the_backend_protocol_alone(module: str) -> None:
     assert {i for i in inside(module) if room(i) == "backend"} <= {"backend"}
 
 
+@pytest.mark.parametrize("module", [m for m in modules() if room(m) == "files"])
+def test_files_sees_neither_commands_nor_servers_nor_benchmarks(module: str) -> None:
+    assert not {room(i) for i in inside(module)} & {"cli", "server", "daemon", "bench"}
+
+
 @pytest.mark.parametrize("module", [m for m in modules() if room(m) in FACE])
 def test_face_sees_no_room(module: str) -> None:
     assert {room(i) for i in inside(module)} <= FACE

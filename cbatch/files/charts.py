@@ -144,26 +144,19 @@ def distribution_chart(times: Percentiles, title: str, color: str, height: float
     def x(seconds: float) -> float:
         return left + (_HALF - 2 * left) * (math.log(seconds) - low) / (high - low)
 
-    shapes = [
-        tag(
-            "rect",
-            tag("title", f"{duration(a)} to {duration(b)}: {count(n)} ({percent(n, times.n)})"),
-            x=x(a),
-            y=bottom - (bottom - top) * n / most,
-            width=max(0.6, x(b) - x(a) - 1),
-            height=(bottom - top) * n / most,
-            rx=1.5,
-            class_=f"bar {color}",
-        )
-        for a, b, n in bars
-        if n
-    ]
+    def shape(start_s: float, end_s: float, n: int) -> Markup:
+        said = f"{duration(start_s)} to {duration(end_s)}: {count(n)} ({percent(n, times.n)})"
+        size = (bottom - top) * n / most
+        place = {"x": x(start_s), "y": bottom - size, "height": size, "rx": 1.5}
+        width = max(0.6, x(end_s) - x(start_s) - 1)
+        return tag("rect", tag("title", said), **place, width=width, class_=f"bar {color}")
+
     edge = tag("line", x1=left, x2=_HALF - left, y1=bottom, y2=bottom, class_="axis")
     return picture(
         _HALF,
         height,
         title,
-        *shapes,
+        *(shape(*bar) for bar in bars if bar[2]),
         edge,
         _decades(low, high, x, bottom),
         _percentile_lines(times, x, bottom),
