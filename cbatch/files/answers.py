@@ -72,7 +72,7 @@ def _response(result: BatchResult) -> str:
 _LINE_END = "\r\n"  # fields that hold a character of it are quoted
 
 
-class RowWriter(Protocol):
+class _RowWriter(Protocol):
     """Writes rows of fixed columns as records."""
 
     def header(self) -> bytes:
@@ -86,7 +86,7 @@ class TableEncoder:
     """Writes what an item has of its own, then its answer."""
 
     def __init__(
-        self, columns: Sequence[str] | None, make_writer: Callable[[Sequence[str]], RowWriter]
+        self, columns: Sequence[str] | None, make_writer: Callable[[Sequence[str]], _RowWriter]
     ) -> None:
         """Make one.
 

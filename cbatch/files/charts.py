@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from cbatch.core.stats import Percentiles
 
-WIDTH = 1040.0
+_WIDTH = 1040.0
 LEFT = 52.0
 """Room for what an axis says."""
 
-RIGHT = 6.0
+_RIGHT = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Axis:
     end_s: float
     zero_s: float = 0.0
     """What the labels count from."""
-    width: float = WIDTH
+    width: float = _WIDTH
 
     def x(self, time_s: float) -> float:
         """Return where a time stands; outside of the axis, its end."""
         share = (time_s - self.start_s) / max(self.end_s - self.start_s, 1e-9)
-        return LEFT + min(1.0, max(0.0, share)) * (self.width - LEFT - RIGHT)
+        return LEFT + min(1.0, max(0.0, share)) * (self.width - LEFT - _RIGHT)
 
     def marks(self) -> list[tuple[float, str]]:
         """Return where ticks stand, and what they say."""
@@ -117,7 +117,7 @@ def _levels(values: Sequence[float], y: Callable[[float], float], width: float) 
     pieces = []
     for value in values:
         at = y(value)
-        pieces.append(tag("line", x1=LEFT, x2=width - RIGHT, y1=at, y2=at, class_="grid"))
+        pieces.append(tag("line", x1=LEFT, x2=width - _RIGHT, y1=at, y2=at, class_="grid"))
         text = tag("text", short(value), x=LEFT - 8, y=at + 4, class_="tick", text_anchor="end")
         pieces.append(text)
     return join(pieces)
@@ -125,7 +125,7 @@ def _levels(values: Sequence[float], y: Callable[[float], float], width: float) 
 
 # ---- distributions ----
 
-PERCENTILES = (50, 90, 99)
+_PERCENTILES = (50, 90, 99)
 _HALF = 500.0
 _LABEL = 96.0
 """Room for what is said of a percentile."""
@@ -196,7 +196,7 @@ def _decades(low: float, high: float, x: Callable[[float], float], bottom: float
 
 def _percentile_lines(times: Percentiles, x: Callable[[float], float], bottom: float) -> Markup:
     """Return a line for each percentile; labels stand in rows so that no line runs through one."""
-    places = [(p, times.at(p) or 1.0) for p in PERCENTILES]
+    places = [(p, times.at(p) or 1.0) for p in _PERCENTILES]
     is_left = x(places[-1][1]) > _HALF - _LABEL
     if is_left:
         places.reverse()

@@ -35,7 +35,7 @@ _N_ROWS = 1024
 _ARROW_MAGIC = b"ARROW1"  # Source: Arrow's format, IPC file format; a stream has none
 
 
-def import_pyarrow() -> Any:
+def _import_pyarrow() -> Any:
     """Return pyarrow.
 
     Raises:
@@ -58,7 +58,7 @@ def _opened(path: str, format: str) -> Iterator[tuple[Any, int | None, Iterator[
     Raises:
         ConfigError: it is not what its name says, or is damaged.
     """
-    pyarrow = import_pyarrow()
+    pyarrow = _import_pyarrow()
     try:
         if format == "parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
@@ -90,7 +90,7 @@ class ColumnarReader:
         Raises:
             ConfigError: pyarrow is not installed.
         """
-        import_pyarrow()
+        _import_pyarrow()
         self.columns: tuple[str, ...] = ()
         self._asking, self._format = asking, format
         self._prompt_of: RowPrompts | None = None
@@ -142,7 +142,7 @@ class ColumnarEncoder:
         Raises:
             ConfigError: pyarrow is not installed.
         """
-        import_pyarrow()
+        _import_pyarrow()
         self._format, self._paths = format, source.paths
         self._input = source.format if source.format in ("parquet", "arrow") else None
         self._has_rows = source.columns is not None
@@ -186,7 +186,7 @@ class ColumnarEncoder:
             self._write(part, found)
 
     def _write(self, part: Path, found: _Records) -> None:
-        pyarrow, schema = import_pyarrow(), self._schema()
+        pyarrow, schema = _import_pyarrow(), self._schema()
         with part.open("wb") as file:
             if self._format == "parquet":
                 writer = pyarrow.parquet.ParquetWriter(file, schema)
@@ -200,7 +200,7 @@ class ColumnarEncoder:
 
     def _schema(self) -> Any:
         """Return the columns of the output: those of the input with their types, and the added ones."""
-        pyarrow = import_pyarrow()
+        pyarrow = _import_pyarrow()
         types = {str: pyarrow.string(), int: pyarrow.int64()}
         added = [
             pyarrow.field(name, types[type])
@@ -223,7 +223,7 @@ class ColumnarEncoder:
                     n_before += batch.num_rows
                     rows = [i for i, value in enumerate(values) if value is not None]
                     if rows:
-                        kept = batch.take(import_pyarrow().array(rows))
+                        kept = batch.take(_import_pyarrow().array(rows))
                         own = [kept.column(name) for name in self._own]
                         yield [*own, *_turned([v for v in values if v is not None], n_columns)]
 

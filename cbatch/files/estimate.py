@@ -109,7 +109,7 @@ def estimate_file(
         start_s = perf_counter()
         response = runner.run(prompts, options=defaults, max_time_s=sample_s)
         results = response.results(return_errors=True)
-        return extrapolated(results, n_items, perf_counter() - start_s)
+        return _extrapolated(results, n_items, perf_counter() - start_s)
 
 
 def drawn(
@@ -129,7 +129,7 @@ def drawn(
     return kept, n
 
 
-def extrapolated(results: list[BatchResult], n_items: int, elapsed_s: float) -> Estimate:
+def _extrapolated(results: list[BatchResult], n_items: int, elapsed_s: float) -> Estimate:
     """Return what `n_items` would take where these took `elapsed_s`: time goes with the tokens."""
     whole = [r for r in results if r.finish_reason not in ("timeout", "cancelled")]
     n = len(whole)

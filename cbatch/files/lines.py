@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 KEYS = ("id", "messages", "prompt", "tokens", "options")
 """What a line of cbatch's may have."""
 
-LEAST_LOGPROB = -9999.0
+_LEAST_LOGPROB = -9999.0
 """Source: OpenAI's API reference, chat completions, `logprobs`."""
 
 _USAGE = tuple(f.name for f in fields(Usage))
@@ -180,7 +180,7 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def error_as_json(error: CBatchError) -> dict[str, object]:
+def _error_as_json(error: CBatchError) -> dict[str, object]:
     """Return what became of a failed item."""
     return {"type": type(error).__name__, "message": str(error)}
 
@@ -209,7 +209,7 @@ def result_as_json(result: BatchResult) -> dict[str, object]:
         "id": result.id,
         "text": result.text,
         "finish_reason": result.finish_reason,
-        "error": result.error and error_as_json(result.error),
+        "error": result.error and _error_as_json(result.error),
         "usage": {name: getattr(result.usage, name) for name in _USAGE},
         "timings": {name: getattr(result.timings, name) for name in _TIMINGS},
         "seed": result.seed,
@@ -234,7 +234,7 @@ def _choice(choice: BatchResult) -> dict[str, object]:
     return {
         "text": choice.text,
         "finish_reason": choice.finish_reason,
-        "error": choice.error and error_as_json(choice.error),
+        "error": choice.error and _error_as_json(choice.error),
         "seed": choice.seed,
         **_more(choice),
     }
@@ -263,4 +263,4 @@ def logprob_of(token: TokenLogprob) -> float | None:
 
     A probability of 0 is -9999; a token that is echoed and has none before it has null.
     """
-    return None if math.isnan(token.logprob) else max(token.logprob, LEAST_LOGPROB)
+    return None if math.isnan(token.logprob) else max(token.logprob, _LEAST_LOGPROB)

@@ -17,7 +17,7 @@ from cbatch.errors import ConfigError, OutputError
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
 
-VERSION = 1
+_VERSION = 1
 _APPLICATION = 0x63626174  # "cbat"
 _PAGE = 1024
 """Bytes of a page: ids come in any order, and each new one changes a page of the index, which is written whole."""
@@ -27,7 +27,7 @@ _CHECKPOINT = 16 * 1024
 
 _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION}",
-    f"PRAGMA user_version = {VERSION}",
+    f"PRAGMA user_version = {_VERSION}",
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
     """CREATE TABLE files (
         file INTEGER PRIMARY KEY,      -- 0: the output, 1: that of errors
@@ -125,9 +125,9 @@ class Manifest:
         """Return whether it is empty; refuse what is not ours."""
         application, version = self._pragma("application_id"), self._pragma("user_version")
         if application == _APPLICATION:
-            if version > VERSION:
+            if version > _VERSION:
                 raise ManifestError(
-                    f"{self.path}: is of version {version}, and this cbatch knows {VERSION}: update cbatch, give "
+                    f"{self.path}: is of version {version}, and this cbatch knows {_VERSION}: update cbatch, give "
                     "another output, or replace it (--force)"
                 )
             return False

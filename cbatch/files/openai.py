@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult, TokenLogprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-URLS = (CHAT, COMPLETIONS)
+_URLS = (CHAT, COMPLETIONS)
 
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "stream_options", "prediction"}
@@ -47,7 +47,7 @@ IGNORED = frozenset(
 )
 """Names in a body that say nothing about the answer."""
 
-HARMLESS = {
+_HARMLESS = {
     "stream": (False,),
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
@@ -87,8 +87,8 @@ class OpenAIParser:
         Raises:
             ConfigError: a url that is not served.
         """
-        if url is not None and url not in URLS:
-            raise ConfigError(f"url={url!r} is not served; there is: {', '.join(URLS)}")
+        if url is not None and url not in _URLS:
+            raise ConfigError(f"url={url!r} is not served; there is: {', '.join(_URLS)}")
         self._url = url
         self._model: str | None = None
         self._options_of = OptionsOf()
@@ -123,8 +123,8 @@ class OpenAIParser:
         return Call(str(url), self._model_of(body)), body
 
     def _check_url(self, url: object) -> None:
-        if url not in URLS:
-            message = f"url {url!r} is not served; there is: {', '.join(URLS)}"
+        if url not in _URLS:
+            message = f"url {url!r} is not served; there is: {', '.join(_URLS)}"
             raise LineError("invalid_url", message, "url")
         if self._url is not None and url != self._url:
             message = f"url {url!r} is not that of the batch: {self._url}"
@@ -180,10 +180,10 @@ def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:
 def _is_ignored(name: str, value: object) -> bool:
     if name in IGNORED:
         return True
-    if name not in HARMLESS:
+    if name not in _HARMLESS:
         return False
-    if value not in HARMLESS[name]:
-        can = " or ".join(map(repr, HARMLESS[name]))
+    if value not in _HARMLESS[name]:
+        can = " or ".join(map(repr, _HARMLESS[name]))
         raise LineError(
             "invalid_request", f"{name} must be {can} in a batch file, not {value!r}", name
         )

@@ -47,7 +47,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class _Wanted:
     """What a run asks for; see `Journal.open`. Paths are real ones, without links."""
 
     output: Path
@@ -68,11 +68,11 @@ def opened(
     """Return the outputs of a run, ready to be added to; see `Journal.open`."""
     for path in filter(None, (output, errors)):
         check_file(path)
-    wanted = Wanted(real(output), errors and real(errors), settings, header, force)
+    wanted = _Wanted(real(output), errors and real(errors), settings, header, force)
     _check_errors(wanted)
     manifest = _open_manifest(wanted)
     found = Opened(manifest)
-    with closing_on_error(found) as stack:
+    with _closing_on_error(found) as stack:
         _resume(found, wanted) if _is_ours(found, wanted) else _begin(found, wanted)
         stack.pop_all()
     return found
@@ -91,7 +91,7 @@ def reopened(output: Path) -> Opened:
     if not (path.is_file() and output.is_file()):
         raise _no_manifest(output)
     found = Opened(Manifest(path, output))
-    with closing_on_error(found) as stack:
+    with _closing_on_error(found) as stack:
         files = found.manifest.files()
         if 0 not in files or files[0].size is None:
             raise _no_manifest(output)
@@ -99,7 +99,7 @@ def reopened(output: Path) -> Opened:
             if row.size is not None:
                 place = row.path if row.file else output
                 found.outputs.append(Output(finish(found.manifest, replace(row, path=place))))
-        check_and_repair(found)
+        _check_and_repair(found)
         stack.pop_all()
     return found
 
@@ -108,7 +108,7 @@ def _no_manifest(output: Path) -> ConfigError:
     return ConfigError(f"{output}: there is no manifest beside it that knows of records in it")
 
 
-def closing_on_error(found: Opened) -> ExitStack:
+def _closing_on_error(found: Opened) -> ExitStack:
     """Return a stack that closes everything again, and leaves no manifest that was not there before."""
 
     def undo() -> None:
@@ -128,7 +128,7 @@ def real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _check_errors(wanted: Wanted) -> None:
+def _check_errors(wanted: _Wanted) -> None:
     """Refuse one file for both."""
     if wanted.errors is None:
         return
@@ -141,7 +141,7 @@ def _check_errors(wanted: Wanted) -> None:
         )
 
 
-def _open_manifest(wanted: Wanted) -> Manifest:
+def _open_manifest(wanted: _Wanted) -> Manifest:
     path = manifest_of(wanted.output)
     try:
         return Manifest(path, wanted.output)
@@ -155,7 +155,7 @@ def _open_manifest(wanted: Wanted) -> Manifest:
 # ---- whether a run goes on ----
 
 
-def _is_ours(found: Opened, wanted: Wanted) -> bool:
+def _is_ours(found: Opened, wanted: _Wanted) -> bool:
     """Whether there is something to go on with; refuse what is neither that nor may be begun."""
     row = found.manifest.files().get(0)
     if row is None or row.size is None:
@@ -175,7 +175,7 @@ def _n_records(manifest: Manifest) -> int:
     return sum(manifest.count(file).n_records for file in (0, 1))
 
 
-def _fits(manifest: Manifest, wanted: Wanted) -> bool:
+def _fits(manifest: Manifest, wanted: _Wanted) -> bool:
     """Whether records of this run may stand beside those that are there; refuse other settings unless forced."""
     differences = dict(_differences(manifest, wanted))
     if differences and not wanted.force:
@@ -187,7 +187,7 @@ def _fits(manifest: Manifest, wanted: Wanted) -> bool:
     return OUTPUT_FORMAT not in differences
 
 
-def _differences(manifest: Manifest, wanted: Wanted) -> Iterator[tuple[str, str]]:
+def _differences(manifest: Manifest, wanted: _Wanted) -> Iterator[tuple[str, str]]:
     """Yield what is not as it was: its name, and words for it."""
     before = manifest.settings()
     for name in sorted({*before, *wanted.settings}):
@@ -209,7 +209,7 @@ def _shown(header: bytes) -> str:
 # ---- beginning ----
 
 
-def _begin(found: Opened, wanted: Wanted) -> None:
+def _begin(found: Opened, wanted: _Wanted) -> None:
     """Make empty files; what is there is replaced where that is forced, or where it is a run's that is gone."""
     manifest = found.manifest
     known = {row.path for row in manifest.files().values() if _is_as_left(row)}
@@ -220,7 +220,7 @@ def _begin(found: Opened, wanted: Wanted) -> None:
         manifest.set_settings(wanted.settings)
         for row in rows:
             if row.path not in known:
-                check_unused(row, force=wanted.force)
+                _check_unused(row, force=wanted.force)
             manifest.put_file(row)
     for row in rows:
         found.outputs.append(Output(row))
@@ -244,7 +244,7 @@ def _make_empty(manifest: Manifest, outputs: list[Output]) -> None:
             manifest.put_file(output.row)
 
 
-def check_unused(row: FileRow, *, force: bool) -> None:
+def _check_unused(row: FileRow, *, force: bool) -> None:
     """Refuse a file with something of others in it; a piece of the header, or zeros, is what a killed run has left."""
     try:
         with row.path.open("rb") as file:
@@ -263,11 +263,11 @@ def check_unused(row: FileRow, *, force: bool) -> None:
 # ---- going on ----
 
 
-def _resume(found: Opened, wanted: Wanted) -> None:
+def _resume(found: Opened, wanted: _Wanted) -> None:
     """Go on with the files that are there, or begin anew where they were changed and that is forced."""
     try:
         _open_known(found, wanted)
-        check_and_repair(found)
+        _check_and_repair(found)
     except ChangedError as error:
         if not wanted.force:
             raise
@@ -278,7 +278,7 @@ def _resume(found: Opened, wanted: Wanted) -> None:
         _begin(found, wanted)
 
 
-def _open_known(found: Opened, wanted: Wanted) -> None:
+def _open_known(found: Opened, wanted: _Wanted) -> None:
     manifest, files = found.manifest, found.manifest.files()
     if 1 in files and files[1].path != wanted.errors:
         _leave(found, files.pop(1))
@@ -286,7 +286,7 @@ def _open_known(found: Opened, wanted: Wanted) -> None:
         if row.file in files:
             row = finish(manifest, replace(files[row.file], path=row.path))
         else:
-            check_unused(row, force=wanted.force)
+            _check_unused(row, force=wanted.force)
         found.outputs.append(Output(row))
     if new := [output for output in found.outputs if output.row.size is None]:
         _make_empty(manifest, new)
@@ -303,7 +303,7 @@ def _leave(found: Opened, row: FileRow) -> None:
         found.manifest.forget(1)
 
 
-def check_and_repair(found: Opened) -> None:
+def _check_and_repair(found: Opened) -> None:
     """Forget what is not whole, cut off what is not committed, and take out what was superseded.
 
     Raises:

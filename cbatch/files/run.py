@@ -13,6 +13,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.digest import Digests
 from cbatch.files.encoders import NoEncoder
 from cbatch.files.engines import engine_for
+from cbatch.files.opening import OUTPUT_FORMAT
 from cbatch.files.pipe import Pipe
 from cbatch.files.places import check_place
 from cbatch.files.reading import N_LOOKED_AHEAD, Reading
@@ -243,7 +244,7 @@ def _settings_of(
     }
     return {
         "input format": reading.source.format,
-        "output format": target.format,
+        OUTPUT_FORMAT: target.format,
         "template": asked.template or "none",
         "system message": asked.system or "none",
         **engine.fingerprint,

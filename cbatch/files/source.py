@@ -17,7 +17,6 @@ from cbatch.files.tables import CsvReader, ObjectParser, TextParser
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from cbatch.files.detect import Format
     from cbatch.files.item import Item
@@ -77,12 +76,7 @@ class Source:
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -17,7 +17,6 @@ from cbatch.files.spans import SlotSpans
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
-    from types import TracebackType
 
     from cbatch.core.stats import StepRecord
     from cbatch.files.spans import Change, Span
@@ -73,12 +72,7 @@ class TraceWriter:
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __call__(self, record: StepRecord) -> None:
