@@ -12,7 +12,7 @@ import cbatch
 from cbatch.cli.options import name_of
 from cbatch.files.lines import dump, result_as_json
 from cbatch.files.places import check_apart, check_new, check_place, opened
-from cbatch.messages import LookAhead
+from cbatch.files.reading import ahead_of
 from cbatch.runtime.progress import View
 
 _GREEDY = cbatch.RunOptions(temperature=0)
@@ -35,8 +35,7 @@ def run_demo(
     check_apart(target, filter(None, (model,)))
     check_new(target, force=force)
     view.say(f"loading {name_of(model)} for {len(prompts)} items")
-    pairs = [(p, cbatch.RunOptions.of(p.options).over(options)) for p in prompts]
-    look_ahead = LookAhead(pairs, is_all=True)
+    look_ahead = ahead_of(prompts, options, is_all=True)
     with (
         cbatch.load(model, options=options, look_ahead=look_ahead, **settings) as engine,
         opened(target, force=force) as file,
@@ -49,9 +48,7 @@ def run_demo(
 
 def demo_prompts() -> list[cbatch.BatchPrompt]:
     """Return 64 mixed chats, to be answered greedily."""
-    from cbatch.models.recipe.tasks import (
-        demo_chats,  # a folder of rules that no other command needs
-    )
+    from cbatch.models.recipe.tasks import demo_chats  # rules that no other command needs
 
     return [
         cbatch.BatchPrompt(chat.prompt, id=str(i), options=_GREEDY)

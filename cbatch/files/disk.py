@@ -58,7 +58,13 @@ def replace(new: Path, old: Path) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Lend a path beside a file: what is written there takes its place behind the block, or goes if that fails."""
+    """Lend a path beside a file: what is written there takes its place behind the block, or goes if that fails.
+
+    What is no file, such as a device, stays and is written itself.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
