@@ -12,6 +12,7 @@ from cbatch.response import BatchOutputChunk, BatchResult, Usage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cbatch.core.driver import Request
     from cbatch.options import RunOptions
     from cbatch.runtime.mailbox import Mailbox
 
@@ -42,6 +43,7 @@ class Choices:
         self._place, self._n = place, options.n or 1
         self._results: list[BatchResult | None] = [None] * options.n_choices
         self._has_logprobs, self._has_echo = options.has_logprobs, bool(options.echo)
+        self._n_prompt_logprobs = options.n_prompt_logprobs
 
     @property
     def n_kept(self) -> int:
@@ -116,8 +118,14 @@ class Choices:
     def _renamed(self, result: BatchResult) -> BatchResult:
         origin = result.origin
         if isinstance(origin, Origin):
-            origin = Origin(replace(origin.request, id=self.id), origin.number)
+            origin = Origin(self._as_asked(origin.request), origin.number)
         return replace(result, id=self.id, origin=origin)
+
+    def _as_asked(self, request: Request) -> Request:
+        """Return the request of one choice as its caller knows it, for who goes on from it alone."""
+        n_logprobs = request.n_logprobs if self._has_logprobs else None  # else they were to rank by
+        n_top = self._n_prompt_logprobs
+        return replace(request, id=self.id, n_logprobs=n_logprobs, n_prompt_logprobs=n_top)
 
     def _own(self, chunk: BatchOutputChunk) -> BatchOutputChunk:
         return replace(chunk, id=self.id, index=int(chunk.id.rpartition(_MARK)[2]))

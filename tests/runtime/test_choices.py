@@ -13,6 +13,7 @@ from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, fake_logprobs
 from cbatch.engine import Engine
 from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
+from cbatch.options import ScheduleOptions
 from tests.runtime.backends import GatedBackend, all_results
 
 if TYPE_CHECKING:
@@ -312,6 +313,28 @@ def test_choice_can_be_extended_and_their_result_not(engine: Engine) -> None:
     longer = engine.extend(result.choices[1], 4).result()
     assert longer.id == "x"
     assert longer.token_ids == answer(engine, seed=8, max_tokens=10).token_ids
+
+
+def test_extended_choice_tells_no_logprobs_where_they_were_to_rank_by(engine: Engine) -> None:
+    [kept] = answer(engine, best_of=3, seed=7).choices
+    longer = engine.extend(kept, 4).result()
+    assert longer.logprobs is None
+    assert longer.token_ids == answer(engine, seed=kept.seed, max_tokens=10).token_ids
+
+
+def test_extended_choice_scores_the_prompt_where_the_first_did_not_come_to_it() -> None:
+    backend = GatedBackend(2, 256, 8, hold_at=4)
+    with closing(Engine(backend, schedule=ScheduleOptions(share_prefixes=False))) as engine:
+        prompt = BatchPrompt(prompt="a" * 40, id="x")
+        options = {**LONG, "n": 2, "seed": 7, "prompt_logprobs": 0}
+        response = engine.run([prompt], options=options)
+        backend.wait_until_held()
+        backend.release_when_asked()
+        engine.cancel("x")
+        second = all_results(response)[0].choices[1]
+        longer = engine.extend(second, 4).result()
+        assert longer.prompt_logprobs
+        assert None not in longer.prompt_logprobs[1:]
 
 
 # ---- wrong values ----
