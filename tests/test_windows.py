@@ -394,6 +394,15 @@ def test_turns_change_no_token(place: Place, swap_mib: int, quantum: int) -> Non
     assert [r.token_ids for r in results] == [moved(i) for i in range(6)]
 
 
+@pytest.mark.parametrize("swap_mib", [0, 64])
+def test_turns_of_a_window_that_keeps_nothing_change_no_token(place: Place, swap_mib: int) -> None:
+    schedule = {"policy": "round_robin", "quantum": 7, "swap_mib": swap_mib}
+    engine = place.engine(1, W, schedule=schedule)
+    results = place.results(engine.run(movers(2, n_keep=0)))
+    alone = [moving(text_of(20 + 9 * i, start=i), 300, n_keep=0, n_discard=32) for i in range(2)]
+    assert [r.token_ids for r in results] == alone
+
+
 @pytest.mark.parametrize("n_cells", [W + 8, 200, 300])
 @pytest.mark.parametrize("swap_mib", [0, 64])
 @pytest.mark.parametrize("kind", [FakeBackend, GatedBackend])

@@ -316,7 +316,7 @@ class SequenceDriver:
     @property
     def is_prepared(self) -> bool:
         """Whether its prompt is tokens already, or known to be refused."""
-        return self.n_prompt > 0 or self.refusal is not None
+        return self.n_given > 0 or self.refusal is not None
 
     def prepare(self, tokens: Sequence[int], n_window: int) -> None:
         """Take the prompt's tokens.
