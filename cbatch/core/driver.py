@@ -677,12 +677,20 @@ class SequenceDriver:
         """Yield a log-probability for each token that is echoed; no number where there is none."""
         n_top = self.request.n_logprobs
         _, tokens = self._echo()
-        for token, found in zip_longest(tokens, self._prompt_logprobs() or () if tokens else ()):
+        for token, found in zip_longest(tokens, self._scored_prompt() or () if tokens else ()):
             unknown = TokenLogprob(token, self.text.piece(token), math.nan)
             yield replace(found, top=found.top[:n_top]) if found else unknown
 
     def _prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
         """Return a log-probability for each token of the prompt, None for the first and where it was not reached."""
+        found, options = self._scored_prompt(), self.request.options
+        n_top = options.prompt_logprobs
+        if not found or n_top is None or n_top == options.n_prompt_logprobs:
+            return found
+        return tuple(token and replace(token, top=token.top[:n_top]) for token in found)
+
+    def _scored_prompt(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Return what `_prompt_logprobs` does, with as many alternatives as the echo wants too."""
         request = self.request
         if request.n_prompt_logprobs is None:
             return request.prompt_logprobs

@@ -106,10 +106,9 @@ class Intake:
         self, item: BatchPrompt, run_options: RunOptions, now: float, ends_s: float
     ) -> list[SequenceDriver]:
         """Return the sequences of a prompt: one for each choice."""
-        options = self._settled(RunOptions.of(item.options), run_options)
-        seed = secrets.randbits(32) if options.seed is None else options.seed
         vocab = self._backend.vocab
         try:
+            options = self._settled(RunOptions.of(item.options), run_options)
             check_fits(options, self._backend, self._schedule)
             check_chat(item, options, vocab)
             n_logprobs = options.n_logprobs
@@ -118,6 +117,7 @@ class Intake:
             raise
         except ConfigError as error:
             raise ConfigError(f"request {item.id!r}: {error}") from None
+        seed = secrets.randbits(32) if options.seed is None else options.seed
         own = () if options.ignore_eos else vocab.end_tokens
         stop_tokens = tuple(sorted({*own, *(options.stop_token_ids or ())}))
         sampling = options.sampling(self._backend.sampling_defaults, seed, vocab.suppressed_tokens)
@@ -574,6 +574,8 @@ def _with_prompt(request: Request, result: BatchResult) -> Request:
     found = result.prompt_logprobs or ()
     if len(found) != result.usage.prompt_tokens or None in found[1:]:
         return request
+    if request.options.prompt_logprobs != request.options.n_prompt_logprobs:  # the echo has more
+        found = (None, *(result.logprobs or ())[1 : len(found)])
     return replace(request, n_prompt_logprobs=None, prompt_logprobs=found)
 
 

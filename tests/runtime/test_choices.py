@@ -362,6 +362,12 @@ def test_wrong_value_is_named(engine: Engine, options: dict[str, Any], message: 
         engine.run(["a"], options=options)
 
 
+def test_options_that_do_not_go_together_name_the_request(engine: Engine) -> None:
+    prompts = ["a", BatchPrompt(prompt="b", id="x", options={"n": 4})]
+    with pytest.raises(ConfigError, match="request 'x': best_of=2 is less than n=4"):
+        engine.run(prompts, options={"best_of": 2})
+
+
 def test_id_with_a_nul_is_refused() -> None:
     with pytest.raises(ConfigError, match="NUL"):
         BatchPrompt(prompt="a", id="x\0y")

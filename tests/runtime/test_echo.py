@@ -147,7 +147,8 @@ def test_cancelled_prompt_tells_as_far_as_it_came() -> None:
     assert 0 < n_told < len(PROMPT)
     assert told == [False] + [True] * n_told + [False] * (len(PROMPT) - 1 - n_told)
     assert [t.token_id for t in result.logprobs or ()] == list(result.token_ids)
-    assert figures(longer.prompt_logprobs) == wanted(backend, PROMPT, 1)
+    assert figures(longer.prompt_logprobs) == wanted(backend, PROMPT, 0)
+    assert figures(longer.logprobs)[1 : len(PROMPT)] == wanted(backend, PROMPT, 1)[1:]
 
 
 def test_request_that_never_ran_tells_nothing_of_its_prompt() -> None:
@@ -218,10 +219,15 @@ def test_echo_with_logprobs_has_those_of_the_prompt(
     assert result.logprobs[len(PROMPT) :] == alone[:max_tokens]
 
 
-def test_echo_and_prompt_logprobs_have_as_many_alternatives_as_each_asks(engine: Engine) -> None:
-    result = answer(engine, echo=True, logprobs=1, prompt_logprobs=3)
-    assert len((result.prompt_logprobs or ())[1].top) == 3  # type: ignore[union-attr]
-    assert len((result.logprobs or ())[1].top) == 1
+@pytest.mark.parametrize(("n_prompt_top", "n_top"), [(3, 1), (1, 3), (0, 2), (2, 2)])
+def test_echo_and_prompt_logprobs_have_as_many_alternatives_as_each_asks(
+    engine: Engine, n_prompt_top: int, n_top: int
+) -> None:
+    said = {"echo": True, "logprobs": n_top, "prompt_logprobs": n_prompt_top, "seed": 1}
+    result = answer(engine, **said)
+    for longer in (result, engine.extend(result, 2).result(), *answer(engine, n=2, **said).choices):
+        assert {len(t.top) for t in (longer.prompt_logprobs or ())[1:] if t} == {n_prompt_top}
+        assert {len(t.top) for t in (longer.logprobs or ())[1:]} == {n_top}
 
 
 def test_echo_is_streamed_with_the_first_chunk(engine: Engine) -> None:
