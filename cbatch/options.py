@@ -390,6 +390,8 @@ class RunOptions:
         if not said:
             return other
         kept = _NAMES.difference(_STRUCTURE) if said.keys() & set(_STRUCTURE) else _NAMES
+        if self.logprobs is False:  # which leaves nothing to have alternatives of
+            kept = kept.difference(("top_logprobs",))
         return RunOptions(**{name: getattr(other, name) for name in kept} | said)
 
     @property

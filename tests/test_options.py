@@ -204,6 +204,13 @@ def test_zero_false_and_empty_are_something_said() -> None:
     assert near.over(far) == near
 
 
+@pytest.mark.parametrize("far", [{"logprobs": 3}, {"logprobs": True, "top_logprobs": 3}])
+def test_logprobs_are_turned_off_with_their_alternatives(far: dict[str, Any]) -> None:
+    merged = RunOptions(logprobs=False).over(RunOptions(**far))
+    assert (merged.logprobs, merged.top_logprobs, merged.n_logprobs) == (False, None, None)
+    assert RunOptions(logprobs=True).over(RunOptions(**far)).top_logprobs == 3
+
+
 def test_either_name_of_the_cap_overrides_the_other() -> None:
     near, far = RunOptions(max_completion_tokens=3), RunOptions(max_tokens=9)
     assert near.over(far).max_tokens == 3
