@@ -132,6 +132,11 @@ def test_chunks_are_the_text_as_it_comes(engine: Engine) -> None:
     assert (text, reason) == (PLAIN, "tool_calls")
 
 
+def test_chunks_of_the_best_answer_are_whole_too(engine: Engine) -> None:
+    text, reason = streamed(ask(engine, tools=[TIME], best_of=2))
+    assert (text, reason) == (PLAIN, "tool_calls")
+
+
 @pytest.mark.parametrize("tools", [None, [], [TIME]])
 def test_without_tools_a_call_is_text(engine: Engine, tools: Any) -> None:
     result = ask(engine, tools=tools, tool_choice="none" if tools else None).result()

@@ -42,6 +42,7 @@ class Choices:
         self.mailbox, self.id = mailbox, id
         self._place, self._n = place, options.n or 1
         self._results: list[BatchResult | None] = [None] * options.n_choices
+        self._held: dict[int, BatchOutputChunk] = {}
         self._has_logprobs, self._has_echo = options.has_logprobs, bool(options.echo)
         self._n_prompt_logprobs = options.n_prompt_logprobs
 
@@ -71,15 +72,20 @@ class Choices:
         """Pass on what one step brought, under the request's own id; the result with the last choice. Owner thread."""
         for i, result in results:
             self._results[i] = self._renamed(result)
-        passed = [self._own(chunk) for chunk in chunks] if self._keeps_all else []
+        passed = [self._own(chunk) for chunk in chunks]
+        if not self._keeps_all:  # then each has one chunk, its last
+            self._held.update((chunk.index, chunk) for chunk in passed)
+            passed = []
         if not self.is_over:
             if passed:
                 self.mailbox.deliver(passed, [])
             return
         all_results = self._with_prompt([r for r in self._results if r is not None])
-        kept = all_results if self._keeps_all else sorted(all_results, key=self._rank)[: self._n]
+        order = [*range(len(all_results))]
         if not self._keeps_all:
-            passed = [_whole(result, i) for i, result in enumerate(kept)]
+            order = sorted(order, key=lambda i: self._rank(all_results[i]))[: self._n]
+            passed = [replace(self._held[i], index=place) for place, i in enumerate(order)]
+        kept = [all_results[i] for i in order]
         self.mailbox.deliver(passed, [(self._place, self._joined(kept, all_results))])
 
     @property
@@ -140,7 +146,7 @@ class Choices:
         usage = Usage(
             first.usage.prompt_tokens,
             sum(r.usage.completion_tokens for r in all_results),
-            first.usage.cached_tokens,
+            min(r.usage.cached_tokens for r in all_results),  # one of them computed the rest
             sum(r.usage.context_shifts for r in all_results),
         )
         timings = replace(first.timings, total_s=max(r.timings.total_s for r in all_results))
@@ -150,7 +156,3 @@ class Choices:
 def mailbox_of(target: Mailbox | Choices) -> Mailbox:
     """Return the mailbox of the batch that something is delivered to."""
     return target.mailbox if isinstance(target, Choices) else target
-
-
-def _whole(result: BatchResult, index: int) -> BatchOutputChunk:
-    return BatchOutputChunk(result.id, result.text, result.token_ids, index, result.finish_reason)

@@ -261,8 +261,15 @@ class Loop:
             self._post(cancel, is_urgent=False)
 
     def _has_begun(self, id: str) -> bool:
+        """Whether a request, or a choice of it where it has several, ever had a slot."""
+        target, _ = self.routes[id]
+        if not isinstance(target, Choices):
+            return self._has_run(id)
+        return any(m not in self.routes or self._has_run(m) for m in target.member_ids)
+
+    def _has_run(self, id: str) -> bool:
         driver = self._scheduler.batcher.in_flight.get(id)
-        return driver is None or driver.clock.admitted_s is not None
+        return driver is None or driver.has_run
 
     def cancel_batch_soon(self, mailbox: Mailbox) -> None:
         """End what a batch has in flight before the next plan; does not wait; a closed engine has ended it already."""

@@ -14,6 +14,7 @@ from cbatch.backend.fake import FakeBackend, fake_logprobs
 from cbatch.engine import Engine
 from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
 from cbatch.options import ScheduleOptions
+from tests.helpers import partitioned
 from tests.runtime.backends import GatedBackend, all_results
 
 if TYPE_CHECKING:
@@ -210,6 +211,18 @@ def test_fed_results_with_choices_stay_within_what_it_may_hold() -> None:
         assert n_most <= 4 * 2 + 1
 
 
+def test_winding_down_spares_a_request_of_which_a_choice_runs() -> None:
+    backend = GatedBackend(1, 64, 32, hold_at=3)
+    with closing(Engine(backend, options=LONG)) as engine:
+        response = engine.run(["a", "b"], options={"n": 3, "seed": 7})
+        backend.wait_until_held()
+        response.wind_down()
+        backend.release()
+        first, second = all_results(response)
+        assert [c.finish_reason for c in first.choices] == ["length"] * 3
+        assert [c.finish_reason for c in second.choices] == ["cancelled"] * 3
+
+
 # ---- best_of ----
 
 
@@ -241,6 +254,15 @@ def test_best_of_prefers_what_did_not_fail(engine: Engine) -> None:
     mixed = next(r for r in whole if 0 < sum(c.error is not None for c in r.choices) < 4)
     kept = answer(engine, best_of=4, seed=mixed.choices[0].seed, regex="1:5:7")
     assert kept.error is None
+
+
+def test_best_of_counts_the_prompt_as_computed_whichever_it_keeps() -> None:
+    memory = partitioned(4 * 64)
+    for seed in range(6):
+        with closing(Engine(FakeBackend(4, 64, 32, memory=memory), options=LONG)) as engine:
+            options = {"best_of": 3, "seed": seed}
+            result = engine.submit("x" * 40, options=options).result()
+            assert result.usage.cached_tokens == 0
 
 
 # ---- log-probabilities ----
