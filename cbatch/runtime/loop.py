@@ -477,8 +477,15 @@ class Loop:
     def _submit(self, drivers: Sequence[SequenceDriver]) -> None:
         self._scheduler.stats.n_submitted += len(drivers)
         self._scheduler.batcher.submit(drivers)
+        if late := [d.request.id for d in drivers if self._is_late(d.request.id)]:
+            self._cancel(late)
         if self._is_closed:
             self._end_requests()
+
+    def _is_late(self, id: str) -> bool:
+        """Whether it is a choice of a request that was cancelled while this one waited for room in the queue."""
+        target, _ = self.routes.get(id, (None, 0))
+        return isinstance(target, Choices) and target.is_cancelled
 
     def _ids_of(self, mailbox: Mailbox) -> list[str]:
         return [id for id, (box, _) in list(self.routes.items()) if mailbox_of(box) is mailbox]
@@ -487,6 +494,9 @@ class Loop:
         """Cancel requests, with all their choices; return how many of them were in flight."""
         now, n_cancelled = self._clock(), 0
         for id in ids:
+            target, place = self.routes[id]
+            if isinstance(target, Choices) and place < 0:
+                target.is_cancelled = True
             done = [self._scheduler.batcher.cancel(member, now) for member in self._members(id)]
             n_cancelled += any(done)
         self._deliver(())

@@ -15,7 +15,7 @@ from cbatch.engine import Engine
 from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
 from cbatch.options import ScheduleOptions
 from tests.helpers import partitioned
-from tests.runtime.backends import GatedBackend, all_results
+from tests.runtime.backends import GatedBackend, all_results, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,6 +114,20 @@ def test_cancel_ends_all_choices_and_counts_one_request() -> None:
         assert [c.finish_reason for c in first.choices] == ["cancelled"] * 3
         assert (first.finish_reason, first.error) == ("cancelled", None)
         assert second.finish_reason == "length"
+
+
+def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
+    backend = GatedBackend(1, 64, 32, hold_at=3)
+    schedule = ScheduleOptions(max_queue=1)
+    with closing(Engine(backend, options=LONG, schedule=schedule)) as engine:
+        prompt = BatchPrompt(prompt="a", id="x")
+        running = in_thread(lambda: all_results(engine.run([prompt], options={"n": 6})))
+        backend.wait_until_held()
+        backend.release_when_asked()
+        assert engine.cancel("x")
+        [result] = running()
+        assert [c.finish_reason for c in result.choices] == ["cancelled"] * 6
+        assert not engine._loop.routes
 
 
 def test_cancel_all_counts_requests_not_choices() -> None:
