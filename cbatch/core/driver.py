@@ -498,7 +498,8 @@ class SequenceDriver:
         if good:
             if self.clock.first_token_s is None:
                 self.clock.first_token_s = now
-            self.logprobs.extend(logprobs[: len(good)])
+            if logprobs:
+                self.logprobs.extend(logprobs[: len(good)])
             self._append(good, now, is_last=guidance.is_complete and not guidance.forced)
         if guidance.problem and self.finish_reason is None:
             self.fail_grammar(guidance.problem, now)
