@@ -25,6 +25,9 @@ _CACHE_KIB = 4096
 _CHECKPOINT = 16 * 1024
 """Pages of the log: 16 MiB, so that a page is changed more often than it is moved."""
 
+ENDINGS = ("", "-wal", "-shm", "-journal")
+"""Of a manifest's files: the manifest, and what SQLite keeps beside it."""
+
 _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {_VERSION}",
@@ -279,8 +282,8 @@ def manifest_of(output: Path) -> Path:
 
 
 def remove_manifest(path: Path) -> None:
-    """Remove a manifest, and what SQLite keeps beside it."""
-    for ending in ("", "-wal", "-shm", "-journal"):
+    """Remove a manifest, with all of its files."""
+    for ending in ENDINGS:
         Path(f"{path}{ending}").unlink(missing_ok=True)
 
 

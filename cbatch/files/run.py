@@ -15,7 +15,6 @@ from cbatch.files.encoders import NoEncoder
 from cbatch.files.engines import engine_for
 from cbatch.files.opening import OUTPUT_FORMAT
 from cbatch.files.pipe import Pipe
-from cbatch.files.places import check_place
 from cbatch.files.reading import N_LOOKED_AHEAD, Reading
 from cbatch.files.recording import recorded
 from cbatch.files.settings import FileOptions, split_settings
@@ -23,6 +22,7 @@ from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.target import Target
 from cbatch.files.window import Window
 from cbatch.files.work import Way, Work
+from cbatch.files.written import check_places
 from cbatch.options import RunOptions
 from cbatch.runtime.progress import Progress, SilentView, choose_view, closing_line
 
@@ -82,12 +82,12 @@ def run_file(
     """
     asked, load_settings = split_settings(settings)
     defaults, view = RunOptions.of(options), _view(progress)
-    for path in filter(None, (Path(output), asked.errors, asked.report, asked.trace)):
-        check_place(path)
+    check_places(Path(output), asked, _model_file(model))
     with ExitStack() as stack:
         reading = stack.enter_context(closing(Reading(source, asked)))
+        check_places(Path(output), asked, reading.source.paths)
         target = Target.of(output, reading.source, asked)
-        target.check([*reading.source.paths, *_model_file(model)], force=asked.force)
+        target.check(force=asked.force)
         if engine is None:
             view.say(f"loading {model or 'the model that ships inside'}")
         n_ahead = asked.window or N_LOOKED_AHEAD

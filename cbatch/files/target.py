@@ -13,10 +13,11 @@ from cbatch.files.encoders import Finisher, encoder, output_format
 from cbatch.files.journal import Journal
 from cbatch.files.manifest import manifest_of
 from cbatch.files.pipe import Pipe
-from cbatch.files.places import check_apart, is_dash, opened
+from cbatch.files.places import opened
+from cbatch.files.written import is_file_place, records_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from cbatch.files.encoders import Encoder
     from cbatch.files.settings import FileOptions
@@ -48,31 +49,36 @@ class Target:
     @property
     def is_pipe(self) -> bool:
         """Whether nobody can go on with it: stdout, a device, a named pipe."""
-        is_special = not (self.path.is_file() or self.path.is_dir())
-        return is_dash(self.path) or (self.path.exists() and is_special)
+        return not is_file_place(self.path)
 
     @property
     def records(self) -> Path:
         """The file that records are added to; a format of columns is made of it at the end."""
-        if self.format not in COLUMNAR:
-            return self.path
-        return self.path.with_name(f"{self.path.name}.records")
+        return records_of(self.path) if self.format in COLUMNAR else self.path
 
-    def check(self, inputs: Sequence[str], *, force: bool) -> None:
+    def check(self, *, force: bool) -> None:
         """Check that records can be written, long before the first one is there.
 
         Raises:
-            ConfigError: one of the inputs, or a file without a manifest.
+            ConfigError: a pipe for what needs a file, or a file that no manifest knows of.
         """
-        for path in filter(None, (self.path, self.errors)):
-            check_apart(path, inputs)
-        if self.is_pipe:
-            if self.format in COLUMNAR:
-                raise ConfigError(f"{self.path}: {self.format} cannot be piped: give a file")
-        elif self.path.is_file() and not force and not manifest_of(self.records).exists():
+        if self.format in COLUMNAR:
+            self._check_columnar()
+        path = self.errors if self.is_pipe else self.path
+        is_known = not self.is_pipe and manifest_of(self.records).exists()
+        if path and path.is_file() and not force and not is_known:
             raise ConfigError(
-                f"{self.path}: exists already and is not of cbatch, or its manifest is gone: give another file, or "
+                f"{path}: exists already and is not of cbatch, or its manifest is gone: give another file, or "
                 "--force to replace it"
+            )
+
+    def _check_columnar(self) -> None:
+        if self.is_pipe:
+            raise ConfigError(f"{self.path}: {self.format} cannot be piped: give a file")
+        if self.errors is not None:
+            raise ConfigError(
+                f"{self.errors}: a row that fails stands in the {self.format} file, with its error: leave the file of "
+                "errors out"
             )
 
     @contextmanager

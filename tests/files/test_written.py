@@ -1,0 +1,97 @@
+"""Files of a run in the wrong place: nothing that is there is lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.errors import ConfigError
+from cbatch.files.run import run_file
+from tests.files.runs import make_engine, write_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cbatch.engine import Engine
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with make_engine() as made:
+        yield made
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_requests(tmp_path / "in.jsonl", 3)
+
+
+@pytest.mark.parametrize("name", ["errors", "report", "trace"])
+def test_file_beside_the_output_in_place_of_the_input_is_refused(
+    engine: Engine, source: Path, name: str
+) -> None:
+    asked = source.read_bytes()
+    with pytest.raises(ConfigError, match=r"in\.jsonl: is the input"):
+        run_file(source, source.with_name("out"), engine=engine, **{name: source})
+    assert source.read_bytes() == asked
+
+
+@pytest.mark.parametrize("taken", ["out", "out.manifest", "out.manifest-wal", ".out.part"])
+@pytest.mark.parametrize("name", ["errors", "report", "trace"])
+def test_file_beside_the_output_in_its_place_is_refused(
+    engine: Engine, source: Path, name: str, taken: str
+) -> None:
+    out = source.with_name("out")
+    run_file(source, out, engine=engine)
+    before = out.read_bytes()
+    with pytest.raises(ConfigError, match="is written for .*out: give another file"):
+        run_file(source, out, engine=engine, **{name: source.with_name(taken)})
+    assert out.read_bytes() == before
+
+
+def test_one_file_for_report_and_trace_is_refused(engine: Engine, source: Path) -> None:
+    both: dict[str, Any] = {name: source.with_name("both") for name in ("report", "trace")}
+    with pytest.raises(ConfigError, match="both: is written for .*both"):
+        run_file(source, source.with_name("out"), engine=engine, **both)
+
+
+@pytest.mark.parametrize("name", ["x.manifest", ".x.part", "x.records"])
+def test_input_where_the_run_keeps_its_own_files_is_refused(
+    engine: Engine, tmp_path: Path, name: str
+) -> None:
+    source = write_requests(tmp_path / name, 3)
+    asked = source.read_bytes()
+    with pytest.raises(ConfigError, match="is the input"):
+        run_file(source, tmp_path / "x", engine=engine, format="cbatch", force=True)
+    assert source.read_bytes() == asked
+
+
+@pytest.mark.parametrize("name", ["errors", "report", "trace"])
+def test_stdout_is_for_answers_alone(
+    engine: Engine, source: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)
+    with pytest.raises(ConfigError, match="-: stdout is for answers alone"):
+        run_file(source, "out", engine=engine, **{name: "-"})
+    assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
+
+
+def test_errors_beside_a_pipe_replace_no_file_unless_forced(engine: Engine, source: Path) -> None:
+    errors = source.with_name("errors")
+    errors.write_text("precious")
+    with pytest.raises(ConfigError, match="errors: exists already"):
+        run_file(source, "/dev/null", engine=engine, errors=errors)
+    assert errors.read_text() == "precious"
+    run_file(source, "/dev/null", engine=engine, errors=errors, force=True)
+    assert errors.read_text() == ""
+
+
+def test_table_of_columns_has_no_file_of_errors(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    source = tmp_path / "in.csv"
+    source.write_text("prompt\na\n")
+    said: dict[str, Any] = {"errors": tmp_path / "errors", "output_format": "parquet"}
+    with pytest.raises(ConfigError, match="errors: a row that fails stands in the parquet file"):
+        run_file(source, tmp_path / "out.parquet", engine=engine, **said)
