@@ -81,8 +81,10 @@ class Digests:
 
 
 def item_key(item: Item) -> str:
-    """Return what to claim an item by: the user's name for it, else one that no user has given to another."""
-    return item.id if item.is_labelled else f"\0{item.number}"
+    """Return what to claim an item by: the user's name for it, else its number behind what no key of a name has."""
+    if not item.is_labelled:
+        return f"\0{item.number}"
+    return f"\0:{item.id}" if item.id.startswith("\0") else item.id
 
 
 def _said(options: RunOptions) -> dict[str, Any]:

@@ -35,7 +35,11 @@ _N_MOVED = 1024
 _FIND = "SELECT record, digest, number, file, is_error FROM records WHERE key = ?"
 _DELETE = "DELETE FROM records WHERE record = ?"
 _ANY_DOUBLE = "SELECT 1 FROM records WHERE key >= x'FE' AND key < x'FF' LIMIT 1"
-_SLICE = "SELECT record, file, is_error FROM records WHERE record > ? ORDER BY record LIMIT 4096"
+_SLICE = "SELECT key, record, file, is_error FROM records WHERE key > ? AND key < ? ORDER BY key LIMIT 4096"
+
+_ALL = ((b"", b"\xff" * 12),)
+_BY_NUMBER = ((b"\0", b"\0:"), (b"\xfe", b"\xff"))
+"""Keys of items without an id, and of those that came second: what is known by its place in the input alone."""
 # A commit that Ctrl-C has cut off behind the manifest's own is repeated as a whole.
 _INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -264,17 +268,21 @@ class Journal:
                 output.row = row
         self._sync_at = self._clock() + self._sync_s
 
-    def drop_unclaimed(self) -> int:
+    def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
         """Take out the records of items that this run has not claimed; return how many there were.
 
         For the end of a run that has read all of its input: what is left is of items that are not in it any more.
+
+        Args:
+            is_by_number: only those that were known by their place in the input: others may be of another input.
         """
         with self._lock:
             self.commit()
-            n_before, last = self.n_done + self.n_failed, 0
-            while rows := self._manifest.execute(_SLICE, last).fetchall():
-                self._drop([row for row in rows if row[0] not in self._marks])
-                last = rows[-1][0]
+            n_before = self.n_done + self.n_failed
+            for last, end in _BY_NUMBER if is_by_number else _ALL:
+                while rows := self._manifest.execute(_SLICE, last, end).fetchall():
+                    self._drop([row[1:] for row in rows if row[1] not in self._marks])
+                    last = rows[-1][0]
             return n_before - self.n_done - self.n_failed
 
     def _drop(self, rows: list[tuple[int, int, int]]) -> None:

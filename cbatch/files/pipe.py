@@ -41,6 +41,10 @@ class Pipe:
                 file.flush()
                 parts.clear()
 
+    def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
+        """Return 0: what is written stays."""
+        return 0
+
     def close(self) -> None:
         """Write what is left."""
         self.commit()

@@ -116,6 +116,8 @@ def run_file(
             stop,
         ):
             summary = work.run(runner, asked.max_time_s, on_ended)
+        if summary.is_complete and (n_gone := ledger.drop_unclaimed(is_by_number=True)):
+            view.say(f"{n_gone:,} records taken out: their items are not in the input any more")
     if summary.is_complete:
         target.finish()
     if summary.ending in ("asked", "now"):

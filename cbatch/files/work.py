@@ -58,6 +58,9 @@ class Ledger(Protocol):
     def commit(self) -> None:
         """Write what was added."""
 
+    def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
+        """Take out what was not claimed; return how many records there were."""
+
 
 @dataclass(frozen=True, slots=True)
 class Way:

@@ -169,6 +169,43 @@ def test_errors_may_have_a_file_of_their_own(engine: Engine, source: Path, out: 
     assert (len(records(out)), len(records(errors))) == (100, 1)
 
 
+def test_row_that_has_gone_takes_its_record_with_it(engine: Engine, tmp_path: Path) -> None:
+    table, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    for rows in ("abcd", "bcd", "xbcd", ""):
+        table.write_text("prompt\n" + "".join(f"{row}\n" for row in rows or "q"))
+        run_file(table, out, engine=engine)
+        found = [line[0] for line in out.read_text().splitlines()[1:]]
+        assert sorted(found) == sorted(rows or "q")
+
+
+def test_wrong_line_that_was_mended_leaves_no_error_behind(
+    engine: Engine, tmp_path: Path, out: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": "a", "prompt": "a"}\n{bad\n{"id": "a", "prompt": "c"}\n')
+    assert run_file(source, out, engine=engine).n_failed == 2
+    source.write_text("".join(f'{{"id": "{id}", "prompt": "{id}"}}\n' for id in "abc"))
+    summary = run_file(source, out, engine=engine)
+    assert (summary.n_before, summary.n_done) == (1, 2)
+    assert sorted(answers(out)) == ["a", "b", "c"]
+
+
+def test_items_of_another_input_stay_under_their_ids(
+    engine: Engine, source: Path, tmp_path: Path, out: Path
+) -> None:
+    run_file(source, out, engine=engine)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "other", "prompt": "a"}\n')
+    run_file(other, out, engine=engine)
+    assert len(answers(out)) == 101
+
+
+def test_id_that_looks_like_a_number_of_ours_is_no_double(engine: Engine, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": "\\u00002", "prompt": "a"}\n{"prompt": "b"}\n')
+    assert run_file(source, tmp_path / "out", engine=engine).n_failed == 0
+
+
 def test_limit_counts_what_is_run_and_the_next_run_takes_the_next(
     engine: Engine, source: Path, out: Path
 ) -> None:

@@ -46,14 +46,14 @@ def test_file_beside_the_output_in_its_place_is_refused(
     out = source.with_name("out")
     run_file(source, out, engine=engine)
     before = out.read_bytes()
-    with pytest.raises(ConfigError, match="is written for .*out: give another file"):
+    with pytest.raises(ConfigError, match=r"is written for .*out: give another file"):
         run_file(source, out, engine=engine, **{name: source.with_name(taken)})
     assert out.read_bytes() == before
 
 
 def test_one_file_for_report_and_trace_is_refused(engine: Engine, source: Path) -> None:
     both: dict[str, Any] = {name: source.with_name("both") for name in ("report", "trace")}
-    with pytest.raises(ConfigError, match="both: is written for .*both"):
+    with pytest.raises(ConfigError, match=r"both: is written for .*both"):
         run_file(source, source.with_name("out"), engine=engine, **both)
 
 
