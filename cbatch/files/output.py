@@ -9,7 +9,7 @@ import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, OutputError
 from cbatch.files import disk
 from cbatch.files.disk import told
 from cbatch.files.places import check_place
@@ -122,7 +122,16 @@ class Output:
         self.n_added = 0
 
     def sync(self) -> FileRow:
-        """Let the disk have what is committed; return what to commit."""
+        """Let the disk have what is committed; return what to commit.
+
+        Raises:
+            OutputError: it cannot be written, or somebody has removed the file.
+        """
+        if not os.fstat(self._fd).st_nlink:
+            raise OutputError(
+                self.path,
+                "was removed while the run wrote there, and its records with it: run the same command again",
+            )
         if self.row.synced < self.size:
             with told(self.path):
                 disk.sync(self._fd)

@@ -273,7 +273,8 @@ class Work:
 
     def take_refused(self) -> list[Item]:
         """Return the items that turned out to be wrong since the last call."""
-        refused, self._refused = self._refused, []
+        with self._lock:  # another thread may be reading
+            refused, self._refused = self._refused, []
         return refused
 
     def _is_left(self, entry: Entry, result: BatchResult) -> bool:

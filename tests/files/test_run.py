@@ -10,6 +10,7 @@ import pytest
 
 from cbatch.errors import ConfigError, EngineClosedError, UnsupportedOptionError
 from cbatch.files.check import check_file
+from cbatch.files.disk import OutputError
 from cbatch.files.estimate import estimate_file
 from cbatch.files.run import run_file, stream_file
 from cbatch.files.stop import Interrupted, Stopper
@@ -275,6 +276,17 @@ def test_error_of_the_callers_function_leaves_what_was_written(source: Path, out
         with pytest.raises(LookupError):
             run_file(source, out, engine=engine, on_result=explode)
         assert run_file(source, out, engine=engine).n_before >= 1
+    assert len(answers(out)) == 100
+
+
+def test_output_that_is_removed_meanwhile_is_told(source: Path, out: Path) -> None:
+    def remove(item: Item, result: BatchResult | None) -> None:
+        out.unlink(missing_ok=True)
+
+    with make_engine() as engine:
+        with pytest.raises(OutputError, match="was removed while the run wrote there"):
+            run_file(source, out, engine=engine, on_result=remove)
+        assert run_file(source, out, engine=engine).n_done == 100
     assert len(answers(out)) == 100
 
 
