@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Format: TypeAlias = Literal["openai", "cbatch", "jsonl", "csv", "tsv", "text", "parquet", "arrow"]
 """What a batch file may be; `jsonl` are objects of the user's own, asked by a template."""
 
-_SUFFIXES: dict[str, Format] = {
+SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".tab": "tsv",
@@ -30,6 +30,8 @@ _SUFFIXES: dict[str, Format] = {
     ".feather": "arrow",
     ".ipc": "arrow",
 }
+"""Endings of names that tell the format."""
+
 COLUMNAR = ("parquet", "arrow")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _N_LOOK, _N_LOOK_BYTES = 100, 2**20
@@ -58,7 +60,7 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
     Raises:
         ConfigError: it cannot be told, or this kind of file cannot be read here.
     """
-    format = _SUFFIXES.get(_suffix(file.path)) if asked == "auto" else cast("Format", asked)
+    format = SUFFIXES.get(_suffix(file.path)) if asked == "auto" else cast("Format", asked)
     if format in COLUMNAR:
         _check_columnar(file)
         return format if file.n_bytes else None

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from cbatch.errors import ConfigError
 from cbatch.files.answers import CsvWriter, ObjectWriter, TableEncoder
-from cbatch.files.detect import COLUMNAR, check_format
+from cbatch.files.detect import COLUMNAR, SUFFIXES, check_format
+from cbatch.files.inputs import COMPRESSED
 from cbatch.files.lines import LineEncoder
 from cbatch.files.openai import OpenAIEncoder
 
@@ -78,6 +79,29 @@ def output_format(source: Source, asked: str = "auto") -> Format:
     if asked == "auto":
         return "cbatch" if source.format == "text" else source.format
     return cast("Format", asked)
+
+
+def check_name(path: Path, format: str, *, is_asked: bool) -> None:
+    """Check that the name of an output does not promise what will not be in it.
+
+    Args:
+        path: of the output.
+        format: of the output.
+        is_asked: whether the format was said by its name.
+
+    Raises:
+        ConfigError: a compressed file, or a table of another format unless that is asked for.
+    """
+    if path.suffix.lower() in COMPRESSED:
+        raise ConfigError(
+            f"{path}: answers are not written compressed, for a run goes on in its file: leave out {path.suffix}"
+        )
+    named = SUFFIXES.get(path.suffix.lower(), "text")
+    if named not in ("text", format) and not is_asked:
+        raise ConfigError(
+            f"{path}: answers would be {format}, as the input: say output_format={named!r} (--output-format {named}), "
+            "or give another name"
+        )
 
 
 def encoder(format: str, source: Source) -> Encoder:

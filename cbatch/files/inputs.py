@@ -19,7 +19,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.places import is_dash, stdin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 MAX_LINE_BYTES = 16 * 2**20
 """Our choice: four times the text that a window of a million tokens holds."""
@@ -42,13 +42,17 @@ class LongLine:
     n_quotes: int
 
 
-def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
+def find_files(paths: Iterable[str | os.PathLike[str]], without: Collection[str] = ()) -> list[str]:
     """Return the files of these names and patterns, those of a pattern in order of names; `-` is stdin.
+
+    Args:
+        paths: names and patterns.
+        without: real paths of what no pattern is to find.
 
     Raises:
         ConfigError: nothing there, a directory, or a file that is named twice.
     """
-    found = [file for path in paths for file in _expanded(os.fspath(path))]
+    found = [file for path in paths for file in _expanded(os.fspath(path), without)]
     if not found:
         raise ConfigError("no input: give a batch file, a pattern, or - for stdin")
     seen: dict[object, str] = {}
@@ -61,10 +65,12 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     return found
 
 
-def _expanded(name: str) -> list[str]:
-    if is_dash(name) or os.path.lexists(name):
+def _expanded(name: str, without: Collection[str]) -> list[str]:
+    if is_dash(name) or os.path.lexists(name) or not glob.has_magic(name):
         return [name]
-    found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
+    found = sorted(glob.glob(name, recursive=True))
+    if without:
+        found = [file for file in found if os.path.realpath(file) not in without]
     if not found:
         raise ConfigError(f"{name}: no file has a name of this pattern")
     return [f for f in found if not Path(f).is_dir()] or found

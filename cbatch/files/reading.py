@@ -12,7 +12,7 @@ from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
     from typing import TypeAlias
 
@@ -34,14 +34,23 @@ class Reading:
         items: all of them.
     """
 
-    def __init__(self, paths: Paths, options: FileOptions) -> None:
+    def __init__(self, paths: Paths, options: FileOptions, without: Collection[str] = ()) -> None:
         """Open the input; where it is to be strict or shuffled, read it whole into a temporary file.
+
+        Args:
+            paths: of the input.
+            options: say how it is read.
+            without: real paths of what no pattern is to find: the files of the run.
 
         Raises:
             ConfigError: it cannot be read; where it is to be strict, the first item that is wrong.
         """
         self.source = open_source(
-            paths, format=options.format, template=options.template, system=options.system
+            paths,
+            format=options.format,
+            template=options.template,
+            system=options.system,
+            without=without,
         )
         self._spool: Spool | None = None
         self._n_read = 0

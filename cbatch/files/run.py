@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
@@ -22,7 +23,7 @@ from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.target import Target
 from cbatch.files.window import Window
 from cbatch.files.work import Way, Work
-from cbatch.files.written import check_places
+from cbatch.files.written import check_places, written_by
 from cbatch.options import RunOptions
 from cbatch.runtime.progress import Progress, SilentView, choose_view, closing_line
 
@@ -84,7 +85,8 @@ def run_file(
     defaults, view = RunOptions.of(options), _view(progress)
     check_places(Path(output), asked, _model_file(model))
     with ExitStack() as stack:
-        reading = stack.enter_context(closing(Reading(source, asked)))
+        own = {os.path.realpath(path) for path in written_by(Path(output), asked)}
+        reading = stack.enter_context(closing(Reading(source, asked, own)))
         check_places(Path(output), asked, reading.source.paths)
         target = Target.of(output, reading.source, asked)
         target.check(force=asked.force)
@@ -244,11 +246,14 @@ def _settings_of(
     said = {
         f.name: value for f in fields(RunOptions) if (value := getattr(options, f.name)) is not None
     }
+    source = reading.source
     return {
-        "input format": reading.source.format,
+        "input format": source.format,
         OUTPUT_FORMAT: target.format,
         "template": asked.template or "none",
         "system message": asked.system or "none",
         **engine.fingerprint,
         "options": ", ".join(f"{name}={value!r}" for name, value in said.items()) or "none",
+        # rows are known by their places: those of another table would take the places of its answers
+        **({} if source.columns is None else {"first input": Path(source.paths[0]).name}),
     }

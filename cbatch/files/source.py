@@ -15,7 +15,7 @@ from cbatch.files.rows import Asking
 from cbatch.files.tables import CsvReader, ObjectParser, TextParser
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from cbatch.files.detect import Format
@@ -89,6 +89,7 @@ def open_source(
     is_raw: bool = False,
     max_line_bytes: int = MAX_LINE_BYTES,
     url: str | None = None,
+    without: Collection[str] = (),
 ) -> Source:
     """Look at batch files and return what reads them.
 
@@ -100,6 +101,7 @@ def open_source(
         is_raw: make text to complete as it stands of rows, instead of chats.
         max_line_bytes: a longer line, or row, becomes an item with an error.
         url: for OpenAI's requests, what every line must have; None: any that is served.
+        without: real paths of files that no pattern is to find.
 
     Raises:
         ConfigError: no such file, a directory, nothing in it, files of several formats, a format that cannot be told,
@@ -108,7 +110,7 @@ def open_source(
     asking = Asking(template, system, is_raw)
     check_format(format, "auto")
     given = [paths] if isinstance(paths, str | PurePath) else paths
-    files = [InputFile(name, max_line_bytes) for name in find_files(given)]
+    files = [InputFile(name, max_line_bytes) for name in find_files(given, without)]
     try:
         return _looked_at(files, format, asking, url)
     except BaseException:

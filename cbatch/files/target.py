@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files.detect import COLUMNAR
-from cbatch.files.encoders import Finisher, encoder, output_format
+from cbatch.files.encoders import Finisher, check_name, encoder, output_format
 from cbatch.files.journal import Journal
 from cbatch.files.manifest import manifest_of
 from cbatch.files.pipe import Pipe
@@ -42,8 +42,14 @@ class Target:
 
     @classmethod
     def of(cls, output: str | Path, source: Source, options: FileOptions) -> Target:
-        """Return the outputs that were asked for."""
-        format = output_format(source, options.output_format or "auto")
+        """Return the outputs that were asked for.
+
+        Raises:
+            ConfigError: a format that there is not, or that the name of the output contradicts.
+        """
+        asked = options.output_format or "auto"
+        format = output_format(source, asked)
+        check_name(Path(output), format, is_asked=asked != "auto")
         return cls(Path(output), options.errors, format, encoder(format, source))
 
     @property

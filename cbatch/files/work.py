@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from cbatch.errors import EngineError
+from cbatch.errors import ConfigError, EngineError
 from cbatch.files.digest import item_key
 from cbatch.files.item import duplicate_id
 from cbatch.files.summary import RunSummary
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from cbatch.engine import Engine
+    from cbatch.errors import CBatchError
     from cbatch.files.digest import Digests
     from cbatch.files.encoders import Encoder
     from cbatch.files.item import Item, ItemError
@@ -264,6 +265,8 @@ class Work:
                 self.tally.n_given_back += 1
                 return ended
             self._count(result)
+            if result.error is not None:
+                result = replace(result, error=_in_own_words(result))
             way, is_error = self._way, result.error is not None
             record = way.encoder.result(entry.item, result, created=self._created, model=way.model)
             self._add(entry.item, entry.digest, record, is_error=is_error)
@@ -346,6 +349,14 @@ class Work:
             cached_tokens=tally.cached_tokens,
             elapsed_s=time.perf_counter() - self._start_s,
         )
+
+
+def _in_own_words(result: BatchResult) -> CBatchError | None:
+    """Return a result's error without the id by which the engine knew the item."""
+    error, start = result.error, f"request {result.id!r}: "
+    if type(error) is ConfigError and str(error).startswith(start):
+        return ConfigError(str(error).removeprefix(start))
+    return error
 
 
 def _tell_nobody(item: Item, result: BatchResult | None) -> None:

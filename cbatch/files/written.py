@@ -13,7 +13,7 @@ from cbatch.files.output import part_of
 from cbatch.files.places import check_place, is_dash
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from cbatch.files.settings import FileOptions
 
@@ -30,6 +30,12 @@ def files_of(output: Path) -> list[Path]:
     return [*records, *manifests, *map(part_of, records)]
 
 
+def written_by(output: Path, options: FileOptions) -> list[Path]:
+    """Return every file that a run may write; the first are those of its output."""
+    results = files_of(output) if is_file_place(output) else []
+    return [*results, *filter(is_file_place, _more(options))]
+
+
 def check_places(output: Path, options: FileOptions, inputs: Sequence[str]) -> None:
     """Check, long before the first record is there, that a run may write its files.
 
@@ -41,15 +47,18 @@ def check_places(output: Path, options: FileOptions, inputs: Sequence[str]) -> N
     Raises:
         ConfigError: see `check_place`; a file that is read, or is written for two purposes.
     """
-    more = [path for path in (options.errors, options.report, options.trace) if path is not None]
+    more = _more(options)
     if any(map(is_dash, more)):
         raise ConfigError("-: stdout is for answers alone: give a file")
     for path in (output, *more):
         check_place(path)
-    results = files_of(output) if is_file_place(output) else []
-    written = [*results, *filter(is_file_place, more)]
+    written = written_by(output, options)
     _check_not_read(written, [Path(name) for name in inputs if os.path.exists(name)])
-    _check_apart(results, written[len(results) :])
+    _check_apart(files_of(output) if is_file_place(output) else [], filter(is_file_place, more))
+
+
+def _more(options: FileOptions) -> list[Path]:
+    return [path for path in (options.errors, options.report, options.trace) if path is not None]
 
 
 def is_file_place(path: Path) -> bool:
@@ -63,7 +72,7 @@ def _check_not_read(written: Sequence[Path], read: Sequence[Path]) -> None:
             raise ConfigError(f"{path}: is the input: give another file for the results")
 
 
-def _check_apart(results: Sequence[Path], more: Sequence[Path]) -> None:
+def _check_apart(results: Sequence[Path], more: Iterable[Path]) -> None:
     taken = {real(path): results[0] for path in results}
     for path in more:
         if real(path) in taken:

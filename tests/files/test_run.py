@@ -290,6 +290,46 @@ def test_output_that_is_removed_meanwhile_is_told(source: Path, out: Path) -> No
     assert len(answers(out)) == 100
 
 
+def test_other_table_in_the_place_of_the_first_is_refused(
+    engine: Engine, tmp_path: Path, out: Path
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text(f"prompt\n{name}\n")
+    run_file(tmp_path / "a.csv", out.with_suffix(""), engine=engine)
+    with pytest.raises(ConfigError, match=r"first input was a\.csv, is b\.csv"):
+        run_file(tmp_path / "b.csv", out.with_suffix(""), engine=engine)
+    both = [tmp_path / f"{name}.csv" for name in "ab"]
+    assert run_file(both, out.with_suffix(""), engine=engine).n_before == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("out.jsonl.gz", "answers are not written compressed"),
+        ("out.csv", "output_format='csv'"),
+        ("out.parquet", "output_format='parquet'"),
+    ],
+)
+def test_name_that_promises_another_format_is_refused(
+    engine: Engine, source: Path, name: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run_file(source, source.with_name(name), engine=engine)
+    run_file(source, source.with_name("o.csv"), engine=engine, output_format="cbatch")
+
+
+def test_refused_options_are_told_without_an_id_of_the_engine(
+    engine: Engine, tmp_path: Path, out: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    chat = [{"role": "user", "content": "a"}]
+    asked = {"id": "a", "messages": chat, "options": {"tool_choice": "required"}}
+    source.write_text(json.dumps(asked) + "\n")
+    run_file(source, out, engine=engine)
+    [record] = records(out)
+    assert record["error"]["message"] == "tool_choice='required' needs tools"
+
+
 def test_wrong_settings_are_named(engine: Engine, source: Path, out: Path) -> None:
     for settings, words in (
         ({"limit": 0}, "limit must be 1 … "),

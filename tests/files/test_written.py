@@ -95,3 +95,11 @@ def test_table_of_columns_has_no_file_of_errors(engine: Engine, tmp_path: Path) 
     said: dict[str, Any] = {"errors": tmp_path / "errors", "output_format": "parquet"}
     with pytest.raises(ConfigError, match="errors: a row that fails stands in the parquet file"):
         run_file(source, tmp_path / "out.parquet", engine=engine, **said)
+
+
+def test_pattern_finds_no_files_of_the_run_itself(engine: Engine, tmp_path: Path) -> None:
+    write_requests(tmp_path / "a.jsonl", 3)
+    more: dict[str, Any] = {"errors": tmp_path / "errors.jsonl", "trace": tmp_path / "trace.jsonl"}
+    for n_before in (0, 3):
+        summary = run_file(tmp_path / "*", tmp_path / "out.jsonl", engine=engine, **more)
+        assert (summary.n_items, summary.n_before) == (3, n_before)
