@@ -147,6 +147,7 @@ def stream_file(
 
     Raises:
         ConfigError: a setting is wrong, or the input cannot be read.
+        EngineError: in the midst of it, the engine cannot go on, or somebody has closed it.
     """
     asked, load_settings = split_settings(settings)
     for name in (*load_settings, *_OF_OUTPUT):
@@ -180,6 +181,7 @@ class FileStream:
             for result in results:
                 yield from self._work.take(result)
             yield from ((item, None) for item in self._work.take_refused())
+            self._work.check_end(self._engine)
 
     async def __aiter__(self) -> AsyncIterator[Ended]:
         """Yield each pair, in an event loop."""
@@ -189,6 +191,7 @@ class FileStream:
                     yield ended
             for item in self._work.take_refused():
                 yield item, None
+            self._work.check_end(self._engine)
 
     def _start(self) -> Reader[BatchResult]:
         return self._work.start(self._engine, self._max_time_s).as_completed()

@@ -222,8 +222,7 @@ class Work:
         try:
             with closing(response.as_completed()) as results:
                 self._take_all(response, results, on_ended or _tell_nobody)
-            if self._ending() == "done" and self.tally.n_given_back:
-                engine.stats()  # raises where somebody has closed it
+            self.check_end(engine)
         except KeyboardInterrupt:
             if not self._stop.is_now:
                 raise
@@ -233,6 +232,15 @@ class Work:
             with self._stop.guarded():
                 self.commit()
         return self.summary(ending)
+
+    def check_end(self, engine: Engine) -> None:
+        """Tell, when all results were taken, the end of items from that of the engine.
+
+        Raises:
+            EngineClosedError: somebody has closed it.
+        """
+        if self._ending() == "done" and self.tally.n_given_back:
+            engine.stats()
 
     def _take_all(
         self, response: BatchResponse, results: Reader[BatchResult], on_ended: OnEnded

@@ -382,6 +382,15 @@ def test_stream_gives_every_item_with_its_result(engine: Engine, source: Path) -
         stream_file(source, engine, force=True)
 
 
+def test_stream_tells_that_the_engine_was_closed(source: Path) -> None:
+    engine = make_engine(threaded=True)
+    pairs = iter(stream_file(source, engine))
+    next(pairs)
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        list(pairs)
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_stream_is_read_in_an_event_loop(source: Path) -> None:
