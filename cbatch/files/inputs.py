@@ -231,7 +231,31 @@ def _open(path: str) -> io.BufferedReader:
     if not is_dash(path):
         return io.BufferedReader(io.FileIO(path), _BUFFER_BYTES)
     file: Any = stdin()
+    if isinstance(file, io.BufferedReader):
+        return io.BufferedReader(_Unlocked(file), _BUFFER_BYTES)
     return cast("io.BufferedReader", file if hasattr(file, "peek") else io.BufferedReader(file))
+
+
+class _Unlocked(io.RawIOBase):
+    """A buffered file, read past its buffer: a thread that waits there would hold its lock when Python ends."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        """Take over what the buffer holds; where that is nothing, wait for something."""
+        self._ahead = file.read(len(file.peek(1)))
+        self._raw = file.raw
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read what there is."""
+        if not self._ahead:
+            n_read: int | None = self._raw.readinto(buffer)  # type: ignore[attr-defined]
+            return n_read
+        piece, self._ahead = self._ahead[: len(buffer)], self._ahead[len(buffer) :]
+        buffer[: len(piece)] = piece
+        return len(piece)
 
 
 def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import chain, islice
+import threading
+import time
+from contextlib import suppress
+from itertools import chain
+from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
 from cbatch.files.source import open_source
@@ -24,6 +28,77 @@ if TYPE_CHECKING:
 
 N_LOOKED_AHEAD = 1024
 """Items that are read before a model is loaded, for windows to be made to their measure: as many as `load` looks at."""
+
+N_ARRIVED = 64
+"""Items of a pipe that are read before they are asked for, at most: our choice."""
+
+SOON_S = 0.5
+"""Our choice: less than a model takes to load, more than a file takes to come through a pipe."""
+
+
+class Arrivals:
+    """Items of a pipe, read by a thread of its own: who takes them knows whether the next one is there."""
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        """Make one that begins to read when the first item is asked for."""
+        self.has_ended = False
+        """Whether `soon` has given out all of them."""
+        self._items = items
+        self._came: Queue[Item | BaseException | None] = Queue(N_ARRIVED)
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether the next item has not come yet."""
+        return self._came.empty()
+
+    def soon(self, n_most: int) -> Iterator[Item]:
+        """Wait for the first one, and a little while for others."""
+        ends_s = None
+        with suppress(Empty):
+            for _ in range(n_most):
+                left_s = None if ends_s is None else max(0.0, ends_s - time.monotonic())
+                item = self._next(left_s)
+                if item is None:
+                    self.has_ended = True
+                    return
+                ends_s = ends_s or time.monotonic() + SOON_S
+                yield item
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield those that are left."""
+        while item := self._next(None):
+            yield item
+
+    def close(self) -> None:
+        """Let the thread end, if it does not wait for the pipe."""
+        self._is_closed = True
+        with suppress(Empty):
+            while True:
+                self._came.get_nowait()
+
+    def _next(self, timeout_s: float | None) -> Item | None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read, name="cbatch-pipe", daemon=True)
+            self._thread.start()
+        item = self._came.get(timeout=timeout_s)
+        if item is None or isinstance(item, BaseException):
+            self._came.put(item)  # for who asks next
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _read(self) -> None:
+        end: BaseException | None = None
+        try:
+            for item in self._items:
+                self._came.put(item)
+                if self._is_closed:
+                    return
+        except BaseException as error:
+            end = error
+        self._came.put(end)
 
 
 class Reading:
@@ -54,6 +129,8 @@ class Reading:
         )
         self._spool: Spool | None = None
         self._n_read = 0
+        self._has_ended = False
+        self._arrivals: Arrivals | None = None
         try:
             self.items: Iterator[Item] = iter(self._ordered(options))
         except BaseException:
@@ -62,7 +139,10 @@ class Reading:
 
     def _ordered(self, options: FileOptions) -> Iterator[Item]:
         if not options.strict and not options.shuffle:
-            return self._counted()
+            if self.source.n_bytes is not None:
+                return self._counted()
+            self._arrivals = Arrivals(self._counted())
+            return iter(self._arrivals)
         self._spool = Spool(checked(self.source) if options.strict else self.source)
         if options.shuffle:
             self._spool.shuffle(options.shuffle_seed)
@@ -81,24 +161,32 @@ class Reading:
     @property
     def is_piped(self) -> bool:
         """Whether reading may have to wait for somebody to write."""
-        return self._spool is None and "-" in self.source.paths
+        return self._arrivals is not None
+
+    def is_dry(self) -> bool:
+        """Return whether the next item has not come yet, so that reading on may take long."""
+        return self._arrivals is not None and self._arrivals.is_dry
 
     def look_ahead(self, defaults: RunOptions, n_most: int = N_LOOKED_AHEAD) -> LookAhead | None:
-        """Return what comes first, with the options that hold for it; it stays in `items`."""
-        first = self._first(n_most)
+        """Return what comes first, with the options that hold for it; it stays in `items`.
+
+        Of a pipe that is what comes at once: who writes there may wait for the first answers.
+        """
+        first = list(self._first(n_most))
         self.items = chain(first, self.items)
         prompts = [item.prompt for item in first if item.prompt is not None]
-        return ahead_of(prompts, defaults, is_all=len(first) < n_most)
+        return ahead_of(prompts, defaults, is_all=self._has_ended)
 
-    def _first(self, n_most: int) -> list[Item]:
-        first: list[Item] = []
+    def _first(self, n_most: int) -> Iterator[Item]:
+        """Yield so many items, fewer where they are long; note whether these were all."""
         n_chars = 0
-        for item in islice(self.items, n_most):
-            first.append(item)
+        items = self.items if self._arrivals is None else self._arrivals.soon(n_most)
+        for n, item in enumerate(items, 1):
+            yield item
             n_chars += length(item.prompt, RunOptions()) if item.prompt else 0
-            if n_chars > MAX_CHARS:
-                break
-        return first
+            if n >= n_most or n_chars > MAX_CHARS:
+                return
+        self._has_ended = self._arrivals is None or self._arrivals.has_ended
 
     def about(self) -> int | None:
         """Return about how many items there are, by the bytes of those that were read; None where nobody knows."""
@@ -109,6 +197,8 @@ class Reading:
 
     def close(self) -> None:
         """Close the input."""
+        if self._arrivals is not None:
+            self._arrivals.close()
         self.source.close()
         if self._spool is not None:
             self._spool.close()

@@ -209,7 +209,15 @@ def _work(
 ) -> Work:
     window = Window(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
     prefix = "" if is_own else f"{secrets.token_hex(4)}-"  # for others may use it too
-    return Work(reading.items, way, window, stop, limit=asked.limit, prefix=prefix)
+    return Work(
+        reading.items,
+        way,
+        window,
+        stop,
+        limit=asked.limit,
+        prefix=prefix,
+        is_dry=reading.is_dry,
+    )
 
 
 def _view(progress: bool | View) -> View:

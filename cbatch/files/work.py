@@ -118,6 +118,7 @@ class Work:
         *,
         limit: int | None = None,
         prefix: str = "",
+        is_dry: Callable[[], bool] = lambda: False,
     ) -> None:
         """Make one that has read nothing.
 
@@ -128,12 +129,13 @@ class Work:
             stop: says when to read no more.
             limit: most items to run.
             prefix: of the ids by which the engine knows them.
+            is_dry: says whether the next item may be long in coming: then the window is left as full as it is.
         """
         self.tally = Tally()
         self.has_read_all = False
         self._items, self._way, self._window, self._stop = items, way, window, stop
         self._limit = math.inf if limit is None else limit
-        self._prefix = prefix
+        self._prefix, self._is_dry = prefix, is_dry
         self._running: dict[str, Entry] = {}
         self._refused: list[Item] = []
         self._n_added = 0
@@ -162,6 +164,8 @@ class Work:
         while self._window.has_room and not self.has_read_all and not self._stop.is_asked:
             if self.tally.n_started >= self._limit:
                 self._window.end()
+                return
+            if len(self._window) and self._is_dry():
                 return
             item = next(self._items, None)
             if item is None:

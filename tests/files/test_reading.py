@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
+import pytest
+
+from cbatch.files import reading as reading_module
 from cbatch.files.reading import Reading
+from cbatch.files.run import stream_file
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions
-from tests.files.runs import write_requests
+from tests.files.runs import make_engine, write_requests
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -41,3 +48,45 @@ def test_shuffled_input_is_counted_and_has_every_item_once(tmp_path: Path) -> No
         assert (reading.n_items, reading.about(), reading.is_piped) == (50, 50, False)
     assert numbers != sorted(numbers)
     assert sorted(numbers) == list(range(1, 51))
+
+
+def test_long_items_that_were_looked_at_are_not_taken_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_module, "MAX_CHARS", 20)
+    source = write_requests(tmp_path / "in.jsonl", 10)
+    with closing(Reading(str(source), FileOptions())) as reading:
+        ahead = reading.look_ahead(RunOptions())
+        assert ahead is not None
+        assert (len(ahead.prompts), ahead.is_all) == (3, False)
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[BinaryIO]:
+    """Return what writes to stdin."""
+    from_fd, to_fd = os.pipe()
+    with os.fdopen(from_fd) as stdin, os.fdopen(to_fd, "wb", buffering=0) as file:
+        monkeypatch.setattr("sys.stdin", stdin)
+        yield file
+
+
+def test_pipe_is_answered_before_it_ends(pipe: BinaryIO) -> None:
+    with make_engine(threaded=True) as engine:
+        pipe.write(b'{"id": "0", "prompt": "a"}\n')
+        pairs = iter(stream_file("-", engine))
+        for number in range(1, 5):
+            assert next(pairs)[0].id == str(number - 1)
+            pipe.write(b'{"id": "%d", "prompt": "a"}\n' % number)
+        pipe.close()
+        assert [item.id for item, _ in pairs] == ["4"]
+
+
+def test_what_was_read_of_stdin_before_is_not_read_again(pipe: BinaryIO) -> None:
+    pipe.write(b'a header\n{"id": "a", "prompt": "a"}\n')
+    pipe.close()
+    assert sys.stdin.buffer.readline() == b"a header\n"
+    with closing(Reading("-", FileOptions())) as reading:
+        ahead = reading.look_ahead(RunOptions())
+        assert ahead is not None
+        assert not reading.is_dry()
+        assert [item.id for item in reading.items] == ["a"]
