@@ -1,6 +1,9 @@
 """Progress for programs: JSON lines on stderr."""
 
 import json
+import os
+from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 from cbatch.cli.main import say
@@ -16,6 +19,10 @@ class EventView:
         """Tell something that stays."""
         _say(event="note", text=line)
 
+    def tell(self, kind: str, found: Any) -> None:
+        """Tell the values of a dataclass."""
+        _say(event=kind, **{f.name: getattr(found, f.name) for f in fields(found)})
+
     def show(self, snapshot: Snapshot) -> None:
         """Tell how far it is."""
         _say(event="progress", **as_json(snapshot))
@@ -23,6 +30,12 @@ class EventView:
     def finish(self, snapshot: Snapshot) -> None:
         """Tell what was done."""
         _say(event="summary", **as_json(snapshot))
+
+
+def note_at_once(words: str) -> None:
+    """Tell something in the midst of anything, what is being printed too."""
+    with suppress(OSError):
+        os.write(2, f"{_line(event='note', text=words)}\n".encode())
 
 
 def as_json(s: Snapshot) -> dict[str, Any]:
@@ -46,4 +59,8 @@ def as_json(s: Snapshot) -> dict[str, Any]:
 
 
 def _say(**values: Any) -> None:
-    say(json.dumps(values))
+    say(_line(**values))
+
+
+def _line(**values: Any) -> str:
+    return json.dumps(values)

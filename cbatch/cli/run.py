@@ -8,7 +8,7 @@ import typer
 
 import cbatch
 from cbatch.cli.demo import run_demo
-from cbatch.cli.events import EventView
+from cbatch.cli.events import EventView, note_at_once
 from cbatch.cli.main import ExitCode, say
 from cbatch.cli.options import (
     Adapters,
@@ -42,8 +42,8 @@ from cbatch.cli.options import (
     said,
 )
 from cbatch.engine_options import EngineOptions
-from cbatch.files.check import check_file
-from cbatch.files.estimate import estimate_file
+from cbatch.files.check import CheckSummary, check_file
+from cbatch.files.estimate import Estimate, estimate_file
 from cbatch.files.places import STDOUT, is_dash
 from cbatch.files.run import run_file
 from cbatch.files.stop import Interrupted, Stopper
@@ -249,38 +249,48 @@ def run(
     }
     call = {"model": model, "options": options, **asked, **settings}
     if looks_only:
-        _look(source or [], is_dry_run=dry_run, call=call)
+        _look(source or [], view, is_dry_run=dry_run, call=call)
         return
+    stopper = Stopper(note_at_once if json else None, takes_all=True)
     try:
-        summary = run_file(
-            source or [], target, progress=view, stop=Stopper(takes_all=True), **call
-        )
+        summary = run_file(source or [], target, progress=view, stop=stopper, **call)
     except Interrupted as error:
-        say(f"cbatch: {error.summary.resume_hint}")
+        _tell(view, f"cbatch: {error.summary.resume_hint}")
         if "-" in (source or ()):  # a thread may wait for stdin, and then Python cannot end
             os._exit(ExitCode.INTERRUPTED)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    _end(summary)
+    _end(summary, view)
 
 
-def _look(source: list[str], *, is_dry_run: bool, call: dict[str, Any]) -> None:
+def _look(source: list[str], view: View, *, is_dry_run: bool, call: dict[str, Any]) -> None:
     """Say what is in the input, or what a run would take; no record is written."""
     if is_dry_run:
-        say("\n".join(estimate_file(source, **call).lines()))
+        _say_all(view, "estimate", estimate_file(source, **call))
         return
     found = check_file(source, **call)
-    say("\n".join(found.lines()))
+    _say_all(view, "check", found)
     if found.n_errors:
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
-def _end(summary: RunSummary) -> None:
+def _say_all(view: View, kind: str, found: CheckSummary | Estimate) -> None:
+    if isinstance(view, EventView):
+        view.tell(kind, found)
+    else:
+        say("\n".join(found.lines()))
+
+
+def _tell(view: View, line: str) -> None:
+    """Say how it ended, which --quiet does not keep back; among events as one of them."""
+    (view.say if isinstance(view, EventView) else say)(line)
+
+
+def _end(summary: RunSummary, view: View) -> None:
     if summary.resume_hint:
-        say(f"cbatch: {summary.resume_hint}")
+        _tell(view, f"cbatch: {summary.resume_hint}")
     if summary.n_errors:
-        say(
-            f'cbatch: {summary.n_errors} of {summary.n_items} items failed: see "error" in their records'
-        )
+        n, n_all = summary.n_errors, summary.n_items
+        _tell(view, f'cbatch: {n} of {n_all} items failed: see "error" in their records')
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 

@@ -251,7 +251,7 @@ class _Unlocked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int | None:
         """Read what there is."""
         if not self._ahead:
-            n_read: int | None = self._raw.readinto(buffer)  # type: ignore[attr-defined]
+            n_read: int | None = self._raw.readinto(buffer)
             return n_read
         piece, self._ahead = self._ahead[: len(buffer)], self._ahead[len(buffer) :]
         buffer[: len(piece)] = piece

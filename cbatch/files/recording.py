@@ -11,6 +11,7 @@ from cbatch.files.trace import TraceWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from cbatch.core.stats import StepRecord
     from cbatch.engine import Engine
@@ -27,8 +28,11 @@ def recorded(
     title: str,
     settings: Mapping[str, str],
     on_ended: OnEnded | None,
+    say: Callable[[str], object],
 ) -> Iterator[OnEnded | None]:
     """Record the block as it is asked for, and give it what is to be told of each item that ended.
+
+    What is worth knowing besides goes to `say`.
 
     Raises:
         ConfigError: the report or the trace cannot be written.
@@ -36,7 +40,7 @@ def recorded(
     with ExitStack() as stack:
         recorders: list[Callable[[StepRecord], object]] = []
         if asked.trace is not None:
-            recorders.append(stack.enter_context(TraceWriter(asked.trace)))
+            recorders.append(stack.enter_context(_traced(asked.trace, say)))
         if asked.report is not None:
             recorder = RunRecorder(engine.parallel)
             recorders.append(recorder)
@@ -46,6 +50,15 @@ def recorded(
             stack.callback(engine.record_steps, None)
             engine.record_steps(tee(*recorders))
         yield on_ended
+
+
+@contextmanager
+def _traced(path: Path, say: Callable[[str], object]) -> Iterator[TraceWriter]:
+    """Lend what writes the trace, and tell where it could not write all of it."""
+    with TraceWriter(path) as trace:
+        yield trace
+    if trace.error is not None:
+        say(f"{path}: the trace ends early: {trace.error.strerror or trace.error}")
 
 
 def _telling(recorder: RunRecorder, on_ended: OnEnded | None) -> OnEnded:

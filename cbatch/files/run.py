@@ -113,7 +113,7 @@ def run_file(
             view.say(line)
         title = ", ".join(Path(name).name for name in reading.source.paths[:3])
         with (
-            recorded(runner, asked, title, said, on_result) as on_ended,
+            recorded(runner, asked, title, said, on_result, view.say) as on_ended,
             _shown(view, work, reading, runner),
             stop,
         ):

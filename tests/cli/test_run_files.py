@@ -77,10 +77,21 @@ def test_errors_and_retries_have_their_own_file(source: Path, test_model: Path) 
 
 def test_events_are_json_lines(source: Path, test_model: Path) -> None:
     done = run(source, test_model, "-o", source.with_name("out.jsonl"), "--json", "--limit", 5)
-    *events, _ = done.stderr.splitlines()
-    first, *_, last = map(json.loads, events)
+    first, *_, summary, last = map(json.loads, done.stderr.splitlines())
     assert first["event"] == "note"
-    assert (last["event"], last["n_done"], last["output_tokens"]) == ("summary", 5, 15)
+    assert (summary["event"], summary["n_done"], summary["output_tokens"]) == ("summary", 5, 15)
+    assert (last["event"], "stopped at the limit" in last["text"]) == ("note", True)
+
+
+def test_what_a_look_finds_is_an_event_too(source: Path, test_model: Path) -> None:
+    [found] = parse(run(source, test_model, "--check", "--json").stderr)
+    assert (found["event"], found["n_items"], found["n_by_code"]) == (
+        "check",
+        21,
+        {"invalid_json_line": 1},
+    )
+    [found] = parse(run(source, test_model, "--dry-run", "--json").stderr)
+    assert (found["event"], found["output_tokens"]) == ("estimate", 60)
 
 
 def test_table_is_answered_by_a_template(tmp_path: Path, test_model: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.errors import ConfigError
 from cbatch.files.run import run_file
+from cbatch.runtime.progress import SilentView
 from tests.files.runs import make_engine, write_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from cbatch.engine import Engine
 
@@ -33,8 +36,9 @@ def test_file_beside_the_output_in_place_of_the_input_is_refused(
     engine: Engine, source: Path, name: str
 ) -> None:
     asked = source.read_bytes()
+    more: dict[str, Any] = {name: source}
     with pytest.raises(ConfigError, match=r"in\.jsonl: is the input"):
-        run_file(source, source.with_name("out"), engine=engine, **{name: source})
+        run_file(source, source.with_name("out"), engine=engine, **more)
     assert source.read_bytes() == asked
 
 
@@ -46,8 +50,9 @@ def test_file_beside_the_output_in_its_place_is_refused(
     out = source.with_name("out")
     run_file(source, out, engine=engine)
     before = out.read_bytes()
+    more: dict[str, Any] = {name: source.with_name(taken)}
     with pytest.raises(ConfigError, match=r"is written for .*out: give another file"):
-        run_file(source, out, engine=engine, **{name: source.with_name(taken)})
+        run_file(source, out, engine=engine, **more)
     assert out.read_bytes() == before
 
 
@@ -73,8 +78,9 @@ def test_stdout_is_for_answers_alone(
     engine: Engine, source: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(source.parent)
+    more: dict[str, Any] = {name: "-"}
     with pytest.raises(ConfigError, match="-: stdout is for answers alone"):
-        run_file(source, "out", engine=engine, **{name: "-"})
+        run_file(source, "out", engine=engine, **more)
     assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
 
 
@@ -103,3 +109,25 @@ def test_pattern_finds_no_files_of_the_run_itself(engine: Engine, tmp_path: Path
     for n_before in (0, 3):
         summary = run_file(tmp_path / "*", tmp_path / "out.jsonl", engine=engine, **more)
         assert (summary.n_items, summary.n_before) == (3, n_before)
+
+
+def test_report_to_a_pipe_leaves_it_a_pipe(engine: Engine, source: Path) -> None:
+    report = source.with_name("report")
+    os.mkfifo(report)
+    reader = os.open(report, os.O_RDONLY | os.O_NONBLOCK)
+    run_file(source, source.with_name("out"), engine=engine, report=report)
+    assert stat.S_ISFIFO(report.stat().st_mode)
+    assert os.read(reader, 15) == b"<!doctype html>"
+    os.close(reader)
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+def test_trace_on_a_full_disk_ends_early_and_says_so(
+    engine: Engine, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    view = SilentView()
+    monkeypatch.setattr(view, "say", said.append)
+    more: dict[str, Any] = {"trace": Path("/dev/full"), "progress": view}
+    assert run_file(source, source.with_name("out"), engine=engine, **more).is_complete
+    assert said == ["/dev/full: the trace ends early: No space left on device"]
