@@ -389,7 +389,8 @@ def check_prompt_logprobs(rig: Rig, request: Request, item: Item, result: BatchR
         assert found in ((), request.prompt_logprobs)
         return
     told = [*map(_raw, filter(None, found))]
-    wanted = rig.backend.expected_scores(item.prompt, n_top, request.adapters)
+    n_shown = n_top if item.prompt_logprobs is None else item.prompt_logprobs
+    wanted = rig.backend.expected_scores(item.prompt, n_shown, request.adapters)
     assert told == wanted[: len(told)]
     assert found[0] is None
     assert list(found[len(told) + 1 :]) == [None] * (len(wanted) - len(told))
@@ -408,14 +409,12 @@ def without_echo(rig: Rig, request: Request, item: Item, result: BatchResult) ->
     assert result.token_ids[:n] == item.prompt
     assert result.text.startswith(text)
     if result.logprobs is not None:
-        n_top = request.n_logprobs
+        n_top = request.n_logprobs or 0
         assert [t.token_id for t in result.logprobs[:n]] == list(item.prompt)
-        for told, known in zip(
-            result.logprobs, result.prompt_logprobs or (None,) * n, strict=False
-        ):
-            assert (
-                told == replace(known, top=known.top[:n_top]) if known else math.isnan(told.logprob)
-            )
+        wanted = (None, *rig.backend.expected_scores(item.prompt, n_top, request.adapters))
+        found = result.prompt_logprobs or (None,) * n
+        for told, known, score in zip(result.logprobs, found, wanted, strict=False):
+            assert _raw(told) == score if known else math.isnan(told.logprob)
     return replace(
         result,
         token_ids=result.token_ids[n:],
@@ -542,18 +541,20 @@ def extensions(
                 deadline_s=math.inf,
                 output=result.token_ids[n_echoed:],
                 output_logprobs=(result.logprobs or ())[n_echoed:],
-                **known_of(result, n_prompt),
+                **known_of(request.options, result, n_prompt),
                 continues=rig.drivers[request.id].number,
             ),
             replace(item, cap=n_all, prefill_only=False),
         )
 
 
-def known_of(result: BatchResult, n_prompt: int) -> dict[str, Any]:
+def known_of(options: RunOptions, result: BatchResult, n_prompt: int) -> dict[str, Any]:
     """Return what a request that goes on from a result need not score again: all of its prompt or nothing."""
     found = result.prompt_logprobs
     if not found or sum(told is not None for told in found) < n_prompt - 1:
         return {}
+    if options.prompt_logprobs != options.n_prompt_logprobs:  # the echo has more
+        found = (None, *(result.logprobs or ())[1:n_prompt])
     return {"n_prompt_logprobs": None, "prompt_logprobs": found}
 
 

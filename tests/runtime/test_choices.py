@@ -12,14 +12,15 @@ import pytest
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, fake_logprobs
 from cbatch.engine import Engine
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
-from cbatch.options import ScheduleOptions
 from tests.helpers import partitioned
 from tests.runtime.backends import GatedBackend, all_results, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cbatch.messages import Prompt
     from cbatch.response import BatchResult
 
 LONG = {"ignore_eos": True, "max_tokens": 6}
@@ -399,7 +400,7 @@ def test_wrong_value_is_named(engine: Engine, options: dict[str, Any], message: 
 
 
 def test_options_that_do_not_go_together_name_the_request(engine: Engine) -> None:
-    prompts = ["a", BatchPrompt(prompt="b", id="x", options={"n": 4})]
+    prompts: list[Prompt] = ["a", BatchPrompt(prompt="b", id="x", options={"n": 4})]
     with pytest.raises(ConfigError, match="request 'x': best_of=2 is less than n=4"):
         engine.run(prompts, options={"best_of": 2})
 
