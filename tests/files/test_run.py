@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.errors import ConfigError, EngineClosedError, UnsupportedOptionError
+from cbatch.errors import ConfigError, EngineClosedError, OutputError, UnsupportedOptionError
 from cbatch.files.check import check_file
-from cbatch.files.disk import OutputError
 from cbatch.files.estimate import estimate_file
 from cbatch.files.run import run_file, stream_file
 from cbatch.files.stop import Interrupted, Stopper
