@@ -98,6 +98,9 @@ def run(
         str | None,
         option(help="A system message for each row, a template too.", default="none", panel=_FILES),
     ] = None,
+    raw: Annotated[
+        bool, option("--raw", help="Rows are text to complete, not chats.", panel=_FILES)
+    ] = False,
     limit: Annotated[
         int | None, option(help="Most items to run.", default="all", panel=_FILES)
     ] = None,
@@ -237,6 +240,7 @@ def run(
         "output_format": output_format,
         "template": template,
         "system": system,
+        "is_raw": raw,
         "limit": limit,
         "shuffle": shuffle,
         "strict": strict,

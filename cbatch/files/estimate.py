@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.files.engines import engine_for
+from cbatch.files.facts import peak_bytes
 from cbatch.files.figures import duration
 from cbatch.files.reading import Reading, ahead_of
 from cbatch.files.settings import split_settings
@@ -45,6 +46,8 @@ class Estimate:
         prompt_tokens: of the whole run.
         output_tokens: of the whole run.
         sample_s: seconds that the sample took.
+        memory_bytes: the most host memory that the process has had with it; a run needs no more, however long it is.
+            None where the system does not tell.
     """
 
     n_items: int
@@ -53,14 +56,17 @@ class Estimate:
     prompt_tokens: int
     output_tokens: int
     sample_s: float
+    memory_bytes: int | None = None
 
     def lines(self) -> list[str]:
         """Return it in words."""
         low, high = (duration(seconds) for seconds in self.seconds)
+        memory = "" if self.memory_bytes is None else f"{self.memory_bytes / 2**20:,.0f} MiB"
         return [
             f"sample  {self.n_sample:,} of {self.n_items:,} items in {self.sample_s:.1f} s",
             f"time    {low} … {high} for all",
             f"tokens  about {self.prompt_tokens:,} in, {self.output_tokens:,} out",
+            *([f"memory  {memory} of the host, as with the sample"] if memory else []),
         ]
 
 
@@ -146,5 +152,11 @@ def _extrapolated(results: list[BatchResult], n_items: int, elapsed_s: float) ->
         low = high = elapsed_s
     factor = n_items / max(n, 1)
     return Estimate(
-        n_items, n, (low, high), round(n_prompt * factor), round(mean * n_items), elapsed_s
+        n_items,
+        n,
+        (low, high),
+        round(n_prompt * factor),
+        round(mean * n_items),
+        elapsed_s,
+        peak_bytes(),
     )

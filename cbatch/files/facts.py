@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def version_facts() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
+
+
+def peak_bytes() -> int | None:
+    """Return the most host memory that this process has had, in bytes; None where the system does not tell."""
+    try:
+        import resource  # which Windows has not
+    except ImportError:
+        return None
+    n = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return n if sys.platform == "darwin" else n * 1024
 
 
 def _processor() -> str:

@@ -125,6 +125,7 @@ class Reading:
             format=options.format,
             template=options.template,
             system=options.system,
+            is_raw=options.is_raw,
             without=without,
         )
         self._spool: Spool | None = None

@@ -263,6 +263,7 @@ def _settings_of(
         OUTPUT_FORMAT: target.format,
         "template": asked.template or "none",
         "system message": asked.system or "none",
+        "rows": "text to complete" if asked.is_raw else "chats",
         **engine.fingerprint,
         "options": ", ".join(f"{name}={value!r}" for name, value in said.items()) or "none",
         # rows are known by their places: those of another table would take the places of its answers

@@ -25,6 +25,7 @@ class FileOptions:
         output_format: of the output; None for that of the input.
         template: the prompt of each row, with `{column}` for what stands there.
         system: a system message for each row, a template as well.
+        is_raw: rows are text to complete as it stands, instead of chats.
         errors: a file of their own for records of errors.
         limit: most items to run; those that are done do not count.
         shuffle: read the input in random order. It is copied to a temporary file first; 8 bytes of memory an item.
@@ -45,6 +46,7 @@ class FileOptions:
     output_format: str | None = None
     template: str | None = None
     system: str | None = None
+    is_raw: bool = False
     errors: Path | None = None
     limit: int | None = None
     shuffle: bool = False

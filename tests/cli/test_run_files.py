@@ -42,7 +42,21 @@ def test_dry_run_says_how_long_it_would_take(source: Path, test_model: Path) -> 
     assert (done.exit_code, done.stdout) == (0, "")
     assert "sample  20 of 20 items" in done.stderr
     assert "60 out" in done.stderr
+    assert "MiB of the host" in done.stderr
     assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
+
+
+def test_raw_rows_are_completed_as_they_stand(tmp_path: Path, test_model: Path) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("Once upon a time\n")
+    counts = []
+    for more in ((), ("--raw", "--force")):
+        assert run(source, test_model, "-o", out, *more).exit_code == 0
+        [answer] = parse(out.read_bytes())
+        counts.append(answer["usage"]["prompt_tokens"])
+    assert counts[1] < counts[0]  # without the chat template
+    done = run(source, test_model, "-o", out)
+    assert (done.exit_code, "rows was text to complete, is chats" in done.stderr) == (2, True)
 
 
 def test_run_goes_on_behind_its_limit(source: Path, test_model: Path) -> None:
