@@ -243,7 +243,8 @@ class Work:
         Raises:
             EngineClosedError: somebody has closed it.
         """
-        if self._ending() == "done" and self.tally.n_given_back:
+        is_all = self.has_read_all and self.tally.n_items == self.tally.n_settled
+        if self._ending() == "done" and not is_all:
             engine.stats()
 
     def _take_all(
