@@ -418,7 +418,7 @@ def test_estimate_knows_the_tokens_of_answers_that_are_alike(engine: Engine, sou
     assert 2**23 < (found.memory_bytes or 0) < 2**37  # of a whole Python, in bytes
     assert (found.n_items, found.n_sample, found.output_tokens) == (100, 20, 300)
     assert found.seconds[0] == found.seconds[1] > 0
-    assert len(found.lines()) == 3
+    assert len(found.lines()) == 4
 
 
 def test_report_and_trace_are_written(engine: Engine, source: Path, out: Path) -> None:
