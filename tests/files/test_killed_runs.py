@@ -19,7 +19,8 @@ import cbatch
 from cbatch.files.sort import sort_in_place
 from tests.files.runs import answers, records, write_requests
 
-ROOT = Path(str(cbatch.__file__)).parent.parent
+ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
+PLACES = os.pathsep.join(map(str, (ROOT, Path(__file__).parents[2])))  # behind it, of tests.*
 N_KILLS = 30
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
@@ -44,7 +45,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def start(*command: object, **more: Any) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": PLACES}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
