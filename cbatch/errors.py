@@ -121,6 +121,10 @@ class RequestFailedError(RequestError):
     """The request could not be computed; the cause is chained where there is one."""
 
 
+class PromptError(RequestFailedError):
+    """The prompt cannot be made into tokens: it would fail again wherever it runs."""
+
+
 class BatchError(CBatchError):
     """Some items of a batch failed, or no more could be read; `results` holds all there are, in input order."""
 

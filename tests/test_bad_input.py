@@ -15,6 +15,7 @@ from cbatch.errors import (
     ConfigError,
     DuplicateIdError,
     ModelLoadError,
+    PromptError,
     PromptTooLongError,
     RequestFailedError,
     UnsupportedOptionError,
@@ -365,7 +366,7 @@ def test_item_that_just_fits_runs(watched: Watched, n_prompt: int, max_tokens: i
 @pytest.mark.parametrize("token", [1536, 2**31, 2**70])
 def test_token_out_of_the_vocabulary_is_the_items_error(watched: Watched, token: int) -> None:
     error = error_between_neighbours(watched, BatchPrompt(tokens=[300, token]))
-    assert isinstance(error, RequestFailedError)
+    assert isinstance(error, PromptError)
     assert str(token) in str(error)
     assert "1536" in str(error)
 

@@ -17,7 +17,7 @@ from cbatch.errors import (
     ConfigError,
     DuplicateIdError,
     EngineClosedError,
-    RequestFailedError,
+    PromptError,
 )
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResult
@@ -423,7 +423,7 @@ async def test_generator_is_read_for_an_event_loop(threaded: Engine) -> None:
 def test_request_error_of_a_fed_item_is_its_own(engine: Engine) -> None:
     items: list[Any] = ["a", BatchPrompt(tokens=[10**6])]
     [good, bad] = all_results(engine.run(iter(items)))
-    assert (good.error, type(bad.error)) == (None, RequestFailedError)
+    assert (good.error, type(bad.error)) == (None, PromptError)
 
 
 def test_nothing_is_kept_of_what_was_given_out(engine: Engine) -> None:

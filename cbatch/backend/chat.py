@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_cpp import llama_chat_format
 
-from cbatch.errors import ConfigError, RequestFailedError
+from cbatch.errors import ConfigError, PromptError, RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -144,7 +144,7 @@ class ChatTemplate:
         try:
             return str(formatter(messages=copies, **(variables or {})).prompt)
         except Exception as error:  # the template is a program: it may raise whatever it likes
-            raise RequestFailedError(
+            raise PromptError(
                 f"the chat template refuses these messages: {_words(error)}"
             ) from error
 
@@ -164,7 +164,7 @@ class ChatTemplate:
                 and f'\\"{_ARGUMENT}' not in shown
             ):
                 return shape
-        raise RequestFailedError(
+        raise PromptError(
             f"{self._name} does not show the tool_calls of earlier messages: "
             "write them into the message's content"
         )
@@ -172,7 +172,7 @@ class ChatTemplate:
     @cached_property
     def _formatter(self) -> Any:
         if self._source is None:
-            raise RequestFailedError(_NO_TEMPLATE)
+            raise PromptError(_NO_TEMPLATE)
         try:
             return _compile(self._source, self._bos_text, self._eos_text)
         except Exception as error:
@@ -217,7 +217,7 @@ def _text_of(content: object) -> str:
         return content
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         return "".join(part["text"] for part in content)
-    raise RequestFailedError("the last message is from assistant: to go on from it, it needs text")
+    raise PromptError("the last message is from assistant: to go on from it, it needs text")
 
 
 def _is_text_part(part: object) -> bool:

@@ -10,7 +10,7 @@ import llama_cpp
 
 from cbatch.backend.breakers import BreakerTable
 from cbatch.backend.chat import ChatTemplate
-from cbatch.errors import EngineClosedError, RequestFailedError
+from cbatch.errors import EngineClosedError, PromptError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -210,7 +210,7 @@ class LlamaVocab:
             if n >= 0:
                 return tokens[:n]
             if -n <= n_room:
-                raise RequestFailedError("the prompt has more tokens than llama.cpp can count")
+                raise PromptError("the prompt has more tokens than llama.cpp can count")
             n_room = -n
 
     def _read_piece(self, token: int, *, is_shown: bool = False) -> bytes:
@@ -253,7 +253,7 @@ def _encode(text: str) -> bytes:
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
-        raise RequestFailedError(f"the prompt is not valid Unicode: {error}") from error
+        raise PromptError(f"the prompt is not valid Unicode: {error}") from error
     if len(data) > _MAX_BYTES:
-        raise RequestFailedError(f"the prompt has {len(data)} bytes, the most is {_MAX_BYTES}")
+        raise PromptError(f"the prompt has {len(data)} bytes, the most is {_MAX_BYTES}")
     return data

@@ -27,6 +27,7 @@ from cbatch.errors import (
     CBatchError,
     DeadlineError,
     GrammarError,
+    PromptError,
     PromptTooLongError,
     RequestCancelledError,
     RequestFailedError,
@@ -328,7 +329,7 @@ class SequenceDriver:
         options = self.request.options
         n_prompt, cap = len(tokens), 0 if options.prefill_only else options.max_tokens
         if not n_prompt:
-            raise RequestFailedError("the prompt is empty: it has no token")
+            raise PromptError("the prompt is empty: it has no token")
         n_least = 1 if cap is None else min(1, cap) if options.n_discard else cap
         if n_prompt + n_least > n_window:
             raise PromptTooLongError(n_prompt, n_window, n_least)

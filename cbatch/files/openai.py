@@ -15,6 +15,7 @@ from cbatch.errors import (
     ConfigError,
     DeadlineError,
     EngineError,
+    PromptError,
     PromptTooLongError,
     QueueFullError,
     RequestCancelledError,
@@ -292,6 +293,8 @@ def _status(error: CBatchError) -> int | None:
     """Return what a server would answer with; None where the request never ran."""
     if isinstance(error, RequestCancelledError | DeadlineError | QueueFullError):
         return None
+    if isinstance(error, PromptError):
+        return 400
     return 500 if isinstance(error, RequestFailedError | EngineError) else 400
 
 

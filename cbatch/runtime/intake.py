@@ -29,6 +29,7 @@ from cbatch.errors import (
     ConfigError,
     DuplicateIdError,
     EngineClosedError,
+    PromptError,
     QueueFullError,
     RequestFailedError,
     UnsupportedOptionError,
@@ -597,7 +598,7 @@ def tokenize(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence
         return vocab.render(prompt.messages, options.template_variables)
     tokens = prompt.tokens or ()
     if tokens and max(tokens) >= vocab.n_vocab:
-        raise RequestFailedError(f"token {max(tokens)} is not in the vocabulary of {vocab.n_vocab}")
+        raise PromptError(f"token {max(tokens)} is not in the vocabulary of {vocab.n_vocab}")
     return tokens
 
 

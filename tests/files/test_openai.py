@@ -17,6 +17,7 @@ from cbatch.errors import (
     DeadlineError,
     EngineClosedError,
     GrammarError,
+    PromptError,
     PromptTooLongError,
     RequestCancelledError,
     RequestFailedError,
@@ -393,6 +394,7 @@ def test_reason_that_openai_does_not_know_is_length_and_said_beside(
         (GrammarError("regex", "bad"), 400, "invalid_request_error", None),
         (ConfigError("bad"), 400, "invalid_request_error", None),
         (RequestFailedError("oh"), 500, "server_error", "server_error"),
+        (PromptError("token 9 is not in the vocabulary of 8"), 400, "invalid_request_error", None),
         (EngineClosedError("oh"), 500, "server_error", "server_error"),
     ],
 )
