@@ -177,7 +177,7 @@ class Engine:
             stats,
             schedule,
             n_piece=backend.n_piece,
-            can_trim=memory.can_trim,
+            memory=memory,
             has_adapters=bool(backend.adapters),
         )
         compiler = partial(Compiler, backend, is_threaded=self._threaded)

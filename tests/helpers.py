@@ -209,7 +209,7 @@ def make_scheduler(
         stats,
         schedule,
         n_piece=n_piece,
-        can_trim=memory.can_trim,
+        memory=memory,
         has_adapters=bool(adapters),
     )
     return Rig(backend, batcher, scheduler, stats)

@@ -17,6 +17,7 @@ from cbatch.backend.grammar import Guides, LlamaGrammars
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
 from cbatch.backend.native import NativeStepper, handshake
+from cbatch.backend.tiles import find_tiles
 from cbatch.core.plan import (
     Chunk,
     Memory,
@@ -154,13 +155,16 @@ class LlamaBackend:
                 f"one decoded token gave code {code} and last position {before}, {after} when removed; "
                 f"expected 0, 0, -1 (llama-cpp-python {llama_cpp.__version__})"
             )
-        return find_memory(
+        memory = find_memory(
             self._ctx,
             self._model,
             n_slots=self.n_slots,
             is_unified=self.is_unified,
             cache_type_k=self._options.cache_type_k,
         )
+        if memory.kind != "partitioned" or self._is_on_device:
+            return memory
+        return replace(memory, tiles=find_tiles(self._model, self._options, self.n_threads))
 
     @property
     def vocab(self) -> Vocab:

@@ -247,7 +247,7 @@ class FakeServer:
             KvLedger(n_slots, n_window, memory), self._tokenize, options, memory
         )
         self.scheduler = ContinuousBatchScheduler(
-            self.batcher, n_batch, self.stats, options, can_trim=memory.can_trim
+            self.batcher, n_batch, self.stats, options, memory=memory
         )
         self.run_s = RUN_S
         """A run is over after the first step that ends so late; 0 for one step a run."""

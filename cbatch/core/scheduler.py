@@ -8,7 +8,7 @@ from cbatch.core.batcher import slot_of
 from cbatch.core.costs import StepCosts
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
-from cbatch.core.shape import even_out, split_budget, whole_pieces
+from cbatch.core.shape import even_out, limit_far, split_budget, whole_pieces
 from cbatch.core.trials import Trials
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.plan import Binding
+    from cbatch.core.plan import Binding, Memory
     from cbatch.core.stats import EngineStats
     from cbatch.options import AdapterSet
 
@@ -56,8 +56,8 @@ class ContinuousBatchScheduler:
         stats: EngineStats,
         options: ScheduleOptions | None = None,
         *,
+        memory: Memory,
         n_piece: int = 0,
-        can_trim: bool = True,
         has_adapters: bool = False,
     ) -> None:
         self.batcher = batcher
@@ -65,7 +65,8 @@ class ContinuousBatchScheduler:
         self.options = options or ScheduleOptions()
         self.costs = StepCosts(batcher.ledger.n_slots)
         self.trials = Trials()
-        self._n_batch, self._n_piece, self._can_trim = n_batch, n_piece, can_trim
+        self._n_batch, self._n_piece, self._can_trim = n_batch, n_piece, memory.can_trim
+        self._tiles = None if n_piece else memory.tiles
         self._can_even = not (n_piece or batcher.ledger.is_shared)
         is_fair = self.options.policy == "round_robin"
         self._quantum = (self.options.quantum or DEFAULT_QUANTUM) if is_fair else 0
@@ -267,6 +268,8 @@ class ContinuousBatchScheduler:
         ]
         if any(d.is_scoring for d in newcomers):
             self._limit_targets(newcomers, wanted)
+        if self._tiles is not None:
+            limit_far(wanted, [d.n_computed for d in newcomers], self._tiles)
         return wanted
 
     def _limit_targets(self, newcomers: Sequence[SequenceDriver], wanted: list[int]) -> None:

@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from cbatch.core.plan import Tiles
+
+N_FAR = 256
+"""Cells before a chunk from which attention is much of what it costs. Source: docs/performance.md."""
+
 
 def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
     """Share `budget` tokens among newcomers that want `wanted`, the oldest first in the list.
@@ -34,6 +39,20 @@ def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
         shares.append(want if want <= budget else 0)
         budget -= shares[-1]
     return shares
+
+
+def limit_far(wanted: list[int], n_before: Sequence[int], tiles: Tiles) -> None:
+    """Have few chunks in a step that go on behind many cells: the oldest, then the shortest; mutates `wanted`.
+
+    Args:
+        wanted: tokens of each newcomer, the oldest first.
+        n_before: cells that each has.
+        tiles: how attention is computed.
+    """
+    far = [i for i, n in enumerate(n_before) if n >= N_FAR and wanted[i] > 1]
+    by_size = far[:1] + sorted(far[1:], key=lambda i: wanted[i])
+    for i in by_size[tiles.n_chunks :]:
+        wanted[i] = 0
 
 
 def even_out(shares: dict[int, int], cut: Collection[int]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.core.plan import StepResult
+from cbatch.core.plan import Memory, StepResult, Tiles
 from cbatch.core.scheduler import N_STEPS_MAX
 from cbatch.errors import DecodeError, PlanError, PromptTooLongError, RequestFailedError
 from tests.helpers import drive, make_request, make_scheduler, make_sequences, step
@@ -88,6 +88,14 @@ def test_prompt_of_512_beside_a_generating_row_is_ready_after_five_steps() -> No
     while "b" not in rig.results:
         shares.append(sizes(must(step(rig)))[1])
     assert shares == [127, 127, 127, 127, 4]
+
+
+def test_prompts_behind_many_cells_go_on_two_at_a_time_where_attention_has_tiles() -> None:
+    memory = Memory("partitioned", 4 * 512, tiles=Tiles(64, 2))
+    rig = make_scheduler(n_slots=4, n_window=512, n_batch=1200, memory=memory, prefill_chunk=260)
+    rig.submit(*make_sequences(4, n_prompt=310, max_tokens=4))
+    plans = [sizes(must(step(rig))) for _ in range(3)]
+    assert plans == [dict.fromkeys(range(4), 260), {0: 50, 1: 50}, {0: 1, 1: 1, 2: 50, 3: 50}]
 
 
 def test_first_token_comes_before_the_last_prompt_is_loaded() -> None:

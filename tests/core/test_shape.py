@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.core.shape import even_out, split_budget
+from cbatch.core.plan import Tiles
+from cbatch.core.shape import N_FAR, even_out, limit_far, split_budget
 
 
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 100))
@@ -85,3 +86,20 @@ def test_even_out_shortens_cut_chunks_alone_and_none_by_much(
     assert {s for s in shares if shares[s] != before[s]} <= cut
     assert all(1 <= shares[s] <= before[s] for s in shares)
     assert all(shares[s] > 1 or before[s] == 1 for s in shares)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "n_before", "expected"),
+    [
+        ([9, 9, 9], [N_FAR] * 3, [9, 9, 0]),
+        ([90, 30, 10, 20], [N_FAR] * 4, [90, 0, 10, 0]),
+        ([9, 9, 9], [N_FAR, N_FAR - 1, N_FAR], [9, 9, 9]),
+        ([9, 9, 0, 9], [N_FAR, 0, N_FAR, N_FAR], [9, 9, 0, 9]),
+        ([1, 9, 9, 1], [N_FAR] * 4, [1, 9, 9, 1]),
+    ],
+)
+def test_limit_far_leaves_the_oldest_and_the_shortest_of_those_behind_many_cells(
+    wanted: list[int], n_before: list[int], expected: list[int]
+) -> None:
+    limit_far(wanted, n_before, Tiles(64, 2))
+    assert wanted == expected
