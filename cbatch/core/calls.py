@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cbatch.tools import Tools
 
 N_MALFORMED_MAX = 16
@@ -254,27 +252,27 @@ def _format(name: str, marks: tuple[str, ...], head: str, read: Read, tail: str)
     return CallFormat(name, marks, re.compile(head), read, re.compile(f"(?:{tail})?"))
 
 
-def _formats() -> Iterator[CallFormat]:
-    yield _format(
+FORMATS = (
+    _format(
         "functionary v3.2", (">>>all",), r"(?:\A|>>>)(?P<name>[\w.-]+)\n(?=\{)", read_arguments, ""
-    )
-    yield _format(
+    ),
+    _format(
         "kimi",
         ("<|tool_call_argument_begin|>",),
         r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?"
         r"(?P<name>[\w.-]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
         read_arguments,
         r"\s*<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
-    )
-    yield _format(
+    ),
+    _format(
         "deepseek",
         ("<｜tool▁call▁begin｜>",),
         r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>)?"
         r"(?P<name>[\w.:/-]+)\s*(?:<｜tool▁sep｜>)?",
         read_arguments,
         r"\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
-    )
-    yield _format(
+    ),
+    _format(
         "glm",
         ("<tool_call>", "<arg_key>"),
         r"<tool_call>\s*(?P<name>[\w.:/-]+)\s*(?=<arg_key>|</tool_call>)",
@@ -284,15 +282,15 @@ def _formats() -> Iterator[CallFormat]:
             "</tool_call>",
         ),
         r"\s*</tool_call>",
-    )
-    yield _format(
+    ),
+    _format(
         "function tags",  # with JSON: Llama 3.1 as functionary has it; one by one: Qwen3-Coder, Nemotron 3
         ("<function=",),
         r"(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[\w.:/-]+)>",
         _Pairs(re.compile(r"\s*<parameter=(?P<key>[^>]*)>"), "</parameter>", "</function>"),
         r"\s*</function>(?:\s*</(?:seed:)?tool_call>)?",
-    )
-    yield _format(
+    ),
+    _format(
         "dsml",
         ("DSML", "invoke name="),
         r'(?:<｜DSML｜\w+>\s*)?<｜DSML｜invoke name="(?P<name>[^"]+)">',
@@ -302,42 +300,34 @@ def _formats() -> Iterator[CallFormat]:
             "</｜DSML｜invoke>",
         ),
         r"\s*</｜DSML｜invoke>(?:\s*</｜DSML｜\w+>)?",
-    )
-    yield _format(
+    ),
+    _format(
         "invoke tags",
         ("<invoke name=",),
         r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
         _Pairs(re.compile(r'\s*<parameter name="(?P<key>[^"]*)">'), "</parameter>", "</invoke>"),
         r"\s*</invoke>(?:\s*</minimax:tool_call>)?",
-    )
-    yield _format("mistral", ("[TOOL_CALLS]",), r"\[TOOL_CALLS\]\s*", _read_mistral, "")
-    yield _format(
+    ),
+    _format("mistral", ("[TOOL_CALLS]",), r"\[TOOL_CALLS\]\s*", _read_mistral, ""),
+    _format(
         "command r7b",
         ("<|START_ACTION|>",),
         r"<\|START_ACTION\|>\s*",
         read_json_calls,
         r"\s*<\|END_ACTION\|>",
-    )
-    yield _format("granite", ("<|tool_call|>",), r"<\|tool_call\|>\s*", read_json_calls, "")
-    yield _format(
+    ),
+    _format("granite", ("<|tool_call|>",), r"<\|tool_call\|>\s*", read_json_calls, ""),
+    _format(
         "tool_calls tags",
         ("<tool_calls>",),
         r"<tool_calls>\s*",
         read_json_calls,
         r"\s*</tool_calls>",
-    )
-    yield _format(
-        "nemotron v2", ("<TOOLCALL>",), r"<TOOLCALL>\s*", read_json_calls, r"\s*</TOOLCALL>"
-    )
-    yield _format(
-        "gigachat", ("<|function_call|>",), r"<\|function_call\|>\s*", read_json_calls, ""
-    )
-    yield _format(
-        "hermes", ("<tool_call>",), r"<tool_call>\s*", read_json_calls, r"\s*</tool_call>"
-    )
-
-
-FORMATS = tuple(_formats())
+    ),
+    _format("nemotron v2", ("<TOOLCALL>",), r"<TOOLCALL>\s*", read_json_calls, r"\s*</TOOLCALL>"),
+    _format("gigachat", ("<|function_call|>",), r"<\|function_call\|>\s*", read_json_calls, ""),
+    _format("hermes", ("<tool_call>",), r"<tool_call>\s*", read_json_calls, r"\s*</tool_call>"),
+)
 """In the order in which a template is tried: what is said more closely comes first."""
 
 
