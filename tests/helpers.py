@@ -19,12 +19,15 @@ from cbatch.backend.fake import (
 )
 from cbatch.core.batcher import N_LOOK, N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.demand import N_PREEMPTED_MAX
-from cbatch.core.driver import Request, SequenceDriver, Status
+from cbatch.core.driver import SequenceDriver
 from cbatch.core.holds import Fetch, Found
 from cbatch.core.kv import KvLedger
+from cbatch.core.outcome import result_of, take_chunk
 from cbatch.core.plan import Binding, Memory, Slot
+from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
+from cbatch.core.status import Status
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
@@ -484,7 +487,7 @@ def check_invariants(rig: Rig) -> None:
 
 
 def _take_chunk(rig: Rig, driver: SequenceDriver) -> None:
-    chunk = driver.take_chunk()
+    chunk = take_chunk(driver)
     if chunk is not None:
         assert chunk.text
         assert chunk.finish_reason is None
@@ -495,11 +498,11 @@ def _take_end(rig: Rig, driver: SequenceDriver) -> None:
     """Take the last chunk and the result; the chunks joined are the result."""
     id = driver.request.id
     assert id not in rig.results, f"{id} ended twice"
-    last = driver.take_chunk()
+    last = take_chunk(driver)
     assert last is not None
     chunks = rig.chunks[id]
     chunks.append(last)
-    result = rig.results[id] = driver.result()
+    result = rig.results[id] = result_of(driver)
     assert last.finish_reason == result.finish_reason
     assert "".join(c.text for c in chunks) == result.text
     assert tuple(t for c in chunks for t in c.token_ids) == result.token_ids

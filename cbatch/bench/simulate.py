@@ -22,9 +22,10 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.bench.costs import SMALL, StepTable
 from cbatch.checks import check_seconds
 from cbatch.core.batcher import MultiRequestBatcher
-from cbatch.core.driver import Request, SequenceDriver
+from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Memory
+from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats, Percentiles
 from cbatch.engine_options import ScheduleOptions

@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING
 from cbatch.core.cells import Cells
 from cbatch.core.deadlines import Deadlines
 from cbatch.core.demand import N_PREEMPTED_MAX, Demand
-from cbatch.core.driver import Request, SequenceDriver, Status, Wait
 from cbatch.core.holds import Compiles, Fetches, Followers
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import n_common
 from cbatch.core.queue import make_queue
 from cbatch.core.sharing import Sharing
+from cbatch.core.status import Status, Wait
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CBatchError, GrammarError, LedgerError, RequestFailedError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory
+    from cbatch.core.request import Request
     from cbatch.options import AdapterSet, Breakers, Grammar
     from cbatch.response import FinishReason
 

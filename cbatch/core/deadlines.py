@@ -6,7 +6,7 @@ import heapq
 import math
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import Status
+from cbatch.core.status import Status
 
 if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver

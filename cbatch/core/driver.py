@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from cbatch.core.answer import N_TAIL, Answer, AnswerReader
-from cbatch.core.calls import call_id
+from cbatch.core.answer import N_TAIL
 from cbatch.core.plan import (
     BROKEN_ROW,
     EMPTY_ROW,
@@ -21,6 +18,7 @@ from cbatch.core.plan import (
     Slot,
 )
 from cbatch.core.stats import RequestClock
+from cbatch.core.status import TRANSITIONS, Event, Status, Wait
 from cbatch.core.text import TextStream
 from cbatch.errors import (
     CacheError,
@@ -33,114 +31,18 @@ from cbatch.errors import (
     RequestFailedError,
     SequenceStateError,
 )
-from cbatch.response import (
-    BatchOutputChunk,
-    BatchResult,
-    FinishReason,
-    TokenLogprob,
-    ToolCall,
-    Usage,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from cbatch.core.answer import Answer, AnswerReader
     from cbatch.core.plan import TokenLogprobs
-    from cbatch.messages import BatchPrompt
-    from cbatch.options import AdapterSet, Breakers, Grammar, RunOptions, Sampling
-
-
-class Status(Enum):
-    """Where a sequence is in its life; prefill and decode are derived from its counters."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PAUSED = "paused"
-    FINISHED = "finished"
-
-
-class Wait(Enum):
-    """What a waiting sequence waits for, besides a slot. Only `CELLS` holds up those behind it."""
-
-    COMPILE = "compile"
-    """its grammar, or what DRY needs of the vocabulary"""
-    LEADER = "leader"
-    """another sequence that computes the same prefix"""
-    CACHE = "cache"
-    """its cells, which are read from disk"""
-    RESTORE = "restore"
-    """its cells, which stand in host memory or have to be computed again"""
-    CELLS = "cells"
-    """room in the pool"""
-
-
-class Event(Enum):
-    """What can happen to a sequence."""
-
-    ADMIT = "admit"
-    PREEMPT = "preempt"
-    PAUSE = "pause"
-    RESUME = "resume"
-    REQUEUE = "requeue"
-    FINISH = "finish"
-
-
-TRANSITIONS: dict[tuple[Status, Event], Status] = {
-    (Status.WAITING, Event.ADMIT): Status.RUNNING,
-    (Status.WAITING, Event.PAUSE): Status.PAUSED,
-    (Status.WAITING, Event.FINISH): Status.FINISHED,
-    (Status.RUNNING, Event.PREEMPT): Status.WAITING,
-    (Status.RUNNING, Event.PAUSE): Status.PAUSED,
-    (Status.RUNNING, Event.FINISH): Status.FINISHED,
-    (Status.PAUSED, Event.RESUME): Status.RUNNING,
-    (Status.PAUSED, Event.REQUEUE): Status.WAITING,
-    (Status.PAUSED, Event.FINISH): Status.FINISHED,
-}
-"""Every change of status there is; a pair that is not here raises and changes nothing."""
-
+    from cbatch.core.request import Request
+    from cbatch.options import Breakers, Grammar, Sampling
+    from cbatch.response import FinishReason
 
 MAX_OUTPUT = 2**31 - 1
 """Stands for an output without end, where the window moves on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What was asked, settled: the options are merged and the seed is drawn."""
-
-    id: str
-    prompt: BatchPrompt
-    options: RunOptions
-    sampling: Sampling
-    stop_tokens: tuple[int, ...] = ()
-    deadline_s: float = math.inf
-    """When it ends whatever it is doing, in seconds of the engine's clock."""
-    adapters: AdapterSet = ()
-    n_logprobs: int | None = None
-    """Alternatives to report for each sampled token; None where none is asked for its log-probability."""
-    n_prompt_logprobs: int | None = None
-    """Alternatives to report for each token of the prompt; None where it is not scored."""
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Those of the prompt, where an earlier request found them."""
-    owner: str = ""
-    """Whose request it is: the mark of an engine."""
-    output: tuple[int, ...] = ()
-    """What it goes on from: tokens that an earlier request with this prompt sampled."""
-    output_logprobs: tuple[TokenLogprob, ...] = ()
-    """Those of `output`, where they are asked for."""
-    continues: int | None = None
-    """The number of that request's sequence."""
-    grammar: Grammar | None = None
-    """What its output must match."""
-    breakers: Breakers | None = None
-    """Past what DRY does not look."""
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a result comes from: what there is to go on from."""
-
-    request: Request
-    number: int
 
 
 @dataclass(eq=False, slots=True)
@@ -191,8 +93,8 @@ class SequenceDriver:
     refusal: CBatchError | None = None
     """Why its prompt cannot be computed, where that was found out before its turn."""
     constraint: object = None
-    dry_breakers: tuple[tuple[int, ...], ...] | None = None
     """Its grammar, compiled."""
+    dry_breakers: tuple[tuple[int, ...], ...] | None = None
     saved_key: int | None = None
     """Under which its cells stand in host memory while it has no slot."""
     n_preempted: int = 0
@@ -610,102 +512,10 @@ class SequenceDriver:
         if start < end and not self.text.is_stopped:
             self.text.feed(self.output[start:end])
 
-    def take_chunk(self) -> BatchOutputChunk | None:
-        """Return what is new for a reader since the last call, or None; the last one has the finish reason."""
-        self.feed_text()
-        parts, n_tokens = self.text.parts, self.text.n_fed
-        if self.n_given_parts == len(parts) and self.finish_reason is None:
-            return None
-        text, tokens = ("", ()) if self.has_echoed else self._echo()
-        start, end = self.n_given_tokens, n_tokens
-        text += "".join(parts[self.n_given_parts :])
-        self.n_given_parts, self.n_given_tokens, self.has_echoed = len(parts), n_tokens, True
-        return BatchOutputChunk(
-            self.request.id, text, (*tokens, *self.output[start:end]), 0, self.finish_reason
-        )
-
-    def _echo(self) -> tuple[str, tuple[int, ...]]:
-        """Return what stands before the answer: the prompt, where it is echoed and was begun."""
-        if not (self.request.options.echo and self.has_run):
-            return "", ()
-        tokens, text = self.given, self.request.prompt.prompt
-        if text is None:
-            text = b"".join(map(self.text.piece, tokens)).decode("utf-8", "replace")
-        return text, tokens
-
     @property
     def given(self) -> tuple[int, ...]:
         """The prompt's tokens, those included that were taken out of the window."""
         return self.whole_prompt or tuple(self.tokens[: self.n_prompt])
-
-    def result(self) -> BatchResult:
-        """Return the outcome of a finished sequence."""
-        if self.finish_reason is None:
-            raise SequenceStateError(f"{self.request.id!r} has not finished")
-        n_new = self.n_output - len(self.request.output)
-        answer = self.answer or Answer("".join(self.text.parts))
-        calls = (
-            ToolCall(call_id(self.request.owner, self.number, i), call.name, call.arguments)
-            for i, call in enumerate(answer.calls)
-        )
-        text, tokens = self._echo()
-        return BatchResult(
-            id=self.request.id,
-            text=text + answer.text,
-            token_ids=(*tokens, *self.output[: self.text.n_fed]),
-            finish_reason=self.finish_reason,
-            error=self.error,
-            usage=Usage(self.n_given, self.n_output, self.n_cached, self.n_shifts),
-            timings=self.clock.timings(self.n_given, n_new),
-            seed=self.request.sampling.seed,
-            warnings=(*self.warnings, *answer.warnings),
-            tool_calls=tuple(calls),
-            reasoning=answer.reasoning,
-            logprobs=self._logprobs(),
-            prompt_logprobs=self._prompt_logprobs(),
-            origin=Origin(self.request, self.number),
-        )
-
-    def _logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Return a log-probability for each token of the result, or None where none was asked for."""
-        request = self.request
-        if request.n_logprobs is None:
-            return None
-        n_old, n_told = len(request.output), self.text.n_fed  # where it never ran, nothing is told
-        new = map(self._logprob, self.output[n_old:n_told], self.logprobs)
-        return (*self._echoed_logprobs(), *request.output_logprobs[:n_told], *new)
-
-    def _echoed_logprobs(self) -> Iterator[TokenLogprob]:
-        """Yield a log-probability for each token that is echoed; no number where there is none."""
-        n_top = self.request.n_logprobs
-        _, tokens = self._echo()
-        for token, found in zip_longest(tokens, self._scored_prompt() or () if tokens else ()):
-            unknown = TokenLogprob(token, self.text.piece(token), math.nan)
-            yield replace(found, top=found.top[:n_top]) if found else unknown
-
-    def _prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Return a log-probability for each token of the prompt, None for the first and where it was not reached."""
-        found, options = self._scored_prompt(), self.request.options
-        n_top = options.prompt_logprobs
-        if not found or n_top is None or n_top == options.n_prompt_logprobs:
-            return found
-        return tuple(token and replace(token, top=token.top[:n_top]) for token in found)
-
-    def _scored_prompt(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Return what `_prompt_logprobs` does, with as many alternatives as the echo wants too."""
-        request = self.request
-        if request.n_prompt_logprobs is None:
-            return request.prompt_logprobs
-        if not self.has_run:
-            return ()
-        _, *behind = self.given
-        found = [None, *map(self._logprob, behind, self.scores)]
-        return (*found, *[None] * (self.n_given - len(found)))
-
-    def _logprob(self, token: int, found: TokenLogprobs) -> TokenLogprob:
-        piece = self.text.piece
-        top = tuple(TokenLogprob(t, piece(t), logprob) for t, logprob in found.top)
-        return TokenLogprob(token, piece(token), found.logprob, top)
 
     def _check_end(self, now: float, *, is_complete: bool) -> None:
         if self.tokens[-1] in self.request.stop_tokens:

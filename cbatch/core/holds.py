@@ -6,14 +6,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.sharing import N_WORTH
+from cbatch.core.status import Status
 from cbatch.errors import CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.cells import Cells
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.sharing import Sharing
     from cbatch.options import AdapterSet, Breakers, Grammar
 

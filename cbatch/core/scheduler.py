@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.batcher import slot_of
 from cbatch.core.costs import StepCosts
-from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
 from cbatch.core.shape import even_out, limit_far, split_budget, whole_pieces
+from cbatch.core.status import Status
 from cbatch.core.trials import Trials
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import Binding, Memory
     from cbatch.core.stats import EngineStats
     from cbatch.options import AdapterSet

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.prefix import PrefixIndex, n_common
+from cbatch.core.status import Status
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory, Slot
     from cbatch.options import AdapterSet

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import Origin
+from cbatch.core.request import Origin
 from cbatch.response import BatchOutputChunk, BatchResult, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.core.driver import Request
+    from cbatch.core.request import Request
     from cbatch.options import RunOptions
     from cbatch.runtime.mailbox import Mailbox
 

@@ -21,8 +21,9 @@ from anyio.lowlevel import current_token
 from cbatch.checks import check_seconds
 from cbatch.core.answer import N_TAIL, AnswerFormat, AnswerReader, Pieces, answer_format
 from cbatch.core.chosen import call_grammar, thinking_of
-from cbatch.core.driver import Origin, Request, SequenceDriver
+from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.core.request import Origin, Request
 from cbatch.errors import (
     CacheError,
     CBatchError,

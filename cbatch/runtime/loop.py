@@ -15,9 +15,10 @@ from itertools import count, pairwise, repeat
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
-from cbatch.core.driver import Status
+from cbatch.core.outcome import result_of, take_chunk
 from cbatch.core.plan import FREE
 from cbatch.core.stats import StepRecord, StepRow
+from cbatch.core.status import Status
 from cbatch.errors import EngineClosedError, QueueFullError, RequestFailedError
 from cbatch.runtime.choices import Choices, mailbox_of, said_id
 from cbatch.runtime.disk import Disk
@@ -556,7 +557,7 @@ class Loop:
             if driver.finish_reason is None:
                 mailbox, _ = self.routes[driver.request.id]
                 driver.is_watched = mailbox.is_streamed
-                if mailbox.is_streamed and (chunk := driver.take_chunk()):
+                if mailbox.is_streamed and (chunk := take_chunk(driver)):
                     parcels.setdefault(mailbox, ([], []))[0].append(chunk)
         for driver in ended:
             mailbox, i = self.routes.pop(driver.request.id)
@@ -577,8 +578,8 @@ def _outcome(
 ) -> tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]:
     """Return the last chunk of a sequence that ended, and its result; text that cannot be made is its own failure."""
     try:
-        last = driver.take_chunk()
-        return [last] if last else [], [(place, driver.result())]
+        last = take_chunk(driver)
+        return [last] if last else [], [(place, result_of(driver))]
     except Exception as error:
         failure = RequestFailedError(f"the answer could not be made into text: {error}")
         failure.__cause__ = error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.batcher import N_LOOK, N_OVERTAKEN_MAX, N_REFUSED_MAX
-from cbatch.core.driver import Wait
+from cbatch.core.status import Wait
 from cbatch.errors import PromptTooLongError, RequestFailedError
 from tests.helpers import (
     Rig,
@@ -21,8 +21,8 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.driver import Request
     from cbatch.core.plan import Memory
+    from cbatch.core.request import Request
 
 
 def shared(n_pool: int, n_slots: int = 4, n_window: int | None = None, **options: Any) -> Rig:

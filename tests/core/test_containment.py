@@ -24,8 +24,8 @@ from tests.helpers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from cbatch.core.driver import Request
     from cbatch.core.plan import Chunk, Memory
+    from cbatch.core.request import Request
 
 CODES = (1, -1, 2, -2, -3)
 GUILTY = 99

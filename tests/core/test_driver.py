@@ -5,37 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from cbatch.backend.fake import END_TOKEN, FakeVocab
-from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
+from cbatch.backend.fake import END_TOKEN
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.outcome import result_of, take_chunk
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Chunk, Slot
+from cbatch.core.status import TRANSITIONS, Event, Status
 from cbatch.errors import (
     PromptTooLongError,
     RequestCancelledError,
     RequestFailedError,
     SequenceStateError,
 )
-from tests.helpers import make_request
-
-if TYPE_CHECKING:
-    from cbatch.response import BatchOutputChunk
-
-N_WINDOW = 16
-A, B, C, D = b"abcd"
-
-
-def make_driver(**options: Any) -> SequenceDriver:
-    return SequenceDriver.of(make_request(**options), FakeVocab(320).piece, 0.0)
-
-
-def make_running(n_prompt: int = 2, **options: Any) -> SequenceDriver:
-    driver = make_driver(**options)
-    driver.prepare(list(range(n_prompt)), N_WINDOW)
-    driver.admit(Slot(0), 1.0)
-    return driver
+from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_driver, make_running
 
 
 def make_in(status: Status) -> SequenceDriver:
@@ -151,14 +136,14 @@ def test_cap_ends_with_length() -> None:
     driver.accept(2, [A], 2.0)
     assert driver.finish_reason is None
     driver.accept(1, [B], 3.0)
-    result = driver.result()
+    result = result_of(driver)
     assert (result.finish_reason, result.text, result.token_ids) == ("length", "ab", (A, B))
 
 
 def test_full_window_ends_with_window() -> None:
     driver = make_running(n_prompt=14)
     driver.accept(14, [A, B], 2.0)
-    result = driver.result()
+    result = result_of(driver)
     assert (result.finish_reason, result.text) == ("window", "ab")
     assert driver.n_tokens == N_WINDOW
 
@@ -170,7 +155,7 @@ def test_end_token_ends_with_stop_unless_ignored(ignore_eos: bool, n_left_out: i
     assert (driver.finish_reason == "stop") == (not ignore_eos)
     if ignore_eos:
         driver.accept(1, [B], 3.0)
-    result = driver.result()
+    result = result_of(driver)
     assert result.usage.completion_tokens == len(result.token_ids) + n_left_out
     assert result.text == ("ab" if ignore_eos else "a")
 
@@ -178,7 +163,7 @@ def test_end_token_ends_with_stop_unless_ignored(ignore_eos: bool, n_left_out: i
 def test_stop_token_on_the_last_allowed_token_is_a_stop() -> None:
     driver = make_running(max_tokens=2, stop_token_ids=[B])
     driver.accept(2, [A, B], 2.0)
-    result = driver.result()
+    result = result_of(driver)
     assert (result.finish_reason, result.text, result.token_ids) == ("stop", "a", (A,))
     assert result.usage.completion_tokens == 2
 
@@ -186,19 +171,19 @@ def test_stop_token_on_the_last_allowed_token_is_a_stop() -> None:
 def test_stop_string_on_the_last_allowed_token_is_a_stop() -> None:
     driver = make_running(max_tokens=2, stop="b")
     driver.accept(2, [A, B], 2.0)
-    assert driver.result().finish_reason == "stop"
+    assert result_of(driver).finish_reason == "stop"
 
 
 def test_include_stop_keeps_the_stop_token() -> None:
     driver = make_running(stop_token_ids=[B], include_stop=True)
     driver.accept(2, [A, B], 2.0)
-    assert (driver.result().text, driver.result().token_ids) == ("ab", (A, B))
+    assert (result_of(driver).text, result_of(driver).token_ids) == ("ab", (A, B))
 
 
 def test_tokens_sampled_past_a_stop_string_are_dropped() -> None:
     driver = make_running(stop="bc")
     driver.accept(2, [A, B, C, D, D], 2.0)
-    result = driver.result()
+    result = result_of(driver)
     assert (result.finish_reason, result.text, result.token_ids) == ("stop", "a", (A, B, C))
     assert result.usage.completion_tokens == 3
 
@@ -207,7 +192,7 @@ def test_tokens_sampled_past_a_stop_string_are_dropped() -> None:
 def test_what_comes_after_a_stop_string_in_one_run_does_not_matter(sampled: list[int]) -> None:
     driver = make_running(stop="b", ignore_eos=False)
     driver.accept(2, sampled, 2.0)
-    result = driver.result()
+    result = result_of(driver)
     assert (result.finish_reason, result.error, result.text) == ("stop", None, "a")
     assert result.token_ids == (A, B)
 
@@ -216,13 +201,13 @@ def test_what_comes_after_a_stop_string_in_one_run_does_not_matter(sampled: list
 def test_empty_stop_is_ignored(stop: str | list[str]) -> None:
     driver = make_running(stop=stop, max_tokens=2)
     driver.accept(2, [A, B], 2.0)
-    assert (driver.result().text, driver.result().finish_reason) == ("ab", "length")
+    assert (result_of(driver).text, result_of(driver).finish_reason) == ("ab", "length")
 
 
 def test_broken_row_ends_with_an_error_and_keeps_the_text_before() -> None:
     driver = make_running()
     driver.accept(2, [A, BROKEN_ROW], 2.0)
-    result = driver.result()
+    result = result_of(driver)
     assert (result.finish_reason, result.text, result.token_ids) == ("error", "a", (A,))
     assert isinstance(result.error, RequestFailedError)
 
@@ -242,18 +227,15 @@ def test_row_without_a_token_ends_with_the_reason(
     driver = make_running(**options)
     driver.request = replace(driver.request, grammar=driver.request.options.structure)
     driver.accept(2, [A, stands_for], 2.0)
-    assert driver.result().text == "a"
-    assert re.match(words, str(driver.result().error))
+    assert result_of(driver).text == "a"
+    assert re.match(words, str(result_of(driver).error))
 
 
 def test_broken_first_row_has_no_time_to_first_token() -> None:
     driver = make_running()
     driver.accept(2, [BROKEN_ROW], 2.0)
-    assert driver.result().timings.ttft_s is None
-    assert driver.result().usage.completion_tokens == 0
-
-
-HALF = "é".encode()[0]
+    assert result_of(driver).timings.ttft_s is None
+    assert result_of(driver).usage.completion_tokens == 0
 
 
 @pytest.mark.parametrize("ending", ["length", "window", "cancelled", "timeout", "error", "stop"])
@@ -271,13 +253,13 @@ def test_half_a_character_is_flushed_on_every_ending(ending: str) -> None:
     if ending in ("stop", "error"):
         driver.accept(1, [D if ending == "stop" else BROKEN_ROW], 3.0)
     assert driver.finish_reason == ending
-    assert driver.result().text == "ab\ufffd"
+    assert result_of(driver).text == "ab\ufffd"
 
 
 def test_half_a_character_before_a_stop_string_is_flushed() -> None:
     driver = make_running(stop="b")
     driver.accept(2, [A, HALF, B], 2.0)
-    assert (driver.finish_reason, driver.result().text) == ("stop", "a\ufffd")
+    assert (driver.finish_reason, result_of(driver).text) == ("stop", "a\ufffd")
 
 
 @pytest.mark.parametrize("ending", ["length", "cancelled", "timeout", "error", "stop"])
@@ -285,7 +267,7 @@ def test_tail_held_back_for_a_stop_string_is_flushed_on_every_ending(ending: str
     driver = make_running(stop="bcd", stop_token_ids=[D], max_tokens=3 if ending == "length" else 9)
     driver.accept(2, [A, B, C], 2.0)
     if ending == "cancelled":
-        chunk = driver.take_chunk()
+        chunk = take_chunk(driver)
         assert chunk is not None
         assert chunk.text == "a"
         driver.cancel(3.0)
@@ -293,57 +275,20 @@ def test_tail_held_back_for_a_stop_string_is_flushed_on_every_ending(ending: str
         driver.expire(3.0)
     if ending in ("stop", "error"):
         driver.accept(1, [D if ending == "stop" else BROKEN_ROW], 3.0)
-    assert (driver.finish_reason, driver.result().text) == (ending, "abc")
-
-
-def test_chunks_joined_are_the_result() -> None:
-    driver = make_running(stop="cd")
-    chunks: list[BatchOutputChunk | None] = []
-    for token in (A, HALF, B, C, B, C, D):
-        driver.accept(2 if not chunks else 1, [token], 2.0)
-        chunks.append(driver.take_chunk())
-    given = [c for c in chunks if c is not None]
-    assert [c.text for c in given] == ["a", "\ufffdb", "cb", ""]
-    assert [c.finish_reason for c in given] == [None, None, None, "stop"]
-    assert "".join(c.text for c in given) == driver.result().text
-    assert tuple(t for c in given for t in c.token_ids) == driver.result().token_ids
-
-
-def test_nothing_new_gives_no_chunk() -> None:
-    driver = make_running()
-    assert driver.take_chunk() is None
-    driver.accept(2, [A], 2.0)
-    assert driver.take_chunk() is not None
-    assert driver.take_chunk() is None
+    assert (driver.finish_reason, result_of(driver).text) == (ending, "abc")
 
 
 def test_cancel_in_a_slot_keeps_the_text_without_an_error() -> None:
     driver = make_running()
     driver.accept(2, [A], 2.0)
     driver.cancel(3.0)
-    result = driver.result()
+    result = result_of(driver)
     assert (result.finish_reason, result.text, result.error) == ("cancelled", "a", None)
 
 
 def test_cancel_in_the_queue_is_an_error() -> None:
     driver = make_driver()
     driver.cancel(3.0)
-    result = driver.result()
+    result = result_of(driver)
     assert (result.finish_reason, result.text, result.token_ids) == ("cancelled", "", ())
     assert isinstance(result.error, RequestCancelledError)
-
-
-def test_result_before_the_end_raises() -> None:
-    with pytest.raises(SequenceStateError, match="not finished"):
-        make_running().result()
-
-
-def test_result_reports_the_seed_and_the_counts() -> None:
-    driver = SequenceDriver.of(make_request(seed=7, max_tokens=1), FakeVocab(320).piece, 0.0)
-    driver.prepare([1, 2, 3], N_WINDOW)
-    driver.admit(Slot(0), 1.0)
-    driver.accept(3, [A], 2.0)
-    result = driver.result()
-    assert result.seed == 7
-    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (3, 1)
-    assert (result.timings.queue_s, result.timings.ttft_s) == (1.0, 2.0)

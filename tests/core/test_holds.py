@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.batcher import N_FETCHED_PER_SLOT, N_STORED_PER_SLOT
-from cbatch.core.driver import SequenceDriver, Wait
 from cbatch.core.holds import Fetch, Found
 from cbatch.core.sharing import N_WORTH
+from cbatch.core.status import Wait
 from cbatch.errors import CacheError
 from tests.helpers import (
     Rig,
@@ -23,7 +23,8 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.driver import Request
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.core.request import Request
 
 FETCH = Fetch("k")
 FILE = Found(range(100), 100)

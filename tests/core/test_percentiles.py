@@ -17,7 +17,7 @@ from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
 if TYPE_CHECKING:
-    from cbatch.core.driver import Request
+    from cbatch.core.request import Request
     from cbatch.core.stats import Split
 
 PERCENTS = (0, 1, 50, 90, 99, 100)

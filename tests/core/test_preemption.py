@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.core.batcher import N_OVERTAKEN_MAX
 from cbatch.core.demand import N_PREEMPTED_MAX
-from cbatch.core.driver import Status, Wait
+from cbatch.core.status import Status, Wait
 from tests.helpers import (
     Rig,
     drive,
@@ -23,8 +23,8 @@ from tests.helpers import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cbatch.core.driver import Request
     from cbatch.core.plan import StepPlan
+    from cbatch.core.request import Request
 
 WAYS: dict[str, dict[str, Any]] = {
     "saved": {"can_save": True},

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.core.driver import Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.sharing import N_WORTH
+from cbatch.core.status import Status, Wait
 from tests.helpers import (
     Rig,
     drive,
@@ -22,7 +22,7 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.driver import Request
+    from cbatch.core.request import Request
 
 COMMON = range(50)
 

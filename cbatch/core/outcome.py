@@ -1,0 +1,124 @@
+"""What is told of a sequence: its chunks as it goes, and its result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from cbatch.core.answer import Answer
+from cbatch.core.calls import call_id
+from cbatch.core.request import Origin
+from cbatch.errors import SequenceStateError
+from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob, ToolCall, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.core.plan import TokenLogprobs
+
+
+def take_chunk(driver: SequenceDriver) -> BatchOutputChunk | None:
+    """Return what is new for a reader since the last call, or None; the last one has the finish reason."""
+    driver.feed_text()
+    parts, n_tokens = driver.text.parts, driver.text.n_fed
+    if driver.n_given_parts == len(parts) and driver.finish_reason is None:
+        return None
+    text, tokens = ("", ()) if driver.has_echoed else _echo(driver)
+    start, end = driver.n_given_tokens, n_tokens
+    text += "".join(parts[driver.n_given_parts :])
+    driver.n_given_parts, driver.n_given_tokens, driver.has_echoed = len(parts), n_tokens, True
+    return BatchOutputChunk(
+        driver.request.id, text, (*tokens, *driver.output[start:end]), 0, driver.finish_reason
+    )
+
+
+def result_of(driver: SequenceDriver) -> BatchResult:
+    """Return the outcome of a finished sequence."""
+    if driver.finish_reason is None:
+        raise SequenceStateError(f"{driver.request.id!r} has not finished")
+    n_new = driver.n_output - len(driver.request.output)
+    answer = driver.answer or Answer("".join(driver.text.parts))
+    text, tokens = _echo(driver)
+    return BatchResult(
+        id=driver.request.id,
+        text=text + answer.text,
+        token_ids=(*tokens, *driver.output[: driver.text.n_fed]),
+        finish_reason=driver.finish_reason,
+        error=driver.error,
+        usage=Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts),
+        timings=driver.clock.timings(driver.n_given, n_new),
+        seed=driver.request.sampling.seed,
+        warnings=(*driver.warnings, *answer.warnings),
+        tool_calls=_tool_calls(driver, answer),
+        reasoning=answer.reasoning,
+        logprobs=_logprobs(driver),
+        prompt_logprobs=_prompt_logprobs(driver),
+        origin=Origin(driver.request, driver.number),
+    )
+
+
+def _tool_calls(driver: SequenceDriver, answer: Answer) -> tuple[ToolCall, ...]:
+    owner, number = driver.request.owner, driver.number
+    return tuple(
+        ToolCall(call_id(owner, number, i), call.name, call.arguments)
+        for i, call in enumerate(answer.calls)
+    )
+
+
+def _echo(driver: SequenceDriver) -> tuple[str, tuple[int, ...]]:
+    """Return what stands before the answer: the prompt, where it is echoed and was begun."""
+    if not (driver.request.options.echo and driver.has_run):
+        return "", ()
+    tokens, text = driver.given, driver.request.prompt.prompt
+    if text is None:
+        text = b"".join(map(driver.text.piece, tokens)).decode("utf-8", "replace")
+    return text, tokens
+
+
+def _logprobs(driver: SequenceDriver) -> tuple[TokenLogprob, ...] | None:
+    """Return a log-probability for each token of the result, or None where none was asked for."""
+    request = driver.request
+    if request.n_logprobs is None:
+        return None
+    n_old, n_told = len(request.output), driver.text.n_fed  # where it never ran, nothing is told
+    new = map(partial(_logprob, driver.text.piece), driver.output[n_old:n_told], driver.logprobs)
+    return (*_echoed_logprobs(driver), *request.output_logprobs[:n_told], *new)
+
+
+def _echoed_logprobs(driver: SequenceDriver) -> Iterator[TokenLogprob]:
+    """Yield a log-probability for each token that is echoed; no number where there is none."""
+    n_top = driver.request.n_logprobs
+    _, tokens = _echo(driver)
+    for token, found in zip_longest(tokens, _scored_prompt(driver) or () if tokens else ()):
+        unknown = TokenLogprob(token, driver.text.piece(token), math.nan)
+        yield replace(found, top=found.top[:n_top]) if found else unknown
+
+
+def _prompt_logprobs(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | None:
+    """Return a log-probability for each token of the prompt, None for the first and where it was not reached."""
+    found, options = _scored_prompt(driver), driver.request.options
+    n_top = options.prompt_logprobs
+    if not found or n_top is None or n_top == options.n_prompt_logprobs:
+        return found
+    return tuple(token and replace(token, top=token.top[:n_top]) for token in found)
+
+
+def _scored_prompt(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | None:
+    """Return what `_prompt_logprobs` does, with as many alternatives as the echo wants too."""
+    request = driver.request
+    if request.n_prompt_logprobs is None:
+        return request.prompt_logprobs
+    if not driver.has_run:
+        return ()
+    _, *behind = driver.given
+    found = [None, *map(partial(_logprob, driver.text.piece), behind, driver.scores)]
+    return (*found, *[None] * (driver.n_given - len(found)))
+
+
+def _logprob(piece: Callable[[int], bytes], token: int, found: TokenLogprobs) -> TokenLogprob:
+    top = tuple(TokenLogprob(t, piece(t), logprob) for t, logprob in found.top)
+    return TokenLogprob(token, piece(token), found.logprob, top)
