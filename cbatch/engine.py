@@ -36,9 +36,10 @@ from cbatch.messages import (
 from cbatch.options import RunOptions
 from cbatch.response import BatchResponse
 from cbatch.runtime.compiler import Compiler
-from cbatch.runtime.intake import Intake, is_in_event_loop, tokenize
+from cbatch.runtime.intake import Intake, is_in_event_loop
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
+from cbatch.runtime.sequences import tokenize
 
 if TYPE_CHECKING:
     import os

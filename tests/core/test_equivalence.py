@@ -23,7 +23,7 @@ from cbatch.errors import (
     RequestFailedError,
 )
 from cbatch.options import RunOptions
-from cbatch.runtime.intake import EXTENSIBLE
+from cbatch.runtime.refusals import EXTENSIBLE
 from tests.helpers import (
     Rig,
     constraint_of,

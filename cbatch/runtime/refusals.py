@@ -1,0 +1,154 @@
+"""What an engine refuses before it takes a request in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.core.request import Origin
+from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.response import BatchResult
+
+if TYPE_CHECKING:
+    from cbatch.backend import Backend, Vocab
+    from cbatch.core.plan import Memory
+    from cbatch.engine_options import ScheduleOptions
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
+
+EXTENSIBLE = ("length", "cancelled", "timeout")
+"""How a result may have ended that there is something to go on from."""
+
+
+def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions) -> None:
+    """Refuse options that this engine cannot do.
+
+    Raises:
+        ConfigError: one that its model, its memory or its schedule does not have.
+    """
+    _check_tokens(options, backend.vocab.n_vocab)
+    if options.priority is not None and schedule.policy != "priority":
+        raise ConfigError(
+            f"priority={options.priority} has no effect with policy={schedule.policy!r}: "
+            "load the engine with policy='priority'"
+        )
+    _check_key(options, backend.memory)
+    _check_scoring(options, backend)
+    _check_window(options, backend)
+    for name, _ in options.adapters:
+        if name not in backend.adapters:
+            known = ", ".join(backend.adapters) or "none"
+            raise ConfigError(f"adapter {name!r} is not loaded; loaded are: {known}")
+
+
+def _check_tokens(options: RunOptions, n_vocab: int) -> None:
+    for name in ("stop_token_ids", "logit_bias"):
+        highest = max(getattr(options, name) or (0,))
+        if highest >= n_vocab:
+            raise ConfigError(f"{name} has {highest}, which is not in the vocabulary of {n_vocab}")
+
+
+def _check_key(options: RunOptions, memory: Memory) -> None:
+    if (options.save_cache or options.cache_required) and options.cache_key is None:
+        raise ConfigError("save_cache and cache_required need a cache_key: a name for the cells")
+    if options.cache_key is not None and not memory.can_save:
+        raise ConfigError(
+            f"cache_key={options.cache_key!r}: this model's memory cannot be copied out"
+        )
+
+
+def _check_window(options: RunOptions, backend: Backend) -> None:
+    if options.n_keep is not None and options.n_discard is None:
+        raise ConfigError(f"n_keep={options.n_keep} has no effect without n_discard")
+    if not options.n_discard or (backend.memory.can_shift and not backend.n_piece):
+        return
+    refused = f"n_discard={options.n_discard} cannot be had with "
+    if backend.memory.can_shift:
+        raise ConfigError(f"{refused}exact=True: what is moved is not what would be computed")
+    raise ConfigError(f"{refused}this model's memory, which cannot move")
+
+
+def _check_scoring(options: RunOptions, backend: Backend) -> None:
+    """Refuse cells from disk for a prompt that is scored, and such cells for others where they would be other bits.
+
+    Raises:
+        ConfigError: `cache_required`, or `save_cache` with `exact=True`.
+    """
+    if options.n_prompt_logprobs is None:
+        return
+    if options.cache_required:
+        raise ConfigError(
+            "cache_required cannot be had with prompt_logprobs or echoed logprobs, for which all of the prompt is "
+            "computed: leave it out"
+        )
+    if options.save_cache and backend.n_piece > N_TARGETS_MAX:
+        raise ConfigError(
+            f"save_cache with prompt_logprobs or echoed logprobs and exact=True needs n_ubatch={N_TARGETS_MAX} or "
+            f"less, not {backend.n_piece}: save the cells by a request of its own"
+        )
+
+
+def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
+    """Refuse options for a chat where there is none, or where its template would ignore them.
+
+    Raises:
+        ConfigError: `tools` or `chat_template_kwargs` for a prompt without messages, `echo` for one with them; a choice
+            of no tools.
+        UnsupportedOptionError: a template without tools.
+    """
+    if options.echo and prompt.messages is not None:
+        raise ConfigError(
+            "echo is for raw prompts and tokens, and this is a chat, whose prompt is what the template makes of it: "
+            "leave echo out; prompt_logprobs tells of each token of the prompt"
+        )
+    tools = options.offered_tools
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(options, name) and prompt.messages is None:
+            raise ConfigError(
+                f"{name} is for the chat template, and this prompt has no messages: give messages, "
+                f"or {name}={'[]' if name == 'tools' else '{}'} with the prompt"
+            )
+    if tools and vocab.tool_refusal:
+        raise UnsupportedOptionError("tools", reason=vocab.tool_refusal)
+
+
+def origin_of(result: BatchResult, owner: str) -> Origin:
+    """Return where a result comes from that an engine is asked to extend; `owner` is that engine's mark.
+
+    Raises:
+        ConfigError: it is not of this engine, or no one answer.
+    """
+    if not isinstance(result, BatchResult):
+        raise ConfigError(f"extend takes a BatchResult, not {type(result).__name__}")
+    if result.choices:
+        raise ConfigError(
+            f"result {result.id!r} has {len(result.choices)} choices: extend one of them"
+        )
+    origin = result.origin
+    if not isinstance(origin, Origin) or origin.request.owner != owner:
+        raise ConfigError(f"result {result.id!r} is not of this engine: it cannot be extended")
+    return origin
+
+
+def check_extension(result: BatchResult, n_tokens: int) -> None:
+    """Refuse to go on from what has ended by itself.
+
+    Raises:
+        ConfigError: `n_tokens` is no number of tokens, or the result has an end.
+    """
+    if isinstance(n_tokens, bool) or not isinstance(n_tokens, int) or n_tokens < 1:
+        raise ConfigError(f"extend takes a number of tokens, at least 1, not {n_tokens!r}")
+    if result.error is not None:
+        raise ConfigError(
+            f"result {result.id!r} ended by {result.finish_reason!r} with an error, which leaves nothing to go on "
+            f"from: {result.error}"
+        )
+    if result.finish_reason not in EXTENSIBLE:
+        raise ConfigError(
+            f"result {result.id!r} ended by {result.finish_reason!r}: only "
+            f"{', '.join(EXTENSIBLE)} leave something to go on from"
+        )
+    if result.usage.context_shifts:
+        raise ConfigError(
+            f"result {result.id!r} had tokens taken out of its window: what it was computed from is gone"
+        )

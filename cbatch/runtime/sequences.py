@@ -1,0 +1,164 @@
+"""From a prompt and its options to sequences."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cbatch.checks import check_seconds
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.request import Request
+from cbatch.errors import ConfigError, PromptError, UnsupportedOptionError
+from cbatch.options import MAX_SEED, RunOptions
+from cbatch.runtime.chats import Chats
+from cbatch.runtime.choices import member_id
+from cbatch.runtime.refusals import check_chat, check_fits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.backend import Backend, Vocab
+    from cbatch.core.batcher import MultiRequestBatcher
+    from cbatch.core.request import Origin
+    from cbatch.engine_options import ScheduleOptions
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import Grammar
+    from cbatch.response import BatchResult
+
+
+class SequenceMaker:
+    """Makes sequences of prompts, settled and checked; from one thread at a time."""
+
+    def __init__(
+        self, backend: Backend, batcher: MultiRequestBatcher, schedule: ScheduleOptions
+    ) -> None:
+        self.owner = secrets.token_hex(8)
+        """The mark of an engine."""
+        self._backend, self._batcher, self._schedule = backend, batcher, schedule
+        self._chats = Chats(backend)
+        self._last_settled = (RunOptions(),) * 3
+
+    def of_prompt(
+        self, item: BatchPrompt, run_options: RunOptions, now: float, ends_s: float
+    ) -> list[SequenceDriver]:
+        """Return the sequences of a prompt: one for each choice.
+
+        Raises:
+            ConfigError: options that this engine, or this prompt, cannot have.
+        """
+        try:
+            options = self._settled(RunOptions.of(item.options), run_options)
+            check_fits(options, self._backend, self._schedule)
+            check_chat(item, options, self._backend.vocab)
+            grammar = options.structure or self._chats.demand(item, options)
+        except UnsupportedOptionError:
+            raise
+        except ConfigError as error:
+            raise ConfigError(f"request {item.id!r}: {error}") from None
+        deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
+        request = self._request(item, options, deadline_s, grammar)
+        if options.n_choices == 1:
+            return [self.of_request(request, now)]
+        return [self.of_request(_choice(request, i), now) for i in range(options.n_choices)]
+
+    def of_request(self, request: Request, now: float) -> SequenceDriver:
+        """Return the sequence of one request, submitted `now`."""
+        vocab, is_shown = self._backend.vocab, request.options.skip_special_tokens is False
+        piece = vocab.shown_piece if is_shown else vocab.piece
+        reader = self._chats.reader(request, is_shown=is_shown)
+        driver = SequenceDriver.of(request, piece, now, reader)
+        self._warn(driver)
+        if self._schedule.policy == "shortest":
+            self._batcher.prepare(driver)  # here, for the thread that computes must not wait
+        return driver
+
+    def _settled(self, own: RunOptions, run_options: RunOptions) -> RunOptions:
+        """Return what holds for an item: the items of a batch mostly say the same one after the other."""
+        last_own, last_run, settled = self._last_settled
+        if last_run is not run_options or last_own != own:
+            settled = own.over(run_options)
+            self._last_settled = own, run_options, settled
+        return settled
+
+    def _request(
+        self, item: BatchPrompt, options: RunOptions, deadline_s: float, grammar: Grammar | None
+    ) -> Request:
+        vocab = self._backend.vocab
+        seed = secrets.randbits(32) if options.seed is None else options.seed
+        own = () if options.ignore_eos else vocab.end_tokens
+        sampling = options.sampling(self._backend.sampling_defaults, seed, vocab.suppressed_tokens)
+        return Request(
+            str(item.id),
+            item,
+            options,
+            sampling,
+            tuple(sorted({*own, *(options.stop_token_ids or ())})),
+            deadline_s,
+            options.adapters,
+            options.n_logprobs,
+            options.n_prompt_logprobs,
+            owner=self.owner,
+            grammar=grammar,
+            breakers=options.breakers(sampling),
+        )
+
+    def _warn(self, driver: SequenceDriver) -> None:
+        """Say what will have no effect: a variable that the chat template never names."""
+        template = self._backend.vocab.template
+        driver.warnings += (
+            f"chat_template_kwargs has {name!r}, which the chat template does not use"
+            for name in driver.request.options.chat_template_kwargs or ()
+            if template and not re.search(rf"\b{name}\b", template)
+        )
+
+
+def _choice(request: Request, i: int) -> Request:
+    """Return a request for one of several choices: each has a seed of its own, the first that of the request."""
+    sampling = replace(request.sampling, seed=(request.sampling.seed + i) % (MAX_SEED + 1))
+    # the prompt is scored once, and told to all by `Choices`
+    n_top = request.n_prompt_logprobs if i == 0 else None
+    id = member_id(request.id, i)
+    return replace(request, id=id, sampling=sampling, n_prompt_logprobs=n_top)
+
+
+def extended(origin: Origin, result: BatchResult, n_tokens: int, now: float) -> Request:
+    """Return a request for up to `n_tokens` more, submitted `now`, that goes on from the result of another."""
+    old = origin.request
+    n_echoed = result.usage.prompt_tokens if old.options.echo else 0
+    n_all = len(result.token_ids[n_echoed:]) + n_tokens
+    return replace(
+        _with_prompt(old, result),
+        options=RunOptions(max_tokens=n_all, prefill_only=False).over(old.options),
+        deadline_s=now + check_seconds("timeout_s", old.options.timeout_s),
+        output=result.token_ids[n_echoed:],
+        output_logprobs=(result.logprobs or ())[n_echoed:],
+        continues=origin.number,
+    )
+
+
+def _with_prompt(request: Request, result: BatchResult) -> Request:
+    """Return a request with what its result says of the prompt, where that is all of it."""
+    found = result.prompt_logprobs or ()
+    if len(found) != result.usage.prompt_tokens or None in found[1:]:
+        return request
+    if request.options.prompt_logprobs != request.options.n_prompt_logprobs:  # the echo has more
+        found = (None, *(result.logprobs or ())[1 : len(found)])
+    return replace(request, n_prompt_logprobs=None, prompt_logprobs=found)
+
+
+def tokenize(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
+    """Return a prompt's tokens.
+
+    Raises:
+        RequestFailedError: a token id that is not in the vocabulary, or a template that refuses the messages.
+    """
+    if prompt.prompt is not None:
+        return vocab.tokenize(prompt.prompt)
+    if prompt.messages is not None:
+        return vocab.render(prompt.messages, options.template_variables)
+    tokens = prompt.tokens or ()
+    if tokens and max(tokens) >= vocab.n_vocab:
+        raise PromptError(f"token {max(tokens)} is not in the vocabulary of {vocab.n_vocab}")
+    return tokens
