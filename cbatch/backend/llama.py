@@ -14,9 +14,10 @@ import numpy as np
 from cbatch.backend.context import available_cores, make_context, slot_window
 from cbatch.backend.fingerprint import fingerprint, model_parts, rope_factors
 from cbatch.backend.grammar import Guides, LlamaGrammars
+from cbatch.backend.library import handshake
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
-from cbatch.backend.native import NativeStepper, handshake
+from cbatch.backend.native import NativeStepper
 from cbatch.backend.tiles import find_tiles
 from cbatch.core.plan import (
     Chunk,

@@ -12,11 +12,11 @@ import llama_cpp
 from cbatch.backend.adapters import Adapters
 from cbatch.backend.aside import run_aside
 from cbatch.backend.context import context_cells, slot_window
+from cbatch.backend.library import handshake
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import has_states
 from cbatch.backend.model import LlamaModel, Placement, open_model
-from cbatch.backend.native import handshake
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.backend.shipped import shipped_model
 from cbatch.backend.sizing import find_room, settle

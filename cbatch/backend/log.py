@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import llama_cpp
 
-from cbatch.backend.native import library
+from cbatch.backend.library import library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

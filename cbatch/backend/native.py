@@ -1,24 +1,18 @@
-"""The native library: found, checked against llama-cpp-python, and used to run steps."""
+"""Steps in native code."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
-import importlib.metadata
-import importlib.resources
-import os
-import sys
 import threading
 from array import array
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import numpy as np
 
+from cbatch.backend.library import library
+from cbatch.backend.llama_api import LlamaApi
 from cbatch.backend.structs import (
-    NativeApi,
     NativeLogprobs,
     NativeReport,
     NativeScoring,
@@ -36,18 +30,15 @@ from cbatch.core.plan import (
     StepResult,
     TokenLogprobs,
 )
-from cbatch.errors import EngineClosedError, IncompatibleLlamaError, PlanError
+from cbatch.errors import EngineClosedError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     Masks: TypeAlias = "Sequence[NDArray[np.uint32] | None] | NDArray[np.uint32]"
-
-ABI_VERSION = 5
-"""Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _NO_TOKEN = -2
 """Source: native/include/cbatch.h, CBATCH_NO_TOKEN."""
@@ -72,196 +63,8 @@ _MEANINGS = {
 
 _VoidFunction = ctypes.CFUNCTYPE(None)
 
-_FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
-    sys.platform, "libcbatch.so"
-)
-_REINSTALL = "reinstall it with: pip install --force-reinstall --no-deps --no-cache-dir cbatch"
-_BATCH_FIELDS = ("n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits")
-
-
 _N_BREAKERS_KEPT = 16
 """Sets of DRY's breakers that a stepper keeps as the native library takes them."""
-
-_int, _pointer = ctypes.c_int32, ctypes.c_void_p
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "cbatch_batch_layout": (None, [_pointer]),
-    "cbatch_isa_best": (_int, []),
-    "cbatch_stepper_init": (_int, [_pointer, _pointer, _pointer, _pointer]),
-    "cbatch_stepper_free": (None, [_pointer]),
-    "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
-    "cbatch_stepper_run": (
-        _int,
-        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 6],
-    ),
-    "cbatch_stepper_interrupt": (None, [_pointer]),
-    "cbatch_sample_row": (
-        _int,
-        [_pointer, _int, _pointer, _pointer, _int, _int, _pointer, _pointer],
-    ),
-    "cbatch_weights": (_int, [_pointer, _int, ctypes.c_double, _int, _pointer]),
-    "cbatch_philox": (None, [_pointer, _pointer, _pointer]),
-    "cbatch_log_init": (_pointer, [_int]),
-    "cbatch_log_free": (None, [_pointer]),
-    "cbatch_log_set_debug": (None, [_pointer, _int]),
-    "cbatch_log_callback": (None, [_int, ctypes.c_char_p, _pointer]),
-    "cbatch_log_drain": (_int, [_pointer, _pointer, _int, _pointer]),
-}
-
-
-# ---- finding and checking the library ----
-
-
-def _path() -> str:
-    given = os.environ.get("CBATCH_LIBRARY")
-    if given:
-        return given
-    return str(importlib.resources.files("cbatch") / _FILE_NAME)
-
-
-@functools.cache
-def library() -> Any:
-    """Return the loaded library, its functions typed. `CBATCH_LIBRARY` names another file to load.
-
-    Raises:
-        IncompatibleLlamaError: the file is missing, does not load, or is of another cbatch.
-    """
-    path = _path()
-    try:
-        lib = ctypes.CDLL(path)
-        version = lib.cbatch_abi_version()
-    except (OSError, AttributeError) as error:
-        raise IncompatibleLlamaError(
-            f"cbatch's native library {path} is missing or does not load ({error}); {_REINSTALL}"
-        ) from error
-    if version != ABI_VERSION:
-        raise IncompatibleLlamaError(
-            f"cbatch's native library {path} has surface {version}, "
-            f"cbatch {_version('cbatch')} wants {ABI_VERSION}; {_REINSTALL}"
-        )
-    for name, (restype, argtypes) in _SIGNATURES.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = restype, argtypes
-    return lib
-
-
-def handshake() -> None:
-    """Check that the native library and llama-cpp-python agree on everything they share.
-
-    Raises:
-        IncompatibleLlamaError: they do not; the message names both sides and both versions.
-    """
-    ours, theirs = _native_layout(), _llama_layout()
-    if ours != theirs:
-        raise _mismatch(f"llama_batch is {ours} for cbatch but {theirs} for llama-cpp-python")
-    for name, (restype, argtypes) in _llama_signatures().items():
-        _check_function(name, restype, argtypes)
-
-
-def _native_layout() -> dict[str, int]:
-    out = (ctypes.c_int32 * 8)()
-    library().cbatch_batch_layout(out)
-    return dict(zip(("size", *_BATCH_FIELDS), out, strict=True))
-
-
-def _llama_layout() -> dict[str, int]:
-    batch = llama_cpp.llama_batch
-    offsets = {name: getattr(batch, name).offset for name, *_ in batch._fields_}
-    return {"size": ctypes.sizeof(batch), **offsets}
-
-
-def _llama_signatures() -> dict[str, tuple[Any, list[Any]]]:
-    return {
-        "llama_decode": (ctypes.c_int32, [ctypes.c_void_p, llama_cpp.llama_batch]),
-        "llama_get_logits_ith": (
-            ctypes.POINTER(ctypes.c_float),
-            [ctypes.c_void_p, ctypes.c_int32],
-        ),
-        "llama_log_set": (None, [llama_cpp.llama_log_callback, ctypes.c_void_p]),
-    }
-
-
-def _check_function(name: str, restype: Any, argtypes: list[Any]) -> None:
-    function = getattr(llama_cpp, name, None)
-    if function is None:
-        raise _mismatch(f"llama-cpp-python has no {name}")
-    found = (function.restype, list(function.argtypes or []))
-    if found != (restype, argtypes):
-        raise _mismatch(f"{name} is {(restype, argtypes)} for cbatch but {found} there")
-
-
-def _mismatch(what: str) -> IncompatibleLlamaError:
-    return IncompatibleLlamaError(
-        f"{what} (cbatch {_version('cbatch')}, llama-cpp-python {_version('llama-cpp-python')}); "
-        "install versions that fit: docs/compatibility.md"
-    )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
-
-
-# ---- llama.cpp's addresses ----
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaApi:
-    """The llama.cpp functions that a stepper calls, as ctypes functions; tests give their own."""
-
-    decode: Any
-    get_logits_ith: Any
-    gomp_parallel: int | None = None
-    """Address of `GOMP_parallel` in the OpenMP runtime that ggml computes with, if it does."""
-
-    @classmethod
-    def of_llama_cpp(cls) -> LlamaApi:
-        """Return the functions of the installed llama-cpp-python."""
-        return cls(llama_cpp.llama_decode, llama_cpp.llama_get_logits_ith, _gomp_parallel())
-
-    def table(self) -> NativeApi:
-        """Return the addresses as the native library takes them; valid while `self` lives."""
-        return NativeApi(
-            size=ctypes.sizeof(NativeApi),
-            abi=ABI_VERSION,
-            decode=ctypes.cast(self.decode, ctypes.c_void_p),
-            get_logits_ith=ctypes.cast(self.get_logits_ith, ctypes.c_void_p),
-            gomp_parallel=self.gomp_parallel,
-        )
-
-
-def _gomp_parallel() -> int | None:
-    """Return the address of ggml's own `GOMP_parallel`: another runtime has other threads."""
-    for lib in _ggml_handles():
-        function = getattr(lib, "GOMP_parallel", None)
-        if function is not None:
-            return ctypes.cast(function, ctypes.c_void_p).value
-    return None
-
-
-def _ggml_handles() -> Iterator[Any]:
-    """Yield handles among whose dependencies ggml's OpenMP is.
-
-    libllama is one, unless ggml loads its CPU backends by itself; then the backend is.
-    """
-    yield llama_cpp.llama_cpp._lib
-    for path in _loaded_files("libggml-cpu"):
-        with contextlib.suppress(OSError):
-            yield ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-
-
-def _loaded_files(prefix: str) -> list[str]:
-    """Return the mapped files whose name begins with `prefix`; none where there is no /proc."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            paths = [line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line]
-    except OSError:
-        return []
-    return [p for p in dict.fromkeys(paths) if os.path.basename(p).startswith(prefix)]
-
-
-# ---- steps ----
 
 
 class NativeStepper:

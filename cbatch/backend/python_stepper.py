@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.history import History
-from cbatch.backend.native import LlamaApi
+from cbatch.backend.llama_api import LlamaApi
 from cbatch.backend.sampling import logprobs, sample_row
 from cbatch.backend.structs import N_TOP_MAX
 from cbatch.core.plan import (

@@ -10,7 +10,8 @@ import llama_cpp
 
 from cbatch.backend.chain import LlamaChain
 from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.native import LlamaApi, NativeStepper
+from cbatch.backend.llama_api import LlamaApi
+from cbatch.backend.native import NativeStepper
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.options import GREEDY
 

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend import native, sampling
+from cbatch.backend.library import library
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Binding, Slot
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend.sampling import Logits, Mask
 
-ISAS = range(native.library().cbatch_isa_best() + 1)
+ISAS = range(library().cbatch_isa_best() + 1)
 
 
 def row(*values: float) -> Logits:
@@ -489,7 +490,7 @@ def test_native_weights_equal_the_oracles(logits: Logits, temperature: float) ->
     for isa in ISAS:
         found = np.zeros(len(logits), dtype=np.uint64)
         at = (logits.ctypes.data, len(logits), temperature, isa, found.ctypes.data)
-        assert native.library().cbatch_weights(*at) == 0
+        assert library().cbatch_weights(*at) == 0
         assert np.array_equal(found, expected)
 
 
@@ -514,7 +515,7 @@ def test_philox_gives_the_published_words(
 ) -> None:
     assert sampling.philox(counter, key) == expected
     words = np.zeros(4, dtype=np.uint32)
-    native.library().cbatch_philox(
+    library().cbatch_philox(
         np.array(counter, dtype=np.uint32).ctypes.data,
         np.array(key, dtype=np.uint32).ctypes.data,
         words.ctypes.data,

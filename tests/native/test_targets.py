@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend import sampling
-from cbatch.backend.native import LlamaApi, NativeStepper
+from cbatch.backend.llama_api import LlamaApi
+from cbatch.backend.native import NativeStepper
 from cbatch.backend.python_stepper import PythonStepper
 from cbatch.core.plan import N_TARGETS_MAX, Binding, Chunk, Slot, StepResult, TokenLogprobs
 from cbatch.errors import PlanError

@@ -1,0 +1,48 @@
+"""The native library is loaded where it fits llama-cpp-python, and refused where it does not."""
+
+from __future__ import annotations
+
+import ctypes
+
+import llama_cpp
+import pytest
+
+from cbatch.backend import library
+from cbatch.errors import IncompatibleLlamaError
+
+
+def test_handshake_with_the_installed_llama_cpp_passes() -> None:
+    library.handshake()
+
+
+def test_handshake_with_another_layout_names_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    shifted = {**library._llama_layout(), "pos": 32}
+    monkeypatch.setattr(library, "_llama_layout", lambda: shifted)
+    with pytest.raises(IncompatibleLlamaError, match=r"llama_batch.*'pos': 24.*'pos': 32.*0\.3"):
+        library.handshake()
+
+
+def test_handshake_with_another_signature_names_the_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_decode", ctypes.CFUNCTYPE(None)(lambda: None))
+    with pytest.raises(IncompatibleLlamaError, match="llama_decode"):
+        library.handshake()
+
+
+def test_handshake_without_a_function_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(llama_cpp, "llama_get_logits_ith")
+    with pytest.raises(IncompatibleLlamaError, match="no llama_get_logits_ith"):
+        library.handshake()
+
+
+def test_library_that_is_missing_says_how_to_reinstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CBATCH_LIBRARY", "/nowhere/libcbatch.so")
+    with pytest.raises(IncompatibleLlamaError, match=r"/nowhere/libcbatch\.so.*pip install"):
+        library.library.__wrapped__()
+
+
+def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "ABI_VERSION", 99)
+    with pytest.raises(IncompatibleLlamaError, match=r"surface 5.*wants 99"):
+        library.library.__wrapped__()
