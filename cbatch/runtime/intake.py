@@ -27,6 +27,7 @@ from cbatch.runtime.choices import Choices
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.mailbox import Mailbox, refused
 from cbatch.runtime.refusals import check_extension, origin_of
+from cbatch.runtime.routes import drop
 from cbatch.runtime.sequences import SequenceMaker, extended
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from cbatch.engine_options import ScheduleOptions
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
-    from cbatch.runtime.loop import Loop, Route
+    from cbatch.runtime.loop import Loop
+    from cbatch.runtime.routes import Route
 
 
 Saver: TypeAlias = "tuple[str, weakref.ref[Mailbox], int]"
@@ -238,7 +240,7 @@ class Intake:
         try:
             self._submit_within_limit(drivers, is_fed=is_fed)
         except (QueueFullError, ConfigError):  # nothing came in
-            self._loop.unroute(routes)
+            drop(self._loop.routes, routes)
             raise
         except BaseException:  # closed, or Ctrl-C: what has not come in has no way out
             self._loop.forget(routes)

@@ -11,31 +11,32 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from itertools import count, pairwise, repeat
+from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
-from cbatch.core.outcome import result_of, take_chunk
-from cbatch.core.plan import FREE
-from cbatch.core.stats import StepRecord, StepRow
 from cbatch.core.status import Status
-from cbatch.errors import EngineClosedError, QueueFullError, RequestFailedError
-from cbatch.runtime.choices import Choices, mailbox_of, said_id
+from cbatch.errors import EngineClosedError, QueueFullError
+from cbatch.runtime.choices import Choices
+from cbatch.runtime.delivery import deliver
 from cbatch.runtime.disk import Disk
 from cbatch.runtime.mailbox import refused
+from cbatch.runtime.records import UNSEEN, record_of, seen_in
+from cbatch.runtime.routes import drop, ids_of, is_late, member_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import Chunk, Guidance, StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler
+    from cbatch.core.stats import StepRecord
     from cbatch.options import Breakers, Grammar
-    from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.compiler import Compiler
     from cbatch.runtime.keeper import Keeper, Post
     from cbatch.runtime.mailbox import Mailbox
+    from cbatch.runtime.routes import Route
 
     MakeKeeper = Callable[[Post], Keeper]
     MakeCompiler = Callable[[Post], Compiler]
@@ -49,13 +50,6 @@ _LONGEST_SLEEP_S = 3600.0
 
 _LONGEST_DOZE_S = 0.05
 """Without a thread, others may take a turn meanwhile and find work."""
-Route = tuple["Mailbox | Choices", int]
-"""Where a request's output goes, and its place there; −1 for an id that stands for several choices."""
-
-Seen = tuple[tuple[StepRow, ...], int]
-"""The rows of a run and the cells in use."""
-
-_UNSEEN: Seen = ((), 0)
 
 
 class Loop:
@@ -76,6 +70,7 @@ class Loop:
         self.routes: dict[str, Route] = {}
         self.recorder: Callable[[StepRecord], object] | None = None
         self._backend, self._scheduler, self._clock = backend, scheduler, clock
+        self._deliver = partial(deliver, self.routes, scheduler)
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._disk = Disk(
             backend, scheduler.batcher, keeper(self._commands.put) if keeper else None
@@ -154,20 +149,14 @@ class Loop:
             in_flight = self._scheduler.batcher.in_flight
             self._cancel([id for id in lives if id in in_flight])
             storing = self._scheduler.batcher.storing
-            self.unroute({id: route for id, route in routes.items() if id not in storing})
+            drop(self.routes, {id: route for id, route in routes.items() if id not in storing})
 
         try:
             self._post(forget)
         except EngineClosedError:
             if self._thread is not None:
                 self._thread.join()  # which ends what came in
-            self.unroute(routes)
-
-    def unroute(self, routes: Mapping[str, Route]) -> None:
-        """Give up the routes of requests that were not submitted."""
-        for id, route in routes.items():
-            if self.routes.get(id) is route:
-                del self.routes[id]
+            drop(self.routes, routes)
 
     def _wait_for_room(self, n_limit: int, until_s: float) -> None:
         if self._thread is None:
@@ -234,14 +223,9 @@ class Loop:
 
         def order() -> bool:
             is_alive = self.routes.get(id) is life
-            return is_alive and sum(map(do, self._members(id))) > 0
+            return is_alive and sum(map(do, member_ids(self.routes, id))) > 0
 
         return self.call(order)
-
-    def _members(self, id: str) -> list[str]:
-        """Return the ids of the sequences that answer a request."""
-        target, place = self.routes[id]
-        return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `action` done by the owner when its clock says `when_s`. From any thread."""
@@ -250,13 +234,13 @@ class Loop:
 
     def cancel_batch(self, mailbox: Mailbox) -> int:
         """End what a batch has in flight; else as `cancel`."""
-        return self.call(lambda: self._cancel(self._ids_of(mailbox)))
+        return self.call(lambda: self._cancel(ids_of(self.routes, mailbox)))
 
     def cancel_waiting_soon(self, mailbox: Mailbox) -> None:
         """End what a batch has in flight that never had a slot; else as `cancel_batch_soon`."""
 
         def cancel() -> None:
-            self._cancel([id for id in self._ids_of(mailbox) if not self._has_begun(id)])
+            self._cancel([id for id in ids_of(self.routes, mailbox) if not self._has_begun(id)])
 
         with suppress(EngineClosedError):
             self._post(cancel, is_urgent=False)
@@ -275,7 +259,7 @@ class Loop:
     def cancel_batch_soon(self, mailbox: Mailbox) -> None:
         """End what a batch has in flight before the next plan; does not wait; a closed engine has ended it already."""
         with suppress(EngineClosedError):
-            self._post(lambda: self._cancel(self._ids_of(mailbox)))
+            self._post(lambda: self._cancel(ids_of(self.routes, mailbox)))
 
     def step(self) -> bool:
         """Do the commands that wait and one run; False where there was nothing to compute. Owner thread."""
@@ -298,7 +282,9 @@ class Loop:
         built = self._clock()
         result = self._backend.run(plan)
         ran = self._clock()
-        seen = self._look(plan, result) if self.recorder is not None else _UNSEEN
+        seen = (
+            seen_in(plan, result, self._scheduler.batcher) if self.recorder is not None else UNSEEN
+        )
         changed = self._scheduler.apply(plan, result, ran)
         self._disk.store()
         applied = self._clock()
@@ -312,7 +298,7 @@ class Loop:
         stats.apply_s += delivered - ran
         if self.recorder is not None and plan.chunks:
             times = (start, admitted, built, ran, applied, delivered)
-            self._report(_record(plan, result, self._scheduler.batcher.n_waiting, times, seen))
+            self._report(record_of(plan, result, self._scheduler.batcher.n_waiting, times, seen))
         return True
 
     def _compile(self, compiler: Compiler) -> None:
@@ -322,17 +308,6 @@ class Loop:
 
     def _take_compiled(self, want: Grammar | Breakers, found: object) -> None:
         self._scheduler.batcher.take_compiled(want, found, self._clock())
-
-    def _look(self, plan: StepPlan, result: StepResult) -> Seen:
-        """Return what a record tells of the sequences in a run: before it is applied, for then they may be gone."""
-        batcher = self._scheduler.batcher
-        tokens = result.tokens or repeat(())  # a step that failed may have none
-        rows = (
-            _row(chunk, driver, sampled, result.guided.get(chunk.slot, FREE))
-            for chunk, sampled in zip(plan.chunks, tokens, strict=False)
-            if (driver := batcher.running[chunk.slot]) is not None
-        )
-        return tuple(rows), batcher.ledger.n_used
 
     def _report(self, record: StepRecord) -> None:
         """Hand a record out; a recorder that raises is called no more, for requests are not to suffer by it."""
@@ -478,18 +453,10 @@ class Loop:
     def _submit(self, drivers: Sequence[SequenceDriver]) -> None:
         self._scheduler.stats.n_submitted += len(drivers)
         self._scheduler.batcher.submit(drivers)
-        if late := [d.request.id for d in drivers if self._is_late(d.request.id)]:
+        if late := [d.request.id for d in drivers if is_late(self.routes, d.request.id)]:
             self._cancel(late)
         if self._is_closed:
             self._end_requests()
-
-    def _is_late(self, id: str) -> bool:
-        """Whether it is a choice of a request that was cancelled while this one waited for room in the queue."""
-        target, _ = self.routes.get(id, (None, 0))
-        return isinstance(target, Choices) and target.is_cancelled
-
-    def _ids_of(self, mailbox: Mailbox) -> list[str]:
-        return [id for id, (box, _) in list(self.routes.items()) if mailbox_of(box) is mailbox]
 
     def _cancel(self, ids: Sequence[str]) -> int:
         """Cancel requests, with all their choices; return how many of them were in flight."""
@@ -498,7 +465,10 @@ class Loop:
             target, place = self.routes[id]
             if isinstance(target, Choices) and place < 0:
                 target.is_cancelled = True
-            done = [self._scheduler.batcher.cancel(member, now) for member in self._members(id)]
+            done = [
+                self._scheduler.batcher.cancel(member, now)
+                for member in member_ids(self.routes, id)
+            ]
             n_cancelled += any(done)
         self._deliver(())
         return n_cancelled
@@ -546,81 +516,6 @@ class Loop:
         error = EngineClosedError(f"the engine stopped: {cause}")
         error.__cause__ = cause
         return error
-
-    def _deliver(self, changed: Sequence[SequenceDriver]) -> bool:
-        """Hand out what is new, one delivery per batch; False where there was nothing."""
-        ended = self._scheduler.batcher.take_ended()
-        parcels: dict[
-            Mailbox | Choices, tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]
-        ] = {}
-        for driver in changed:
-            if driver.finish_reason is None:
-                mailbox, _ = self.routes[driver.request.id]
-                driver.is_watched = mailbox.is_streamed
-                if mailbox.is_streamed and (chunk := take_chunk(driver)):
-                    parcels.setdefault(mailbox, ([], []))[0].append(chunk)
-        for driver in ended:
-            mailbox, i = self.routes.pop(driver.request.id)
-            chunks, results = parcels.setdefault(mailbox, ([], []))
-            last, ending = _outcome(driver, i)
-            chunks += last
-            results += ending
-            self._scheduler.stats.count_end(driver)
-        for mailbox, (chunks, results) in parcels.items():
-            mailbox.deliver(chunks, results)
-            if isinstance(mailbox, Choices) and mailbox.is_over:
-                self.routes.pop(mailbox.id, None)
-        return bool(parcels)
-
-
-def _outcome(
-    driver: SequenceDriver, place: int
-) -> tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]:
-    """Return the last chunk of a sequence that ended, and its result; text that cannot be made is its own failure."""
-    try:
-        last = take_chunk(driver)
-        return [last] if last else [], [(place, result_of(driver))]
-    except Exception as error:
-        failure = RequestFailedError(f"the answer could not be made into text: {error}")
-        failure.__cause__ = error
-        return refused(driver.request.id, place, failure)
-
-
-def _row(
-    chunk: Chunk, driver: SequenceDriver, sampled: Sequence[int], guidance: Guidance
-) -> StepRow:
-    n_known = max(driver.n_prompt, driver.n_reached)
-    return StepRow(
-        slot=chunk.slot,
-        id=said_id(driver.request.id),
-        n_tokens=len(chunk.tokens),
-        n_prefill=max(0, min(len(chunk.tokens), n_known - chunk.start)),
-        n_sampled=len(sampled) + len(guidance.forced),
-    )
-
-
-def _record(
-    plan: StepPlan, result: StepResult, n_waiting: int, times: tuple[float, ...], seen: Seen
-) -> StepRecord:
-    phases = [end - start for start, end in pairwise(times)]
-    return StepRecord(
-        start_s=times[0],
-        n_rows=len(plan.chunks),
-        n_steps=result.n_steps,
-        n_tokens=sum(len(c.tokens) for c in plan.chunks),
-        n_waiting=n_waiting,
-        code=result.code,
-        admit_s=phases[0],
-        build_s=phases[1],
-        run_s=phases[2],
-        decode_s=result.decode_s,
-        sample_s=result.sample_s,
-        apply_s=phases[3],
-        deliver_s=phases[4],
-        rows=seen[0],
-        first_s=result.first_s,
-        n_cells=seen[1],
-    )
 
 
 def _join(thread: threading.Thread) -> None:

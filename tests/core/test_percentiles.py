@@ -266,8 +266,8 @@ def test_record_tells_the_code_of_a_failed_step() -> None:
 
 
 def test_nothing_is_recorded_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cbatch.runtime.loop._record", None)  # calling it would raise
-    monkeypatch.setattr("cbatch.runtime.loop._row", None)
+    monkeypatch.setattr("cbatch.runtime.loop.record_of", None)  # calling it would raise
+    monkeypatch.setattr("cbatch.runtime.loop.seen_in", None)
     loop, rig = make_loop()
     submit(loop, rig, *make_sequences(2, max_tokens=3))
     work(loop, rig)
