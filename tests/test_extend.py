@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from cbatch.backend.fake import END_TOKEN, FakeBackend, Faults
+from cbatch.backend.fake import FakeBackend, Faults
+from cbatch.backend.fake_vocab import END_TOKEN
 from cbatch.core.plan import Memory
 from cbatch.engine import Engine
 from cbatch.errors import (

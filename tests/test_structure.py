@@ -11,7 +11,9 @@ import anyio
 import pytest
 
 import cbatch
-from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars, FakeVocab
+from cbatch.backend.fake import FakeBackend
+from cbatch.backend.fake_grammar import FakeConstraint, FakeGrammars
+from cbatch.backend.fake_vocab import FakeVocab
 from cbatch.backend.grammar import Guides
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cbatch.backend.fake import FakeBackend, FakeVocab
+from cbatch.backend.fake import FakeBackend
+from cbatch.backend.fake_vocab import FakeVocab
 from cbatch.core.cells import Stored
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.holds import Fetch, Found
