@@ -91,7 +91,6 @@ class LlamaModel:
         self.name = name
         self.metadata: Mapping[str, str] = _read_metadata(pointer)
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
-        self.description = _read_text(llama_cpp.llama_model_desc, pointer)
         own = self.metadata.get("tokenizer.chat_template")
         self.vocab = LlamaVocab(
             pointer,

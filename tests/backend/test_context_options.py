@@ -235,7 +235,7 @@ def test_model_without_its_weights_tells_all_but_computes_nothing(test_model: Pa
         closing(open_model(test_model, has_weights=False, use_mlock=True)) as told,
         closing(open_model(test_model)) as whole,
     ):
-        for name in ("n_ctx_train", "n_bytes", "n_layers", "metadata", "integers", "description"):
+        for name in ("n_ctx_train", "n_bytes", "n_layers", "metadata", "integers"):
             assert getattr(told, name) == getattr(whole, name), name
         assert told.vocab.tokenize("Hi") == whole.vocab.tokenize("Hi")
 
