@@ -234,7 +234,9 @@ def run(
     if demo:
         run_demo(target, view, model, options, settings, is_shown=output is None, force=force)
         return
-    asked = {
+    call = {
+        "model": model,
+        "options": options,
         "errors": errors,
         "format": format,
         "output_format": output_format,
@@ -250,17 +252,22 @@ def run(
         "report": report,
         "trace": trace,
         "max_time_s": max_time_s,
+        **settings,
     }
-    call = {"model": model, "options": options, **asked, **settings}
     if looks_only:
         _look(source or [], view, is_dry_run=dry_run, call=call)
-        return
-    stopper = Stopper(note_at_once if json else None, takes_all=True)
+    else:
+        _answer(source or [], target, view, call)
+
+
+def _answer(source: list[str], target: Path, view: View, call: dict[str, Any]) -> None:
+    """Run the items, and say how it ended."""
+    stopper = Stopper(note_at_once if isinstance(view, EventView) else None, takes_all=True)
     try:
-        summary = run_file(source or [], target, progress=view, stop=stopper, **call)
+        summary = run_file(source, target, progress=view, stop=stopper, **call)
     except Interrupted as error:
         _tell(view, f"cbatch: {error.summary.resume_hint}")
-        if "-" in (source or ()):  # a thread may wait for stdin, and then Python cannot end
+        if "-" in source:  # a thread may wait for stdin, and then Python cannot end
             os._exit(ExitCode.INTERRUPTED)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     _end(summary, view)
