@@ -408,6 +408,10 @@ class SequenceDriver:
             self.fail_grammar(guidance.problem, now)
         elif is_broken and self.finish_reason is None:
             self.fail_row(now, sampled[-1])
+        if guidance.forced:
+            self._append_forced(guidance, now)
+
+    def _append_forced(self, guidance: Guidance, now: float) -> None:
         for n_behind in range(len(guidance.forced), 0, -1):
             # what a full window has no place for is sampled under the grammar when the window has moved
             if self.finish_reason is not None or self.is_over_window:

@@ -282,9 +282,7 @@ class Loop:
         built = self._clock()
         result = self._backend.run(plan)
         ran = self._clock()
-        seen = (
-            seen_in(plan, result, self._scheduler.batcher) if self.recorder is not None else UNSEEN
-        )
+        seen = UNSEEN if self.recorder is None else seen_in(plan, result, self._scheduler.batcher)
         changed = self._scheduler.apply(plan, result, ran)
         self._disk.store()
         applied = self._clock()
@@ -465,10 +463,7 @@ class Loop:
             target, place = self.routes[id]
             if isinstance(target, Choices) and place < 0:
                 target.is_cancelled = True
-            done = [
-                self._scheduler.batcher.cancel(member, now)
-                for member in member_ids(self.routes, id)
-            ]
+            done = [self._scheduler.batcher.cancel(m, now) for m in member_ids(self.routes, id)]
             n_cancelled += any(done)
         self._deliver(())
         return n_cancelled
