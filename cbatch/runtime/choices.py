@@ -42,6 +42,8 @@ class Choices:
         self.mailbox, self.id = mailbox, id
         self.is_cancelled = False
         """Whether choices that come in late, for want of room in the queue, end at once."""
+        self.is_paused = False
+        """Whether those wait until they are resumed."""
         self._place, self._n = place, options.n or 1
         self._results: list[BatchResult | None] = [None] * options.n_choices
         self._held: dict[int, BatchOutputChunk] = {}
@@ -148,11 +150,17 @@ class Choices:
         usage = Usage(
             first.usage.prompt_tokens,
             sum(r.usage.completion_tokens for r in all_results),
-            min(r.usage.cached_tokens for r in all_results),  # one of them computed the rest
+            _n_cached(all_results),
             sum(r.usage.context_shifts for r in all_results),
         )
         timings = replace(first.timings, total_s=max(r.timings.total_s for r in all_results))
         return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)
+
+
+def _n_cached(results: Sequence[BatchResult]) -> int:
+    """Return the prompt tokens that none of several choices computed; one that never ran has computed nothing."""
+    has_run = (r for r in results if r.error is None or r.finish_reason == "error")
+    return min((r.usage.cached_tokens for r in has_run), default=0)
 
 
 def mailbox_of(target: Mailbox | Choices) -> Mailbox:

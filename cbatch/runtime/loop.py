@@ -23,7 +23,7 @@ from cbatch.runtime.delivery import deliver
 from cbatch.runtime.disk import Disk
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.records import UNSEEN, record_of, seen_in
-from cbatch.runtime.routes import drop, ids_of, is_late, member_ids
+from cbatch.runtime.routes import choices_of, drop, ids_of, member_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -210,20 +210,24 @@ class Loop:
 
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
-        return self._order(id, self._scheduler.batcher.pause)
+        return self._order(id, self._scheduler.batcher.pause, is_paused=True)
 
     def resume(self, id: str) -> bool:
         """Let a paused request go on; False where it is not in flight or not paused."""
-        return self._order(id, self._scheduler.batcher.resume)
+        return self._order(id, self._scheduler.batcher.resume, is_paused=False)
 
-    def _order(self, id: str, do: Callable[[str], bool]) -> bool:
+    def _order(self, id: str, do: Callable[[str], bool], *, is_paused: bool) -> bool:
         life = self.routes.get(id)
         if life is None:
             return False
 
         def order() -> bool:
-            is_alive = self.routes.get(id) is life
-            return is_alive and sum(map(do, member_ids(self.routes, id))) > 0
+            if self.routes.get(id) is not life:
+                return False
+            target, is_new = life[0], False
+            if isinstance(target, Choices):
+                is_new, target.is_paused = target.is_paused is not is_paused, is_paused
+            return sum(map(do, member_ids(self.routes, id))) > 0 or is_new
 
         return self.call(order)
 
@@ -451,10 +455,18 @@ class Loop:
     def _submit(self, drivers: Sequence[SequenceDriver]) -> None:
         self._scheduler.stats.n_submitted += len(drivers)
         self._scheduler.batcher.submit(drivers)
-        if late := [d.request.id for d in drivers if is_late(self.routes, d.request.id)]:
-            self._cancel(late)
+        self._settle_late([d.request.id for d in drivers])
         if self._is_closed:
             self._end_requests()
+
+    def _settle_late(self, ids: Sequence[str]) -> None:
+        """Cancel or pause choices of requests that were so while these waited for room in the queue."""
+        late = [(id, target) for id in ids if (target := choices_of(self.routes, id))]
+        for id, target in late:
+            if target.is_paused:
+                self._scheduler.batcher.pause(id)
+        if cancelled := [id for id, target in late if target.is_cancelled]:
+            self._cancel(cancelled)
 
     def _cancel(self, ids: Sequence[str]) -> int:
         """Cancel requests, with all their choices; return how many of them were in flight."""

@@ -33,7 +33,7 @@ def member_ids(routes: Mapping[str, Route], id: str) -> list[str]:
     return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
 
 
-def is_late(routes: Mapping[str, Route], id: str) -> bool:
-    """Whether it is a choice of a request that was cancelled while this one waited for room in the queue."""
+def choices_of(routes: Mapping[str, Route], id: str) -> Choices | None:
+    """Return what gathers the choices of a request, or None where it has one."""
     target, _ = routes.get(id, (None, 0))
-    return isinstance(target, Choices) and target.is_cancelled
+    return target if isinstance(target, Choices) else None

@@ -16,6 +16,7 @@ from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
 from tests.helpers import partitioned
+from tests.places import steps, wait_until
 from tests.runtime.backends import GatedBackend, all_results, in_thread
 
 if TYPE_CHECKING:
@@ -166,6 +167,24 @@ def test_pause_holds_all_choices_until_resume() -> None:
         assert [c.finish_reason for c in all_results(response)[0].choices] == ["length"] * 3
 
 
+def test_pause_holds_choices_too_that_wait_for_room_in_the_queue() -> None:
+    backend = GatedBackend(1, 64, 32, hold_at=3)
+    schedule = ScheduleOptions(max_queue=1)
+    with closing(Engine(backend, options=LONG, schedule=schedule)) as engine:
+        prompt = BatchPrompt(prompt="a", id="x")
+        running = in_thread(lambda: all_results(engine.run([prompt], options={"n": 6})))
+        backend.wait_until_held()
+        backend.release_when_asked()
+        assert engine.pause("x")
+        assert not engine.pause("x")
+        wait_until(lambda: engine.stats().n_submitted == 6)
+        stats = engine.stats()
+        assert (stats.n_running, stats.n_finished) == (0, {})
+        assert engine.resume("x")
+        assert not engine.resume("x")
+        assert [c.finish_reason for c in running()[0].choices] == ["length"] * 6
+
+
 def test_closing_ends_all_choices() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
     engine = Engine(backend, options=LONG)
@@ -237,6 +256,18 @@ def test_winding_down_spares_a_request_of_which_a_choice_runs() -> None:
         first, second = all_results(response)
         assert [c.finish_reason for c in first.choices] == ["length"] * 3
         assert [c.finish_reason for c in second.choices] == ["cancelled"] * 3
+
+
+def test_choices_that_never_ran_do_not_count_as_computed() -> None:
+    backend = GatedBackend(1, 128, 64, memory=partitioned(128))
+    with closing(Engine(backend, options=LONG, threaded=False)) as engine:
+        engine.submit("x" * 60).result()
+        response = engine.run([BatchPrompt(prompt="x" * 60, id="x")], options={"n": 3})
+        steps(engine, 2)
+        engine.cancel("x")
+        [result] = response.results(return_errors=True)
+        assert [c.error is None for c in result.choices] == [True, False, False]
+        assert result.usage.cached_tokens == 59
 
 
 # ---- best_of ----
