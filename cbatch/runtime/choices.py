@@ -102,21 +102,18 @@ class Choices:
     def _with_prompt(self, results: Sequence[BatchResult]) -> list[BatchResult]:
         """Return the results, each with what the first one says of the prompt."""
         first, *others = results
-        if not first.prompt_logprobs:
+        if self._n_prompt_logprobs is None:
             return [*results]
-        n = self._n_echoed(first)
+        return [first, *(self._told(first, other) for other in others)]
+
+    def _told(self, first: BatchResult, other: BatchResult) -> BatchResult:
+        found, n = first.prompt_logprobs, self._n_echoed(first)
+        if not found:  # it never ran
+            n_unknown = other.usage.prompt_tokens if _has_run(other) else 0
+            return replace(other, prompt_logprobs=(None,) * n_unknown)
         echoed = (first.logprobs or ())[:n]
-        return [
-            first,
-            *(
-                replace(
-                    other,
-                    prompt_logprobs=first.prompt_logprobs,
-                    logprobs=other.logprobs and (*echoed, *other.logprobs[n:]),
-                )
-                for other in others
-            ),
-        ]
+        logprobs = other.logprobs and (*echoed, *other.logprobs[n:])
+        return replace(other, prompt_logprobs=found, logprobs=logprobs)
 
     def _rank(self, result: BatchResult) -> tuple[bool, float]:
         """Order by the answers' mean log-probability, the highest first; what failed comes last."""
@@ -157,10 +154,14 @@ class Choices:
         return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)
 
 
+def _has_run(result: BatchResult) -> bool:
+    """Whether a choice ever had a slot, or failed."""
+    return result.error is None or result.finish_reason == "error"
+
+
 def _n_cached(results: Sequence[BatchResult]) -> int:
-    """Return the prompt tokens that none of several choices computed; one that never ran has computed nothing."""
-    has_run = (r for r in results if r.error is None or r.finish_reason == "error")
-    return min((r.usage.cached_tokens for r in has_run), default=0)
+    """Return the prompt tokens that none of several choices computed."""
+    return min((r.usage.cached_tokens for r in results if _has_run(r)), default=0)
 
 
 def mailbox_of(target: Mailbox | Choices) -> Mailbox:

@@ -12,6 +12,7 @@ import pytest
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake_tokens import fake_logprobs
+from cbatch.core.plan import Memory
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
@@ -268,6 +269,27 @@ def test_choices_that_never_ran_do_not_count_as_computed() -> None:
         [result] = response.results(return_errors=True)
         assert [c.error is None for c in result.choices] == [True, False, False]
         assert result.usage.cached_tokens == 59
+
+
+def test_choice_that_ran_before_the_one_that_scores_tells_that_nothing_is_known() -> None:
+    pool = Memory(
+        "unified", 128, can_copy=True
+    )  # where the second finds its prompt, and the first has no room for it
+    schedule = ScheduleOptions(admission="reserve")
+    backend = GatedBackend(4, 128, 64, memory=pool)
+    with closing(Engine(backend, options=LONG, threaded=False, schedule=schedule)) as engine:
+        engine.submit("x" * 60, options={"max_tokens": 30})
+        steps(engine, 2)
+        options = {"n": 2, "prompt_logprobs": 0, "echo": True, "logprobs": True}
+        response = engine.run([BatchPrompt(prompt="x" * 60, id="x")], options=options)
+        steps(engine, 3)
+        engine.cancel("x")
+        [result] = response.results(return_errors=True)
+        first, second = result.choices
+        assert (first.prompt_logprobs, first.logprobs) == ((), ())
+        assert second.prompt_logprobs == (None,) * 60
+        assert [t.token_id for t in second.logprobs or ()] == [*second.token_ids]
+        assert len(second.token_ids) > 60
 
 
 # ---- best_of ----
