@@ -60,10 +60,9 @@ class Choices:
         """What its choices are called inside."""
         return [member_id(self.id, i) for i in range(len(self._results))]
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every choice has ended."""
-        return None not in self._results
+    def ends_with(self, results: Sequence[tuple[int, BatchResult]]) -> bool:
+        """Whether every choice has ended once these have."""
+        return self._results.count(None) == len(results)
 
     @property
     def is_streamed(self) -> bool:
@@ -80,7 +79,7 @@ class Choices:
         if not self._keeps_all:  # then each has one chunk, its last
             self._held.update((chunk.index, chunk) for chunk in passed)
             passed = []
-        if not self.is_over:
+        if None in self._results:
             if passed:
                 self.mailbox.deliver(passed, [])
             return

@@ -44,9 +44,9 @@ def deliver(
         results += ending
         scheduler.stats.count_end(driver)
     for mailbox, (chunks, results) in parcels.items():
+        if isinstance(mailbox, Choices) and mailbox.ends_with(results):
+            routes.pop(mailbox.id, None)  # first: who reads the answer may use its id again
         mailbox.deliver(chunks, results)
-        if isinstance(mailbox, Choices) and mailbox.is_over:
-            routes.pop(mailbox.id, None)
     return bool(parcels)
 
 

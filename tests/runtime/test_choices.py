@@ -16,12 +16,13 @@ from cbatch.core.plan import Memory
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
+from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import partitioned
 from tests.places import steps, wait_until
 from tests.runtime.backends import GatedBackend, all_results, in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from cbatch.messages import Prompt
     from cbatch.response import BatchResult
@@ -103,6 +104,20 @@ def test_id_is_taken_until_the_last_choice_has_ended() -> None:
         backend.release()
         assert len(all_results(response)[0].choices) == 3
         assert all_results(engine.run([prompt]))[0].finish_reason == "length"
+
+
+def test_id_is_free_when_the_result_arrives(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver, was_taken = Mailbox.deliver, list[bool]()
+
+    def look(box: Mailbox, chunks: Any, results: Sequence[Any]) -> None:
+        was_taken.extend("x" in engine._loop.routes for _ in results)
+        deliver(box, chunks, results)
+
+    monkeypatch.setattr(Mailbox, "deliver", look)
+    assert len(answer(engine, n=3).choices) == 3
+    assert was_taken == [False]
 
 
 def test_cancel_ends_all_choices_and_counts_one_request() -> None:
