@@ -10,6 +10,7 @@ import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -1383,6 +1384,18 @@ def test_cells_that_the_backend_refuses_fail_all_who_require_them(by_hand: Place
     prompts = [[*text_of(80), i] for i in range(4)]
     results = by_hand.results(engine.run([item(p, **REQUIRED) for p in prompts]))
     assert [r.finish_reason for r in results] == ["error"] * 4
+
+
+def test_cells_that_the_backend_refuses_fail_nobody_who_got_the_file_too(by_hand: Place) -> None:
+    memory = Memory("recurrent", 1, can_trim=False, can_save=True, saved_bytes=4096)
+    by_hand.result(by_hand.engine(1, memory=memory), text_of(80), **SAVED, prefill_only=True)
+    n_swaps = count()
+    engine = by_hand.engine(1, memory=memory, faults=Faults(swap=lambda _: next(n_swaps) > 0))
+    prompts = [[*text_of(80), i] for i in range(3)]
+    first, *others = by_hand.results(engine.run([item(p, **REQUIRED) for p in prompts]))
+    assert isinstance(first.error, CacheError)
+    assert [r.token_ids for r in others] == [expected(p) for p in prompts[1:]]
+    assert [r.usage.cached_tokens for r in others] == [80, 80]
 
 
 def test_cells_for_which_there_is_no_room_fail_or_are_computed_and_nobody_else_notices(

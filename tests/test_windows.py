@@ -485,6 +485,20 @@ def test_mover_begins_with_a_file(any_way: Place) -> None:
         assert result.usage.cached_tokens == (59 if memory is None else 0)
 
 
+def test_movers_in_a_pool_each_begin_with_the_file(any_way: Place) -> None:
+    first = any_way.engine(4, W, memory=pool(800))
+    any_way.result(first, text_of(60), cache_key="k", save_cache=True)
+    first.close()
+    engine = any_way.engine(4, W, memory=pool(800))
+    options: dict[str, Any] = {"cache_key": "k", "cache_required": True, "n_discard": 32}
+    mover = item(text_of(61), n=3, max_tokens=80, **options)
+    several, other = any_way.results(engine.run([mover, item(text_of(62), cache_key="k")]))
+    for i, choice in enumerate(several.choices):
+        assert choice.token_ids == moving(text_of(61), 80, n_discard=32, seed=1 + i)
+    assert [c.usage.cached_tokens for c in (*several.choices, other)] == [60] * 4
+    assert engine.stats().n_prompt_tokens == 3 * 1 + 2
+
+
 def full(engine: Engine, id: str, n_more: int = 0) -> None:
     """Step until a window is full, its last token without a cell."""
     driver = engine._parts.batcher.in_flight.get(id)

@@ -141,7 +141,7 @@ class Fetches:
 
         Returns:
             Who waited for it and goes on now, and for whom the backend is to get the file's cells, under which key
-            and how many. Those behind one that begins as far into the file copy from it.
+            and how many. Those behind one that begins as far into the file copy from it, where they can.
         """
         drivers = [d for d in self._waiting.pop(fetch, []) if d.status is not Status.FINISHED]
         if not isinstance(found, Found):
@@ -151,7 +151,7 @@ class Fetches:
             return drivers, []
         self.learn(fetch, found)
         adopted: list[tuple[SequenceDriver, int, int]] = []
-        n_most = 0
+        copiers, n_most = [d for d in drivers if self._sharing.can_share(d)], 0
         for driver in drivers:
             n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
             if driver.status is not Status.WAITING:  # paused: it asks again when its turn comes
@@ -159,11 +159,12 @@ class Fetches:
             elif not n_cells:
                 driver.go_without(_no_beginning(fetch, found))
             elif not self._is_in_memory(driver, found) and (
-                not n_most or n_cells >= n_most + N_WORTH
+                driver not in copiers or not n_most or n_cells >= n_most + N_WORTH
             ):
                 adopted.append((driver, self._cells.adopt(driver, n_cells), len(found.tokens)))
-                driver.beside = tuple(d for d in drivers if d is not driver)
-                n_most = n_cells if self._sharing.can_copy else 0
+                if driver in copiers:
+                    driver.beside = tuple(d for d in copiers if d is not driver)
+                    n_most = n_cells
         return drivers, adopted
 
     def order_again(self, fetch: Fetch) -> None:

@@ -59,10 +59,9 @@ class Sharing:
         self._used_at: dict[Slot, int] = {}
         self._n_used = 0
 
-    @property
-    def can_copy(self) -> bool:
-        """Whether one slot can have the cells of another."""
-        return self._can_copy and self.is_on
+    def can_share(self, driver: SequenceDriver) -> bool:
+        """Whether a driver's slot can have the cells of another's, and the other way round."""
+        return self._can_copy and self.is_on and not self.is_private(driver)
 
     def index(self, adapters: AdapterSet = ()) -> PrefixIndex:
         """Return what stands in the slots that are computed with `adapters`."""
