@@ -254,7 +254,11 @@ class Loop:
         target, _ = self.routes[id]
         if not isinstance(target, Choices):
             return self._has_run(id)
-        return any(m not in self.routes or self._has_run(m) for m in target.member_ids)
+        in_flight = self._scheduler.batcher.in_flight  # where those are not that wait for room
+        return any(
+            m not in self.routes or (m in in_flight and in_flight[m].has_run)
+            for m in target.member_ids
+        )
 
     def _has_run(self, id: str) -> bool:
         driver = self._scheduler.batcher.in_flight.get(id)

@@ -274,6 +274,21 @@ def test_winding_down_spares_a_request_of_which_a_choice_runs() -> None:
         assert [c.finish_reason for c in second.choices] == ["cancelled"] * 3
 
 
+def test_winding_down_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
+    backend = GatedBackend(1, 64, 32, hold_at=3)
+    schedule = ScheduleOptions(max_queue=1)
+    with closing(Engine(backend, options=LONG, schedule=schedule)) as engine:
+        other = engine.run(["a"], options={"max_tokens": 20})
+        backend.wait_until_held()
+        response = engine.run(iter([BatchPrompt(prompt="b", id="x")]), options={"n": 3})
+        wait_until(lambda: "x" in engine._loop.routes)
+        response.wind_down()
+        backend.release()
+        [result] = all_results(response)
+        assert [c.finish_reason for c in result.choices] == ["cancelled"] * 3
+        assert all_results(other)[0].finish_reason == "length"
+
+
 def test_choices_that_never_ran_do_not_count_as_computed() -> None:
     backend = GatedBackend(1, 128, 64, memory=partitioned(128))
     with closing(Engine(backend, options=LONG, threaded=False)) as engine:
