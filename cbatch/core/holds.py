@@ -11,7 +11,7 @@ from cbatch.core.status import Status
 from cbatch.errors import CacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cbatch.core.cells import Cells
     from cbatch.core.driver import SequenceDriver
@@ -150,22 +150,28 @@ class Fetches:
                 driver.go_without(found)
             return drivers, []
         self.learn(fetch, found)
-        adopted: list[tuple[SequenceDriver, int, int]] = []
-        copiers, n_most = [d for d in drivers if self._sharing.can_share(d)], 0
+        return drivers, [*self._adopt(fetch, found, drivers)]
+
+    def _adopt(
+        self, fetch: Fetch, found: Found, drivers: Sequence[SequenceDriver]
+    ) -> Iterator[tuple[SequenceDriver, int, int]]:
+        """Yield who gets cells of its own; the others have some, copy from one before them, or go without."""
+        loader, n_most = None, 0
         for driver in drivers:
             n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
+            can_share = self._sharing.can_share(driver)
             if driver.status is not Status.WAITING:  # paused: it asks again when its turn comes
                 driver.has_fetched = False
             elif not n_cells:
                 driver.go_without(_no_beginning(fetch, found))
-            elif not self._is_in_memory(driver, found) and (
-                driver not in copiers or not n_most or n_cells >= n_most + N_WORTH
-            ):
-                adopted.append((driver, self._cells.adopt(driver, n_cells), len(found.tokens)))
-                if driver in copiers:
-                    driver.beside = tuple(d for d in copiers if d is not driver)
-                    n_most = n_cells
-        return drivers, adopted
+            elif self._is_in_memory(driver, found):
+                continue
+            elif can_share and loader is not None and n_cells < n_most + N_WORTH:
+                loader.beside += (driver,)
+            else:
+                yield driver, self._cells.adopt(driver, n_cells), len(found.tokens)
+                if can_share:
+                    loader, n_most = driver, n_cells
 
     def order_again(self, fetch: Fetch) -> None:
         """Have a file read after all that nobody wanted for a while, if somebody does now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -94,9 +95,9 @@ def test_one_that_shares_next_to_nothing_goes_without(n_shared: int) -> None:
 # ---- one that is to load for all, and leaves ----
 
 
-def with_file(n_slots: int = 4) -> Rig:
+def with_file(n_slots: int = 4, **options: Any) -> Rig:
     """A rig with the file on its disk."""
-    rig, writer = make_rig(n_slots), make_rig()
+    rig, writer = make_rig(n_slots, **options), make_rig()
     writer.submit(reader("saver", 100, save_cache=True, prefill_only=True))
     drive(writer)
     rig.disk.update(writer.disk)
@@ -118,6 +119,33 @@ def test_those_beside_one_that_leaves_before_it_loads_ask_again(leave: str) -> N
     rig.batcher.resume("0")
     drive(rig)
     assert [rig.results[id].usage.cached_tokens >= 100 for id in "12"] == [True, True]
+
+
+def two_that_load(**options: Any) -> Rig:
+    """A rig with one slot and two readers, each of which has its own cells of the file."""
+    rig = with_file(1, **options)
+    requests = [reader(f"{i}", n, cache_required=True) for i, n in enumerate((40, 100))]
+    waiting(rig, *requests)
+    settle_disk(rig)
+    assert [rig.drivers[id].n_computed for id in "01"] == [40, 119]
+    return rig
+
+
+def test_one_with_cells_of_its_own_asks_for_none_when_the_one_before_leaves() -> None:
+    rig = two_that_load()
+    rig.cancel("0")
+    drive(rig, before=lambda rig: rig.fetching and pytest.fail("it is read again"))
+    assert rig.results["1"].usage.cached_tokens == 119
+    assert not rig.batcher.cells._saved
+
+
+def test_one_with_cells_of_its_own_is_not_refused_with_the_one_before() -> None:
+    n_swaps = count()
+    rig = two_that_load(swap=lambda _: next(n_swaps) > 0)
+    drive(rig)
+    assert isinstance(rig.results["0"].error, CacheError)
+    assert rig.results["1"].error is None
+    assert rig.results["1"].usage.cached_tokens == 119
 
 
 def test_one_that_is_paused_when_the_file_comes_loads_it_for_nobody() -> None:
