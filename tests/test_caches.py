@@ -1454,6 +1454,8 @@ def test_unknown_adapter_is_refused_with_the_names_that_there_are(any_way: Place
     engine = any_way.engine(adapters=("a", "b"))
     with pytest.raises(ConfigError, match="'c' is not loaded; loaded are: a, b"):
         engine.run([item(text_of(9)), with_adapter(text_of(9), "c")])
+    with pytest.raises(ConfigError, match="'c' is not loaded"):
+        engine.submit(item(text_of(9), adapter={"a": 1.0, "c": 0.0}))
     assert engine._loop.routes == {}
     with pytest.raises(ConfigError, match="loaded are: none"):
         any_way.engine().submit(with_adapter(text_of(9), "a"))

@@ -35,7 +35,7 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
     _check_key(options, backend.memory)
     _check_scoring(options, backend)
     _check_window(options, backend)
-    for name, _ in options.adapters:
+    for name in options.adapter or ():  # also those of scale 0
         if name not in backend.adapters:
             known = ", ".join(backend.adapters) or "none"
             raise ConfigError(f"adapter {name!r} is not loaded; loaded are: {known}")
