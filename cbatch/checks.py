@@ -28,6 +28,18 @@ MAX_GRAMMAR_LENGTH = 2**20
 """Characters of a schema, regex or grammar: our choice; what compiles is far shorter."""
 
 
+_N_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: cut where it is long, its type where Python cannot write it."""
+    try:
+        text = repr(value)
+    except Exception:  # thousands of digits, or a `__repr__` of somebody else's
+        return f"this {type(value).__name__}"
+    return text if len(text) <= _N_SHOWN else f"{text[:_N_SHOWN]}…"
+
+
 def is_int(value: object) -> TypeGuard[int]:
     """Return whether a value is a whole number; True is none."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -38,9 +50,9 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
     if value is None:
         return
     if not is_int(value):
-        raise ConfigError(f"{name} must be a whole number, not {value!r}")
+        raise ConfigError(f"{name} must be a whole number, not {shown(value)}")
     if not low <= value <= high:
-        raise ConfigError(f"{name} must be {low} … {high}, not {value!r}")
+        raise ConfigError(f"{name} must be {low} … {high}, not {shown(value)}")
 
 
 def check_float(name: str, value: object, low: float, high: float) -> None:
@@ -48,9 +60,9 @@ def check_float(name: str, value: object, low: float, high: float) -> None:
     if value is None:
         return
     if not (is_int(value) or (isinstance(value, float) and math.isfinite(value))):
-        raise ConfigError(f"{name} must be a finite number, not {value!r}")
+        raise ConfigError(f"{name} must be a finite number, not {shown(value)}")
     if not low <= value <= high:
-        raise ConfigError(f"{name} must be {low:g} … {high:g}, not {value!r}")
+        raise ConfigError(f"{name} must be {low:g} … {high:g}, not {shown(value)}")
 
 
 def check_seconds(name: str, value: float | None) -> float:
@@ -66,14 +78,14 @@ def check_seconds(name: str, value: float | None) -> float:
 def check_bool(name: str, value: object) -> None:
     """Check a flag."""
     if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"{name} must be True or False, not {value!r}")
+        raise ConfigError(f"{name} must be True or False, not {shown(value)}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
     """Check that a value is one of these; None only if it is among them."""
     if value not in choices:
         known = ", ".join(c for c in choices if c is not None)
-        raise ConfigError(f"{name} must be one of {known}, not {value!r}")
+        raise ConfigError(f"{name} must be one of {known}, not {shown(value)}")
 
 
 def check_text(name: str, value: object, n_most: int) -> None:
@@ -81,8 +93,7 @@ def check_text(name: str, value: object, n_most: int) -> None:
     if value is None:
         return
     if not isinstance(value, str) or not 0 < len(value) <= n_most:
-        shown = repr(value)[:80]
-        raise ConfigError(f"{name} must be a string of 1 … {n_most} characters, not {shown}")
+        raise ConfigError(f"{name} must be a string of 1 … {n_most} characters, not {shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -95,18 +106,27 @@ def strings_of(name: str, value: object) -> tuple[str, ...] | None:
         return None
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, Sequence) or not all(isinstance(s, str) for s in items):
-        raise ConfigError(f"{name} must be a string or a list of strings, not {value!r}")
+        raise ConfigError(f"{name} must be a string or a list of strings, not {shown(value)}")
     try:
         "".join(items).encode()
     except UnicodeEncodeError:  # json.loads gives such strings; no text of a model can hold one
-        raise ConfigError(f"{name} holds half of a surrogate pair: {value!r}") from None
+        raise ConfigError(f"{name} holds half of a surrogate pair: {shown(value)}") from None
     return tuple(s for s in items if s)
 
 
 def check_path(name: str, value: object) -> None:
-    """Check a path; None is refused."""
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ConfigError(f"{name} must be a path, not {value!r}")
+    """Check that a value can be a path; None is refused."""
+    if not (isinstance(value, str | os.PathLike) and _is_encodable(os.fspath(value))):
+        raise ConfigError(f"{name} must be a path, not {shown(value)}")
+
+
+def _is_encodable(path: str | bytes) -> bool:
+    """Whether a system could have such a path."""
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return bool(encoded) and b"\0" not in encoded
 
 
 def check_keys(name: str, said: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -125,7 +145,7 @@ def token_ids(name: str, value: object) -> tuple[int, ...] | None:
         or not isinstance(value, Sequence)
         or not all(is_int(t) and t >= 0 for t in value)
     ):
-        raise ConfigError(f"{name} must be a list of token ids (0 and above), not {value!r}")
+        raise ConfigError(f"{name} must be a list of token ids (0 and above), not {shown(value)}")
     return tuple(value)
 
 

@@ -16,6 +16,7 @@ from cbatch.checks import (
     check_int,
     check_path,
     check_text,
+    shown,
 )
 from cbatch.errors import ConfigError, UnsupportedOptionError
 
@@ -166,7 +167,7 @@ class EngineOptions(ScheduleOptions):
         for name in ("exact", "use_mmap", "use_mlock", "offload_kqv"):
             check_bool(name, getattr(self, name))
         if not isinstance(self.chat_template, str | None):
-            raise ConfigError(f"chat_template must be a string, not {self.chat_template!r}")
+            raise ConfigError(f"chat_template must be a string, not {shown(self.chat_template)}")
         self._check_places()
         self._check_rope()
         self._check_sizes()
@@ -320,7 +321,7 @@ def _shares(name: str, value: object) -> tuple[float, ...] | None:
     if value is None:
         return None
     if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
-        raise ConfigError(f"{name} must be a list of shares, one a device, not {value!r}")
+        raise ConfigError(f"{name} must be a list of shares, one a device, not {shown(value)}")
     for share in value:
         if share is None:
             raise ConfigError(f"{name} holds None: give a device that takes no part a share of 0")
@@ -334,14 +335,15 @@ def _servers(name: str, value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise ConfigError(f"{name} must be a list of 'host:port', not {value!r}")
+        raise ConfigError(f"{name} must be a list of 'host:port', not {shown(value)}")
     if len(value) > MAX_RPC_SERVERS:
         raise ConfigError(f"{name} has {len(value)} servers, the most is {MAX_RPC_SERVERS}")
     for server in value:
         host, _, port = server.partition(":") if isinstance(server, str) else ("", "", "")
-        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        is_number = port.isascii() and port.isdigit() and len(port) <= 5
+        if not (host and is_number and 0 < int(port) < 2**16):
             raise ConfigError(
-                f"{name}: a server is 'host:port' with a port of 1 … 65535, not {server!r}"
+                f"{name}: a server is 'host:port' with a port of 1 … 65535, not {shown(server)}"
             )
     return tuple(value)
 
@@ -350,7 +352,7 @@ def _files(name: str, value: object) -> dict[str, str | os.PathLike[str]] | None
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be a mapping of names to files, not {value!r}")
+        raise ConfigError(f"{name} must be a mapping of names to files, not {shown(value)}")
     for key, path in value.items():
         if key is None:
             raise ConfigError(f"{name} has the name None: give a string")

@@ -312,11 +312,27 @@ def test_breakers_are_looked_for_only_where_dry_is_on() -> None:
         ("cache_dir", ""),
         ("cache_mib", 0),
         ("cache_mib", None),
+        pytest.param("parallel", 10**5000, id="parallel-digits"),
+        pytest.param("rope_freq_base", 10**5000, id="rope_freq_base-digits"),
+        ("rpc_servers", ["host:" + "9" * 5000]),
+        ("cache_dir", "a\0b"),
+        ("cache_dir", "\ud800"),
+        ("adapters", {"a": "\0"}),
     ],
 )
 def test_wrong_engine_value_is_refused_by_its_name(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         EngineOptions.of({name: value})
+
+
+def test_long_value_is_cut_in_its_error() -> None:
+    with pytest.raises(ConfigError, match="…") as caught:
+        EngineOptions.of({"kv": "x" * 100_000})
+    assert len(str(caught.value)) < 200
+
+
+def test_path_of_bytes_that_are_no_text_is_a_path() -> None:
+    assert EngineOptions.of({"cache_dir": "\udcff"}).cache_dir == "\udcff"
 
 
 @pytest.mark.parametrize(

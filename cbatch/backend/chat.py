@@ -195,7 +195,7 @@ def parse_override(chat_template: str) -> str:
         return NAMED_TEMPLATES[chat_template]
     if "{{" not in chat_template and "{%" not in chat_template:
         raise ConfigError(
-            f"chat_template={chat_template!r} is neither Jinja nor a known name; "
+            f"chat_template={chat_template[:80]!r} is neither Jinja nor a known name; "
             f"there is: {', '.join(NAMED_TEMPLATES)}"
         )
     try:

@@ -81,7 +81,7 @@ def _check_answers(server: str) -> None:
     host, _, port = server.partition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: what cannot be a host's name
         raise ModelLoadError(
             f"rpc_servers: {server} does not answer: {error}; start rpc-server there, or leave it out"
         ) from error

@@ -94,6 +94,13 @@ def test_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, p
     assert added == [f"127.0.0.1:{port}"]
 
 
+@pytest.mark.parametrize("host", ["..", "\0", "x" * 300])
+def test_host_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_supports_rpc", lambda: True)
+    with pytest.raises(ModelLoadError, match="does not answer"):
+        add_servers([f"{host}:50052"])
+
+
 @pytest.mark.parametrize("has_device", [True, False])
 def test_server_is_registered_by_the_backend_s_own_function(
     monkeypatch: pytest.MonkeyPatch, has_device: bool
