@@ -84,6 +84,24 @@ def host_free(path: str) -> int | None:
     return max(0, min(known) - _mapped(path)) if known else None
 
 
+def host_most() -> int | None:
+    """Return the bytes that the host can give this process at most: mapped weights may go, and there may be swap."""
+    known = [n for n in (_machine_free(), _group_free()) if n is not None]
+    return min(known) + _swap_free() if known else None
+
+
+def share_on_host(model: LlamaModel, options: EngineOptions) -> float:
+    """Return the share of each cell that is in the host's memory."""
+    return _places(model, options)[0].share
+
+
+def _swap_free() -> int:
+    try:
+        return _fields(_PROC / "meminfo").get("SwapFree:", 0) * 1024
+    except OSError:
+        return 0
+
+
 def _machine_free() -> int | None:
     with suppress(OSError, ValueError, KeyError):
         kib = _fields(_PROC / "meminfo")["MemAvailable:"]

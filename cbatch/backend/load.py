@@ -12,6 +12,7 @@ import llama_cpp
 from cbatch.backend.adapters import Adapters
 from cbatch.backend.aside import run_aside
 from cbatch.backend.context import context_cells, slot_window
+from cbatch.backend.fingerprint import model_parts
 from cbatch.backend.library import handshake
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
@@ -19,7 +20,7 @@ from cbatch.backend.memory import has_states
 from cbatch.backend.model import LlamaModel, Placement, open_model
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.backend.shipped import shipped_model
-from cbatch.backend.sizing import find_room, settle
+from cbatch.backend.sizing import check_fits, find_room, settle
 from cbatch.errors import ConfigError
 from cbatch.messages import LookAhead
 
@@ -76,7 +77,7 @@ def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str,
             "name": loaded.metadata.get("general.name", ""),
             "architecture": loaded.architecture,
             "file_type": loaded.file_type,
-            "n_bytes": os.path.getsize(model),
+            "n_bytes": sum(size for _, size, _ in model_parts(loaded.name)),
             "n_params": int(llama_cpp.llama_model_n_params(loaded.pointer)),
             "n_ctx_train": loaded.n_ctx_train,
             "has_chat_template": "tokenizer.chat_template" in loaded.metadata,
@@ -121,7 +122,9 @@ def _load(
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     with _opened(model, options) as loaded:
-        settled = settle(loaded, options, find_room(loaded, options), look_ahead)
+        room = find_room(loaded, options)
+        settled = settle(loaded, options, room, look_ahead)
+        check_fits(loaded, settled, room)
         return _make_backend(loaded, settled)
 
 

@@ -10,8 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from cbatch.backend.context import DEFAULT_WINDOW, N_PAD, check_cell_types, padded
-from cbatch.backend.free_memory import free_for_cells
+from cbatch.backend.context import (
+    DEFAULT_WINDOW,
+    N_PAD,
+    check_cell_types,
+    context_cells,
+    padded,
+)
+from cbatch.backend.free_memory import free_for_cells, host_most, share_on_host
 from cbatch.backend.layout import footprint, read_layout
 from cbatch.backend.memory import has_states
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL
@@ -151,6 +157,30 @@ def find_room(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0)
     n_half = None if n_free is None else n_free // 2
     n_budget = n_half if options.memory_mib is None else options.memory_mib * _MIB
     return Room(footprint(read_layout(model), options), n_budget, n_free)
+
+
+def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
+    """Refuse cells that the host surely cannot hold: the system would end the process while they are made.
+
+    Args:
+        model: a loaded model.
+        options: what `settle` returned.
+        room: what a cell takes.
+
+    Raises:
+        ModelLoadError: the message has the numbers.
+        ConfigError: more cells than llama.cpp can count.
+    """
+    n_cells, n_most = context_cells(model, options), host_most()
+    if n_most is None or room.footprint is None or room.footprint.is_about:
+        return
+    n_bytes = int(room.footprint.of(options.n_slots, n_cells) * share_on_host(model, options))
+    if n_bytes > n_most:
+        raise ModelLoadError(
+            f"{n_cells:,} cells for {options.n_slots} slot{'s' * (options.n_slots > 1)} would take {_mib(n_bytes)} MiB "
+            f"of memory, and {_mib(n_most)} MiB are free: use fewer slots (parallel), a smaller window "
+            "(ctx_per_seq or n_ctx) or smaller cells (cache_type_k='q8_0', cache_type_v='q8_0')"
+        )
 
 
 def choose_sizes(parallel: int | None, n_window: int, room: Room) -> Sizes:

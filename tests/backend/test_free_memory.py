@@ -10,7 +10,7 @@ import pytest
 
 from cbatch.backend import free_memory
 from cbatch.backend.devices import Device
-from cbatch.backend.free_memory import free_for_cells, host_free
+from cbatch.backend.free_memory import free_for_cells, host_free, host_most, share_on_host
 from cbatch.backend.model import Placement, open_model
 from cbatch.engine_options import EngineOptions
 
@@ -85,6 +85,14 @@ def test_mapped_weights_stay_in_memory(system: Path) -> None:
     assert host_free(str(own)) == 1000 * 1024 - 0x12000
 
 
+def test_host_gives_at_most_what_is_free_and_its_swap(system: Path) -> None:
+    assert host_most() == 1000 * 1024
+    (system / "proc/meminfo").write_text("MemAvailable:   1000 kB\nSwapFree:   24 kB\n")
+    assert host_most() == 1024 * 1024
+    limit(system / "groups/a/b", "500000", 200_000)
+    assert host_most() == 300_001 + 24 * 1024
+
+
 def test_mapping_of_a_real_model_is_found(test_model: Path) -> None:
     with closing(open_model(test_model, use_extra_bufts=False)) as model:
         assert 0.9 * model.n_bytes < free_memory._mapped(str(test_model))
@@ -143,6 +151,14 @@ def test_cells_stay_on_the_host_when_asked(pretend: Pretend) -> None:
     pretend(10, 600, 400)
     assert free(offload_kqv=False) == free(n_gpu_layers=0) == 10
     assert free(n_gpu_layers=1) == 10  # the output's layer is the first to go
+
+
+def test_share_on_host_is_that_of_its_layers(pretend: Pretend) -> None:
+    model: Any = Model(Placement(n_gpu_layers=2))
+    pretend(10)
+    assert share_on_host(model, EngineOptions()) == 1.0
+    pretend(10, 600)
+    assert share_on_host(model, EngineOptions()) == 0.75
 
 
 def test_scarcer_place_of_layers_on_both_decides(pretend: Pretend) -> None:

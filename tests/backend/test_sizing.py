@@ -26,6 +26,7 @@ from cbatch.backend.sizing import (
     Demand,
     Room,
     Sizes,
+    check_fits,
     choose_kv,
     choose_sizes,
     find_room,
@@ -299,6 +300,33 @@ def test_window_that_was_said_is_tried_even_where_it_does_not_fit(model: LlamaMo
     assert settle(model, EngineOptions(ctx_per_seq=512), tight).parallel == 3
     assert settle(model, EngineOptions(ctx_per_seq=4096), tight).parallel == 1
     assert settle(model, EngineOptions(ctx_per_seq=4096, parallel=5), tight).parallel == 5
+
+
+def test_cells_that_the_host_cannot_hold_are_refused_with_numbers(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = EngineOptions(parallel=2, ctx_per_seq=2**20)
+    monkeypatch.setattr(sizing, "host_most", lambda: 511 * MIB)
+    with pytest.raises(ModelLoadError, match="2,097,152 cells for 2 slots") as caught:
+        check_fits(model, said, Room(Footprint(256), None))
+    for words in ("512.0 MiB of memory, and 511.0 MiB are free", "parallel", "ctx_per_seq"):
+        assert words in str(caught.value)
+    check_fits(model, said, Room(Footprint(256, is_about=True), None))
+    check_fits(model, said, Room(None, None))
+    monkeypatch.setattr(sizing, "host_most", lambda: 512 * MIB)
+    check_fits(model, said, Room(Footprint(256), None))
+
+
+def test_load_refuses_what_the_host_cannot_hold(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "host_most", lambda: MIB)
+    with pytest.raises(ModelLoadError, match=r"and 1\.0 MiB are free"):
+        cbatch.load(test_model, parallel=1, ctx_per_seq=2**16)
+    found = describe_model(
+        test_model, EngineOptions(parallel=1, ctx_per_seq=2**16), asks_probe=False
+    )
+    assert found["n_memory_bytes"] > MIB
 
 
 def test_less_than_wanted_is_said_in_the_log(
