@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.cells import cell_len, set_cell_size
 
-from cbatch.cli.main import Command, ExitCode, say, write
+from cbatch.cli.main import Command, ExitCode, say, shown, write
 from cbatch.cli.options import option
 from cbatch.errors import ConfigError
 from cbatch.files.places import stdin, stdout
@@ -135,11 +135,6 @@ def table(files: "list[CacheFile]", *, is_narrow: bool = False) -> Iterator[str]
             model,
         )
         yield "  ".join(cells).rstrip()
-
-
-def shown(text: str) -> str:
-    """Return a text as it is, or as Python writes it where a terminal would obey it."""
-    return text if text.isprintable() else repr(text)
 
 
 def _open(cache_dir: Path | None) -> "tuple[Path, CacheStore]":

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cbatch.cli.main import write
+from cbatch.cli.main import shown, write
 from cbatch.cli.options import (
     CacheTypeK,
     CacheTypeV,
@@ -80,7 +80,7 @@ def info(
 
 def as_text(found: Mapping[str, Any], width: int | None = None) -> str:
     """Return aligned lines of what `describe_model` found; of a terminal's width, values go on below themselves."""
-    lines = [(f"{name:<13}  ", " ".join(value.split())) for name, value in _rows(found)]
+    lines = [(f"{name:<13}  ", shown(" ".join(value.split()))) for name, value in _rows(found)]
     if width is None:
         return "\n".join(name + value for name, value in lines)
     return "\n".join(_wrapped(name, value, width) for name, value in lines)

@@ -172,10 +172,19 @@ def make_app(*commands: Callable[..., None]) -> typer.Typer:
     return app
 
 
+def shown(text: str) -> str:
+    """Return a text as it is, or as Python writes it where a terminal would obey it."""
+    return text if text.isprintable() else repr(text)
+
+
 def say(line: str) -> None:
-    """Print a line for the person at the terminal, who may have left; stdout is for answers."""
+    """Print a line for the person at the terminal, who may have left; stdout is for answers.
+
+    What a terminal would obey is written as Python writes it: paths and names in errors may come from anybody.
+    """
     with suppress(OSError):
-        typer.echo(line, err=True)
+        harmless = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in line)
+        typer.echo("".join(harmless), err=True)
 
 
 def write(text: str) -> None:

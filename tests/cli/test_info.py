@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,6 +42,21 @@ def test_info_knows_the_file(synth: SynthFactory) -> None:
     assert found["end_tokens"] == [2, 4]
     assert found["sampling_defaults"] == {"temperature": 0.5, "top_k": 7}
     assert found["exactness"] is None
+
+
+def test_terminal_obeys_no_name_of_a_model(synth: SynthFactory, tmp_path: Path) -> None:
+    model = synth(metadata={"general.name": "a\x1b]0;b\x07 \u202ec"})
+    assert r"'a\x1b]0;b\x07 \u202ec'" in invoke("info", model).stdout
+    missing = invoke("info", tmp_path / "\x1b[31mred.gguf")
+    assert r"\x1b[31mred.gguf: cannot be read" in missing.stderr
+
+
+def test_info_counts_every_part_of_a_split_model(synth: SynthFactory, tmp_path: Path) -> None:
+    whole = synth("test")
+    first = tmp_path / "m-00001-of-00002.gguf"
+    shutil.copy(whole, first)
+    (tmp_path / "m-00002-of-00002.gguf").write_bytes(b"0" * 1000)
+    assert info(first)["n_bytes"] == whole.stat().st_size + 1000
 
 
 def test_info_of_a_silent_file_says_so(synth: SynthFactory) -> None:
