@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import mmap
 import os
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 
 from cbatch.backend.chat import parse_override
-from cbatch.backend.devices import add_servers
+from cbatch.backend.devices import add_servers, list_devices
 from cbatch.backend.gguf_check import Cursor, DamagedError, check_file, read_header
 from cbatch.backend.vocab import LlamaVocab
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
@@ -39,6 +40,7 @@ _SAMPLING_KEYS = {
 }
 # Source: include/llama.h, enum llama_split_mode.
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
+_log = logging.getLogger("cbatch")
 _N_MAGIC = 8  # bytes of a GGUF before its counts: its name and version
 _N_QUOTED = 3  # llama.cpp says the cause first, then that loading failed
 
@@ -207,12 +209,18 @@ def open_model(
 
 
 def place(params: Any, placement: Placement) -> None:
-    """Write a placement into `llama_model_params`; register its servers.
+    """Write a placement into `llama_model_params`; register its servers. Log layers that no device will take.
 
     Raises:
         ConfigError: more shares than llama.cpp has devices for, or see `add_servers`.
     """
     add_servers(placement.rpc_servers)
+    if placement.n_gpu_layers and not list_devices():
+        _log.warning(
+            "n_gpu_layers=%d has no effect: llama.cpp sees no device but the CPU; "
+            "llama-cpp-python has to be built for the GPU",
+            placement.n_gpu_layers,
+        )
     if placement.n_gpu_layers is not None:
         params.n_gpu_layers = placement.n_gpu_layers
     if placement.split_mode is not None:

@@ -139,6 +139,21 @@ def test_placement_reaches_llama_s_parameters() -> None:
     assert list(params.tensor_split[:n_most]) == [1.0, 3.0, *[0.0] * (n_most - 2)]
 
 
+@pytest.mark.parametrize("n_layers", [99, -1])
+def test_layers_for_no_device_are_said_in_the_log(
+    pretend: Callable[..., None], caplog: pytest.LogCaptureFixture, n_layers: int
+) -> None:
+    params = llama_cpp.llama_model_default_params()
+    pretend(("CPU", CPU, False), ("CUDA0", GPU, False))
+    place(params, Placement(n_gpu_layers=n_layers))
+    pretend(("CPU", CPU, False))
+    place(params, Placement(n_gpu_layers=0))
+    place(params, Placement())
+    assert not caplog.records
+    place(params, Placement(n_gpu_layers=n_layers))
+    assert f"n_gpu_layers={n_layers} has no effect" in caplog.text
+
+
 def test_placement_of_nothing_is_llama_s_own() -> None:
     params, default = (llama_cpp.llama_model_default_params() for _ in range(2))
     place(params, Placement())
