@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _N_MESSAGE = 2000
 """Characters of a message: our choice; a wrong value in it may be as long as a line."""
 
+_N_ID = 40
+"""Characters of an id in a label: our choice; a bar's words stand beside others."""
+
 
 @dataclass(frozen=True, slots=True)
 class ItemError:
@@ -90,6 +93,11 @@ def duplicate_id(item: Item) -> ItemError:
     return ItemError(
         "duplicate_custom_id", f"the id {item.id!r} stands twice: ids must be unique", "custom_id"
     )
+
+
+def label(item: Item) -> str:
+    """Return an item's number and the beginning of its id, escaped: by it people find it in reports and traces."""
+    return f"{item.number} {cut(item.id, _N_ID)!r}" if item.is_labelled else str(item.number)
 
 
 def bytes_of(id: str) -> bytes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import ConfigError, EngineError
 from cbatch.files.digest import item_key
-from cbatch.files.item import duplicate_id
+from cbatch.files.item import duplicate_id, label
 from cbatch.files.summary import RunSummary
 from cbatch.files.window import Entry, Window, length
 from cbatch.options import RunOptions
@@ -156,7 +156,7 @@ class Work:
     def _hand_out(self) -> BatchPrompt:
         entry = self._window.take()
         prompt = copy(entry.prompt)
-        object.__setattr__(prompt, "id", f"{self._prefix}{entry.item.number}")
+        object.__setattr__(prompt, "id", self._prefix + label(entry.item))
         self._running[str(prompt.id)] = entry
         return prompt
 

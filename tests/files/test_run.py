@@ -427,3 +427,15 @@ def test_report_and_trace_are_written(engine: Engine, source: Path, out: Path) -
     assert report.read_text().startswith("<!doctype html>")
     events: list[Any] = json.loads(trace.read_text())
     assert len(events) > 100
+
+
+def test_report_and_trace_name_items_by_number_and_escaped_id(engine: Engine, out: Path) -> None:
+    report, trace = out.with_name("r.html"), out.with_name("t.json")
+    ids: list[str | None] = ["a\n<b>\u202e", "x" * 100, None]
+    source = out.with_name("in.jsonl")
+    source.write_text("".join(json.dumps({"id": id, "prompt": "p"}) + "\n" for id in ids))
+    run_file(source, out, engine=engine, report=report, trace=trace)
+    names = {e["name"] for e in json.loads(trace.read_text()) if e.get("cat") == "request"}
+    seen = {name.split("-", 1)[1] for name in names}  # without what tells runs of one engine apart
+    assert seen == {r"1 'a\n<b>\u202e'", f"2 '{'x' * 39}…'", "3"}
+    assert r"1 'a\n&lt;b&gt;\u202e'" in report.read_text()
