@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 LIVE_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 5.0
-_BAR_WIDTH = 20
+_SEPARATOR = " · "
+_LEAST_BAR, _MOST_BAR, _BAR_STEP = 8, 20, 4
+"""Columns of a bar, and how it grows: in steps, so that it does not tremble with the digits beside it."""
+
+_LEAST_FIRST = ("queue", "cached", "in", "slots", "bar", "out", "left")
+"""What a narrow line does without, in this order; how many items are done is always there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +135,8 @@ class LiveView:
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw the line."""
-        text = Text(progress_line(snapshot))
         room = self._console.width - len("^C ")  # which the terminal echoes behind the line
-        bar = _bar(snapshot.counts)
-        if bar and room > len(bar) + len(text):
-            text = Text.assemble(bar, " ", text)
+        text = Text(fitted_line(snapshot, room))
         text.truncate(room, overflow="ellipsis")
         self._live.start()
         self._live.update(text, refresh=True)
@@ -241,11 +243,25 @@ class Progress:
 
 
 def progress_line(s: Snapshot) -> str:
-    """Return how far a batch is, in one line with the most important things first."""
-    return (
-        f"{_items(s.counts)} · out {s.output_tps:,.0f}/s · in {s.prompt_tps:,.0f}/s · "
-        f"slots {s.n_running}/{s.n_slots}{_queue(s)} · {_left(s.left_s)} left"
-    )
+    """Return how far a batch is, in one line."""
+    return _SEPARATOR.join(_parts(s).values())
+
+
+def fitted_line(s: Snapshot, room: int) -> str:
+    """Return how far a batch is, with a bar where that is known; what `room` columns do not hold is left out."""
+    parts, share = _parts(s), s.counts.share
+    n_bar = 0 if share is None else _LEAST_BAR
+    line = _SEPARATOR.join(parts.values())
+    for name in _LEAST_FIRST:
+        if n_bar + len(line) < room:
+            break
+        if name == "bar":
+            n_bar = 0
+        parts.pop(name, None)
+        line = _SEPARATOR.join(parts.values())
+    if share is None or not n_bar:
+        return line
+    return f"{_bar(share, room - len(line) - 1)} {line}"
 
 
 def closing_line(s: Snapshot) -> str:
@@ -292,9 +308,18 @@ def _cached(s: Snapshot) -> str:
     return more if s.n_cached_tokens else ""
 
 
-def _queue(s: Snapshot) -> str:
-    waiting = f" · queue {s.n_waiting}" if s.n_waiting else ""
-    return f"{waiting} · cached {s.cached_share:.0%}" if s.n_cached_tokens else waiting
+def _parts(s: Snapshot) -> dict[str, str]:
+    """Return what a line has, by names, in the order in which it stands there."""
+    parts = {
+        "items": _items(s.counts),
+        "out": f"out {s.output_tps:,.0f}/s",
+        "in": f"in {s.prompt_tps:,.0f}/s",
+        "slots": f"slots {s.n_running}/{s.n_slots}",
+        "queue": f"queue {s.n_waiting}" if s.n_waiting else "",
+        "cached": f"cached {s.cached_share:.0%}" if s.n_cached_tokens else "",
+        "left": f"{_left(s.left_s)} left",
+    }
+    return {name: text for name, text in parts.items() if text}
 
 
 def _total(counts: Counts) -> str:
@@ -303,11 +328,10 @@ def _total(counts: Counts) -> str:
     return "?" if counts.n_about is None else f"about {counts.n_about}"
 
 
-def _bar(counts: Counts) -> str:
-    if not counts.share:
-        return ""
-    n_full = round(_BAR_WIDTH * counts.share)
-    return "━" * n_full + "╌" * (_BAR_WIDTH - n_full)
+def _bar(share: float, room: int) -> str:
+    width = min(_MOST_BAR, room // _BAR_STEP * _BAR_STEP)
+    n_full = round(width * share)
+    return "━" * n_full + "╌" * (width - n_full)
 
 
 def _left(seconds: float | None) -> str:

@@ -20,6 +20,7 @@ from cbatch.runtime.progress import (
     Snapshot,
     choose_view,
     closing_line,
+    fitted_line,
     progress_line,
     summary_lines,
 )
@@ -165,9 +166,29 @@ def test_live_line_fits_its_terminal(capsys: pytest.CaptureFixture[str]) -> None
         view = LiveView(summary_lines, Console(file=drawn, width=width, force_terminal=True))
         view.show(snapshot())
         [line] = [part for part in drawn.getvalue().splitlines() if "10/40" in part]
-        assert ("━━━━━╌" in line, "…" in line) == (width == 100, width == 30)
+        assert ("━━━━━╌" in line, "1:00 left" in line) == (width == 100, width == 100)
         view.finish(snapshot())
         assert "items   10 of 40" in capsys.readouterr().err
+
+
+def test_line_leaves_out_what_matters_least() -> None:
+    full = replace(snapshot(), n_waiting=9, n_cached_tokens=4000)
+    rest = "out 50/s · in 200/s · slots 7/8"
+    for n_columns, line in {
+        200: f"━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌ 10/40, 2 failed · {rest} · queue 9 · cached 50% · 1:00 left",
+        97: f"━━━╌╌╌╌╌╌╌╌╌ 10/40, 2 failed · {rest} · queue 9 · cached 50% · 1:00 left",
+        91: f"━━━━╌╌╌╌╌╌╌╌╌╌╌╌ 10/40, 2 failed · {rest} · cached 50% · 1:00 left",
+        72: f"━━╌╌╌╌╌╌ 10/40, 2 failed · {rest} · 1:00 left",
+        50: "━━╌╌╌╌╌╌ 10/40, 2 failed · out 50/s · 1:00 left",
+        40: "10/40, 2 failed · out 50/s · 1:00 left",
+        37: "10/40, 2 failed · 1:00 left",
+        20: "10/40, 2 failed",
+    }.items():
+        assert fitted_line(full, n_columns) == line
+
+
+def test_line_without_a_total_has_no_bar() -> None:
+    assert fitted_line(snapshot(n_total=None), 200) == progress_line(snapshot(n_total=None))
 
 
 def test_view_is_plain_where_there_is_no_terminal() -> None:
