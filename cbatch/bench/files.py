@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
-from cbatch.files.digest import Digests, item_key
+from cbatch.files.digest import Digests
 from cbatch.files.encoders import encoder
+from cbatch.files.item import item_key
 from cbatch.files.journal import Journal
 from cbatch.files.run import run_file
 from cbatch.files.source import open_source

@@ -80,13 +80,6 @@ class Digests:
         return {name: both[name] for name in _NAMES if name in both}
 
 
-def item_key(item: Item) -> str:
-    """Return what to claim an item by: the user's name for it, else its number behind what no key of a name has."""
-    if not item.is_labelled:
-        return f"\0{item.number}"
-    return f"\0:{item.id}" if item.id.startswith("\0") else item.id
-
-
 def _said(options: RunOptions) -> dict[str, Any]:
     """Return the options that say something, in one order; 1.0 is written as 1."""
     return {

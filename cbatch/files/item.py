@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _N_MESSAGE = 2000
 """Characters of a message: our choice; a wrong value in it may be as long as a line."""
 
+_UNLABELLED = "line-"
+
 _N_ID = 40
 """Characters of an id in a label: our choice; a bar's words stand beside others."""
 
@@ -90,9 +92,12 @@ def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
 
 def duplicate_id(item: Item) -> ItemError:
     """Return the error of an item whose id stands twice in the input."""
-    return ItemError(
-        "duplicate_custom_id", f"the id {item.id!r} stands twice: ids must be unique", "custom_id"
-    )
+    twice = f"the id {item.id!r} stands twice"
+    if not item.is_labelled:
+        twice = f"it has no id, and {item.id!r}, under which it would be answered, is another's"
+    elif item.id.startswith(_UNLABELLED):
+        twice += ", or a request without an id is answered under it"
+    return ItemError("duplicate_custom_id", f"{twice}: ids must be unique", "custom_id")
 
 
 def label(item: Item) -> str:
@@ -107,4 +112,18 @@ def bytes_of(id: str) -> bytes:
 
 def unlabelled(number: int) -> str:
     """Return the id of an item whose line should have one and has none."""
-    return f"line-{number}"
+    return f"{_UNLABELLED}{number}"
+
+
+def item_key(item: Item) -> str:
+    """Return what to claim an item by: the user's name for it, else its number behind what no key of a name has."""
+    if not item.is_labelled:
+        return f"\0{item.number}"
+    return f"\0:{item.id}" if item.id.startswith("\0") else item.id
+
+
+def rival_key(item: Item) -> str | None:
+    """Return the key of an item that would be answered under the same id, one of both having none; None: no such."""
+    if not item.id.startswith(_UNLABELLED):
+        return None
+    return f"\0{item.id.removeprefix(_UNLABELLED)}" if item.is_labelled else item.id

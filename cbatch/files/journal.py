@@ -155,30 +155,38 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def claim(self, id: str, digest: bytes, number: int) -> Claim:
+    def claim(self, id: str, digest: bytes, number: int, rival: str | None = None) -> Claim:
         """Say what is to be done with an item; called once for each, as it is read.
 
         Args:
             id: of the item, any text.
             digest: of what it asks, 16 bytes.
             number: its place in the input.
+            rival: an id that is as good as this one: whichever is claimed first has it.
 
         Returns:
             "new": run it and `add` its record, in place of one that may be there. "done", "failed": its record is
-            there, an answer or an error. "duplicate": another item of this run has the id: `add` an error that says
-            so; where that error is there already, it is "failed".
+            there, an answer or an error. "duplicate": another item of this run has the id, or its rival: `add` an
+            error that says so; where that error is there already, it is "failed".
         """
         with self._lock:
             key = record_key(id)
-            is_claimed = key in self._claimed_keys
-            found = None if is_claimed else self._find(key)
-            if is_claimed or (found and found.record in self._marks):
+            found = self._find(key)
+            if self._is_taken(key, found) or (rival is not None and self._is_claimed(rival)):
                 self._has_doubles = True
                 key = duplicate_key(key, number)
                 return self._settle(key, self._find(key), digest, number, otherwise="duplicate")
             if self._has_doubles and (stale := self._find(duplicate_key(key, number))):
                 self._superseded.append(stale)  # it came second then, and first now
             return self._settle(key, found, digest, number, otherwise="new")
+
+    def _is_claimed(self, id: str) -> bool:
+        key = record_key(id)
+        return self._is_taken(key, self._find(key))
+
+    def _is_taken(self, key: bytes, found: _Found | None) -> bool:
+        """Whether an item of this run has claimed this key, and the record that was found under it."""
+        return key in self._claimed_keys or (found is not None and found.record in self._marks)
 
     def _settle(
         self, key: bytes, found: _Found | None, digest: bytes, number: int, *, otherwise: Claim

@@ -23,9 +23,9 @@ class Pipe:
         self._parts: dict[bool, list[bytes]] = {False: [header] if header else [], True: []}
         self._seen = Seen()
 
-    def claim(self, id: str, digest: bytes, number: int) -> Claim:
-        """Return "new", or "duplicate" for an id that was claimed before."""
-        return "new" if self._seen.add(id) else "duplicate"
+    def claim(self, id: str, digest: bytes, number: int, rival: str | None = None) -> Claim:
+        """Return "new", or "duplicate" for an id that was claimed before, by this item or its rival."""
+        return "new" if self._seen.add(id, rival) else "duplicate"
 
     def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
         """Keep a record until `commit`."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import ConfigError, EngineError
-from cbatch.files.digest import item_key
-from cbatch.files.item import duplicate_id, label
+from cbatch.files.item import duplicate_id, item_key, label, rival_key
 from cbatch.files.summary import RunSummary
 from cbatch.files.window import Entry, Window, length
 from cbatch.options import RunOptions
@@ -50,7 +49,7 @@ class Ledger(Protocol):
     n_failed: int
     notes: tuple[str, ...]
 
-    def claim(self, id: str, digest: bytes, number: int) -> Claim:
+    def claim(self, id: str, digest: bytes, number: int, rival: str | None = None) -> Claim:
         """Say what is to be done with an item."""
 
     def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
@@ -179,7 +178,7 @@ class Work:
         tally, way = self.tally, self._way
         tally.n_items += 1
         digest = way.digests(item)
-        claim = way.ledger.claim(item_key(item), digest, item.number)
+        claim = way.ledger.claim(item_key(item), digest, item.number, rival_key(item))
         if claim == "duplicate":
             self._refuse(item, digest, item.error or duplicate_id(item))
         elif claim in ("done", "failed"):

@@ -421,6 +421,22 @@ def test_estimate_knows_the_tokens_of_answers_that_are_alike(engine: Engine, sou
     assert len(found.lines()) == 4
 
 
+@pytest.mark.parametrize(
+    "ids", [["a", None, "line-2"], ["line-2", None], [None, "line-1", "line-3"]]
+)
+def test_id_that_a_line_without_one_has_is_an_error_of_the_second(
+    engine: Engine, out: Path, ids: list[str | None]
+) -> None:
+    source = out.with_name("in.jsonl")
+    source.write_text("".join(json.dumps({"id": id, "prompt": "p"}) + "\n" for id in ids))
+    run_file(source, out, engine=engine)
+    assert run_file(source, out, engine=engine).n_before == len(ids)
+    errors = [r["error"] and r["error"]["code"] for r in records(out)]
+    assert sorted(errors, key=str) == [None] * (len(ids) - 1) + ["duplicate_custom_id"]
+    assert [result for _, result in stream_file(source, engine)].count(None) == 1
+    assert check_file(source, engine=engine).n_by_code == {"duplicate_custom_id": 1}
+
+
 def test_report_and_trace_are_written(engine: Engine, source: Path, out: Path) -> None:
     report, trace = out.with_name("r.html"), out.with_name("t.json")
     run_file(source, out, engine=engine, report=report, trace=trace)
