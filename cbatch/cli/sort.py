@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from cbatch.cli.main import ExitCode, say
 from cbatch.cli.options import option
 from cbatch.errors import ConfigError
 from cbatch.files.places import is_dash, stdout
+
+if TYPE_CHECKING:
+    from cbatch.files.sort import Sorted
 
 
 def sort(
@@ -48,13 +51,17 @@ def sort(
     if output is None:
         if by:
             raise ConfigError(f"{answers}: with --by, give another file to write to: -o SORTED")
-        for path, n_records in sort_in_place(answers).items():
-            say(f"{path}: {n_records:,} records in the order of the requests")
+        for path, counts in sort_in_place(answers).items():
+            say(_told(path, counts))
     elif is_dash(output):
         _write_sorted(answers, by or [])
     else:
-        n_records = sort_to(answers, output, by=by or [], force=force)
-        say(f"{output}: {n_records:,} records in the order of the requests")
+        say(_told(output, sort_to(answers, output, by=by or [], force=force)))
+
+
+def _told(path: Path, counts: "Sorted") -> str:
+    gone = f"; {counts.n_gone:,} of them, at the end, are of requests that are not in the input any more"
+    return f"{path}: {counts.n_records:,} records in the order of the requests{gone if counts.n_gone else ''}"
 
 
 def _write_sorted(output: Path, by: list[Path]) -> None:

@@ -176,7 +176,7 @@ class ColumnarEncoder:
         """Write the rows that have a record, in the input's order, to a new file.
 
         Args:
-            records: the file of records, each item's once; of several for one row the last counts.
+            records: the file of records, each item's once, in order; of several for one row the last counts.
             target: is replaced when all is written.
 
         Raises:
@@ -252,8 +252,8 @@ class _Records:
         self._numbers, self._offsets = np.asarray(numbers)[order], np.asarray(offsets)[order]
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield the values of every record."""
-        return map(self._at, self._offsets.tolist())
+        """Yield the values of every record, in the order of the file."""
+        return map(self._at, np.sort(self._offsets).tolist())
 
     def of(self, number: int) -> list[Any] | None:
         """Return the values of the last record with a number; None where there is none."""

@@ -71,6 +71,11 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
     return _format_of_lines(file, lines, has_template=has_template)
 
 
+def is_columnar(path: PurePath) -> bool:
+    """Whether a name is that of a Parquet or Arrow file."""
+    return SUFFIXES.get(path.suffix.lower()) in COLUMNAR
+
+
 def _suffix(path: str) -> str:
     """Return what a name ends in, without a compression's."""
     name = PurePath(path.lower())

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cbatch.files.compact import rewrite
 from cbatch.files.item import bytes_of
+from cbatch.files.manifest import GONE
 from cbatch.files.opening import closing_all, opened, put_away
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from cbatch.files.opening import Opened
@@ -35,6 +36,7 @@ _N_MOVED = 1024
 _FIND = "SELECT record, digest, number, file, is_error FROM records WHERE key = ?"
 _DELETE = "DELETE FROM records WHERE record = ?"
 _ANY_DOUBLE = "SELECT 1 FROM records WHERE key >= x'FE' AND key < x'FF' LIMIT 1"
+_SET_ASIDE = "UPDATE records SET number = number | ? WHERE record = ?"
 _SLICE = "SELECT key, record, file, is_error FROM records WHERE key > ? AND key < ? ORDER BY key LIMIT 4096"
 
 _ALL = ((b"", b"\xff" * 12),)
@@ -64,12 +66,13 @@ class _Marks:
     """A bit for each record: whether an item of this run has claimed it."""
 
     def __init__(self) -> None:
-        self._bits = bytearray()
+        self.n, self._bits = 0, bytearray()
 
     def add(self, record: int) -> None:
         place = record >> 3
         if place >= len(self._bits):
             self._bits.extend(bytes(place + 1024 - len(self._bits)))
+        self.n += record not in self
         self._bits[place] |= 1 << (record & 7)
 
     def __contains__(self, record: int) -> bool:
@@ -287,11 +290,34 @@ class Journal:
         with self._lock:
             self.commit()
             n_before = self.n_done + self.n_failed
-            for last, end in _BY_NUMBER if is_by_number else _ALL:
-                while rows := self._manifest.execute(_SLICE, last, end).fetchall():
-                    self._drop([row[1:] for row in rows if row[1] not in self._marks])
-                    last = rows[-1][0]
+            for rows in self._unclaimed(_BY_NUMBER if is_by_number else _ALL):
+                self._drop(rows)
             return n_before - self.n_done - self.n_failed
+
+    def set_unclaimed_aside(self) -> int:
+        """Put the records of items that this run has not claimed behind all others; return how many there are.
+
+        For the end of a run that has read all of its input. Who claims one later puts it back.
+        """
+        with self._lock:
+            self.commit()
+            n = 0
+            for rows in self._unclaimed(_ALL):
+                n += len(rows)
+                with self._manifest.transaction():
+                    self._manifest.execute_many(_SET_ASIDE, [(GONE, row[0]) for row in rows])
+            return n
+
+    def _unclaimed(
+        self, ranges: Iterable[tuple[bytes, bytes]]
+    ) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield record, file and is_error of what was not claimed, slice by slice, where there is any."""
+        if self._marks.n == self.n_done + self.n_failed:
+            return
+        for last, end in ranges:
+            while rows := self._manifest.execute(_SLICE, last, end).fetchall():
+                yield [row[1:] for row in rows if row[1] not in self._marks]
+                last = rows[-1][0]
 
     def _drop(self, rows: list[tuple[int, int, int]]) -> None:
         with self._manifest.transaction():

@@ -17,6 +17,9 @@ from cbatch.errors import ConfigError, OutputError
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
 
+GONE = 2**40
+"""Added to the number of a record whose item is not in the input any more, so that it is behind all others."""
+
 _VERSION = 1
 _APPLICATION = 0x63626174  # "cbat"
 _PAGE = 1024
@@ -45,7 +48,7 @@ _SCHEMA = (
         record INTEGER PRIMARY KEY,    -- 1, 2, … in order of commit
         key BLOB NOT NULL,             -- of the item's id
         digest BLOB NOT NULL,          -- of what was asked
-        number INTEGER NOT NULL,       -- place of the item in the input
+        number INTEGER NOT NULL,       -- place of the item in the input; from `GONE` on: it was there
         file INTEGER NOT NULL,
         start INTEGER NOT NULL,        -- bytes [start, start + size) of the file
         size INTEGER NOT NULL,
@@ -75,11 +78,12 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How many records a file has, how many of them are errors, and their bytes together."""
+    """How many records a file has, how many of them are errors or of items that are gone, and their bytes together."""
 
     n_records: int = 0
     n_errors: int = 0
     n_bytes: int = 0
+    n_gone: int = 0
 
 
 class Manifest:
@@ -267,7 +271,9 @@ class Manifest:
     def count(self, file: int) -> Count:
         """Return how many records a file has."""
         found = self.execute(
-            "SELECT count(*), sum(is_error), sum(size) FROM records WHERE file = ?", file
+            "SELECT count(*), sum(is_error), sum(size), sum(number >= ?) FROM records WHERE file = ?",
+            GONE,
+            file,
         ).fetchone()
         return Count(*(n or 0 for n in found))
 

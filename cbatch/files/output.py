@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files import disk
 from cbatch.files.disk import told
+from cbatch.files.manifest import GONE
 from cbatch.files.places import check_place
 
 if TYPE_CHECKING:
@@ -165,7 +166,9 @@ class Output:
         for statement in _SAMPLES:
             for start, size, crc, number in manifest.rows(statement, self.row.file):
                 if not self._is_whole(start, size, crc):
-                    return f"what stands at byte {start:,} is not the record of item {number:,}"
+                    return (
+                        f"what stands at byte {start:,} is not the record of item {number % GONE:,}"
+                    )
         return None
 
     def cut(self) -> None:

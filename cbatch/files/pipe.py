@@ -45,6 +45,10 @@ class Pipe:
         """Return 0: what is written stays."""
         return 0
 
+    def set_unclaimed_aside(self) -> int:
+        """Return 0: what is written stays where it is."""
+        return 0
+
     def close(self) -> None:
         """Write what is left."""
         self.commit()

@@ -118,8 +118,8 @@ def run_file(
             stop,
         ):
             summary = work.run(runner, asked.max_time_s, on_ended)
-        if summary.is_complete and (n_gone := ledger.drop_unclaimed(is_by_number=True)):
-            view.say(f"{n_gone:,} records taken out: their items are not in the input any more")
+        for line in _left_over(ledger) if summary.is_complete else ():
+            view.say(line)
     if summary.is_complete:
         target.finish()
     if summary.ending in ("asked", "now"):
@@ -230,6 +230,14 @@ def _resumed(ledger: Ledger) -> list[str]:
     n_known = ledger.n_done + ledger.n_failed
     failed = f", {ledger.n_failed:,} of them failed" if ledger.n_failed else ""
     return [f"going on: {n_known:,} items have their record{failed}"] if n_known else []
+
+
+def _left_over(ledger: Ledger) -> Iterator[str]:
+    """Deal with the records of items that are not in the input any more; yield what became of them."""
+    if n := ledger.drop_unclaimed(is_by_number=True):
+        yield f"{n:,} records taken out: their items are not in the input any more"
+    if n := ledger.set_unclaimed_aside():
+        yield f"{n:,} records are of items that are not in the input any more: they stay, at the end when sorted"
 
 
 @contextmanager

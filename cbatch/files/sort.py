@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files.compact import copied, in_order, rewrite, write_all
+from cbatch.files.detect import is_columnar
 from cbatch.files.disk import told, whole
 from cbatch.files.item import bytes_of
 from cbatch.files.manifest import manifest_of
@@ -18,12 +19,32 @@ from cbatch.files.output import check_file
 from cbatch.files.places import check_new
 from cbatch.files.seen import scratch
 from cbatch.files.source import open_source
+from cbatch.files.written import records_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from cbatch.files.manifest import Manifest
     from cbatch.files.output import Output
+
+
+_NOTHING_TO_SORT = (
+    "a run writes Parquet and Arrow in the order of the requests, there is nothing to sort"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """What is in order now.
+
+    Args:
+        n_records: how many there are.
+        n_gone: of these, of items that are not in the input any more; they come last.
+    """
+
+    n_records: int
+    n_gone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +52,50 @@ class Records:
     """The records of an output in the order of the input.
 
     Args:
-        n_records: how many there are.
+        counts: how many there are.
         pieces: their bytes, with what the file begins with before them.
     """
 
-    n_records: int
+    counts: Sorted
     pieces: Iterator[bytes]
 
 
-def sort_in_place(output: Path) -> dict[Path, int]:
-    """Bring an output and its file of errors into the order of the input; return how many records each has.
+def sort_in_place(output: Path) -> dict[Path, Sorted]:
+    """Bring an output and its file of errors into the order of the input; return what each has.
 
-    It may be killed anywhere, and a run may go on with the files afterwards.
+    It may be killed anywhere, and a run may go on with the files afterwards. Parquet and Arrow are in order already.
 
     Raises:
         ConfigError: there is no manifest, a run writes there, or a file was changed.
         OutputError: the disk is full.
     """
+    if is_columnar(output):
+        return {output: _in_columns(output)}
     found = reopened(output)
     with closing_all(found):
         for file in found.outputs:
             if not _is_sorted(in_order(found.manifest, file, "number")):
                 rewrite(found.manifest, file, "number")
         put_away(found)
-        return {f.path: found.manifest.count(f.row.file).n_records for f in found.outputs}
+        return {f.path: _counts(found.manifest, f.row.file) for f in found.outputs}
+
+
+def _counts(manifest: Manifest, file: int) -> Sorted:
+    count = manifest.count(file)
+    return Sorted(count.n_records, count.n_gone)
+
+
+def _in_columns(output: Path) -> Sorted:
+    """Return what is in a Parquet or Arrow file, which its run has written in order at the end."""
+    if not output.is_file():
+        raise ConfigError(
+            f"{output}: is not there: a run makes it at its end, in the order of the requests"
+        )
+    if not manifest_of(records_of(output)).is_file():
+        raise ConfigError(f"{output}: {_NOTHING_TO_SORT}")
+    found = reopened(records_of(output))
+    with closing_all(found):
+        return _counts(found.manifest, 0)
 
 
 def _is_sorted(records: Iterator[tuple[int, int, int]]) -> bool:
@@ -66,8 +107,8 @@ def _is_sorted(records: Iterator[tuple[int, int, int]]) -> bool:
     return True
 
 
-def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool = False) -> int:
-    """Write the records of an output in the order of the input to another file; return how many there are.
+def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool = False) -> Sorted:
+    """Write the records of an output in the order of the input to another file; return what it has.
 
     Args:
         output: what a run has written.
@@ -88,7 +129,7 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
     check_new(target, force=force)
     with sorted_records(output, by=by) as records, told(target), whole(target) as part:
         write_all(part, records.pieces)
-    return records.n_records
+    return records.counts
 
 
 @contextmanager
@@ -99,6 +140,8 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
         ConfigError: there is neither manifest nor `by`, or both; a run writes there; a file was changed; a line of an
             output without a manifest has no id.
     """
+    if is_columnar(output):
+        raise ConfigError(f"{output}: {_NOTHING_TO_SORT}; for another file, copy it")
     has_manifest = manifest_of(real(output)).exists()
     if has_manifest == bool(by):
         raise ConfigError(
@@ -113,9 +156,8 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
         found = reopened(output)
         stack.enter_context(closing_all(found))
         file = found.outputs[0]
-        n_records = found.manifest.count(0).n_records
         records = stack.enter_context(closing(in_order(found.manifest, file, "number")))
-        yield Records(n_records, _all_of(file, records))
+        yield Records(_counts(found.manifest, 0), _all_of(file, records))
         put_away(found)
 
 
@@ -153,8 +195,9 @@ class _Places:
             "SELECT start, size FROM lines ORDER BY number IS NULL, number, line"
         )
 
-    def __len__(self) -> int:
-        return int(self._db.execute("SELECT count(*) FROM lines").fetchone()[0])
+    def counts(self) -> Sorted:
+        found = self._db.execute("SELECT count(*), coalesce(sum(number IS NULL), 0) FROM lines")
+        return Sorted(*found.fetchone())
 
     def close(self) -> None:
         self._db.close()
@@ -176,7 +219,7 @@ def _by_ids(output: Path, by: Sequence[Path]) -> Iterator[Records]:
             start += len(line)
         for item in stack.enter_context(open_source([str(path) for path in by])):
             places.number(item.id, item.number)
-        yield Records(len(places), _lines(file.fileno(), places))
+        yield Records(places.counts(), _lines(file.fileno(), places))
 
 
 def _id_of(line: bytes, place: str) -> str:

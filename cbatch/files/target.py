@@ -14,6 +14,7 @@ from cbatch.files.journal import Journal
 from cbatch.files.manifest import manifest_of
 from cbatch.files.pipe import Pipe
 from cbatch.files.places import opened
+from cbatch.files.sort import sort_in_place
 from cbatch.files.written import is_file_place, records_of
 
 if TYPE_CHECKING:
@@ -122,4 +123,5 @@ class Target:
     def finish(self) -> None:
         """Make the output of its records, where it is not made of them as they come."""
         if isinstance(self.encoder, Finisher):
+            sort_in_place(self.records)
             self.encoder.finish(self.records, self.path)

@@ -61,6 +61,9 @@ class Ledger(Protocol):
     def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
         """Take out what was not claimed; return how many records there were."""
 
+    def set_unclaimed_aside(self) -> int:
+        """Put what was not claimed behind all others; return how many records there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Way:

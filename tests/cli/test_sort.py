@@ -33,6 +33,25 @@ def test_sort_in_place_says_what_it_has_sorted(tmp_path: Path) -> None:
     assert numbers_in(out) == [1, 2, 3]
 
 
+def test_sort_names_records_of_requests_that_are_gone(tmp_path: Path) -> None:
+    out = requests(tmp_path / "out", "gone", "a")
+    by = requests(tmp_path / "in.jsonl", "a")
+    done = invoke("sort", out, "--by", by, "-o", tmp_path / "sorted")
+    assert "2 records in the order of the requests; 1 of them, at the end, are of" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "words"), [([], "makes it at its end"), (["out.parquet"], "there is nothing to sort")]
+)
+def test_sort_of_parquet_says_that_it_is_in_order(
+    tmp_path: Path, names: list[str], words: str
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    done = invoke("sort", tmp_path / "out.parquet")
+    assert (done.exit_code, words in done.stderr) == (2, True)
+
+
 def test_sort_to_a_file_or_stdout_leaves_the_output(tmp_path: Path) -> None:
     out = fill(tmp_path, [3, 1, 2])
     assert invoke("sort", out, "-o", tmp_path / "sorted").exit_code == 0

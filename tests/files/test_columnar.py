@@ -165,7 +165,7 @@ def test_requests_with_one_number_are_all_kept(tmp_path: Path) -> None:
     with open_source(path) as source:
         encode = ColumnarEncoder("parquet", source)
     values = '"Hi!", "stop", null, 1, 2]\n'
-    write(tmp_path / "records", f'2\t["c", {values}1\t["a", {values}1\t["b", {values}')
+    write(tmp_path / "records", f'1\t["a", {values}1\t["b", {values}2\t["c", {values}')
     encode.finish(tmp_path / "records", tmp_path / "out.parquet")
     assert load(tmp_path / "out.parquet")["id"].to_pylist() == ["a", "b", "c"]
 

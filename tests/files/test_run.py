@@ -12,6 +12,7 @@ from cbatch.errors import ConfigError, EngineClosedError, OutputError, Unsupport
 from cbatch.files.check import check_file
 from cbatch.files.estimate import estimate_file
 from cbatch.files.run import run_file, stream_file
+from cbatch.files.sort import Sorted, sort_in_place
 from cbatch.files.stop import Interrupted, Stopper
 from tests.files.runs import answers, make_engine, records, write_requests
 
@@ -435,6 +436,29 @@ def test_id_that_a_line_without_one_has_is_an_error_of_the_second(
     assert sorted(errors, key=str) == [None] * (len(ids) - 1) + ["duplicate_custom_id"]
     assert [result for _, result in stream_file(source, engine)].count(None) == 1
     assert check_file(source, engine=engine).n_by_code == {"duplicate_custom_id": 1}
+
+
+def test_records_of_lines_that_are_gone_stay_and_are_named(
+    engine: Engine, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = out.with_name("in.jsonl")
+    for n in (7, 3, 7):
+        run_file(write_requests(source, n), out, engine=engine, progress=True)
+        assert len(records(out)) == 7
+        said = (
+            "4 records are of items that are not in the input any more" in capsys.readouterr().err
+        )
+        assert said == (n == 3)
+
+
+def test_parquet_is_in_order_also_when_lines_have_moved(engine: Engine, out: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    source, target = out.with_name("in.jsonl"), out.with_name("out.parquet")
+    for ids in (["a", "b", "gone"], ["new", "b", "a"]):
+        source.write_text("".join(json.dumps({"id": id, "prompt": "p"}) + "\n" for id in ids))
+        run_file(source, target, engine=engine, output_format="parquet")
+    assert parquet.read_table(target)["id"].to_pylist() == ["new", "b", "a", "gone"]
+    assert sort_in_place(target) == {target: Sorted(4, 1)}
 
 
 def test_report_and_trace_are_written(engine: Engine, source: Path, out: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files import disk, sort
 from cbatch.files.journal import Journal
-from cbatch.files.sort import sort_in_place, sort_to
+from cbatch.files.sort import Sorted, sort_in_place, sort_to
 from tests.files.journals import HEADER, SETTINGS, open_journal, records, run_pass
 from tests.files.machine import LOSSES, Loss, Machine
 
@@ -43,7 +43,7 @@ def numbers_in(path: Path) -> list[int]:
 
 def test_sort_in_place_restores_the_order_of_both_files(tmp_path: Path) -> None:
     out = fill(tmp_path, [3, 12, 10, 1, 2, 5])
-    assert sort_in_place(out) == {out: 4, tmp_path / "errors": 2}
+    assert sort_in_place(out) == {out: Sorted(4), tmp_path / "errors": Sorted(2)}
     assert numbers_in(out) == [1, 2, 3, 12]
     assert numbers_in(tmp_path / "errors") == [5, 10]
     assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
@@ -64,7 +64,7 @@ def test_sort_of_a_sorted_file_writes_nothing(
 ) -> None:
     out = fill(tmp_path, [1, 2, 3])
     monkeypatch.setattr(sort, "rewrite", lambda *args: pytest.fail("it is sorted"))
-    assert sort_in_place(out)[out] == 3
+    assert sort_in_place(out)[out] == Sorted(3)
 
 
 def test_order_is_that_of_the_latest_input(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_kill_before_every_step_of_a_sort_loses_nothing(quick_path: Path, loss: 
 
 def test_sort_to_another_file_leaves_the_output_as_it_is(tmp_path: Path) -> None:
     out = fill(tmp_path, [3, 1, 2])
-    assert sort_to(out, tmp_path / "sorted") == 3
+    assert sort_to(out, tmp_path / "sorted") == Sorted(3)
     assert numbers_in(tmp_path / "sorted") == [1, 2, 3]
     assert numbers_in(out) == [3, 1, 2]
     assert not list(tmp_path.glob(".*"))
@@ -150,7 +150,7 @@ def test_sort_to_a_file_that_is_there_is_refused_or_replaces_it(tmp_path: Path) 
     target.write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"sorted: exists already: give another file, or --force"):
         sort_to(out, target)
-    assert sort_to(out, target, force=True) == 3
+    assert sort_to(out, target, force=True) == Sorted(3)
     assert numbers_in(target) == [1, 2, 3]
 
 
@@ -231,10 +231,32 @@ def ids_in(path: Path) -> list[str]:
     return [json.loads(line)["id"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def test_records_of_items_that_are_gone_come_last(tmp_path: Path) -> None:
+    out = fill(tmp_path, [3, 1, 2, 4])
+    with open_journal(tmp_path) as journal:
+        for number, name in enumerate(("item-4", "item-2"), 1):
+            assert journal.claim(name, DIGEST, number) == "done"
+        assert journal.set_unclaimed_aside() == 2
+    assert sort_in_place(out)[out] == Sorted(4, 2)
+    assert numbers_in(out) == [4, 2, 1, 3]
+    assert sort_to(out, tmp_path / "sorted") == Sorted(4, 2)
+
+
+def test_gone_items_that_come_back_have_their_places_again(tmp_path: Path) -> None:
+    out = fill(tmp_path, [3, 1, 2])
+    for names in (("item-2",), ("item-1", "item-2", "item-3")):
+        with open_journal(tmp_path) as journal:
+            for number, name in enumerate(names, 1):
+                assert journal.claim(name, DIGEST, number) == "done"
+            assert journal.set_unclaimed_aside() == 3 - len(names)
+    assert sort_in_place(out)[out] == Sorted(3)
+    assert numbers_in(out) == [1, 2, 3]
+
+
 def test_sort_by_the_input_needs_no_manifest(tmp_path: Path) -> None:
     out = write_lines(tmp_path / "out", *({"id": id} for id in ["b", "c", "a"]), end="")
     by = requests(tmp_path / "in.jsonl", "a", "b", "c", "d")
-    assert sort_to(out, tmp_path / "sorted", by=[by]) == 3
+    assert sort_to(out, tmp_path / "sorted", by=[by]) == Sorted(3)
     assert ids_in(tmp_path / "sorted") == ["a", "b", "c"]
 
 
@@ -242,7 +264,7 @@ def test_sort_by_the_input_keeps_unknown_and_double_lines(tmp_path: Path) -> Non
     given = [("x", 1), ("b", 1), ("a", 1), ("b", 2), ("y", 1)]
     out = write_lines(tmp_path / "out", *({"id": id, "n": n} for id, n in given))
     by = requests(tmp_path / "in.jsonl", "a", "b", "a")
-    sort_to(out, tmp_path / "sorted", by=[by])
+    assert sort_to(out, tmp_path / "sorted", by=[by]) == Sorted(5, 2)
     found = [json.loads(line) for line in (tmp_path / "sorted").read_text("utf-8").splitlines()]
     assert [(r["id"], r["n"]) for r in found] == [
         ("a", 1), ("b", 1), ("b", 2), ("x", 1), ("y", 1),
