@@ -1,6 +1,5 @@
 """`cbatch run`: batch files in, a file of records out."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -267,8 +266,6 @@ def _answer(source: list[str], target: Path, view: View, call: dict[str, Any]) -
         summary = run_file(source, target, progress=view, stop=stopper, **call)
     except Interrupted as error:
         _tell(view, f"cbatch: {error.summary.resume_hint}")
-        if "-" in source:  # a thread may wait for stdin, and then Python cannot end
-            os._exit(ExitCode.INTERRUPTED)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     _end(summary, view)
 

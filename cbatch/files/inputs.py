@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import io
 import os
+import select
 import stat
 import zlib
 from collections import deque
@@ -115,7 +116,7 @@ class InputFile:
         if self._raw is not None:
             return
         try:
-            self._raw = _open(self.path)
+            self._raw = _open(self.path, is_regular=self.is_regular)
             self._text = _decompressed(self._raw, self.name)
         except (OSError, ConfigError) as error:
             self.close()
@@ -169,6 +170,12 @@ class InputFile:
         """Be as before `ahead`; a regular file is closed until it is read."""
         if self.is_regular:
             self.close()
+
+    def stop(self) -> None:
+        """End the reading of a pipe, also where another thread waits there."""
+        pipe = getattr(self._raw, "raw", None)
+        if isinstance(pipe, _Pipe):
+            pipe.stop()
 
     def close(self) -> None:
         """Close the file, but not stdin."""
@@ -227,35 +234,60 @@ class InputFile:
         return f"{self.name}: its compressed data is damaged: {error}; {read}"
 
 
-def _open(path: str) -> io.BufferedReader:
-    if not is_dash(path):
+def _open(path: str, *, is_regular: bool) -> io.BufferedReader:
+    if is_regular:
         return io.BufferedReader(io.FileIO(path), _BUFFER_BYTES)
+    if not is_dash(path):
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        return io.BufferedReader(_Pipe(os.open(path, flags), is_own=True), _BUFFER_BYTES)
     file: Any = stdin()
     if isinstance(file, io.BufferedReader):
-        return io.BufferedReader(_Unlocked(file), _BUFFER_BYTES)
+        with suppress(OSError):  # where it is no file of the system's
+            return io.BufferedReader(_Pipe.of(file), _BUFFER_BYTES)
     return cast("io.BufferedReader", file if hasattr(file, "peek") else io.BufferedReader(file))
 
 
-class _Unlocked(io.RawIOBase):
-    """A buffered file, read past its buffer: a thread that waits there would hold its lock when Python ends."""
+class _Pipe(io.RawIOBase):
+    """A pipe, a terminal or a device; whoever waits there can be told by another thread to stop."""
 
-    def __init__(self, file: io.BufferedReader) -> None:
-        """Take over what the buffer holds; where that is nothing, wait for something."""
-        self._ahead = file.read(len(file.peek(1)))
-        self._raw = file.raw
+    def __init__(self, fd: int, ahead: bytes = b"", *, is_own: bool = False) -> None:
+        """Read `ahead`, then from `fd`, which is closed at the end if it is our own."""
+        self._fd, self._ahead, self._is_own = fd, ahead, is_own
+        self._is_stopped = False
+        self._waked, self._waker = os.pipe()
+        self._poll = select.poll()
+        for waited in (fd, self._waked):
+            self._poll.register(waited, select.POLLIN)
+
+    @classmethod
+    def of(cls, file: io.BufferedReader) -> _Pipe:
+        """Take over a file and what its buffer holds; where that is nothing, wait for something."""
+        return cls(file.fileno(), file.read(len(file.peek(1))))
 
     def readable(self) -> bool:
         """Return True."""
         return True
 
-    def readinto(self, buffer: Any) -> int | None:
-        """Read what there is."""
+    def readinto(self, buffer: Any) -> int:
+        """Read what there is; nothing more once it is stopped."""
         if not self._ahead:
-            n_read: int | None = self._raw.readinto(buffer)
-            return n_read
+            self._poll.poll()
+            return 0 if self._is_stopped else os.readv(self._fd, [buffer])
         piece, self._ahead = self._ahead[: len(buffer)], self._ahead[len(buffer) :]
         buffer[: len(piece)] = piece
         return len(piece)
+
+    def stop(self) -> None:
+        """End the reading, that of a thread which waits there too."""
+        self._is_stopped = True
+        os.write(self._waker, b"\0")
+
+    def close(self) -> None:
+        """Let go of it. Twice is harmless."""
+        if not self.closed:
+            for fd in (self._waked, self._waker, *([self._fd] if self._is_own else [])):
+                os.close(fd)
+        super().close()
 
 
 def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:

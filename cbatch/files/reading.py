@@ -35,6 +35,9 @@ N_ARRIVED = 64
 SOON_S = 0.5
 """Our choice: less than a model takes to load, more than a file takes to come through a pipe."""
 
+PATIENCE_S = 1.0
+"""Our choice: for a thread that reads what is no file of the system's, and cannot be told to stop."""
+
 
 class Arrivals:
     """Items of a pipe, read by a thread of its own: who takes them knows whether the next one is there."""
@@ -72,11 +75,13 @@ class Arrivals:
             yield item
 
     def close(self) -> None:
-        """Let the thread end, if it does not wait for the pipe."""
+        """Let the thread end, which must not wait for the pipe any more."""
         self._is_closed = True
         with suppress(Empty):
             while True:
                 self._came.get_nowait()
+        if self._thread is not None:
+            self._thread.join(PATIENCE_S)
 
     def _next(self, timeout_s: float | None) -> Item | None:
         if self._thread is None:
@@ -95,7 +100,7 @@ class Arrivals:
             for item in self._items:
                 self._came.put(item)
                 if self._is_closed:
-                    return
+                    break
         except BaseException as error:
             end = error
         self._came.put(end)
@@ -199,6 +204,7 @@ class Reading:
     def close(self) -> None:
         """Close the input."""
         if self._arrivals is not None:
+            self.source.stop()
             self._arrivals.close()
         self.source.close()
         if self._spool is not None:

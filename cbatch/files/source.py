@@ -69,6 +69,11 @@ class Source:
         if not number:
             raise _empty(self._files)
 
+    def stop(self) -> None:
+        """End the reading of pipes, also where another thread waits there."""
+        for file in self._files:
+            file.stop()
+
     def close(self) -> None:
         """Close the files. Twice is harmless."""
         _close(self._files)

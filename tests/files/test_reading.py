@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, BinaryIO
@@ -12,7 +13,7 @@ import pytest
 
 from cbatch.files import reading as reading_module
 from cbatch.files.reading import Reading
-from cbatch.files.run import stream_file
+from cbatch.files.run import run_file, stream_file
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions
 from tests.files.runs import make_engine, write_requests
@@ -79,6 +80,23 @@ def test_pipe_is_answered_before_it_ends(pipe: BinaryIO) -> None:
             pipe.write(b'{"id": "%d", "prompt": "a"}\n' % number)
         pipe.close()
         assert [item.id for item, _ in pairs] == ["4"]
+
+
+def test_closing_ends_the_thread_that_waits_for_stdin(pipe: BinaryIO) -> None:
+    pipe.write(b'{"id": "a", "prompt": "a"}\n')
+    with closing(Reading("-", FileOptions())) as reading:
+        assert next(reading.items).id == "a"
+    assert "cbatch-pipe" not in {thread.name for thread in threading.enumerate()}
+    pipe.write(b"what comes now is for others\n")
+    assert sys.stdin.buffer.readline() == b"what comes now is for others\n"
+
+
+def test_run_that_fails_does_not_wait_for_a_silent_pipe(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "in.jsonl")
+    with make_engine(threaded=True) as engine, fifo.open("r+b", buffering=0) as file:
+        file.write(b'{"id": "a", "prompt": "a"}\n')
+        with pytest.raises(OSError, match="No space left"):
+            run_file(fifo, "/dev/full", engine=engine)
 
 
 def test_what_was_read_of_stdin_before_is_not_read_again(pipe: BinaryIO) -> None:
