@@ -85,11 +85,7 @@ def run_file(
     defaults, view = RunOptions.of(options), _view(progress)
     check_places(Path(output), asked, _model_file(model))
     with ExitStack() as stack:
-        own = {os.path.realpath(path) for path in written_by(Path(output), asked)}
-        reading = stack.enter_context(closing(Reading(source, asked, own)))
-        check_places(Path(output), asked, reading.source.paths)
-        target = Target.of(output, reading.source, asked)
-        target.check(force=asked.force)
+        reading, target = _opened(stack, source, Path(output), asked)
         if engine is None:
             view.say(f"loading {model or 'the model that ships inside'}")
         n_ahead = asked.window or N_LOOKED_AHEAD
@@ -195,6 +191,18 @@ class FileStream:
 
     def _start(self) -> Reader[BatchResult]:
         return self._work.start(self._engine, self._max_time_s).as_completed()
+
+
+def _opened(
+    stack: ExitStack, source: Paths, output: Path, asked: FileOptions
+) -> tuple[Reading, Target]:
+    """Return the input, which `stack` closes, and the output, once it is known that both can be had."""
+    own = {os.path.realpath(path) for path in written_by(output, asked)}
+    reading = stack.enter_context(closing(Reading(source, asked, own)))
+    check_places(output, asked, reading.source.paths)
+    target = Target.of(output, reading.source, asked)
+    target.check(force=asked.force)
+    return reading, target
 
 
 def _way(engine: Engine, ledger: Ledger, encoder: Encoder, defaults: RunOptions, model: Any) -> Way:

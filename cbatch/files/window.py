@@ -143,5 +143,4 @@ def length(prompt: BatchPrompt, options: RunOptions) -> int:
         n_prompt = sum(len(m.get("content") or "") for m in prompt.messages)
     else:
         n_prompt = len(prompt.prompt or "") or len(prompt.tokens or ()) * N_CHARS_PER_TOKEN
-    cap = options.max_tokens or options.max_completion_tokens or 0
-    return n_prompt + cap * N_CHARS_PER_TOKEN
+    return n_prompt + (options.max_tokens or 0) * N_CHARS_PER_TOKEN

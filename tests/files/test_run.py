@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
 from cbatch.errors import ConfigError, EngineClosedError, OutputError, UnsupportedOptionError
 from cbatch.files.check import check_file
 from cbatch.files.estimate import estimate_file
 from cbatch.files.run import run_file, stream_file
 from cbatch.files.sort import Sorted, sort_in_place
 from cbatch.files.stop import Interrupted, Stopper
-from tests.files.runs import answers, make_engine, records, write_requests
+from tests.files.runs import SHORT, answers, make_engine, records, write_requests
+from tests.places import can_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cbatch.engine import Engine
     from cbatch.files.item import Item
     from cbatch.response import BatchResult
 
@@ -459,6 +461,35 @@ def test_parquet_is_in_order_also_when_lines_have_moved(engine: Engine, out: Pat
         run_file(source, target, engine=engine, output_format="parquet")
     assert parquet.read_table(target)["id"].to_pylist() == ["new", "b", "a", "gone"]
     assert sort_in_place(target) == {target: Sorted(4, 1)}
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"cache_key": "k", "save_cache": True}, None),
+        ({"cache_key": "none"}, None),
+        ({"cache_key": "none", "cache_required": True}, "CacheError"),
+        ({"save_cache": True}, "ConfigError"),
+        ({"cache_key": "k", "save_cache": True, "n": 2}, "ConfigError"),
+        ({"prefill_only": True, "n": 2}, "ConfigError"),
+        ({"prefill_only": True}, None),
+        ({"n_discard": 16, "n_keep": 4, "max_tokens": 200}, None),
+        ({"n": 3, "best_of": 8}, None),
+        ({"adapter": "unknown"}, "ConfigError"),
+        ({"max_tokens": 200}, "PromptTooLongError"),
+    ],
+)
+def test_every_option_of_a_line_works_or_is_a_typed_record(
+    tmp_path: Path, options: dict[str, Any], error: str | None
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"id": "a", "prompt": "question", "options": options}) + "\n")
+    backend = FakeBackend(4, 128, 64, memory=can_all(512))
+    with Engine(backend, options=SHORT, threaded=False, cache_dir=tmp_path / "cache") as engine:
+        run_file(source, tmp_path / "out.jsonl", engine=engine)
+    [record] = records(tmp_path / "out.jsonl")
+    assert (record["error"] and record["error"]["type"]) == error
+    assert (record["finish_reason"] == "error") == (error is not None)
 
 
 def test_report_and_trace_are_written(engine: Engine, source: Path, out: Path) -> None:
