@@ -54,7 +54,7 @@ class Demand:
 
     Args:
         n_window: tokens of the longest prompt with its output; 0 where none could be read.
-        n_common: tokens of a prompt that begin another one too, on average.
+        n_common: tokens of a prompt that begin another one too, on average; each answer to a prompt counts as one.
         n_cells: tokens of a prompt with its output, on average.
         is_all: whether these were all prompts.
     """
@@ -245,11 +245,13 @@ def read_demand(vocab: Vocab, look_ahead: LookAhead) -> Demand:
     """Return what these prompts ask for; those that cannot be read are left out, and say nothing."""
     prompts = look_ahead.prompts[:N_LOOKED_AT]
     read = [(t, options) for prompt, options in prompts if (t := _tokens(vocab, prompt, options))]
-    n_read = max(1, len(read))
+    n_answers = max(1, sum(options.n_choices for _, options in read))
+    n_again = sum(len(tokens) * (options.n_choices - 1) for tokens, options in read)
+    n_cells = sum(o.n_choices * (len(t) + (o.max_tokens or OUTPUT_UNSAID)) for t, o in read)
     return Demand(
         n_window=max((_n_needed(len(tokens), options) for tokens, options in read), default=0),
-        n_common=n_common_tokens([tokens for tokens, _ in read]) / n_read,
-        n_cells=sum(len(t) + (o.max_tokens or OUTPUT_UNSAID) for t, o in read) / n_read,
+        n_common=(n_common_tokens([tokens for tokens, _ in read]) + n_again) / n_answers,
+        n_cells=n_cells / n_answers,
         is_all=look_ahead.is_all and len(prompts) == len(look_ahead.prompts),
     )
 

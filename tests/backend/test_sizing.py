@@ -192,6 +192,12 @@ def test_demand_is_that_of_the_longest_with_its_output(model: LlamaModel) -> Non
     assert read_demand(model.vocab, look(tokens(100), max_tokens=7)).n_window == 107
 
 
+def test_answers_to_one_prompt_have_all_of_it_in_common(model: LlamaModel) -> None:
+    ahead = look(tokens(100, max_tokens=50, best_of=3), tokens(90, max_tokens=70))
+    n_common, n_cells = (90 + 2 * 100) / 4, (3 * 150 + 160) / 4
+    assert read_demand(model.vocab, ahead) == Demand(160, n_common, n_cells, is_all=True)
+
+
 def test_prompt_without_a_cap_may_go_on_as_far_as_ever(model: LlamaModel) -> None:
     assert read_demand(model.vocab, look(tokens(100))).n_window == 2048
     assert read_demand(model.vocab, look(tokens(3000))).n_window == 3000 + 512
