@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import PrefixIndex, n_common
 
-TOKENS = st.lists(st.integers(0, 2), max_size=9)
+TOKENS = st.lists(st.integers(0, 1), max_size=6)
 
 
 def plain_common(a: list[int], b: list[int]) -> int:
@@ -18,9 +22,10 @@ def plain_common(a: list[int], b: list[int]) -> int:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.none() | TOKENS), max_size=25),
+    st.lists(st.tuples(st.integers(0, 5), st.none() | TOKENS), min_size=10, max_size=40),
     TOKENS,
 )
+@settings(max_examples=200)
 def test_matches_are_those_of_a_dictionary(
     changes: list[tuple[int, list[int] | None]], wanted: list[int]
 ) -> None:
@@ -55,6 +60,40 @@ def test_slot_that_is_put_again_is_found_by_its_new_tokens_alone() -> None:
     assert list(index.matches([4, 5, 6])) == [(2, 0)]
 
 
+def test_slot_that_ends_where_another_goes_on_stays_when_a_third_is_removed() -> None:
+    index = PrefixIndex()
+    for slot, tokens in enumerate([[1], [1, 2], [1, 3]]):
+        index.put(Slot(slot), tokens)
+    index.remove(Slot(2))
+    assert list(index.matches([1, 2])) == [(2, 1), (1, 0)]
+
+
+def test_prompt_that_leaves_in_the_middle_of_what_others_share_matches_up_to_there() -> None:
+    index = PrefixIndex()
+    index.put(Slot(0), [1, 2, 3])
+    index.put(Slot(1), [1, 2, 4])
+    assert sorted(index.matches([1, 4])) == [(1, 0), (1, 1)]
+
+
+def test_what_is_alone_again_is_one_node() -> None:
+    index = PrefixIndex()
+    index.put(Slot(0), [1, 2, 3, 4])
+    for n in (1, 2, 3):
+        index.put(Slot(1), [1, 2, 3][:n])
+    index.remove(Slot(1))
+    [node] = index._root.children.values()
+    assert (node.tokens, node.children) == ([1, 2, 3, 4], {})
+
+
+def test_branches_below_what_became_one_node_are_removed_without_a_trace() -> None:
+    index = PrefixIndex()
+    for slot, tokens in enumerate([[1, 9], [1, 2, 3], [1, 2, 4]]):
+        index.put(Slot(slot), tokens)
+    for slot in range(3):  # with the first gone, 1 and 2 are one node
+        index.remove(Slot(slot))
+    assert index.n_tokens() == 0
+
+
 def test_removed_slots_leave_an_empty_tree() -> None:
     index = PrefixIndex()
     for i in range(4):
@@ -62,3 +101,47 @@ def test_removed_slots_leave_an_empty_tree() -> None:
     for i in range(4):
         index.remove(Slot(i))
     assert index.n_tokens() == 0
+
+
+class Counted(list[int]):
+    """Tokens that count how many of them were looked at."""
+
+    n_seen = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.n_seen += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("n_slots", [1, 250])
+@pytest.mark.parametrize("n_tokens", [1_000, 8_000])
+def test_lookup_looks_at_each_token_of_a_prompt_twice_at_most(n_slots: int, n_tokens: int) -> None:
+    index, prompt = PrefixIndex(), Counted(i % 7 for i in range(n_tokens))
+    for i in range(n_slots):  # each leaves the prompt at another place
+        index.put(Slot(i), [*prompt[: n_tokens * (i + 1) // n_slots], 9])
+    prompt.n_seen = 0
+    assert next(index.matches(prompt)) == (n_tokens, n_slots - 1)
+    assert n_tokens <= prompt.n_seen <= 2 * n_tokens + 4 * n_slots
+
+
+@pytest.mark.parametrize("n_tokens", [1_000, 4_000])
+def test_memory_of_an_index_is_a_few_bytes_a_token(n_tokens: int) -> None:
+    texts = [[(7 * i + slot) % 256 for i in range(n_tokens)] for slot in range(16)]
+    tracemalloc.start()
+    try:
+        index = PrefixIndex()
+        for slot, tokens in enumerate(texts):
+            index.put(Slot(slot), tokens)
+        n_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert index.n_tokens() == 16 * n_tokens
+    assert n_bytes < 10 * index.n_tokens()
+
+
+def test_index_of_many_changes_of_hands_keeps_no_more_than_stands_in_its_slots() -> None:
+    index, base = PrefixIndex(), [*range(100)]
+    for i in range(2_000):
+        index.put(Slot(i % 8), [*base[: i % 101], *range(1000 + i, 1050 + i)])
+    assert index.n_tokens() <= 100 + 8 * 50
