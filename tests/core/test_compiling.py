@@ -55,6 +55,15 @@ def test_grammar_unused_for_longest_is_compiled_again() -> None:
     drive(rig)
 
 
+def test_grammar_that_was_asked_for_since_is_kept() -> None:
+    rig = rig_with("1", *(f"0:{i}" for i in range(_N_GRAMMARS_MAX - 1)), n_slots=2)
+    drive(rig)
+    for id, regex in [("again", "1"), ("another", "1:15"), ("at last", "1")]:
+        rig.submit(make_request(id, regex=regex, max_tokens=1))
+        assert bool(rig.drivers[id].lacks) == (id == "another")
+        drive(rig)
+
+
 def test_bad_grammar_ends_its_requests_before_they_get_a_slot() -> None:
     rig = rig_with("x", None, "x", n_slots=3)
     drive(rig)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.batcher import N_FETCHED_PER_SLOT, N_STORED_PER_SLOT
-from cbatch.core.holds import Fetch, Found
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.holds import _N_KNOWN_MAX, Fetch, Found
 from cbatch.core.sharing import N_WORTH
 from cbatch.core.status import Wait
 from cbatch.errors import CacheError
@@ -266,3 +267,11 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
     store(rig)
     drive(rig)
     assert [rig.results[r.id].finish_reason for r in savers] == ["length"] * 20
+
+
+def test_files_whose_tokens_are_remembered_are_the_last_few() -> None:
+    fetches = make_rig().batcher.fetches
+    for i in range(_N_KNOWN_MAX + 1):
+        fetches.learn(Fetch(str(i)), FILE)
+    assert len(fetches._known) == _N_KNOWN_MAX
+    assert Fetch("0") not in fetches._known

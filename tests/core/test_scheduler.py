@@ -9,7 +9,14 @@ import pytest
 from cbatch.core.plan import Memory, StepResult, Tiles
 from cbatch.core.scheduler import N_STEPS_MAX
 from cbatch.errors import DecodeError, PlanError, PromptTooLongError, RequestFailedError
-from tests.helpers import drive, make_request, make_scheduler, make_sequences, step
+from tests.helpers import (
+    drive,
+    make_request,
+    make_scheduler,
+    make_sequences,
+    shared_pool,
+    step,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,6 +120,26 @@ def test_slots_freed_together_are_refilled_in_one_plan() -> None:
     rig.submit(*make_sequences(8, max_tokens=3))
     plans = drive(rig)
     assert [len(p.binds) for p in plans if p.binds] == [4, 4]
+
+
+def test_chunks_that_are_cut_are_of_one_length_where_slots_have_cells_of_their_own() -> None:
+    rigs = [make_scheduler(2, 64, 17), make_scheduler(2, 64, 17, memory=shared_pool(120))]
+    for rig, expected in zip(rigs, ({0: 8, 1: 8}, {0: 9, 1: 8}), strict=True):
+        rig.submit(*make_sequences(2, n_prompt=40, max_tokens=4))
+        plan = step(rig)
+        assert plan is not None
+        assert sizes(plan) == expected
+
+
+def test_oldest_prompt_gets_half_of_a_step_in_whichever_slot_it_is() -> None:
+    rig = make_scheduler(2, 64, 17, memory=shared_pool(120))
+    rig.submit(make_request("x", max_tokens=1), make_request("old", range(60), max_tokens=1))
+    step(rig)
+    rig.submit(make_request("new", range(50), max_tokens=1))
+    plan = step(rig)
+    assert plan is not None
+    assert rig.running() == ["new", "old"]
+    assert sizes(plan) == {0: 8, 1: 9}
 
 
 def test_short_prompt_passes_a_long_one_that_came_first() -> None:

@@ -195,6 +195,109 @@ def test_newcomer_stands_beside_those_that_run() -> None:
     assert {rig.drivers["again"].slot, rig.drivers["b"].slot} == {2, 3}
 
 
+LONG = [*COMMON, *range(160, 210)]
+
+
+def test_newcomer_takes_a_free_slot_before_it_copies_from_one_in_use() -> None:
+    rig = make_rig()
+    short, long = alike(1, max_tokens=2), alike(1, first=1, max_tokens=60)
+    rig.submit(*long, *short)
+    while "0" not in rig.results:
+        step(rig)
+    rig.submit(*alike(1, first=2))
+    plan = step(rig)
+    assert plan is not None
+    assert (plan.copies, rig.drivers["2"].slot) == ((), rig.drivers["0"].slot)
+
+
+@pytest.mark.parametrize(
+    ("is_alone", "can_copy", "slot"), [(True, True, 1), (False, True, 0), (True, False, 0)]
+)
+def test_newcomer_leaves_what_goes_on_behind_its_beginning_where_it_can_copy_and_nobody_waits(
+    is_alone: bool, can_copy: bool, slot: int
+) -> None:
+    rig = make_rig(2, memory=replace(partitioned(256), can_copy=can_copy))
+    rig.submit(make_request("long", LONG, max_tokens=2))
+    drive(rig)
+    rig.submit(make_request("new", [*COMMON, 7], max_tokens=2))
+    if not is_alone:
+        rig.submit(make_request("other", [9] * 40, max_tokens=2))
+    drive(rig)
+    assert rig.drivers["new"].slot == slot
+    assert rig.results["new"].usage.cached_tokens == 50
+
+
+def test_newcomer_takes_no_slot_that_was_used_since_its_beginning_was() -> None:
+    rig = make_rig(3)
+    rig.submit(make_request("long", LONG, max_tokens=2), make_request("b", [9] * 40, max_tokens=2))
+    rig.submit(make_request("running", [8] * 40, max_tokens=8))
+    while len(rig.results) < 2:
+        step(rig)
+    rig.submit(make_request("new", [*COMMON, 7], max_tokens=2))
+    drive(rig)
+    assert rig.drivers["new"].slot == rig.drivers["long"].slot == 0
+
+
+@pytest.mark.parametrize(("prompt", "n_cached"), [([9] * 40, 0), ([*COMMON, 7], 50)])
+def test_slot_that_was_emptied_last_is_taken_before_one_that_holds_something(
+    prompt: list[int], n_cached: int
+) -> None:
+    rig = make_rig(2, broken=lambda chunk: chunk.tokens[0] == 8)
+    rig.submit(make_request("long", LONG, max_tokens=20), make_request("bad", [8] * 40))
+    drive(rig)
+    rig.submit(make_request("new", prompt, max_tokens=2))
+    drive(rig)
+    assert [rig.drivers[id].slot for id in ("long", "bad", "new")] == [0, 1, 1]
+    assert rig.results["new"].usage.cached_tokens == n_cached
+
+
+def test_beginning_that_holds_no_whole_piece_is_not_waited_for() -> None:
+    rig = make_rig(n_piece=64)
+    rig.submit(*alike(2))
+    step(rig)
+    assert rig.running() == ["0", "1"]
+
+
+def test_one_that_goes_on_never_takes_what_another_left_where_it_stood() -> None:
+    rig = make_rig(3)
+    first = make_request("a", [2] * 40, max_tokens=2)
+    rig.submit(make_request("x", [1] * 40, max_tokens=20), first)
+    while "a" not in rig.results:
+        rig.backend.interrupt()
+        step(rig)
+    rig.submit(make_request("b", [3] * 15, max_tokens=60))  # in the slot of "a"
+    while rig.drivers["b"].slot != 0:  # into which "x" leaves a gap
+        rig.backend.interrupt()
+        step(rig)
+    more = make_request("a+", [2] * 40, max_tokens=6)
+    output, number = rig.results["a"].token_ids, rig.drivers["a"].number
+    rig.submit(replace(more, output=output, continues=number))
+    drive(rig)
+    assert rig.results["a+"].token_ids == tuple(rig.alone(more, 6))
+
+
+def test_sets_of_adapters_that_are_gone_leave_no_index() -> None:
+    rig = make_rig(1, adapters=("a",))
+    for i in range(3):
+        rig.submit(make_request(str(i), max_tokens=1, adapter={"a": 1 + i}))
+        drive(rig)
+    assert [*rig.batcher.sharing._indexes] == [(("a", 3.0),)]
+
+
+@pytest.mark.parametrize(("copy_s", "admitted"), [(10.0, ["1"]), (1.0, ["1", "2"])])
+def test_no_more_is_copied_in_a_step_than_takes_as_long_as_decoding(
+    copy_s: float, admitted: list[str]
+) -> None:
+    rig = make_rig(4)
+    rig.submit(*alike(1, max_tokens=60))
+    for _ in range(3):
+        rig.backend.interrupt()
+        step(rig)
+    rig.scheduler.costs.learn_copy(50, copy_s)  # a step takes a second
+    rig.submit(*alike(3, first=1))
+    assert [d.request.id for d in rig.scheduler.admit(rig.now)] == admitted
+
+
 def test_memory_that_cannot_trim_goes_on_where_a_state_ends_and_nowhere_else() -> None:
     rig = make_rig(n_slots=1, memory=recurrent(1))
     rig.submit(make_request("a", COMMON, max_tokens=3))

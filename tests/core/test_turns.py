@@ -203,6 +203,25 @@ def test_quantum_not_said_is_the_default() -> None:
     assert n_steps == [DEFAULT_QUANTUM, DEFAULT_QUANTUM, 9, 9]
 
 
+def test_one_that_had_most_of_its_turn_leaves_first() -> None:
+    rig = fair(quantum=4, n_slots=2)
+    rig.submit(make_request("long", range(60), max_tokens=40))
+    rig.submit(make_request("short", (1, 2), max_tokens=40))
+    while rig.drivers["long"].n_turn < 5:
+        rig.backend.interrupt()
+        step(rig)
+    rig.submit(make_request("new", (3, 4), max_tokens=4))
+    step(rig)
+    assert rig.running() == ["long", "new"]
+
+
+def test_nobody_leaves_for_one_that_has_a_slot_to_go_to_but_no_cells() -> None:
+    rig = fair(n_slots=3, quantum=4, memory=shared_pool(64))
+    rig.submit(*make_sequences(2, max_tokens=20), make_request("c", range(30), max_tokens=20))
+    drive(rig)
+    assert [rig.drivers[id].n_before_turn for id in "01c"] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest"])
 def test_other_policies_let_everybody_finish(policy: str) -> None:
     rig = make_scheduler(1, 256, policy=policy)
