@@ -12,7 +12,7 @@ import pytest
 from cbatch.backend.fake_vocab import END_TOKEN
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.outcome import result_of, take_chunk
-from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Chunk, Slot
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Chunk, Slot, TokenLogprobs
 from cbatch.core.status import TRANSITIONS, Event, Status
 from cbatch.errors import (
     PromptTooLongError,
@@ -292,3 +292,63 @@ def test_cancel_in_the_queue_is_an_error() -> None:
     result = result_of(driver)
     assert (result.finish_reason, result.text, result.token_ids) == ("cancelled", "", ())
     assert isinstance(result.error, RequestCancelledError)
+
+
+# ---- what is scored, and in which pieces ----
+
+
+@pytest.mark.parametrize(("n_computed", "n"), [(0, 4), (3, 1), (4, 2), (6, 1), (7, 1)])
+def test_pieces_end_at_their_multiples_and_with_the_prompt(n_computed: int, n: int) -> None:
+    driver = make_running(n_prompt=6)
+    driver.tokens += [7, 8]
+    driver.rewind(n_computed)
+    assert driver.n_to_boundary(4) == n
+
+
+def make_scored(n_scored: int, n_computed: int) -> SequenceDriver:
+    """One with a prompt of 6 tokens, of which so many were scored from."""
+    driver = make_running(n_prompt=6, prompt_logprobs=0)
+    driver.take_scores([TokenLogprobs(-1.0)] * n_scored)
+    driver.rewind(n_computed)
+    return driver
+
+
+@pytest.mark.parametrize(("n_scored", "n_takeable"), [(0, 0), (3, 3), (4, 4), (5, 5)])
+def test_scored_prompt_begins_no_further_than_it_was_scored(n_scored: int, n_takeable: int) -> None:
+    driver = make_scored(n_scored, 0)
+    assert driver.is_scoring == (n_scored < 5)  # nothing stands behind the last token
+    assert driver.n_takeable == n_takeable
+
+
+@pytest.mark.parametrize(
+    ("n_scored", "n_computed", "n_tokens", "targets"),
+    [(0, 0, 6, [1, 2, 3, 4, 5]), (0, 0, 3, [1, 2, 3]), (3, 3, 3, [4, 5]), (3, 0, 3, [])],
+)
+def test_chunk_scores_what_was_not_and_nothing_behind_the_prompt(
+    n_scored: int, n_computed: int, n_tokens: int, targets: list[int]
+) -> None:
+    chunk = make_scored(n_scored, n_computed).chunk(Slot(0), n_tokens)
+    assert list(chunk.targets) == targets
+
+
+@pytest.mark.parametrize(
+    ("n_scored", "n_computed", "n_targets", "n"),
+    [(0, 0, 5, 6), (0, 0, 4, 4), (3, 0, 0, 3), (3, 3, 2, 3), (3, 3, 1, 1)],
+)
+def test_step_takes_as_much_as_it_can_score(
+    n_scored: int, n_computed: int, n_targets: int, n: int
+) -> None:
+    driver = make_scored(n_scored, n_computed)
+    assert driver.n_within(driver.n_pending, n_targets) == n
+
+
+def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:
+    driver = make_running(n_prompt=4)
+    driver.tokens += [7, 8]
+    driver.take_over(5)
+    assert (driver.n_cached, driver.n_reached) == (4, 5)  # no more than the prompt
+    driver.rewind()
+    driver.take_over(2)
+    assert (driver.n_cached, driver.n_reached) == (4, 5)
+    driver.lose_adopted()
+    assert (driver.n_cached, driver.n_reached) == (0, 0)

@@ -105,6 +105,18 @@ def test_leader_that_is_paused_holds_up_nobody() -> None:
     drive(rig)
 
 
+def test_paused_one_whose_slot_the_next_needs_is_no_source() -> None:
+    rig = make_rig(2)
+    rig.submit(*alike(1, max_tokens=60))
+    rig.backend.interrupt()
+    step(rig)
+    rig.batcher.pause("0")
+    rig.submit(*alike(1, first=1), make_request("c", [9] * 40, max_tokens=2))
+    plan = step(rig)
+    assert plan is not None
+    assert (plan.copies, rig.running()) == ((), ["c", "1"])
+
+
 def test_follower_that_is_cancelled_or_paused_is_no_longer_one() -> None:
     rig = make_rig(n_batch=26)
     rig.submit(*alike(3))
@@ -185,14 +197,15 @@ def test_newcomer_with_nothing_in_common_takes_the_slot_unused_for_longest() -> 
 
 def test_newcomer_stands_beside_those_that_run() -> None:
     rig = make_rig(n_slots=4)
-    for i in range(3):
+    for i in range(4):
         rig.submit(make_request(str(i), [i] * 40, max_tokens=2))
         drive(rig)
     rig.submit(make_request("again", [2] * 40, max_tokens=60))  # in slot 2, where its cells are
+    rig.backend.interrupt()
     step(rig)
     rig.submit(make_request("b", [9] * 40, max_tokens=2))
     step(rig)
-    assert {rig.drivers["again"].slot, rig.drivers["b"].slot} == {2, 3}
+    assert [rig.drivers[id].slot for id in ("again", "b")] == [2, 1]
 
 
 LONG = [*COMMON, *range(160, 210)]
@@ -324,6 +337,17 @@ def test_pool_counts_shared_cells_once() -> None:
     assert rig.stats.n_active_max == 4
     assert n_most == 50 + 4 * 10  # a last token has no cell
     assert rig.stats.n_prompt_tokens == 54
+
+
+def test_pool_keeps_cells_that_the_same_plan_copies() -> None:
+    rig = make_rig(2, memory=shared_pool(160, can_copy=True))
+    rig.submit(make_request("long", LONG, max_tokens=2))
+    drive(rig)
+    rig.submit(make_request("new", [*COMMON, 7], max_tokens=60))
+    plan = step(rig)
+    assert plan is not None
+    assert (plan.copies, plan.clears) == (((0, 1, 50),), ())
+    assert rig.batcher.ledger.n_cells[0] == len(LONG) + 1
 
 
 def test_pool_keeps_cells_of_those_that_ended_until_somebody_needs_them() -> None:
