@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.core.batcher import N_FETCHED_PER_SLOT, N_STORED_PER_SLOT
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.holds import _N_KNOWN_MAX, Fetch, Found
+from cbatch.core.holds import _N_KNOWN_MAX, Fetch, Followers, Found
 from cbatch.core.sharing import N_WORTH
 from cbatch.core.status import Wait
 from cbatch.errors import CacheError
@@ -209,6 +209,18 @@ def test_file_that_is_required_is_ordered_whatever_is_known_of_it() -> None:
 
 
 # ---- whom they hold up ----
+
+
+def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> None:
+    followers, rig = Followers(), make_rig()
+    rig.submit(make_request("leader", range(9)), make_request("follower"))
+    step(rig)
+    leader = rig.drivers["leader"]
+    followers.add(rig.drivers["follower"], leader, 6)
+    for n_computed, n_left in [(0, 1), (2, 1), (4, 1), (4, 0)]:  # it has stopped
+        leader.rewind(n_computed)
+        followers.take_released(())
+        assert len(followers) == n_left
 
 
 def test_followers_of_another_set_of_adapters_stay_where_they_are_in_a_turn_of_ours() -> None:

@@ -44,6 +44,12 @@ def alike(n: int, first: int = 0, **options: Any) -> list[Request]:
     return [make_request(str(i), [*COMMON, 100 + i], **said) for i in range(first, first + n)]
 
 
+def drive_until(rig: Rig, id: str) -> None:
+    """Step until a request has ended."""
+    while id not in rig.results:
+        step(rig)
+
+
 @pytest.mark.parametrize("n", [2, 4, 9])
 def test_common_beginning_of_those_that_come_together_is_computed_once(n: int) -> None:
     rig = make_rig()
@@ -322,6 +328,77 @@ def test_memory_that_cannot_trim_goes_on_where_a_state_ends_and_nowhere_else() -
     rig.submit(make_request("c", [*COMMON, 7], max_tokens=2))
     drive(rig)
     assert [rig.results[id].usage.cached_tokens for id in "bc"] == [n_kept, 0]
+
+
+def test_state_is_passed_on_where_it_ends_a_piece_and_nowhere_else() -> None:
+    for n_prompt, n_cached in [(48, 48), (50, 0)]:
+        rig = make_rig(1, memory=recurrent(1), n_piece=16)
+        rig.submit(make_request("a", range(n_prompt), prefill_only=True))
+        drive(rig)
+        rig.submit(make_request("b", range(n_prompt + 20), max_tokens=2))
+        drive(rig)
+        assert rig.results["b"].usage.cached_tokens == n_cached
+
+
+def test_state_behind_a_stop_string_is_passed_on_to_nobody() -> None:
+    rig = make_rig(1, n_vocab=4096, memory=recurrent(1))
+    text = b"".join(
+        map(rig.backend.vocab.piece, rig.alone(make_request(prompt=COMMON), 9))
+    ).decode()
+    rig.submit(make_request("a", COMMON, max_tokens=9, stop=text[3:5]))
+    drive(rig)
+    rig.submit(make_request("b", [*COMMON, *rig.drivers["a"].output, 7], max_tokens=2))
+    drive(rig)
+    assert rig.results["b"].usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("can_copy", [True, False])
+def test_one_that_cannot_copy_waits_for_nobody_and_computes_all(can_copy: bool) -> None:
+    rig = make_rig(3, memory=replace(partitioned(384), can_copy=can_copy))
+    rig.submit(*alike(2, max_tokens=20))
+    step(rig)
+    assert rig.running() == (["0"] if can_copy else ["0", "1"])
+    rig.submit(*alike(1, first=2))
+    drive(rig)
+    assert rig.stats.n_prompt_tokens == (53 if can_copy else 153)
+
+
+def test_source_of_a_copy_is_not_the_next_to_be_emptied() -> None:
+    rig = make_rig(3)
+    for request in (make_request("long", LONG), make_request("b", [9] * 40)):
+        rig.submit(replace(request, options=replace(request.options, max_tokens=2)))
+        drive(rig)
+    for prompt in ([*COMMON, 7], [8] * 40):  # a copy, then one that takes a slot
+        rig.submit(make_request(str(prompt[0]), prompt, max_tokens=2))
+        drive(rig)
+    assert rig.drivers["8"].slot == rig.drivers["b"].slot == 1
+
+
+def test_one_that_moves_where_nothing_is_shared_leaves_an_empty_slot() -> None:
+    rig = make_rig(2, share_prefixes=False)
+    long = make_request("long", [9] * 40, max_tokens=40)
+    rig.submit(make_request("x", max_tokens=2), long)
+    while rig.drivers["long"].slot != 0:
+        rig.backend.interrupt()
+        step(rig)
+    drive(rig)
+    assert rig.results["long"].token_ids == tuple(rig.alone(long, 40))
+    assert rig.stats.n_recomputed_tokens == 0
+
+
+def test_saved_cells_that_come_back_into_a_pool_drive_out_what_nobody_needs() -> None:
+    memory = shared_pool(100, can_save=True, can_copy=True)
+    rig = make_rig(3, memory=memory)
+    rig.submit(make_request("a", COMMON, max_tokens=20))
+    rig.backend.interrupt()
+    step(rig)
+    rig.batcher.pause("a")
+    rig.submit(*(make_request(str(i), [i] * 28, max_tokens=2) for i in (7, 8, 9)))
+    drive_until(rig, "9")
+    rig.batcher.resume("a")
+    drive(rig)
+    assert rig.stats.n_recomputed_tokens == 0
+    assert len(rig.results["a"].token_ids) == 20
 
 
 def test_pool_counts_shared_cells_once() -> None:

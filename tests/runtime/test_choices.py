@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,8 @@ from cbatch.core.plan import Memory
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
+from cbatch.options import RunOptions
+from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import partitioned
 from tests.places import steps, wait_until
@@ -349,10 +352,22 @@ def test_best_of_streams_what_it_keeps_when_it_is_known(engine: Engine) -> None:
 
 
 def test_best_of_prefers_what_did_not_fail(engine: Engine) -> None:
-    whole = [answer(engine, n=4, seed=seed, regex="1:5:7") for seed in range(8)]
-    mixed = next(r for r in whole if 0 < sum(c.error is not None for c in r.choices) < 4)
-    kept = answer(engine, best_of=4, seed=mixed.choices[0].seed, regex="1:5:7")
-    assert kept.error is None
+    whole = [answer(engine, n=4, seed=4 * seed, regex="1:5:7", logprobs=0) for seed in range(16)]
+    mixed = [r for r in whole if 0 < sum(c.error is not None for c in r.choices) < 4]
+    told = [[c for c in r.choices if c.logprobs] for r in mixed]
+    assert any(max(choices, key=mean_of).error for choices in told)  # the likeliest
+    for result in mixed:
+        kept = answer(engine, best_of=4, seed=result.choices[0].seed, regex="1:5:7")
+        assert kept.error is None
+
+
+def test_result_has_taken_as_long_as_the_slowest_answer_whichever_is_kept(engine: Engine) -> None:
+    fast, slow = answer(engine, seed=1), answer(engine, seed=2)
+    slow = replace(slow, timings=replace(slow.timings, total_s=fast.timings.total_s + 9))
+    choices = Choices(Mailbox(1, lambda _: 0, None), 0, "x", RunOptions(best_of=2))
+    assert choices._joined([fast], [fast, slow]).timings == replace(
+        fast.timings, total_s=slow.timings.total_s
+    )
 
 
 def test_best_of_counts_the_prompt_as_computed_whichever_it_keeps() -> None:
