@@ -18,7 +18,7 @@ from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError
 from cbatch.messages import BatchPrompt
-from cbatch.runtime.intake import EXTENSIBLE
+from cbatch.runtime.refusals import EXTENSIBLE
 from tests.core.test_equivalence import PROMPTS, memories, schedules
 from tests.runtime.backends import GatedBackend
 
