@@ -279,9 +279,12 @@ def settle_disk(rig: Rig) -> None:
     for fetch in rig.fetching:
         missing = CacheError(fetch.key, "there is none", is_missing=True)
         found, data = rig.disk.get(fetch, (missing, np.empty(0, np.uint8)))
-        drivers, adopted = rig.batcher.fetches.arrive(fetch, found)
-        for _, key, n_cells in adopted:
-            rig.backend.keep(key, data, n_cells)
+        n_read = 0
+        if isinstance(found, Found) and (n_read := rig.batcher.fetches.n_wanted(fetch, found)):
+            data = rig.backend.fit(data, len(found.tokens), n_read)
+        drivers, adopted = rig.batcher.fetches.arrive(fetch, found, n_read)
+        for _, key in adopted:
+            rig.backend.keep(key, data, n_read)
         for driver in drivers:
             rig.batcher.release(driver)
     for driver in rig.storing:

@@ -1205,9 +1205,9 @@ class Fitting(FakeBackend):
         self.fitters: list[str] = []
         self.kept: list[object] = []
 
-    def fit(self, data: NDArray[np.uint8], n_cells: int) -> NDArray[np.uint8]:
+    def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
         self.fitters.append(threading.current_thread().name)
-        return super().fit(data.copy(), n_cells)
+        return super().fit(data, n_cells, n_wanted).copy()
 
     def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         self.kept.append(data)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import cbatch
+from cbatch.bench import synth
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.models.recipe.tasks import SHORT_TASKS, held_out_chats, is_right
+from cbatch.store import CacheStore
 from tests.backend.lora import write_lora
 from tests.runtime.backends import all_results, streams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
@@ -53,6 +60,28 @@ def alone(path: Path, tokens: list[int], **said: Any) -> tuple[int, ...]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "cells"
+
+
+@pytest.fixture(scope="session")
+def window_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the path of a model whose layers but each fourth look back over 32 positions only."""
+    layer = synth._attention_layer
+
+    def layer_with_one_norm(shape: synth.Shape, block: str) -> Iterator[Any]:
+        return (tensor for tensor in layer(shape, block) if "ffn_norm" not in tensor.name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synth, "_attention_layer", layer_with_one_norm)
+        return synth.write_model(
+            tmp_path_factory.mktemp("windows") / "cohere2.gguf",
+            replace(synth.SHAPES["test"], n_layer=4, tied=True),
+            metadata={
+                "general.architecture": "cohere2",
+                "cohere2.attention.sliding_window": 32,
+                "cohere2.attention.layer_norm_epsilon": 1e-5,
+                "cohere2.logit_scale": 1.0,
+            },
+        )
 
 
 # ---- saved, and begun with by another engine ----
@@ -146,15 +175,53 @@ def test_recurrent_state_goes_on_whole_from_its_file(synth: SynthFactory, folder
     assert result.token_ids == whole.token_ids
 
 
-def test_file_of_a_longer_window_serves_a_shorter_one(test_model: Path, folder: Path) -> None:
-    with load(test_model, folder, ctx_per_seq=1024) as engine:
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+def test_file_of_a_longer_window_serves_a_shorter_one(
+    test_model: Path, folder: Path, flash_attn: str
+) -> None:
+    with load(test_model, folder, ctx_per_seq=1024, flash_attn=flash_attn) as engine:
         ask(engine, prompt(700), **SAVED, prefill_only=True)
-    with load(test_model, folder) as engine:
-        result = ask(engine, prompt(100), cache_key="k", **GREEDY)
+    with load(test_model, folder, flash_attn=flash_attn) as engine:
+        result = ask(engine, prompt(200), **REQUIRED, **GREEDY)
         other = ask(engine, prompt(50, 3), **GREEDY)
-    assert result.error is None
-    assert result.token_ids == alone(test_model, prompt(100), **GREEDY)
-    assert other.token_ids == alone(test_model, prompt(50, 3), **GREEDY)
+    assert (result.error, result.usage.cached_tokens) == (None, 199)
+    for tokens, found in ((prompt(200), result), (prompt(50, 3), other)):
+        assert found.token_ids == alone(test_model, tokens, flash_attn=flash_attn, **GREEDY)
+
+
+def test_exact_file_of_a_longer_window_gives_whole_pieces_bit_for_bit(
+    test_model: Path, folder: Path
+) -> None:
+    with load(test_model, folder, **EXACT, ctx_per_seq=1024) as engine:
+        ask(engine, prompt(700), **SAVED, prefill_only=True)
+    with load(test_model, folder, **EXACT) as engine:
+        result = ask(engine, prompt(201), **REQUIRED, **SEEDED)
+    assert result.usage.cached_tokens == 192
+    assert result.token_ids == alone(test_model, prompt(201), **EXACT, **SEEDED)
+
+
+POOL: dict[str, Any] = {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None}
+
+
+@pytest.mark.parametrize("model", ["full", "windows"])
+@pytest.mark.parametrize(("before", "behind"), [({}, POOL), (POOL, {"parallel": 3})])
+def test_file_of_slots_serves_a_pool_and_back(
+    test_model: Path,
+    window_model: Path,
+    folder: Path,
+    model: str,
+    before: dict[str, Any],
+    behind: dict[str, Any],
+) -> None:
+    path = test_model if model == "full" else window_model
+    with load(path, folder, **before) as engine:
+        first = ask(engine, prompt(80), **SAVED, **GREEDY)
+    tokens = [*prompt(80), *first.token_ids, 301]
+    with load(path, folder, **behind) as engine:
+        ask(engine, prompt(30, 3), **GREEDY)
+        result = ask(engine, tokens, **REQUIRED, **GREEDY)
+    assert result.usage.cached_tokens == 95
+    assert result.token_ids == alone(path, tokens, **{**behind, "parallel": 2}, **GREEDY)
 
 
 def test_many_readers_begin_with_one_file(test_model: Path, folder: Path) -> None:
@@ -253,6 +320,74 @@ def test_damaged_file_is_computed_beside_others(test_model: Path, folder: Path) 
     assert "is damaged" in first.warnings[0]
     assert first.token_ids == alone(test_model, prompt(60), **GREEDY)
     assert second.token_ids == alone(test_model, prompt(50, 3), **GREEDY)
+
+
+def rewrite(folder: Path, change: Callable[[NDArray[np.uint8]], object]) -> None:
+    """Change the cells in the only file there is, and give it the digests that go with them."""
+    store = CacheStore(folder, 2**30)
+    [file] = store.files()
+    cells = store.read(file.key, file.fingerprint)
+    change(cells.data)
+    store.write(file.key, cells, file.fingerprint)
+
+
+def no_numbers(data: NDArray[np.uint8]) -> None:
+    data[-400:-8] = 0xFF  # numbers of the last layer
+
+
+def one_slot_more(data: NDArray[np.uint8]) -> None:
+    data[8] += 1
+
+
+def another_type(data: NDArray[np.uint8]) -> None:
+    i_type = 16 + 12 * int(data[12:16].view("<u4")[0]) + 8
+    data[i_type] ^= 1
+
+
+BAD_CELLS: dict[str, tuple[Callable[[NDArray[np.uint8]], object], str]] = {
+    "slots": (one_slot_more, "cut off"),
+    "type": (another_type, "laid out in another way"),
+}
+CELLS_OF: dict[str, dict[str, Any]] = {
+    "slots": {"flash_attn": "off"},
+    "pool": {**POOL, "flash_attn": "off"},
+    "states": {},
+}
+
+
+@pytest.mark.parametrize("kind", CELLS_OF)
+def test_numbers_that_are_none_in_a_file_reach_nobody(
+    test_model: Path, synth: SynthFactory, folder: Path, kind: str
+) -> None:
+    path = synth("mamba") if kind == "states" else test_model
+    settings = CELLS_OF[kind]
+    items = [BatchPrompt(tokens=prompt(60)), BatchPrompt(tokens=prompt(20, 3))]
+    with load(path, folder, **settings) as engine:
+        ask(engine, prompt(59), **SAVED, prefill_only=True)
+        expected = streams(engine.run(items, options=GREEDY))
+    rewrite(folder, no_numbers)
+    with load(path, folder, **settings) as engine:
+        failed = ask(engine, prompt(60), **REQUIRED, **GREEDY)
+        first, second = all_results(engine.run(items, options={"cache_key": "k", **GREEDY}))
+        again = streams(engine.run(items, options=GREEDY))
+    assert isinstance(failed.error, CacheError)
+    assert "numbers that are none" in failed.error.reason
+    assert first.warnings == (str(failed.error),)
+    assert [(r.finish_reason, r.token_ids) for r in (first, second)] == expected == again
+
+
+@pytest.mark.parametrize("case", BAD_CELLS)
+def test_bad_cells_with_right_digests_are_told(test_model: Path, folder: Path, case: str) -> None:
+    change, words = BAD_CELLS[case]
+    with load(test_model, folder) as engine:
+        ask(engine, prompt(60), **SAVED, **GREEDY)
+    rewrite(folder, change)
+    with load(test_model, folder) as engine:
+        failed = ask(engine, prompt(60), **REQUIRED, **GREEDY)
+        warned = ask(engine, prompt(60), cache_key="k", **GREEDY)
+    assert words in str(failed.error)
+    assert words in warned.warnings[0]
+    assert warned.token_ids == alone(test_model, prompt(60), **GREEDY)
 
 
 def test_file_of_one_adapter_is_not_used_for_another(

@@ -139,15 +139,19 @@ class Backend(Protocol):
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells computed with `adapters` depend on, by readable names. From any thread; may read files."""
 
-    def fit(self, data: NDArray[np.uint8], n_cells: int) -> NDArray[np.uint8]:
-        """Return cells that `take` handed out, here or elsewhere, so that `keep` can take them. From any thread.
+    def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
+        """Return the first of cells that `take` handed out, here or elsewhere, for `keep` to take. From any thread.
 
         Args:
-            data: (n_bytes,) uint8.
-            n_cells: how many cells it holds at least.
+            data: (n_bytes,) uint8: anything.
+            n_cells: how many cells it is said to hold at least.
+            n_wanted: how many to return, 1 … `n_cells`; all of them where memory cannot trim.
 
         Returns:
-            (n_bytes,) uint8; empty where they are no whole cells.
+            (n_bytes,) uint8: nothing but cells that do no harm to those of others.
+
+        Raises:
+            ValueError: they are none of this memory's; its text is the end of a sentence about them.
         """
 
     def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
@@ -156,7 +160,7 @@ class Backend(Protocol):
         Args:
             key: new.
             data: (n_bytes,) uint8, as `fit` returned them, kept until they are loaded or forgotten.
-            n_cells: how many cells it holds at least.
+            n_cells: how many cells it holds.
         """
 
     def take(self, key: int) -> NDArray[np.uint8] | None:

@@ -16,8 +16,9 @@ from cbatch.backend.fingerprint import fingerprint, model_parts, rope_factors
 from cbatch.backend.grammar import Guides, LlamaGrammars
 from cbatch.backend.library import handshake
 from cbatch.backend.log import llama_log
-from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, fitted, has_states
+from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, has_states
 from cbatch.backend.native import NativeStepper
+from cbatch.backend.saved import read_format
 from cbatch.backend.tiles import find_tiles
 from cbatch.core.plan import (
     Chunk,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from cbatch.backend.adapters import Adapters
     from cbatch.backend.model import LlamaModel
     from cbatch.backend.native import Masks
+    from cbatch.backend.saved import SavedFormat
     from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
 
@@ -98,7 +100,6 @@ class LlamaBackend:
         self._model, self._owns_model, self._options = model, owns_model, options
         self._make_stepper = stepper or NativeStepper
         self._adapters = adapters
-        self._is_state = bool(llama_cpp.llama_model_is_recurrent(model.pointer))
         self.grammars = LlamaGrammars(model)
         self._is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
         self._busy = threading.Lock()
@@ -112,7 +113,9 @@ class LlamaBackend:
         self.is_unified = options.kv == "unified"
         try:
             self._open()
-            self.memory = self._try_memory()
+            self._sample = self._try_memory()
+            self.memory = self._find_memory()
+            self._format = self._find_format()
         except BaseException:
             self._free()
             raise
@@ -135,6 +138,7 @@ class LlamaBackend:
         self.n_cells = [0] * self.n_slots
         self._uncopied: set[Slot] = set()
         self._unshifted: set[Slot] = set()
+        self._foreign: set[Slot] = set()
         self._last_chunks: Sequence[Chunk] = ()
         self._stepper = self._make_stepper(
             ctypes.cast(self._ctx, ctypes.c_void_p),
@@ -144,11 +148,11 @@ class LlamaBackend:
             n_threads=self.n_threads,
         )
 
-    def _try_memory(self) -> Memory:
-        """Decode one token and take it back: positions must be what llama.cpp's header promises; then try the rest."""
+    def _try_memory(self) -> SavedCells | None:
+        """Decode one token and take it back: positions must be what llama.cpp's header promises. Return its cell."""
         token = self.vocab.end_tokens[0] if self.vocab.end_tokens else 0
         code = self._stepper.run([Chunk(Slot(0), 0, (token,), has_output=False)], 1).code
-        before = self._cells.count(0) - 1
+        before, sample = self._cells.count(0) - 1, self._cells.save(0)
         self._cells.trim(0, 0)
         after = self._cells.count(0) - 1
         if (code, before, after) != (0, 0, -1):
@@ -156,6 +160,9 @@ class LlamaBackend:
                 f"one decoded token gave code {code} and last position {before}, {after} when removed; "
                 f"expected 0, 0, -1 (llama-cpp-python {llama_cpp.__version__})"
             )
+        return sample
+
+    def _find_memory(self) -> Memory:
         memory = find_memory(
             self._ctx,
             self._model,
@@ -166,6 +173,13 @@ class LlamaBackend:
         if memory.kind != "partitioned" or self._is_on_device:
             return memory
         return replace(memory, tiles=find_tiles(self._model, self._options, self.n_threads))
+
+    def _find_format(self) -> SavedFormat | None:
+        """Find out how the context writes cells, if that is a known way."""
+        if self._sample is None:
+            return None
+        n_vocab, can_trim = self.vocab.n_vocab, self.memory.can_trim
+        return read_format(self._sample.data, n_vocab=n_vocab, can_trim=can_trim)
 
     @property
     def vocab(self) -> Vocab:
@@ -307,12 +321,21 @@ class LlamaBackend:
             self._trim(slot, 0)
         for slot, n_cells in plan.trims:
             self._trim(slot, n_cells)
+        self._wipe()
         unloaded = [key for slot, key, n in plan.loads if not self._load(slot, key, n)]
         return tuple(dict.fromkeys((*unsaved, *unloaded))), not unloaded
 
     def _trim(self, slot: Slot, n_cells: int) -> None:
         self._cells.trim(slot, n_cells)
         self.n_cells[slot] = n_cells
+
+    def _wipe(self) -> None:
+        """Overwrite what states from elsewhere have left in slots that are empty now."""
+        if any(not self.n_cells[slot] for slot in self._foreign):
+            empty = [slot for slot, n in enumerate(self.n_cells) if not n]
+            self._foreign.difference_update(empty)
+            if self._sample is not None and self.memory.kind == "recurrent":
+                self._cells.wipe(empty, self._sample)
 
     def _copy(self, copies: Sequence[tuple[Slot, Slot, int]]) -> float:
         """Copy beginnings from slot to slot; return the seconds it took.
@@ -348,7 +371,7 @@ class LlamaBackend:
         saved = self._cells.save(slot)
         if saved is None or saved.n_cells != self.n_cells[slot]:
             return False
-        self._saved[key] = saved
+        self._saved[key] = replace(saved, is_foreign=slot in self._foreign)
         return True
 
     def _load(self, slot: Slot, key: int, n_cells: int) -> bool:
@@ -362,15 +385,19 @@ class LlamaBackend:
             self._cells.trim(slot, 0)
             return False
         self.n_cells[slot] = n_cells
+        if saved.is_foreign:
+            self._foreign.add(slot)
         return True
 
     def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         """Take cells that were saved; see `Backend.keep`."""
-        self._saved[key] = SavedCells(data, n_cells)
+        self._saved[key] = SavedCells(data, n_cells, is_foreign=True)
 
-    def fit(self, data: NDArray[np.uint8], n_cells: int) -> NDArray[np.uint8]:
+    def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
         """Return cells from elsewhere as this memory would have them; see `Backend.fit`."""
-        return fitted(data, n_cells, self.memory, n_slots=self.n_slots, is_state=self._is_state)
+        if self._format is None:
+            raise ValueError("are of a memory whose layout this version does not know")
+        return self._format.fit(data, n_cells, n_wanted)
 
     def take(self, key: int) -> NDArray[np.uint8] | None:
         """Hand out what was saved; see `Backend.take`."""
@@ -384,11 +411,8 @@ class LlamaBackend:
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""
-        is_fitted = self.memory.can_trim or self._is_state  # see `fitted`
         said = {
             "pieces": str(self.n_piece),
-            "memory": "cells" if self.memory.can_trim else self.memory.kind,
-            "parallel": "any" if is_fitted else str(self.n_slots),
             "rope factors": self._rope_factors,
         }
         if self._adapters is not None:

@@ -15,15 +15,14 @@ from cbatch.core.plan import Memory
 from cbatch.errors import IncompatibleLlamaError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from numpy.typing import NDArray
 
     from cbatch.backend.model import LlamaModel
 
 _N_KEPT = 3
 """Cells of the sequence that is cut short, saved and loaded when a memory is tried."""
-
-_N_SLOTS_MAX = 256
-"""Source: src/llama-cparams.h, LLAMA_MAX_SEQ."""
 
 _N_ROTATED = 64
 """Heads of a multiple of this width are stored rotated. Source: src/llama-kv-cache.cpp, attn_rot_k."""
@@ -37,6 +36,8 @@ class SavedCells:
     """(n_bytes,) uint8."""
     n_cells: int
     """How many there are at least."""
+    is_foreign: bool = False
+    """Whether they came from elsewhere, or go on from what did: then nobody knows what is computed from them."""
 
 
 class LlamaCells:
@@ -85,6 +86,17 @@ class LlamaCells:
         n_copied = llama_cpp.llama_state_seq_get_data(self._ctx, _bytes_of(data), n_bytes, slot)
         return SavedCells(data, self.count(slot)) if n_copied == n_bytes else None
 
+    def wipe(self, slots: Collection[int], sample: SavedCells) -> None:
+        """Overwrite what emptied slots have left, all of them, with a sample of a sequence; they are empty again.
+
+        A state that begins is an old one multiplied by zero, which leaves what is no number as it is.
+        Source: llama.cpp, src/llama-graph.cpp, build_rs; src/llama-memory-recurrent.cpp, find_slot.
+        """
+        for slot in slots:
+            self.load(slot, sample)
+        for slot in slots:
+            self.trim(slot, 0)
+
     def load(self, slot: int, saved: SavedCells) -> bool:
         """Put saved cells into a slot; return whether it was done. Where it was not the slot is empty."""
         n_bytes = len(saved.data)
@@ -97,59 +109,6 @@ class LlamaCells:
 
 def _bytes_of(data: NDArray[np.uint8]) -> Any:
     return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-
-
-def fitted(
-    data: NDArray[np.uint8], n_cells: int, memory: Memory, *, n_slots: int, is_state: bool
-) -> NDArray[np.uint8]:
-    """Return cells that were saved elsewhere as this memory would have it in slot 0; empty where they are not whole.
-
-    llama.cpp refuses those of a context with another number of slots, takes positions as they are, and ends the
-    process over two states of one sequence. A position below 0, or the highest there is, stays in its slot for ever.
-    Source: src/llama-kv-cache.cpp, state_read and seq_rm; src/llama-memory-recurrent.cpp, state_read_meta.
-
-    Args:
-        data: (n_bytes,) uint8.
-        n_cells: how many it holds at least.
-        memory: what they are for.
-        n_slots: how many that has.
-        is_state: whether all that it keeps of a sequence is a state.
-    """
-    is_whole = True
-    if memory.can_trim:
-        data = _in_first_of(data, n_slots if memory.kind == "partitioned" else 1)
-        is_whole = _has_every_position(data, memory)
-    elif is_state:
-        is_whole = len(data) >= 20 and data[8:20].view("<i4").tolist() == [1, n_cells - 1, 0]
-    return data if is_whole else data[:0]
-
-
-def _in_first_of(data: NDArray[np.uint8], n_slots: int) -> NDArray[np.uint8]:
-    """Return data with the number of slots that is given, each one's number of cells, and behind the first those."""
-    n_from = int(data[8:12].view("<u4")[0]) if len(data) >= 12 else 0
-    if n_from == n_slots == 1:
-        return data
-    counts = data[12 : 12 + 4 * min(n_from, _N_SLOTS_MAX)]
-    used = np.flatnonzero(counts[: len(counts) // 4 * 4].view("<u4"))
-    if not used.size:
-        return data[:0]
-    cells = data[12 + 4 * used[0] : len(data) - 4 * (n_from - 1 - used[0])]
-    head, behind = np.array([n_slots], "<u4").view(np.uint8), np.zeros(4 * (n_slots - 1), np.uint8)
-    return np.concatenate((data[:8], head, cells, behind))
-
-
-def _has_every_position(data: NDArray[np.uint8], memory: Memory) -> bool:
-    """Whether there is one cell at each position. A cell says its position, 1, and its sequence, or 3 more words."""
-    n = int(data[12:16].view("<u4")[0]) if len(data) >= 16 else 0
-    if not n or len(data) != memory.n_saved_bytes(n):
-        return False
-    for n_words in (3, 6):
-        words = data[16 : 16 + 4 * n_words * n]
-        if len(words) == 4 * n_words * n:
-            cells = words.view("<i4").reshape(n, n_words)
-            if (cells[:, 1] == 1).all() and (np.sort(cells[:, 0]) == np.arange(n)).all():
-                return True
-    return False
 
 
 def has_states(model: LlamaModel) -> bool:

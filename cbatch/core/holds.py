@@ -117,7 +117,7 @@ class Fetches:
         found = self._known.get(_fetch_of(driver))
         if found is None or options.cache_required:
             return found is None or not self._is_in_memory(driver, found)
-        if not self._sharing.n_usable(driver, found.tokens, found.n_given):
+        if not self._n_usable(driver, found):
             driver.has_fetched = True
             driver.go_without(_no_beginning(_fetch_of(driver), found))
         return not driver.has_fetched and not self._is_in_memory(driver, found)
@@ -135,13 +135,14 @@ class Fetches:
         return self._orders.popleft() if self._orders else None
 
     def arrive(
-        self, fetch: Fetch, found: Found | CacheError
-    ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int, int]]]:
-        """Take in what reading a file brought.
+        self, fetch: Fetch, found: Found | CacheError, n_read: int
+    ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int]]]:
+        """Take in what reading a file brought, its first `n_read` cells.
 
         Returns:
-            Who waited for it and goes on now, and for whom the backend is to get the file's cells, under which key
-            and how many. Those behind one that begins as far into the file copy from it, where they can.
+            Who waited for it and goes on now, and for whom the backend is to get these cells, under which key.
+            Those behind one that begins as far into the file copy from it, where they can. Who came too late to say
+            that it wants more than was read waits on.
         """
         drivers = [d for d in self._waiting.pop(fetch, []) if d.status is not Status.FINISHED]
         if not isinstance(found, Found):
@@ -150,15 +151,20 @@ class Fetches:
                 driver.go_without(found)
             return drivers, []
         self.learn(fetch, found)
+        late = [d for d in drivers if self._n_usable(d, found) > n_read]
+        if late:
+            self._waiting[fetch] = late
+            self._orders.append(fetch)
+            drivers = [d for d in drivers if d not in late]
         return drivers, [*self._adopt(fetch, found, drivers)]
 
     def _adopt(
         self, fetch: Fetch, found: Found, drivers: Sequence[SequenceDriver]
-    ) -> Iterator[tuple[SequenceDriver, int, int]]:
+    ) -> Iterator[tuple[SequenceDriver, int]]:
         """Yield who gets cells of its own; the others have some, copy from one before them, or go without."""
         loader, n_most = None, 0
         for driver in drivers:
-            n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
+            n_cells = self._n_usable(driver, found)
             can_share = self._sharing.can_share(driver)
             if driver.status is not Status.WAITING:  # paused: it asks again when its turn comes
                 driver.has_fetched = False
@@ -169,20 +175,26 @@ class Fetches:
             elif can_share and loader is not None and n_cells < n_most + N_WORTH:
                 loader.beside += (driver,)
             else:
-                yield driver, self._cells.adopt(driver, n_cells), len(found.tokens)
+                yield driver, self._cells.adopt(driver, n_cells)
                 if can_share:
                     loader, n_most = driver, n_cells
 
     def order_again(self, fetch: Fetch) -> None:
         """Have a file read after all that nobody wanted for a while, if somebody does now."""
-        if self.is_wanted(fetch):
+        if self.n_wanted(fetch):
             self._orders.append(fetch)
         else:  # who asks next is to order it
             self._waiting.pop(fetch, None)
 
-    def is_wanted(self, fetch: Fetch) -> bool:
-        """Whether somebody still waits for a file. From any thread."""
-        return bool(self._waiting.get(fetch))
+    def n_wanted(self, fetch: Fetch, found: Found | None = None) -> int:
+        """Return how many of a file's cells they want who wait for it, how many do before it is read. From any thread.
+
+        Only a whole state, or window, is of any use: so it is all of them or none where memory cannot trim.
+        """
+        drivers = tuple(self._waiting.get(fetch, ()))
+        if found is None:
+            return len(drivers)
+        return max((self._n_usable(driver, found) for driver in drivers), default=0)
 
     def learn(self, fetch: Fetch, found: Found) -> None:
         """Take in what a file holds now."""
@@ -199,9 +211,12 @@ class Fetches:
 
     def _is_in_memory(self, driver: SequenceDriver, found: Found) -> bool:
         """Whether slots hold about as much of a prompt's beginning as the file does, which is something."""
-        n_cells = self._sharing.n_usable(driver, found.tokens, found.n_given)
+        n_cells = self._n_usable(driver, found)
         best = self._sharing.best(driver)
         return n_cells > 0 and best is not None and n_cells < best.n_cells + N_WORTH
+
+    def _n_usable(self, driver: SequenceDriver, found: Found) -> int:
+        return self._sharing.n_usable(driver, found.tokens, found.n_given)
 
 
 class Compiles:

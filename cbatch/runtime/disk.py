@@ -34,24 +34,26 @@ class Disk:
         """Have cells read that somebody waits for."""
         if self._keeper is not None:
             while (fetch := self._batcher.fetches.take_order()) is not None:
-                is_wanted = partial(self._batcher.fetches.is_wanted, fetch)
-                self._keeper.read(fetch, self._arrive, is_wanted)
+                n_wanted = partial(self._batcher.fetches.n_wanted, fetch)
+                self._keeper.read(fetch, self._arrive, n_wanted)
 
     def _arrive(self, arrival: Arrival) -> None:
         """Give cells from disk to the backend, and let those go on that waited for them."""
         if arrival.found is None:
             self._batcher.fetches.order_again(arrival.fetch)
             return
-        drivers, adopted = self._batcher.fetches.arrive(arrival.fetch, arrival.found)
-        for driver, key, n_cells in adopted:
-            self._keep(arrival, driver, key, n_cells)
+        drivers, adopted = self._batcher.fetches.arrive(
+            arrival.fetch, arrival.found, arrival.n_cells
+        )
+        for driver, key in adopted:
+            self._keep(arrival, driver, key)
         for driver in drivers:
             self._batcher.release(driver)
 
-    def _keep(self, arrival: Arrival, driver: SequenceDriver, key: int, n_cells: int) -> None:
+    def _keep(self, arrival: Arrival, driver: SequenceDriver, key: int) -> None:
         try:
             if arrival.data is not None:
-                self._backend.keep(key, arrival.data, n_cells)
+                self._backend.keep(key, arrival.data, arrival.n_cells)
         except Exception as error:  # for want of memory
             self._batcher.cells.forget(driver)
             driver.lose_adopted()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from cbatch.core.cells import Stored
     from cbatch.core.driver import SequenceDriver
 
+    Wants = Callable[[Found | None], int]
+    """Tells how many of a file's cells are wanted, before it is read with None: 0 for nothing. From any thread."""
     Post = Callable[[Callable[[], object]], None]
     """Has something done by the owner thread."""
     Written = Callable[[SequenceDriver, Found | None, str | None], object]
@@ -36,11 +38,19 @@ _READ, _WRITE, _END = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What reading a file brought; `data` is None where it failed, and `found` where nobody wanted it any more."""
+    """What reading a file brought.
+
+    Args:
+        fetch: what was to be read.
+        found: what the file holds, why it could not be read, or None where nobody wanted it any more.
+        data: (n_bytes,) uint8: its first cells; None where there are none to be had.
+        n_cells: how many these are.
+    """
 
     fetch: Fetch
     found: Found | CacheError | None
     data: NDArray[np.uint8] | None = None
+    n_cells: int = 0
 
 
 class Keeper:
@@ -64,11 +74,9 @@ class Keeper:
         """Whether the caller's thread is the one that reads and writes."""
         return self._thread is threading.current_thread()
 
-    def read(
-        self, fetch: Fetch, then: Callable[[Arrival], object], is_wanted: Callable[[], bool]
-    ) -> None:
+    def read(self, fetch: Fetch, then: Callable[[Arrival], object], n_wanted: Wants) -> None:
         """Read a file, if it is wanted still, then have `then` called with what came of it."""
-        self._do(lambda: self._read(fetch, then, is_wanted), _READ)
+        self._do(lambda: self._read(fetch, then, n_wanted), _READ)
 
     def write(self, stored: Stored, data: NDArray[np.uint8], then: Written) -> None:
         """Write a sequence's cells, then have `then` called with the driver, what is on disk, and what went wrong."""
@@ -103,17 +111,11 @@ class Keeper:
             with suppress(Exception):  # it has told whoever asked
                 work()
 
-    def _read(
-        self, fetch: Fetch, then: Callable[[Arrival], object], is_wanted: Callable[[], bool]
-    ) -> None:
+    def _read(self, fetch: Fetch, then: Callable[[Arrival], object], n_wanted: Wants) -> None:
         arrival = Arrival(fetch, CacheError(fetch.key, "reading it was broken off"))
         try:
-            if self._is_closing or not is_wanted():
-                arrival = Arrival(fetch, None)
-                return
-            cells = self._store.read(fetch.key, self._backend.fingerprint(fetch.adapters))
-            data = self._backend.fit(cells.data, len(cells.tokens))
-            arrival = Arrival(fetch, Found(cells.tokens.tolist(), cells.n_prompt), data)
+            is_wanted = not self._is_closing and n_wanted(None)
+            arrival = self._read_first(fetch, n_wanted) if is_wanted else Arrival(fetch, None)
         except CacheError as error:
             arrival = Arrival(fetch, error)
         except Exception as error:
@@ -122,6 +124,19 @@ class Keeper:
             arrival = Arrival(fetch, failure)
         finally:
             self._post(lambda: then(arrival))
+
+    def _read_first(self, fetch: Fetch, n_wanted: Wants) -> Arrival:
+        """Read a file, and keep as many of its cells as somebody wants."""
+        cells = self._store.read(fetch.key, self._backend.fingerprint(fetch.adapters))
+        found = Found(cells.tokens.tolist(), cells.n_prompt)
+        n_cells = n_wanted(found)
+        if not n_cells:
+            return Arrival(fetch, found)
+        try:
+            data = self._backend.fit(cells.data, len(found.tokens), n_cells)
+        except ValueError as error:
+            raise CacheError(fetch.key, f"the cells in its file {error}") from error
+        return Arrival(fetch, found, data, n_cells)
 
     def _write(self, stored: Stored, data: NDArray[np.uint8], then: Written) -> None:
         driver, n_cells = stored.driver, stored.n_cells

@@ -19,6 +19,9 @@ from cbatch.options import GREEDY
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from tests.conftest import SynthFactory
 
     MakeBackend = Callable[..., LlamaBackend]
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 KINDS = ("partitioned", "unified", "recurrent")
 N_SLOTS = 3
 PROMPT = [300 + 7 * i for i in range(20)]
+WIDE = {"n_head": 1}  # a head of 64: those that 64 does not divide cannot be shifted in blocks
+KEYS_IN_BLOCKS: dict[str, Any] = {"cache_type_k": "q8_0", "shape": WIDE}
 OTHER = [400 + 3 * i for i in range(33)]
 
 
@@ -72,6 +77,21 @@ def go_on(
         output += result.tokens[0]
         start, tokens, orders = backend.n_cells[slot], output[-1:], {}
     return output
+
+
+def after(backend: LlamaBackend, slot: int, tokens: Sequence[int], n: int) -> list[int]:
+    """The next `n` tokens after token 7 behind others, all computed in an empty slot and left there."""
+    backend.run(StepPlan((chunk(slot, 0, tokens),)))
+    return go_on(backend, slot, [7], n)
+
+
+def saved(backend: LlamaBackend, tokens: Sequence[int], slot: int = 0) -> NDArray[np.uint8]:
+    """Compute tokens in an empty slot, hand their cells out, and leave it empty."""
+    backend.run(StepPlan((chunk(slot, 0, tokens),)))
+    assert backend.run(StepPlan((), saves=((Slot(slot), 9),), clears=(Slot(slot),))).lost == ()
+    data = backend.take(9)
+    assert data is not None
+    return data
 
 
 def held(backend: LlamaBackend) -> list[int]:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import cbatch
 from cbatch.backend.context import make_context
 from cbatch.backend.memory import LlamaCells
 from cbatch.core.plan import Slot, StepPlan, StepResult
 from cbatch.errors import PlanError
 from tests.backend.slots import (
-    KINDS,
+    KEYS_IN_BLOCKS,
     OTHER,
     PROMPT,
+    WIDE,
+    after,
     chunk,
     failing,
     go_on,
@@ -39,14 +34,12 @@ if TYPE_CHECKING:
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
 
-WIDE = {"n_head": 1}  # a head of 64: those that 64 does not divide cannot be shifted in blocks
 LONG = [300 + 11 * i % 700 for i in range(150)]  # more than half of a slot's 256 cells
 N_KEPT, N_OUT = 4, 7
 SHIFTS = ((Slot(1), N_KEPT, N_OUT),)
 N_LEFT = len(PROMPT) - N_OUT
 
 BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
-KEYS_IN_BLOCKS = {"cache_type_k": "q8_0", "shape": WIDE}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "partitioned": ("partitioned", {}),
     "unified": ("unified", {}),
@@ -128,12 +121,6 @@ def fill(backend: LlamaBackend, *slots: int) -> None:
         backend.run(StepPlan((chunk(slot, 0, (OTHER, PROMPT, OTHER[::-1])[slot]),)))
 
 
-def after(backend: LlamaBackend, slot: int, tokens: Sequence[int], n: int) -> list[int]:
-    """The next `n` tokens after token 7 behind others, all computed in an empty slot and left there."""
-    backend.run(StepPlan((chunk(slot, 0, tokens),)))
-    return go_on(backend, slot, [7], n)
-
-
 def shifted_by_hand(backend: LlamaBackend, n: int, tokens: Sequence[int] = PROMPT) -> list[int]:
     """The next `n` tokens after token 7 behind what `SHIFTS` leaves of others, as llama.cpp alone gives them."""
     with closing(ByHand(backend)) as by_hand:
@@ -148,15 +135,6 @@ def is_whole(backend: LlamaBackend, slot: int) -> bool:
     begins = llama_cpp.llama_memory_seq_pos_min(memory, slot) == 0
     n_bytes = backend._cells.n_saved_bytes(slot)
     return not n_cells or (begins and n_bytes == backend.memory.n_saved_bytes(n_cells))
-
-
-def saved(backend: LlamaBackend, tokens: Sequence[int], slot: int = 0) -> np.ndarray[Any, Any]:
-    """Compute tokens in an empty slot, hand their cells out, and leave it empty."""
-    backend.run(StepPlan((chunk(slot, 0, tokens),)))
-    assert backend.run(StepPlan((), saves=((Slot(slot), 9),), clears=(Slot(slot),))).lost == ()
-    data = backend.take(9)
-    assert data is not None
-    return data
 
 
 # ---- out of the middle ----
@@ -312,7 +290,7 @@ def test_shift_of_cells_that_were_lost_is_left_out(make: MakeBackend) -> None:
     backend = make("partitioned")
     shifted = shifted_by_hand(backend, 5)
     backend.run(StepPlan((chunk(1, 0, PROMPT),)))
-    keep(backend, 1, np.zeros(64, np.uint8), 20)
+    backend.keep(1, np.zeros(64, np.uint8), 20)
     plan = StepPlan((), loads=((Slot(2), 1, 20),), shifts=((Slot(2), 4, 7), *SHIFTS))
     assert backend.run(plan).lost == (1,)
     assert held(backend) == [0, N_LEFT, 0]
@@ -581,7 +559,7 @@ def test_time_of_moving_is_that_of_copies_alone(make: MakeBackend) -> None:
 def test_nothing_is_copied_where_a_load_failed(make: MakeBackend) -> None:
     backend = make("partitioned")
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
-    keep(backend, 1, np.zeros(64, np.uint8), 20)
+    backend.keep(1, np.zeros(64, np.uint8), 20)
     orders: dict[str, Any] = {"copies": ((Slot(0), Slot(2), 9),), "loads": ((Slot(1), 1, 20),)}
     assert backend.run(StepPlan((chunk(2, 9, [7]),), **orders)) == StepResult([[]], 0, lost=(1,))
     assert held(backend) == [20, 0, 0]
@@ -594,251 +572,3 @@ def test_memory_that_cannot_copy_refuses(make: MakeBackend, kind: str) -> None:
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
     with pytest.raises(PlanError, match=r"cannot be copied|slots are"):
         backend.run(StepPlan((), copies=((Slot(0), Slot(1), 20),)))
-
-
-# ---- in from elsewhere ----
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("n", [1, 12, 20])
-def test_first_of_saved_cells_go_on_as_if_computed(make: MakeBackend, setting: str, n: int) -> None:
-    kind, given = SETTINGS[setting]
-    backend = make(kind, **given)
-    expected = after(backend, 2, PROMPT[:n], 5)
-    keep(backend, 3, saved(backend, PROMPT), 20)
-    output = go_on(backend, 1, [7], 5, start=n, loads=((Slot(1), 3, n),))
-    assert output == expected
-    assert held(backend) == [0, n + 5, n + 5]
-    assert is_whole(backend, 1)
-    assert backend._saved == {}
-
-
-def test_part_of_a_state_is_lost(make: MakeBackend) -> None:
-    backend = make("recurrent")
-    keep(backend, 3, saved(backend, PROMPT), 20)
-    assert backend.run(StepPlan((), loads=((Slot(1), 3, 12),))).lost == (3,)
-    assert held(backend) == [0, 0, 0]
-    assert go_on(backend, 1, PROMPT, 4) == go_on(backend, 2, PROMPT, 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cells_are_handed_out_once(make: MakeBackend, kind: str) -> None:
-    backend = make(kind)
-    assert backend.take(9) is None
-    data = saved(backend, PROMPT)
-    assert (data.dtype, data.shape) == (np.uint8, (backend.memory.n_saved_bytes(20),))
-    assert backend.take(9) is None
-
-
-SIZES = [(3, 768), (3, 1536), (2, 512), (1, 256), (5, 1280)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("parallel", "n_ctx"), SIZES)
-def test_cells_of_one_backend_go_on_in_another(
-    make: MakeBackend, kind: str, parallel: int, n_ctx: int
-) -> None:
-    expected = after(make(kind), 0, PROMPT, 5)
-    first, second = make(kind), make(kind, parallel=parallel, n_ctx=n_ctx)
-    go_on(first, 1, OTHER, 2)
-    keep(second, 4, saved(first, PROMPT, slot=2), 20)
-    slot = parallel - 1
-    output = go_on(second, slot, [7], 5, start=20, loads=((Slot(slot), 4, 20),))
-    assert output == expected
-    assert held(second) == [*[0] * slot, 25]
-
-
-def keep(backend: LlamaBackend, key: int, data: np.ndarray[Any, Any], n_cells: int) -> None:
-    backend.keep(key, backend.fit(data, n_cells), n_cells)
-
-
-def is_clean_after(backend: LlamaBackend, data: np.ndarray[Any, Any], n_cells: int) -> bool:
-    """Try to load data that do not fit; whether they are lost, the slot is empty, and goes on as another does."""
-    keep(backend, 8, data, n_cells)
-    result = backend.run(StepPlan((chunk(1, n_cells, [7]),), loads=((Slot(1), 8, n_cells),)))
-    assert result == StepResult([[]], 0, lost=(8,))
-    assert held(backend) == [0, 0, 0]
-    assert backend._saved == {}
-    expected = go_on(backend, 0, PROMPT, 4)
-    output = go_on(backend, 1, PROMPT, 4)
-    backend.run(StepPlan((), clears=(Slot(0), Slot(1))))
-    return output == expected
-
-
-def test_cells_of_another_shape_of_model_are_lost(make: MakeBackend) -> None:
-    backend, other = make("partitioned"), make("recurrent")
-    assert is_clean_after(backend, saved(other, PROMPT), 20)
-    assert is_clean_after(other, saved(backend, PROMPT), 20)
-
-
-OTHER_CELLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "keys of another type": ("partitioned", KEYS_IN_BLOCKS),
-    "keys and values of another type": (
-        "partitioned",
-        {"cache_type_k": "f32", "cache_type_v": "f32"},
-    ),
-    "values laid out otherwise": ("partitioned", {"flash_attn": "on"}),
-}
-
-
-@pytest.mark.parametrize("case", OTHER_CELLS)
-def test_cells_of_other_settings_are_lost(make: MakeBackend, case: str) -> None:
-    kind, given = OTHER_CELLS[case]
-    backend, other = make("partitioned", flash_attn="off"), make(kind, **given)
-    assert is_clean_after(backend, saved(other, PROMPT), 20)
-
-
-def test_more_cells_than_a_slot_has_are_lost(make: MakeBackend) -> None:
-    backend, larger = make("partitioned"), make("partitioned", n_ctx=1536)
-    keep(backend, 8, saved(larger, [*LONG, *LONG]), 300)
-    assert is_refused(backend, StepPlan((), loads=((Slot(1), 8, 300),)))
-    assert backend.run(StepPlan((), loads=((Slot(1), 8, 200),))).lost == (8,)
-    assert held(backend) == [0, 0, 0]
-
-
-def test_fewer_cells_than_were_said_are_lost(make: MakeBackend) -> None:
-    backend = make("partitioned")
-    assert is_clean_after(backend, saved(backend, PROMPT), 21)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_bytes", [0, 1, 3, 4, 8, 12, 15, 17, 100, 255, -1, -4])
-def test_cut_cells_are_lost(make: MakeBackend, kind: str, n_bytes: int) -> None:
-    backend = make(kind)
-    assert is_clean_after(backend, saved(backend, PROMPT)[:n_bytes].copy(), 20)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cells_with_something_behind_them_are_lost(make: MakeBackend, kind: str) -> None:
-    backend = make(kind)
-    data = saved(backend, PROMPT)
-    assert is_clean_after(backend, np.append(data, data[:40]), 20)
-
-
-# ---- damaged on the way ----
-
-FIRST_POSITION = {
-    "partitioned": 4,
-    "unified": 4,
-    "recurrent": 3,
-}  # which 4 bytes of saved cells say it
-DAMAGED: dict[str, tuple[str, dict[int, int]]] = {
-    "position that nothing removes": ("partitioned", {0: 2**31 - 1}),
-    "position below nothing": ("partitioned", {0: -7}),
-    "position below nothing in a pool": ("unified", {0: -7}),
-    "position of an empty cell": ("partitioned", {0: -1}),
-    "position twice": ("partitioned", {0: 1}),
-    "state at a position that nothing removes": ("recurrent", {0: 2**31 - 1}),
-    "state at the position of an empty cell": ("recurrent", {0: -1}),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGED)
-def test_cells_at_wrong_positions_are_lost(make: MakeBackend, case: str) -> None:
-    kind, changes = DAMAGED[case]
-    backend = make(kind)
-    data = saved(backend, PROMPT).copy()
-    for i, value in changes.items():
-        data.view(np.int32)[FIRST_POSITION[kind] + i] = value
-    assert is_clean_after(backend, data, 20)
-
-
-def test_slot_that_lacks_cells_once_it_is_cut_is_lost(make: MakeBackend) -> None:
-    backend = make("partitioned")
-    data = saved(backend, PROMPT).copy()
-    data.view(np.int32)[FIRST_POSITION["partitioned"] + 3 * 5] = 6  # position 5 is missing
-    keep(backend, 8, data, 20)
-    assert backend.run(StepPlan((chunk(1, 6, [7]),), loads=((Slot(1), 8, 6),))).lost == (8,)
-    assert held(backend) == [0, 0, 0]
-
-
-CHILD = """
-import sys
-import numpy as np
-from pathlib import Path
-from tests.backend import slots, test_moving_cells
-make = next(slots.make_backends(lambda *args, **sizes: Path(sys.argv[1])))
-test_moving_cells.{call}(make, {kind!r})
-"""
-
-
-def has_ended_well(call: str, kind: str, model: Path) -> bool:
-    """Run something of this file in a process of its own, which llama.cpp may end."""
-    root = Path(__file__).parents[2]
-    package = Path(cbatch.__file__).parents[1]
-    environ = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{root}", "GGML_NO_BACKTRACE": "1"}
-    code = CHILD.format(call=call, kind=kind)
-    done = subprocess.run(
-        [sys.executable, "-c", code, model],
-        cwd=model.parent,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(done.stdout, done.stderr[-2000:])  # noqa: T201 - what hypothesis or llama.cpp said last
-    return done.returncode == 0
-
-
-def load_two_states(make: MakeBackend, kind: str) -> None:
-    """Load saved cells that say there are two states where one sequence has one."""
-    backend = make(kind)
-    words = saved(backend, PROMPT).view(np.int32)
-    two = np.concatenate((words[:2], np.array([2, 19, 0], np.int32), words[3:]))
-    assert is_clean_after(backend, two.view(np.uint8), 20)
-
-
-def test_two_states_of_one_sequence_are_lost(synth: SynthFactory) -> None:
-    assert has_ended_well("load_two_states", "recurrent", synth("mamba"))
-
-
-def load_damaged(make: MakeBackend, kind: str) -> None:
-    """Load saved cells with damage anywhere behind their positions; cleared, the slot is as it was."""
-    backend = make(kind)
-    data = saved(backend, PROMPT)
-    expected = go_on(backend, 1, PROMPT, 4)
-    backend.run(StepPlan((), clears=(Slot(1),)))
-    n_head = 4 * (FIRST_POSITION[kind] + (1 if kind == "recurrent" else 3 * len(PROMPT)))
-
-    @given(
-        st.integers(0, 11) | st.integers(n_head, len(data) - 1), st.binary(min_size=1, max_size=64)
-    )
-    @settings(max_examples=300, deadline=None, database=None)
-    def damage(start: int, noise: bytes) -> None:
-        damaged = data.copy()
-        if kind == "recurrent":  # a NaN in a state is never gone: see below
-            noise = bytes(byte & 0x7E for byte in noise)
-        end = min(len(data), start + len(noise)) if start >= 12 else start + 1
-        damaged[start:end] = np.frombuffer(noise, np.uint8)[: end - start]
-        keep(backend, 8, damaged, len(PROMPT))
-        result = backend.run(StepPlan((), loads=((Slot(1), 8, len(PROMPT)),)))
-        n_cells = 0 if result.lost else len(PROMPT)
-        assert held(backend) == [0, n_cells, 0]
-        assert go_on(backend, 1, PROMPT, 4, clears=(Slot(1),), start=0) == expected
-        backend.run(StepPlan((), clears=(Slot(1),)))
-
-    damage()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_damage_behind_the_positions_is_lost_or_gone_with_the_slot(
-    synth: SynthFactory, kind: str
-) -> None:
-    model = synth("mamba" if kind == "recurrent" else "test")
-    assert has_ended_well("load_damaged", kind, model)
-
-
-@pytest.mark.xfail(
-    strict=True, reason="llama.cpp multiplies what is in free cells, and an old state, by zero"
-)
-@pytest.mark.parametrize("kind", ["unified", "recurrent"])
-def test_loaded_nan_does_not_reach_others_once_its_slot_is_cleared(
-    make: MakeBackend, kind: str
-) -> None:
-    backend = make(kind, flash_attn="off")
-    expected = go_on(backend, 0, PROMPT[:5], 3)
-    data = saved(backend, PROMPT, slot=1).copy()
-    data[-400:] = 0xFF  # numbers of the last layer
-    keep(backend, 8, data, 20)
-    assert backend.run(StepPlan((), loads=((Slot(1), 8, 20),), clears=(Slot(0),))).lost == ()
-    assert go_on(backend, 2, PROMPT[:5], 3, clears=(Slot(1),), start=0) == expected

@@ -51,10 +51,12 @@ def waiting(rig: Rig, *requests: Request) -> Rig:
     return rig
 
 
-def adopted(rig: Rig, found: Found | CacheError = FILE) -> list[tuple[str, int]]:
-    """Who gets cells of the file that is there now, and how many it begins with."""
-    _, adopted = rig.batcher.fetches.arrive(FETCH, found)
-    return [(driver.request.id, driver.n_computed) for driver, _, _ in adopted]
+def adopted(
+    rig: Rig, found: Found | CacheError = FILE, n_read: int = len(FILE.tokens)
+) -> list[tuple[str, int]]:
+    """Who gets cells of the file whose first are there now, and how many it begins with."""
+    _, adopted = rig.batcher.fetches.arrive(FETCH, found, n_read)
+    return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
 
 
 # ---- what each one gets ----
@@ -91,6 +93,29 @@ def test_one_that_shares_next_to_nothing_goes_without(n_shared: int) -> None:
     warned, refused = rig.drivers["a"], rig.drivers["b"]
     assert "does not begin" in warned.warnings[0]
     assert isinstance(refused.refusal, CacheError)
+
+
+# ---- how much of a file is read ----
+
+
+@pytest.mark.parametrize("n_shared", [(100,), (40, 60), (60, 40, 1), (1,)])
+def test_as_much_of_a_file_is_wanted_as_the_longest_common_beginning(
+    n_shared: tuple[int, ...],
+) -> None:
+    rig = waiting(make_rig(), *(reader(f"{i}", n) for i, n in enumerate(n_shared)))
+    n_wanted = max(n if n >= N_WORTH else 0 for n in n_shared)
+    assert rig.batcher.fetches.n_wanted(FETCH, FILE) == n_wanted
+
+
+def test_one_that_came_too_late_for_the_part_that_was_read_has_it_read_again() -> None:
+    rig = waiting(make_rig(), reader("early", 40), reader("as early", 40))
+    n_read = rig.batcher.fetches.n_wanted(FETCH, FILE)
+    rig.fetching.clear()
+    waiting(rig, reader("late", 100, cache_required=True))
+    assert adopted(rig, n_read=n_read) == [("early", 40)]
+    assert rig.drivers["late"].waits_for is Wait.CACHE
+    assert rig.batcher.fetches.take_order() == FETCH
+    assert adopted(rig) == [("late", 100)]
 
 
 # ---- one that is to load for all, and leaves ----
@@ -170,7 +195,7 @@ def test_one_who_asks_while_a_read_that_nobody_wants_is_dropped_gets_it_ordered_
     rig = waiting(make_rig(), reader("left", 100))
     rig.cancel("left")
     rig.fetching.clear()
-    assert not rig.batcher.fetches.is_wanted(FETCH)  # so it is dropped
+    assert not rig.batcher.fetches.n_wanted(FETCH)  # so it is dropped
     waiting(rig, reader("a", 100, cache_required=True))
     assert rig.fetching == []
     rig.batcher.fetches.order_again(FETCH)

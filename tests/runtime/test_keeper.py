@@ -42,7 +42,9 @@ class Owner:
 
     def read(self, key: str, *, is_wanted: bool = True) -> None:
         told = self.told
-        self.keeper.read(Fetch(key), lambda arrival: told.append(arrival.found), lambda: is_wanted)
+        self.keeper.read(
+            Fetch(key), lambda arrival: told.append(arrival.found), lambda found: 10 * is_wanted
+        )
 
     def write(self, key: str) -> None:
         self.keeper.write(stored(key), DATA, lambda *said: self.told.append(said[1:]))
@@ -157,7 +159,7 @@ def test_keeper_knows_its_own_thread(tmp_path: Path) -> None:
         is_threaded=True,
     )
     assert not keeper.is_current_thread
-    keeper.read(Fetch("k"), Arrival.__repr__, lambda: True)
+    keeper.read(Fetch("k"), Arrival.__repr__, lambda found: 1)
     assert told.get(timeout=PATIENCE_S)
     assert not keeper.is_current_thread
     in_thread(keeper.close)()
