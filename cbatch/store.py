@@ -158,20 +158,6 @@ class CacheStore:
                 raise self._missing(key, fingerprint) from None
         return CachedCells(tokens, header.n_prompt, data)
 
-    def tokens(self, key: str, fingerprint: Fingerprint) -> NDArray[np.int32] | None:
-        """Return the tokens kept under this key, (n_tokens,) int32, without reading their cells; None: no such file.
-
-        Raises:
-            CacheError: the file is damaged, as far as it was read.
-        """
-        path = self._path(key, fingerprint)
-        with _told(key, path):
-            try:
-                with _opened(path) as reader:
-                    return reader.head()[1]
-            except FileNotFoundError:
-                return None
-
     def files(self, key: str | None = None) -> list[CacheFile]:
         """Return every file, or those of one key, the most recently used first; bad ones have a problem.
 
