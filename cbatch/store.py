@@ -233,11 +233,18 @@ class CacheStore:
             _write_part(part, parts, self._clock())
             with self._lock:
                 part.replace(path)
-                self._trim(name)
+                self._try_to_trim(name)
         finally:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
         _sync_folder(self._folder)
+
+    def _try_to_trim(self, kept: str) -> None:
+        """Make the folder smaller, if that can be: what was written is there in any case."""
+        try:
+            self._trim(kept)
+        except OSError as error:
+            _logger.warning("%s cannot be listed: %s", self._folder, error.strerror)
 
     def _trim(self, kept: str) -> None:
         """Remove the least recently used files until the rest is small enough."""

@@ -29,6 +29,7 @@ from tests.test_imports import inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import NoReturn
 
     from cbatch.store import CacheFile
 
@@ -689,6 +690,30 @@ def test_write_that_fails_says_why_and_leaves_the_former_file(
     assert isinstance(caught.value.__cause__, OSError)
     assert same(store.read("a", F16), cells())
     assert parts(folder) == []
+
+
+def test_write_is_done_though_the_folder_cannot_be_listed_behind_it(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.write("a", cells(), F16)
+    scandir, replace = os.scandir, Path.replace
+
+    def replace_and_run_out(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(os, "scandir", fails_with(errno.EMFILE))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace_and_run_out)
+    store.write("a", cells(seed=1), F16)
+    assert "cannot be listed" in caplog.text
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert same(store.read("a", F16), cells(seed=1))
+
+
+def fails_with(code: int) -> Callable[..., NoReturn]:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 def test_folder_that_is_a_file_is_an_error_everywhere(tmp_path: Path) -> None:
