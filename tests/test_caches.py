@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from cbatch.cell_file import CachedCells, Fingerprint
     from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet
     from cbatch.response import BatchResponse, BatchResult
-    from cbatch.store import CachedCells, Fingerprint
 
 SAVED: dict[str, Any] = {"cache_key": "k", "save_cache": True}
 READ: dict[str, Any] = {"cache_key": "k"}

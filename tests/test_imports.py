@@ -12,7 +12,17 @@ import cbatch
 ROOT = Path(cbatch.__file__).parent
 
 ORDER = (
-    {"errors", "checks", "options", "engine_options", "messages", "response", "store", "tools"},
+    {
+        "errors",
+        "checks",
+        "options",
+        "engine_options",
+        "messages",
+        "response",
+        "cell_file",
+        "store",
+        "tools",
+    },
     {"core"},
     {"runtime"},
     {"engine"},

@@ -22,9 +22,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cbatch.cell_file
 import cbatch.store
+from cbatch.cell_file import CachedCells
 from cbatch.errors import CacheError
-from cbatch.store import CachedCells, CacheStore, default_folder
+from cbatch.store import CacheStore, default_folder
 from tests.test_imports import inside
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ def test_read_gives_what_was_written(folder: Path, n_bytes: int, n_tokens: int) 
 def test_read_of_a_large_file_takes_several_pieces(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cbatch.store, "_PIECE", 64)
+    monkeypatch.setattr(cbatch.cell_file, "_PIECE", 64)
     written = cells(SMALL + 1)
     store.write("a", written, F16)
     assert same(store.read("a", F16), written)
@@ -227,8 +229,8 @@ def test_default_folder_is_among_the_users_caches(
         assert default_folder() == tmp_path / "cbatch" / "cells"
 
 
-def test_store_depends_on_errors_alone() -> None:
-    assert inside("store") == {"errors"}
+def test_store_and_its_files_depend_on_errors_alone() -> None:
+    assert (inside("store"), inside("cell_file")) == ({"errors", "cell_file"}, {"errors"})
 
 
 # ---- fingerprints ----
@@ -496,14 +498,14 @@ def test_file_beyond_the_memory_is_an_error(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("a", cells(), F16)
-    take = cbatch.store._Reader.take
+    take = cbatch.cell_file.FileReader.take
 
     def refuse(reader: Any, n_bytes: int) -> Any:
         if n_bytes == SMALL:
             raise MemoryError
         return take(reader, n_bytes)
 
-    monkeypatch.setattr(cbatch.store._Reader, "take", refuse)
+    monkeypatch.setattr(cbatch.cell_file.FileReader, "take", refuse)
     assert fails(store).endswith("is larger than the memory there is")
 
 
@@ -511,14 +513,14 @@ def test_file_cut_off_while_it_is_read_is_an_error(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("a", cells(), F16)
-    head = cbatch.store._Reader.head
+    head = cbatch.cell_file.FileReader.head
 
     def cut(reader: Any) -> Any:
         found = head(reader)
         os.truncate(store._path("a", F16), 300)
         return found
 
-    monkeypatch.setattr(cbatch.store._Reader, "head", cut)
+    monkeypatch.setattr(cbatch.cell_file.FileReader, "head", cut)
     assert fails(store).endswith("was cut off meanwhile")
 
 
@@ -752,7 +754,8 @@ import os, sys, time
 from pathlib import Path
 import numpy as np
 from cbatch.errors import CacheError
-from cbatch.store import CachedCells, CacheStore
+from cbatch.cell_file import CachedCells
+from cbatch.store import CacheStore
 folder, how = Path(sys.argv[1]), sys.argv[2]
 new = CachedCells(np.arange(5, dtype=np.int32), 5, np.ones(100_000, np.uint8))
 really = getattr(os, how, None)
@@ -998,14 +1001,14 @@ def test_reader_keeps_the_file_that_is_replaced_meanwhile(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("a", cells(), F16)
-    head = cbatch.store._Reader.head
+    head = cbatch.cell_file.FileReader.head
 
     def replace(reader: Any) -> Any:
-        monkeypatch.setattr(cbatch.store._Reader, "head", head)
+        monkeypatch.setattr(cbatch.cell_file.FileReader, "head", head)
         store.write("a", cells(seed=1), F16)
         return head(reader)
 
-    monkeypatch.setattr(cbatch.store._Reader, "head", replace)
+    monkeypatch.setattr(cbatch.cell_file.FileReader, "head", replace)
     assert same(store.read("a", F16), cells())
     assert same(store.read("a", F16), cells(seed=1))
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cbatch.cell_file import CachedCells
 from cbatch.core.holds import Fetch, Found
 from cbatch.errors import CacheError
-from cbatch.store import CachedCells, CacheStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend
     from cbatch.core.cells import Stored
     from cbatch.core.driver import SequenceDriver
+    from cbatch.store import CacheStore
 
     Wants = Callable[[Found | None], int]
     """Tells how many of a file's cells are wanted, before it is read with None: 0 for nothing. From any thread."""

@@ -18,7 +18,7 @@ from cbatch.core.holds import Fetch, Found
 from cbatch.errors import CacheError
 from cbatch.runtime import keeper as subject
 from cbatch.runtime.keeper import Arrival, Keeper
-from cbatch.store import CachedCells, CacheStore
+from cbatch.store import CacheStore
 from tests.helpers import make_request
 from tests.places import text_of
 from tests.runtime.backends import PATIENCE_S, in_thread
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cbatch.store import Fingerprint
+    from cbatch.cell_file import CachedCells, Fingerprint
 
 DATA = np.zeros(80, np.uint8)
 

@@ -1,0 +1,271 @@
+"""One file of cells: how it is laid out, and what of it is believed.
+
+A file is data from outside: it is believed as far as its lengths and digests hold.
+
+    magic, version, length of the header | header (JSON) | tokens (int32) | digest | cells | digest
+                                           each digest: SHA-256 of all that stands before it
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from cbatch.errors import CacheError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+Fingerprint: TypeAlias = Mapping[str, str]
+"""What the cells depend on, such as the model's digest and the types of keys and values; errors show the names."""
+
+_MAGIC = b"\x93CBCELLS"  # the first byte is no text in any encoding that is common
+_VERSION = 1
+_PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
+N_DIGEST = hashlib.sha256().digest_size
+_MAX_COUNT = 2**63 - 1
+_MAX_HEADER = 2**16
+"""Bytes: a key of 1024 characters and a fingerprint of some twenty values need a tenth of it."""
+_PIECE = 2**23
+"""Bytes read and hashed at a time: few calls, and still in the processor's cache when hashed."""
+
+# A link or a FIFO in the place of a file is neither followed nor waited for.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class CachedCells:
+    """One sequence's cells.
+
+    Args:
+        tokens: (n_tokens,) int32, ≥ 0: the tokens that the cells stand for.
+        n_prompt: how many of them were given, not sampled.
+        data: (n_bytes,) uint8: the cells as llama.cpp wrote them.
+    """
+
+    tokens: NDArray[np.int32]
+    n_prompt: int
+    data: NDArray[np.uint8]
+
+
+# ---- names ----
+
+
+def file_name(key: str, fingerprint: Fingerprint) -> str:
+    """Return a file's name: of digests, for a key may be any text, also that of a path."""
+    return f"{digest_of(key)}-{digest_of(_json(dict(fingerprint)))}.cells"
+
+
+def digest_of(text: str) -> str:
+    """Return what stands for a key in the names of its files."""
+    return hashlib.sha256(_encoded(text)).hexdigest()[:32]
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+# ---- writing ----
+
+
+def packed(key: str, cells: CachedCells, fingerprint: Fingerprint) -> bytes:
+    """Return a file up to its first digest."""
+    n_tokens = _checked(key, cells)
+    header = _encoded(
+        _json(
+            {
+                "key": key,
+                "fingerprint": dict(fingerprint),
+                "n_tokens": n_tokens,
+                "n_prompt": cells.n_prompt,
+                "n_data": cells.data.size,
+            }
+        )
+    )
+    if len(header) > _MAX_HEADER:
+        raise CacheError(key, f"key and fingerprint have more than {_MAX_HEADER:,} bytes")
+    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header))
+    return prefix + header + cells.tokens.astype("<i4", copy=False).tobytes()
+
+
+def _checked(key: str, cells: CachedCells) -> int:
+    """Return how many tokens there are, where they and the cells are what `CachedCells` says."""
+    tokens, data = cells.tokens, cells.data
+    if (str(tokens.dtype), tokens.ndim, str(data.dtype), data.ndim) != ("int32", 1, "uint8", 1):
+        raise CacheError(key, "tokens must be one row of int32 and cells one of uint8")
+    if _is_negative(tokens):
+        raise CacheError(key, f"there is no token {tokens.min()}")
+    if not 0 <= cells.n_prompt <= tokens.size:
+        raise CacheError(key, f"of {tokens.size} tokens {cells.n_prompt} cannot be given")
+    return tokens.size
+
+
+def _is_negative(tokens: NDArray[np.int32]) -> bool:
+    return bool(tokens.size and tokens.min() < 0)
+
+
+def file_parts(head: bytes, data: NDArray[np.uint8]) -> Iterator[bytes | memoryview]:
+    """Yield a file part by part, the cells where they are."""
+    hashed, cells = hashlib.sha256(head), np.ascontiguousarray(data).data
+    first = hashed.digest()
+    yield head
+    yield first
+    hashed.update(first)
+    hashed.update(cells)
+    yield cells
+    yield hashed.digest()
+
+
+# ---- reading ----
+
+
+class BadFileError(Exception):
+    """What is wrong with a file, as the end of a sentence about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """What a file says that it holds."""
+
+    key: str
+    fingerprint: Fingerprint
+    n_tokens: int
+    n_prompt: int
+    n_data: int
+
+
+class FileReader:
+    """Reads a file from its beginning, each byte once, and hashes what it reads."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._fd, self._name = fd, name
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise BadFileError("is not a regular file")
+        self._n_bytes = self._n_left = found.st_size
+        self._hash = hashlib.sha256()
+
+    def head(self) -> tuple[FileHeader, NDArray[np.int32]]:
+        """Read and check everything up to the cells: the header, and (n_tokens,) int32."""
+        header = self._header()
+        tokens = self.take(4 * header.n_tokens).view("<i4").astype(np.int32, copy=False)
+        self.check()
+        if _is_negative(tokens):
+            raise BadFileError("holds tokens that are none")
+        if file_name(header.key, header.fingerprint) != self._name:
+            raise BadFileError("is the file of another key or fingerprint")
+        return header, tokens
+
+    def _header(self) -> FileHeader:
+        if self._n_left < _PREFIX.size:
+            raise BadFileError("is no file of cells")
+        magic, version, n_header = _PREFIX.unpack(self.take(_PREFIX.size).tobytes())
+        if magic != _MAGIC:
+            raise BadFileError("is no file of cells")
+        if version != _VERSION:
+            raise BadFileError(f"is of version {version}, and this cbatch reads {_VERSION}")
+        if n_header > _MAX_HEADER:
+            raise BadFileError("has a damaged header")
+        header = _parsed(self.take(n_header).tobytes())
+        n_said = _PREFIX.size + n_header + 4 * header.n_tokens + header.n_data + 2 * N_DIGEST
+        if n_said != self._n_bytes:
+            raise BadFileError(f"has {self._n_bytes:,} bytes where {n_said:,} should be")
+        return header
+
+    def take(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Return the next bytes, in an array no larger than the file."""
+        if n_bytes > self._n_left:
+            raise BadFileError("is cut off")
+        taken = np.empty(n_bytes, np.uint8)
+        self._fill(taken.data)
+        return taken
+
+    def skip(self, n_bytes: int) -> None:
+        """Read and hash the next bytes, and keep none."""
+        piece = np.empty(min(n_bytes, _PIECE), np.uint8).data
+        for start in range(0, n_bytes, _PIECE):
+            self._fill(piece[: n_bytes - start])
+
+    def _fill(self, left: memoryview) -> None:
+        self._n_left -= len(left)
+        while left:
+            n_read = os.readv(self._fd, [left[:_PIECE]])
+            if not n_read:
+                raise BadFileError("was cut off meanwhile")
+            self._hash.update(left[:n_read])
+            left = left[n_read:]
+
+    def check(self) -> None:
+        """Read a digest and compare it with that of everything before."""
+        digest = self._hash.digest()
+        if self.take(N_DIGEST).tobytes() != digest:
+            raise BadFileError("is damaged: its digest is not that of what it holds")
+
+    def mark(self, now_s: float) -> None:
+        """Say that it was used now, where that is permitted."""
+        with suppress(OSError):
+            set_used(self._fd, now_s)
+
+
+def _parsed(header: bytes) -> FileHeader:
+    try:
+        said = json.loads(header.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
+        raise BadFileError("has a damaged header") from None
+    match said:
+        case {
+            "key": str(key),
+            "fingerprint": dict(fingerprint),
+            "n_tokens": int(n_tokens),
+            "n_prompt": int(n_prompt),
+            "n_data": int(n_data),
+        } if 0 <= n_prompt <= n_tokens <= _MAX_COUNT and 0 <= n_data <= _MAX_COUNT:
+            if all(isinstance(value, str) for value in fingerprint.values()):
+                return FileHeader(key, fingerprint, n_tokens, n_prompt, n_data)
+    raise BadFileError("has a damaged header")
+
+
+@contextmanager
+def opened_file(path: Path) -> Iterator[FileReader]:
+    """Open a file to be read once.
+
+    Raises:
+        FileNotFoundError: there is none.
+        BadFileError: whatever else is wrong with it, also inside the block.
+    """
+    try:
+        fd = os.open(path, _READ_FLAGS)
+        try:
+            yield FileReader(fd, path.name)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        words = {errno.ELOOP: "is a symbolic link", errno.ENXIO: "is not a regular file"}
+        reason = words.get(error.errno or 0, f"cannot be read: {error.strerror}")
+        raise BadFileError(reason) from error
+    except MemoryError as error:
+        raise BadFileError("is larger than the memory there is") from error
+
+
+def set_used(fd: int, now_s: float) -> None:
+    """Say when a file was used, in seconds of Unix time."""
+    now_ns = int(now_s * 1e9)
+    os.utime(fd, ns=(now_ns, now_ns))
