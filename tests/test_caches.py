@@ -1203,7 +1203,7 @@ class Fitting(FakeBackend):
     def __init__(self, *sizes: int, **given: Any) -> None:
         super().__init__(*sizes, **given)
         self.fitters: list[str] = []
-        self.kept: list[object] = []
+        self.kept: list[NDArray[np.uint8]] = []
 
     def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
         self.fitters.append(threading.current_thread().name)
@@ -1224,6 +1224,44 @@ def test_cells_are_fitted_once_for_all_and_not_by_the_thread_that_computes(place
     assert backend.fitters == ["cbatch-keeper"]
     assert len(backend.kept) == 4
     assert len({id(data) for data in backend.kept}) == 1
+
+
+def test_no_more_cells_are_loaded_than_a_prompt_begins_with(any_way: Place) -> None:
+    save(any_way, text_of(200), prefill_only=True)
+    engine = any_way.engine(kind=Fitting)
+    result = any_way.result(engine, [*text_of(60), 3], **REQUIRED)
+    backend = engine._backend
+    assert isinstance(backend, Fitting)
+    assert [data.size for data in backend.kept] == [8 * 60]
+    assert (result.usage.cached_tokens, result.token_ids) == (60, expected([*text_of(60), 3]))
+
+
+class SlowlyFitting(FakeBackend):
+    """Fits no cells until it is let go."""
+
+    def __init__(self, *sizes: int, **given: Any) -> None:
+        super().__init__(*sizes, **given)
+        self.gate = Gate()
+
+    def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
+        self.gate.stop()
+        return super().fit(data, n_cells, n_wanted)
+
+
+def test_one_that_comes_while_too_little_of_its_file_is_cut_has_it_read_again(place: Place) -> None:
+    save(place, text_of(200), prefill_only=True)
+    engine = place.engine(kind=SlowlyFitting)
+    backend = engine._backend
+    assert isinstance(backend, SlowlyFitting)
+    prompts = [[*text_of(n), 3] for n in (60, 60, 150)]
+    early = engine.run([item(tokens, **REQUIRED) for tokens in prompts[:2]])
+    backend.gate.wait()
+    late = engine.submit(item(prompts[2], **REQUIRED))
+    place.result(engine, text_of(20, start=3))  # behind which the late one waits for the file
+    backend.gate.go.set()
+    results = [*place.results(early), *place.results(late)]
+    assert [r.usage.cached_tokens for r in results] == [60, 60, 150]
+    assert [r.token_ids for r in results] == [expected(tokens) for tokens in prompts]
 
 
 def test_relative_folder_of_cells_stays_where_it_was(

@@ -197,7 +197,7 @@ def test_settings_that_cells_do_not_depend_on_change_nothing(
     assert of(synth("test"), **given) == of(synth("test"))
 
 
-def test_backend_adds_its_memory_and_pieces(make: MakeBackend) -> None:
+def test_backend_adds_its_pieces_and_nothing_of_its_memory(make: MakeBackend) -> None:
     plain, pool, exact = (
         make("partitioned").fingerprint(()),
         make("unified").fingerprint(()),
