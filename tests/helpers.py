@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.core.plan import Chunk, StepPlan
+    from cbatch.core.prefix import PrefixIndex
     from cbatch.options import Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
 
@@ -431,8 +432,16 @@ def check_clears(rig: Rig) -> None:
             assert len(cells) == ledger.n_cells[slot]
             assert not cells or rig.scheduler.options.share_prefixes
             index = sharing.index(sharing._adapters_at.get(Slot(slot), ()))
-            known = [n for n, s in index.matches(cells) if s == slot]
-            assert not cells or known == [len(cells)] or (rig.backend.n_piece and known)
+            known = found_in(index, cells).get(Slot(slot), 0)
+            assert known == len(cells) or (rig.backend.n_piece and known)
+
+
+def found_in(index: PrefixIndex, tokens: Sequence[int]) -> dict[Slot, int]:
+    """Tokens in common of each slot that has any."""
+    found = dict[Slot, int]()
+    for n, branch in index.matches([*tokens]):
+        found |= {slot: n for slot in (*branch.in_use, *branch.left) if slot not in found}
+    return found
 
 
 def check_cells(rig: Rig) -> None:

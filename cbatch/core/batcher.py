@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory
     from cbatch.core.request import Request
+    from cbatch.core.sharing import Beginning, Source
     from cbatch.options import AdapterSet, Breakers, Grammar
     from cbatch.response import FinishReason
 
@@ -194,7 +195,7 @@ class MultiRequestBatcher:
             first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), request.options)
         except Exception:  # a template may refuse a lone message
             return 1
-        return max(1, n_common(first, tokens, 0))
+        return max(1, n_common([*first], [*tokens]))
 
     def admit(self, now: float, n_copied_max: int | None = None) -> list[SequenceDriver]:
         """Give free slots to those whose turn it is and whose cells fit; return who got one.
@@ -225,7 +226,7 @@ class MultiRequestBatcher:
     def _lets_in(
         self,
         driver: SequenceDriver,
-        leader: tuple[SequenceDriver, int] | None,
+        found: Beginning,
         now: float,
         admitted: list[SequenceDriver],
     ) -> bool:
@@ -236,16 +237,16 @@ class MultiRequestBatcher:
             N_STORED_PER_SLOT * self.ledger.n_slots
         ):
             return False
-        if leader is not None:
+        if found.leader is not None:
             self.hold(driver, Wait.LEADER)
-            self.followers.add(driver, *leader)
+            self.followers.add(driver, found.leader, found.n_then)
         elif self.fetches.is_needed(driver):
             if self.fetches.n_waiting >= N_FETCHED_PER_SLOT * self.ledger.n_slots:
                 return False
             self.hold(driver, Wait.CACHE)
             self.fetches.add(driver)
         elif driver.refusal is None:  # else it ends when it is looked at again
-            self._enter(driver, now)
+            self._enter(driver, found.source, now)
             admitted.append(driver)
         return True
 
@@ -260,31 +261,27 @@ class MultiRequestBatcher:
 
     def _fitting(
         self, waiting: Sequence[SequenceDriver]
-    ) -> tuple[SequenceDriver, tuple[SequenceDriver, int] | None] | None:
-        """Return the first that fits or follows, with its leader; the head lets some pass, but not for ever."""
+    ) -> tuple[SequenceDriver, Beginning] | None:
+        """Return the first that fits or follows, with what it begins with; the head lets some pass, not for ever."""
         head = waiting[0]
         for driver in waiting:
-            leader = self.sharing.leader(driver)
-            if leader is not None or self._fits(driver):
+            found = self.sharing.find(driver)
+            if found.leader is not None or self._fits(driver, found.source):
                 head.n_overtaken += driver is not head
-                return driver, leader
+                return driver, found
             driver.waits_for = Wait.CELLS
             if head.n_overtaken >= N_OVERTAKEN_MAX:
                 break
         return None
 
-    def _fits(self, driver: SequenceDriver) -> bool:
+    def _fits(self, driver: SequenceDriver, source: Source | None) -> bool:
         """Whether there are cells for one that waits, beside those that run."""
-        source = None
-        if self.ledger.is_shared and driver.saved_key is None:
-            source = self.sharing.best(driver)
         has_holder = source is not None and self.running[source.slot] is not None
         n_shared = source.n_cells if source is not None and has_holder else 0
         return self.demand.fits(driver, self.running, n_shared)
 
-    def _enter(self, driver: SequenceDriver, now: float) -> None:
+    def _enter(self, driver: SequenceDriver, source: Source | None, now: float) -> None:
         self._remove_waiting(driver)
-        source = self.sharing.best(driver) if driver.saved_key is None else None
         place = self.sharing.place(source, is_alone=self._has_room_beside(driver))
         slot = self.ledger.lend(place)
         driver.admit(slot, now)

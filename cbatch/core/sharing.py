@@ -9,11 +9,12 @@ from cbatch.core.prefix import PrefixIndex, n_common
 from cbatch.core.status import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory, Slot
+    from cbatch.core.prefix import Branch
     from cbatch.options import AdapterSet
 
 N_WORTH = 32
@@ -26,6 +27,16 @@ class Source:
 
     slot: Slot
     n_cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What there is of a prompt's beginning: the cells to take over, and who is about to have many more."""
+
+    source: Source | None = None
+    leader: SequenceDriver | None = None
+    n_then: int = 0
+    """Cells that the leader will have to give."""
 
 
 class Sharing:
@@ -71,7 +82,7 @@ class Sharing:
         """Take in that a driver has a slot, with its prompt."""
         self.use(slot)
         n_known = driver.n_keep if driver.n_shifts else driver.n_prompt
-        self._put(slot, driver, driver.tokens[:n_known])
+        self._put(slot, driver, n_known)
 
     def use(self, slot: Slot) -> None:
         """Take in that a slot is needed now: of those that nobody has it is emptied last."""
@@ -86,7 +97,7 @@ class Sharing:
     def leave_copy(self, slot: Slot, driver: SequenceDriver, n_cells: int) -> None:
         """Take in that a slot still holds the first `n_cells` of a driver that went on to another."""
         n_known = min(n_cells, driver.n_prompt) if self._n_piece else n_cells
-        self._put(slot, driver, driver.tokens[:n_known])
+        self._put(slot, driver, n_known, is_left=True)
 
     def forget(self, slot: Slot) -> None:
         """Take in that a slot was emptied, or holds what is no text's beginning."""
@@ -107,25 +118,66 @@ class Sharing:
         is_other = driver.own_piece(self._n_piece) != self._n_piece
         return is_other or (self._is_pool and bool(driver.request.options.n_discard))
 
-    def _put(self, slot: Slot, driver: SequenceDriver, tokens: Sequence[int]) -> None:
+    def _put(
+        self, slot: Slot, driver: SequenceDriver, n_tokens: int, *, is_left: bool = False
+    ) -> None:
         self.forget(slot)
         if self.is_on and not self.is_private(driver):
             self._adapters_at[slot] = driver.request.adapters
-            self.index(driver.request.adapters).put(slot, tokens)
+            index = self.index(driver.request.adapters)
+            index.put(slot, driver.tokens[:n_tokens], is_left=is_left)
+
+    def find(self, driver: SequenceDriver) -> Beginning:
+        """Return what there is of a prompt's beginning, by one look into the index; changes nothing."""
+        if driver.saved_key is not None:
+            return Beginning()
+        matches = self._matches(driver)
+        source = self._source(driver, matches)
+        n_least = N_WORTH + (source.n_cells if source else 0)
+        for n, branch in matches if self._can_copy else ():
+            n_then = self._whole(n)
+            if n_then < n_least:
+                break
+            leader = self._on_the_way(branch.in_use, n)
+            if leader is not None:
+                return Beginning(source, leader, n_then)
+        return Beginning(source)
 
     def best(self, driver: SequenceDriver) -> Source | None:
         """Return where most of a prompt's beginning is computed; in a free slot if there is as good a one."""
-        best = self._own_rest(driver)
-        best_rank = (best.n_cells, True) if best else (0, True)
-        for n, slot in self._matches(driver):
-            holder, n_cells = self._running[slot], self._usable(n, slot)
-            n_lost = self._ledger.n_cells[slot] - n_cells
-            if holder is None and n_cells < N_WORTH <= n_lost:
-                continue  # a common first token is not worth what somebody else may come back for
-            rank = (n_cells, holder is None)
-            if rank > best_rank and (holder is None or self._can_copy_from(holder, n_cells)):
-                best, best_rank = Source(slot, n_cells), rank
+        return self._source(driver, self._matches(driver))
+
+    def _source(
+        self, driver: SequenceDriver, matches: Sequence[tuple[int, Branch]]
+    ) -> Source | None:
+        rest = self._own_rest(driver)
+        left, in_use = ((n, b.left) for n, b in matches), ((n, b.in_use) for n, b in matches)
+        rest = self._most(left, rest.n_cells if rest else 0, self._can_take) or rest
+        if not self._can_copy:
+            return rest
+        n_least = max(rest.n_cells if rest else 0, N_WORTH - 1)
+        return self._most(in_use, n_least, self._can_copy_from) or rest
+
+    def _most(
+        self,
+        matches: Iterable[tuple[int, Iterable[Slot]]],
+        n_most: int,
+        can_use: Callable[[Slot, int], bool],
+    ) -> Source | None:
+        """Return which slot has most of a beginning, if that is more than `n_most` cells."""
+        best = None
+        for n, slots in matches:
+            for slot in slots:
+                if self._whole(n) <= n_most:
+                    return best
+                n_cells = self._usable(n, slot)
+                if n_cells > n_most and can_use(slot, n_cells):
+                    best, n_most = Source(slot, n_cells), n_cells
         return best
+
+    def _can_take(self, slot: Slot, n_cells: int) -> bool:
+        """Whether a free slot is to be had: a common first token is not worth what somebody may come back for."""
+        return n_cells >= N_WORTH or self._ledger.n_cells[slot] - n_cells < N_WORTH
 
     def _own_rest(self, driver: SequenceDriver) -> Source | None:
         """Return what is left of the request that a driver goes on from, where it still has a slot to itself."""
@@ -139,25 +191,16 @@ class Sharing:
                 return Source(slot, n_cells)
         return None
 
-    def leader(self, driver: SequenceDriver) -> tuple[SequenceDriver, int] | None:
-        """Return who is about to compute much more of a prompt's beginning than there is, and how much then."""
-        if not self._can_copy or driver.saved_key is not None:
-            return None
-        best = self.best(driver)
-        n_now = best.n_cells if best else 0
-        for n, slot in self._matches(driver):
+    def _on_the_way(self, slots: Iterable[Slot], n_cells: int) -> SequenceDriver | None:
+        """Return who is about to have so many cells: it computes them, or they come from host memory."""
+        loading = self.loading.values()
+        for slot in slots:
             other = self._running[slot]
-            if n < n_now + N_WORTH:
-                return None
-            if other is not None and self._is_on_the_way(other, n):
-                n_then = self._whole(n)
-                return (other, n_then) if n_then >= n_now + N_WORTH else None
+            if other is None or other.status is not Status.RUNNING:
+                continue
+            if other.n_computed < n_cells or other in loading:
+                return other
         return None
-
-    def _is_on_the_way(self, other: SequenceDriver, n_cells: int) -> bool:
-        """Whether a sequence is about to have so many cells: it computes them, or they come from host memory."""
-        is_coming = other.n_computed < n_cells or other in self.loading.values()
-        return other.status is Status.RUNNING and is_coming
 
     def n_usable(self, driver: SequenceDriver, tokens: Sequence[int], n_given: int) -> int:
         """Return how many saved cells are the beginning of a prompt; of their `tokens` `n_given` were a prompt.
@@ -165,7 +208,7 @@ class Sharing:
         Few of many are none: every chat begins with the same tokens of its template.
         """
         n_there, n_wanted = n_given if self._n_piece else len(tokens), self._n_most(driver)
-        n = self._whole(n_common(tokens[:n_there], driver.tokens[:n_wanted], 0))
+        n = self._whole(n_common([*tokens[:n_there]], driver.tokens[:n_wanted]))
         is_worth = self._can_trim and (n >= N_WORTH or n == self._whole(n_wanted))
         return n if is_worth or n == len(tokens) else 0
 
@@ -181,11 +224,11 @@ class Sharing:
         Where nobody else waits, what the source's slot holds beyond the common beginning is left there for who may
         come back, if another slot is empty or unused for longer.
         """
-        best = min(self._ledger.free_slots, key=self._place_rank)
         if source is None or self._running[source.slot] is not None:
-            return best
-        if not is_alone or not self._can_copy_rest(source) or best == source.slot:
+            return min(self._ledger.free_slots, key=self._place_rank)
+        if not is_alone or not self._can_copy_rest(source):
             return source.slot
+        best = min(self._ledger.free_slots, key=self._place_rank)
         is_older = not self._ledger.n_cells[best] or (
             self._used_at.get(best, 0) < self._used_at.get(source.slot, 0)
         )
@@ -197,18 +240,16 @@ class Sharing:
 
     def _place_rank(self, slot: Slot) -> tuple[int, int, int]:
         """Rank by neighbours in use, for a gap costs a graph run; then by what is lost; then by number."""
-        running = self._running
-        n_beside = sum(
-            0 <= s < len(running) and running[s] is not None for s in (slot - 1, slot + 1)
-        )
+        around = self._running[max(0, slot - 1) : slot + 2]
+        n_beside = len(around) - around.count(None)
         used_at = self._used_at.get(slot, 0) if self._ledger.n_cells[slot] else 0
         return -n_beside, used_at, slot
 
-    def _matches(self, driver: SequenceDriver) -> Iterator[tuple[int, Slot]]:
-        """Yield what the index has for a prompt."""
+    def _matches(self, driver: SequenceDriver) -> list[tuple[int, Branch]]:
+        """Return what the index has for a prompt."""
         index = self._indexes.get(driver.request.adapters)
         if index is None or self.is_private(driver):
-            return iter(())
+            return []
         return index.matches(driver.tokens[: self._n_most(driver)])
 
     def _n_most(self, driver: SequenceDriver) -> int:
@@ -216,10 +257,11 @@ class Sharing:
         n_most = driver.n_takeable
         return min(n_most, driver.n_prompt - 1) if self._n_piece else n_most
 
-    def _can_copy_from(self, holder: SequenceDriver, n_cells: int) -> bool:
-        """Whether it pays to copy from one that has a slot; a paused one may lose it in the same plan."""
-        is_there = holder.status is Status.RUNNING and holder not in self.loading.values()
-        return self._can_copy and n_cells >= N_WORTH and is_there
+    def _can_copy_from(self, slot: Slot, n_cells: int) -> bool:
+        """Whether it pays to copy from a slot in use; a paused one may lose it in the same plan."""
+        holder = self._running[slot]
+        is_there = holder is not None and holder.status is Status.RUNNING
+        return n_cells >= N_WORTH and is_there and holder not in self.loading.values()
 
     def _usable(self, n_common: int, slot: Slot) -> int:
         n_cells = self._ledger.n_cells[slot]

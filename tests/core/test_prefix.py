@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import PrefixIndex, n_common
+from tests.helpers import found_in
 
 TOKENS = st.lists(st.integers(0, 1), max_size=6)
 
@@ -37,16 +38,15 @@ def test_matches_are_those_of_a_dictionary(
         else:
             index.put(Slot(slot), tokens)
             plain[Slot(slot)] = tokens
-    found = list(index.matches(wanted))
-    expected = {(n, s) for s, tokens in plain.items() if (n := plain_common(tokens, wanted))}
-    assert set(found) == expected
-    assert len(found) == len(expected)
-    assert [n for n, _ in found] == sorted((n for n, _ in found), reverse=True)
+    expected = {s: n for s, tokens in plain.items() if (n := plain_common(tokens, wanted))}
+    assert found_in(index, wanted) == expected
+    n_found = [n for n, _ in index.matches(wanted)]
+    assert n_found == sorted(set(n_found), reverse=True)
     prefixes = {tuple(t[: i + 1]) for t in plain.values() for i in range(len(t))}
     assert index.n_tokens() == len(prefixes)  # a common beginning is kept once
 
 
-@given(st.lists(st.integers(0, 1), max_size=300), st.integers(0, 300), st.integers(0, 5))
+@given(st.lists(st.integers(0, 1), max_size=900), st.integers(0, 900), st.integers(0, 5))
 def test_common_tokens_are_counted_from_a_start(tokens: list[int], n: int, start: int) -> None:
     others = [7] * start + tokens[:n] + [8]
     assert n_common(tokens, others, start) == min(n, len(tokens))
@@ -56,8 +56,17 @@ def test_slot_that_is_put_again_is_found_by_its_new_tokens_alone() -> None:
     index = PrefixIndex()
     index.put(Slot(0), [1, 2, 3])
     index.put(Slot(0), [4, 5])
-    assert list(index.matches([1, 2, 3])) == []
-    assert list(index.matches([4, 5, 6])) == [(2, 0)]
+    assert found_in(index, [1, 2, 3]) == {}
+    assert found_in(index, [4, 5, 6]) == {0: 2}
+
+
+def test_slots_are_told_apart_by_who_has_them_the_one_put_first_first() -> None:
+    index = PrefixIndex()
+    for slot, is_left in enumerate([False, True, False, True]):
+        index.put(Slot(slot), [1, 2, slot % 2], is_left=is_left)
+    index.put(Slot(0), [1, 3])
+    [(n, branch)] = index.matches([1, 9])
+    assert (n, [*branch.in_use], [*branch.left]) == (1, [2, 0], [1, 3])
 
 
 def test_slot_that_ends_where_another_goes_on_stays_when_a_third_is_removed() -> None:

@@ -13,6 +13,7 @@ from cbatch.core.status import Status, Wait
 from tests.helpers import (
     Rig,
     drive,
+    found_in,
     make_request,
     make_scheduler,
     partitioned,
@@ -449,7 +450,7 @@ def test_exact_pieces_are_passed_on_whole_and_output_never() -> None:
     rig.submit(longer)
     drive(rig)
     assert rig.results["b"].usage.cached_tokens == 48
-    assert max(n for n, _ in sharing.index().matches([*COMMON, 200])) == 50
+    assert max(found_in(sharing.index(), [*COMMON, 200]).values()) == 50
 
 
 def test_rebuilt_context_has_nothing_to_pass_on() -> None:
@@ -470,8 +471,8 @@ def test_slot_of_the_index_follows_every_change_of_hands() -> None:
     for i in range(3):
         rig.submit(make_request(str(i), [i] * 20, max_tokens=3))
         drive(rig)
-    assert list(rig.batcher.sharing.index().matches([2] * 20)) == [(20, Slot(0))]
-    assert list(rig.batcher.sharing.index().matches([1] * 20)) == []
+    assert found_in(rig.batcher.sharing.index(), [2] * 20) == {Slot(0): 20}
+    assert found_in(rig.batcher.sharing.index(), [1] * 20) == {}
 
 
 def test_cells_that_the_same_plan_puts_back_are_no_source() -> None:
@@ -549,10 +550,11 @@ def test_lost_load_takes_the_copies_of_its_plan_with_it() -> None:
     assert rig.results["c"].token_ids == tuple(rig.alone(make_request("c", [*COMMON, 1]), 5))
 
 
-def known_of(rig: Rig, id: str) -> list[int]:
+def known_of(rig: Rig, id: str) -> int:
     """How many tokens of one and the same value the index knows in a sequence's slot."""
     slot = rig.drivers[id].slot
-    return [n for n, at in rig.batcher.sharing.index().matches([5] * 64) if at == slot]
+    assert slot is not None
+    return found_in(rig.batcher.sharing.index(), [5] * 64).get(slot, 0)
 
 
 def test_moved_cells_that_come_back_are_no_beginning_behind_those_kept() -> None:
@@ -571,7 +573,7 @@ def test_moved_cells_that_come_back_are_no_beginning_behind_those_kept() -> None
     plan = step(rig)
     assert plan is not None
     assert plan.loads
-    assert known_of(rig, "a") == [3]
+    assert known_of(rig, "a") == 3
     drive(rig)
     assert rig.results["a"].token_ids == tuple(rig.alone(request, 60))
 
