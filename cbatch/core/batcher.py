@@ -282,7 +282,7 @@ class MultiRequestBatcher:
 
     def _enter(self, driver: SequenceDriver, source: Source | None, now: float) -> None:
         self._remove_waiting(driver)
-        place = self.sharing.place(source, is_alone=self._has_room_beside(driver))
+        place = self.sharing.place(source, has_room=self._has_room_beside(driver))
         slot = self.ledger.lend(place)
         driver.admit(slot, now)
         self.running[slot] = driver
@@ -290,9 +290,10 @@ class MultiRequestBatcher:
         self.cells.enter(driver, slot, source)
 
     def _has_room_beside(self, driver: SequenceDriver) -> bool:
-        """Whether nobody else wants a slot, and the pool can leave what there is as it is."""
-        n_free = self.ledger.n_free_cells
-        return not self.n_waiting and (not self.ledger.is_shared or n_free > driver.n_tokens)
+        """Whether a slot stays free when all have one that want one, and the pool can leave what there is as it is."""
+        n_taken = len(self.followers) + len(self.sharing.copied) + self.n_waiting
+        has_cells = not self.ledger.is_shared or self.ledger.n_free_cells > driver.n_tokens
+        return self.ledger.n_free_slots - n_taken > 1 and has_cells
 
     def close_gap(self) -> SequenceDriver | None:
         """Move the sequence of the highest slot into a gap below it; return it, or None where that cannot be or pay.

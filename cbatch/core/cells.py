@@ -163,7 +163,7 @@ class Cells:
             self._shifts[slot] = n_keep, n_cells
 
     def _order_copy(self, driver: SequenceDriver, source: Slot, slot: Slot, n_cells: int) -> None:
-        self.sharing.use(source)
+        self.sharing.copy(source, n_cells)
         self._copies.append((source, slot, n_cells))
         self._copying.append(driver)
         self.ledger.share(source, slot, n_cells)
@@ -255,6 +255,7 @@ class Cells:
         self._settle_stores(self._storing)
         self._loading.clear()
         self._shifts.clear()
+        self.sharing.copied.clear()
         self._copying, self._copies, self._loads = [], [], []
 
     def settle(self, lost: Collection[int]) -> list[SequenceDriver]:
@@ -321,6 +322,7 @@ class Cells:
         if self._copies:
             orders["copies"] = tuple(self._copies)
             self._copies = []
+            self.sharing.copied.clear()
         if self._saves or self._loads or self._forgets:
             orders["saves"], orders["loads"] = tuple(self._saves), tuple(self._loads)
             orders["forgets"] = tuple(self._forgets)

@@ -60,9 +60,10 @@ class Demand:
         self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
 
     def _n_expected(self, driver: SequenceDriver, is_certain: bool) -> int:
-        n_left = max(0, min(driver.n_left, driver.n_window - driver.n_tokens))
+        n_left = driver.n_left
+        n_most = max(0, min(n_left, driver.n_window - driver.n_tokens))
         if is_certain:
-            return n_left
+            return n_most
         if driver.request.options.max_tokens is None:
-            return min(n_left, self._ledger.n_pool // self._ledger.n_slots)
-        return min(n_left, math.ceil(self.ratio * driver.n_left))
+            return min(n_most, self._ledger.n_pool // self._ledger.n_slots)
+        return min(n_most, math.ceil(self.ratio * n_left))

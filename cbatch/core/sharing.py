@@ -64,6 +64,8 @@ class Sharing:
         self.is_on = is_on and memory is not None
         self.loading: dict[int, SequenceDriver] = {}
         """Whose cells the next plan puts back, by key: until then there is nothing to copy."""
+        self.copied: dict[Slot, int] = {}
+        """Slots that nobody has of which the next plan copies so many cells: until then they keep them."""
         self._indexes: dict[AdapterSet, PrefixIndex] = {}
         self._adapters_at: dict[Slot, AdapterSet] = {}
         self._rests: dict[Slot, int] = {}  # whose cells, by number
@@ -76,7 +78,9 @@ class Sharing:
 
     def index(self, adapters: AdapterSet = ()) -> PrefixIndex:
         """Return what stands in the slots that are computed with `adapters`."""
-        return self._indexes.setdefault(adapters, PrefixIndex())
+        if adapters not in self._indexes:
+            self._indexes[adapters] = PrefixIndex()
+        return self._indexes[adapters]
 
     def enter(self, slot: Slot, driver: SequenceDriver) -> None:
         """Take in that a driver has a slot, with its prompt."""
@@ -88,6 +92,12 @@ class Sharing:
         """Take in that a slot is needed now: of those that nobody has it is emptied last."""
         self._n_used += 1
         self._used_at[slot] = self._n_used
+
+    def copy(self, slot: Slot, n_cells: int) -> None:
+        """Take in that the next plan copies the first `n_cells` of a slot."""
+        self.use(slot)
+        if self._running[slot] is None:
+            self.copied[slot] = max(n_cells, self.copied.get(slot, 0))
 
     def leave(self, slot: Slot, driver: SequenceDriver, n_cells: int) -> None:
         """Take in that a slot still holds the first `n_cells` of a driver that ended or lost it."""
@@ -177,6 +187,8 @@ class Sharing:
 
     def _can_take(self, slot: Slot, n_cells: int) -> bool:
         """Whether a free slot is to be had: a common first token is not worth what somebody may come back for."""
+        if n_cells < self.copied.get(slot, 0):
+            return False
         return n_cells >= N_WORTH or self._ledger.n_cells[slot] - n_cells < N_WORTH
 
     def _own_rest(self, driver: SequenceDriver) -> Source | None:
@@ -218,21 +230,25 @@ class Sharing:
         rests = (s for s in self._ledger.free_slots if n_cells[s] and s not in needed)
         return min(rests, key=lambda s: self._used_at.get(s, 0), default=None)
 
-    def place(self, source: Source | None, *, is_alone: bool = False) -> Slot:
+    def place(self, source: Source | None, *, has_room: bool = False) -> Slot:
         """Return which free slot to give: the source's own, else one beside those in use that was empty for longest.
 
-        Where nobody else waits, what the source's slot holds beyond the common beginning is left there for who may
+        Where there is room beside, what the source's slot holds beyond the common beginning is left there for who may
         come back, if another slot is empty or unused for longer.
         """
         if source is None or self._running[source.slot] is not None:
-            return min(self._ledger.free_slots, key=self._place_rank)
-        if not is_alone or not self._can_copy_rest(source):
+            return self._best_place()
+        if not has_room or not self._can_copy_rest(source):
             return source.slot
-        best = min(self._ledger.free_slots, key=self._place_rank)
+        best = self._best_place()
         is_older = not self._ledger.n_cells[best] or (
             self._used_at.get(best, 0) < self._used_at.get(source.slot, 0)
         )
         return best if is_older else source.slot
+
+    def _best_place(self) -> Slot:
+        places = (slot for slot in self._ledger.free_slots if slot not in self.copied)
+        return min(places, key=self._place_rank)
 
     def _can_copy_rest(self, source: Source) -> bool:
         n_lost = self._ledger.n_cells[source.slot] - source.n_cells

@@ -23,6 +23,7 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
+    from cbatch.core.plan import Memory
     from cbatch.core.request import Request
 
 COMMON = range(50)
@@ -523,6 +524,40 @@ def test_chats_with_a_common_first_token_do_not_drive_each_other_out() -> None:
             rig.submit(make_request(f"{chat}.{turn}", prompt, max_tokens=2))
             drive(rig)
     assert all(rig.results[f"{chat}.2"].usage.cached_tokens >= 41 for chat in range(3))
+
+
+@pytest.mark.parametrize("memory", [partitioned(5 * 256), shared_pool(5 * 160, can_copy=True)])
+@pytest.mark.parametrize("n_at_once", [1, 2, 4])
+def test_chats_with_a_common_system_prompt_find_their_whole_history(
+    memory: Memory, n_at_once: int
+) -> None:
+    n_chats, rig = 4, make_rig(5, n_window=256, memory=memory)
+    chats = {str(chat): [*COMMON, *[100 + chat] * 40] for chat in range(n_chats)}
+    for turn in range(5):
+        for first in range(0, n_chats, n_at_once):
+            asked = [*chats][first : first + n_at_once]
+            rig.submit(*(make_request(f"{c}.{turn}", chats[c], max_tokens=6) for c in asked))
+            drive(rig)
+        for chat, history in chats.items():
+            result = rig.results[f"{chat}.{turn}"]
+            n_known = len(history) - 5 if turn else 50 if int(chat) else 0
+            assert result.usage.cached_tokens == n_known  # an answer's last token has no cell
+            history += [*result.token_ids, 60 + turn, 70, 80, 90]
+
+
+def test_slot_that_a_plan_copies_from_is_given_to_nobody_in_it() -> None:
+    rig = make_rig(n_slots=4)
+    prompts = {"a": [8] * 40, "b": [*COMMON, *[9] * 40], "c": [7] * 40, "d": [6] * 40}
+    for id, prompt in prompts.items():
+        rig.submit(make_request(id, prompt, max_tokens=2))
+        drive(rig)
+    rig.submit(make_request("e", [*COMMON, 1]), make_request("f", [5] * 40, max_tokens=2))
+    plan = step(rig)
+    assert plan is not None
+    assert plan.copies == ((1, 0, 50),)
+    assert rig.drivers["f"].slot == 2
+    drive(rig)
+    assert not rig.batcher.sharing.copied
 
 
 def test_followers_slots_are_taken_already() -> None:
