@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
 from cbatch.core.cells import Cells
+from cbatch.core.choosing import choose_mover, choose_victim, slot_of
 from cbatch.core.deadlines import Deadlines
-from cbatch.core.demand import N_PREEMPTED_MAX, Demand
+from cbatch.core.demand import Demand
 from cbatch.core.holds import Compiles, Fetches, Followers
+from cbatch.core.line import Line
 from cbatch.core.plan import Slot
-from cbatch.core.prefix import n_common
-from cbatch.core.queue import make_queue
+from cbatch.core.prompts import Prompts
 from cbatch.core.sharing import Sharing
 from cbatch.core.status import Status, Wait
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import CBatchError, GrammarError, LedgerError, RequestFailedError
-from cbatch.messages import BatchPrompt
-from cbatch.options import RunOptions
+from cbatch.errors import GrammarError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Memory
-    from cbatch.core.request import Request
+    from cbatch.core.prompts import Tokenize
     from cbatch.core.sharing import Beginning, Source
+    from cbatch.errors import CBatchError
     from cbatch.options import AdapterSet, Breakers, Grammar
     from cbatch.response import FinishReason
-
-Tokenize = Callable[[BatchPrompt, RunOptions], Sequence[int]]
 
 N_LOOK = 4
 """How many of those that wait are looked at where the first does not fit."""
@@ -42,15 +39,11 @@ N_OVERTAKEN_MAX = 16
 N_REFUSED_MAX = 64
 """Most requests that one plan ends without computing them: a step must not wait for a long row of bad ones."""
 
-
 N_FETCHED_PER_SLOT = 2
 """How many may wait for cells from disk: others pass them, and what was read for them takes memory."""
 
 N_STORED_PER_SLOT = 2
 """How many may wait for their cells to be written, in host memory meanwhile; then nobody enters who saves."""
-
-N_WORTH_MOVE = 8
-"""Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
 
 
 class MultiRequestBatcher:
@@ -87,10 +80,8 @@ class MultiRequestBatcher:
         self.storing: dict[str, SequenceDriver] = {}
         """Those that ended and wait for their cells to be on disk."""
         self._is_sorted_by_length = options.policy == "shortest"
-        self._tokenize = tokenize
-        self._queue = make_queue(options)
-        self._returning: list[tuple[int, SequenceDriver]] = []
-        self._held: dict[int, SequenceDriver] = {}
+        self.prompts = Prompts(tokenize, ledger.n_window)
+        self._line = Line(options)
         self.followers = Followers()
         self.fetches = Fetches(self.sharing, self.cells)
         self.compiles = Compiles()
@@ -102,12 +93,12 @@ class MultiRequestBatcher:
     @property
     def n_waiting(self) -> int:
         """Sequences without a slot that could take one."""
-        return len(self._queue) + len(self._returning)
+        return len(self._line)
 
     @property
     def n_held(self) -> int:
         """Sequences without a slot that could not take one: paused, or waiting for something else."""
-        return len(self._held)
+        return self._line.n_held
 
     @property
     def n_paused_in_slots(self) -> int:
@@ -139,10 +130,10 @@ class MultiRequestBatcher:
             if driver.refusal is not None:
                 self._end(driver, "error", driver.clock.submitted_s, driver.refusal)
             elif driver.is_held or self._waits_to_compile(driver):
-                self._held[driver.number] = driver
+                self._line.hold(driver)
             else:
                 ready.append(driver)
-        self._queue.add(ready)
+        self._line.add(ready)
 
     def _waits_to_compile(self, driver: SequenceDriver) -> bool:
         want = self.compiles.missing(driver)
@@ -167,35 +158,12 @@ class MultiRequestBatcher:
             driver.waits_for = None
         ready = [d for d in drivers if d.status is Status.WAITING]  # others are paused
         for driver in ready:
-            del self._held[driver.number]
-        self._queue.add(ready)
+            self._line.let_go(driver)
+        self._line.add(ready)
 
     def prepare(self, driver: SequenceDriver) -> None:
         """Make the prompt tokens, or note why that cannot be; touches nothing but the driver."""
-        if driver.is_prepared:
-            return
-        try:
-            tokens = self._tokenize(driver.request.prompt, driver.request.options)
-            driver.prepare(tokens, self.ledger.n_window)
-            if driver.request.options.n_discard:
-                driver.keep_in_window(self._n_first_message(driver.request, tokens))
-        except CBatchError as error:
-            driver.refusal = error
-        except Exception as error:
-            # a template may raise anything: it is this request's own failure
-            driver.refusal = RequestFailedError(f"the prompt could not be prepared: {error}")
-            driver.refusal.__cause__ = error
-
-    def _n_first_message(self, request: Request, tokens: Sequence[int]) -> int:
-        """Return how many tokens the first message of a chat takes; the first token of what is no chat."""
-        prompt = request.prompt
-        if prompt.messages is None:
-            return 1
-        try:
-            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), request.options)
-        except Exception:  # a template may refuse a lone message
-            return 1
-        return max(1, n_common([*first], [*tokens]))
+        self.prompts.prepare(driver)
 
     def admit(self, now: float, n_copied_max: int | None = None) -> list[SequenceDriver]:
         """Give free slots to those whose turn it is and whose cells fit; return who got one.
@@ -212,7 +180,7 @@ class MultiRequestBatcher:
             first = self._first(N_LOOK if self.ledger.is_shared else 1)
             refused = [d for d in first if d.refusal is not None]
             for driver in refused:
-                self._remove_waiting(driver)
+                self._line.remove(driver)
                 self._end(driver, "error", now, driver.refusal)
             n_refusable -= len(refused)
             found = None if refused else self._fitting(first)
@@ -252,11 +220,10 @@ class MultiRequestBatcher:
 
     def _first(self, n: int) -> list[SequenceDriver]:
         """Return the next `n` of those that wait, prepared."""
-        first = [driver for _, driver in self._returning[:n]]
-        first += self._queue.first(n - len(first))
+        first = self._line.first(n)
         self.n_visited += len(first)
         for driver in first:
-            self.prepare(driver)
+            self.prompts.prepare(driver)
         return first
 
     def _fitting(
@@ -281,7 +248,7 @@ class MultiRequestBatcher:
         return self.demand.fits(driver, self.running, n_shared)
 
     def _enter(self, driver: SequenceDriver, source: Source | None, now: float) -> None:
-        self._remove_waiting(driver)
+        self._line.remove(driver)
         place = self.sharing.place(source, has_room=self._has_room_beside(driver))
         slot = self.ledger.lend(place)
         driver.admit(slot, now)
@@ -296,67 +263,45 @@ class MultiRequestBatcher:
         return self.ledger.n_free_slots - n_taken > 1 and has_cells
 
     def close_gap(self) -> SequenceDriver | None:
-        """Move the sequence of the highest slot into a gap below it; return it, or None where that cannot be or pay.
-
-        In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one.
-        """
-        memory, n_lent = self.ledger.memory, self.ledger.n_lent
-        if memory is None or memory.kind != "partitioned" or not memory.can_copy:
+        """Move the sequence of the highest slot into a gap below it; return it, or None where that cannot be or pay."""
+        mover = choose_mover(self.running, self.ledger)
+        if mover is None:
             return None
-        highest = max((d for d in self.running if d), key=slot_of, default=None)
-        if highest is None or slot_of(highest) == n_lent - 1 or not _is_worth_moving(highest):
-            return None
-        source, gap = slot_of(highest), min(self.ledger.free_slots)
-        if not self.ledger.n_cells[source]:
-            return None
+        source, gap = slot_of(mover), min(self.ledger.free_slots)
         self.ledger.lend(gap)
-        self.cells.move(highest, source, gap)
+        self.cells.move(mover, source, gap)
         self.ledger.give_back(source)
-        self.running[gap], self.running[source] = highest, None
-        highest.slot = gap
+        self.running[gap], self.running[source] = mover, None
+        mover.slot = gap
         self.n_changes += 1
-        return highest
+        return mover
 
     def make_room(self) -> bool:
         """Take slot and cells from a paused one, else from a victim, for want of cells; False if there is neither."""
         if self.park_paused():
             return True
-        victim = self._victim()
+        victim = choose_victim(self.running, self.ledger)
         if victim is None:
             return False
         self.demand.raise_ratio()
         victim.n_preempted += 1
         self._leave_slot(victim)
         victim.preempt()
-        insort(self._returning, (victim.number, victim))
+        self._line.put_back(victim)
         return True
-
-    def _victim(self) -> SequenceDriver | None:
-        """Return who can best give up its cells: never the oldest, nobody too often, and who has computed least."""
-        running = [d for d in self.running if d is not None]
-        oldest = min(running, key=lambda d: d.number, default=None)
-        eligible = [
-            d
-            for d in running
-            if d is not oldest
-            and d.n_preempted < N_PREEMPTED_MAX
-            and d.slot is not None
-            and self.ledger.n_own(d.slot)
-        ]
-        return min(eligible, key=lambda d: (d.n_computed, -d.number), default=None)
 
     def end_turn(self, driver: SequenceDriver) -> None:
         """Take the slot from one that has had its quantum; it goes to the end of the queue."""
         self._leave_slot(driver)
         driver.preempt()
-        self._queue.add([driver])
+        self._line.add([driver])
 
     def park_paused(self) -> bool:
         """Take slot and cells from one that is paused; False where there is none."""
         for driver in self.running:
             if driver is not None and driver.status is Status.PAUSED:
                 self._leave_slot(driver)
-                self._held[driver.number] = driver
+                self._line.hold(driver)
                 return True
         return False
 
@@ -375,9 +320,9 @@ class MultiRequestBatcher:
         driver = self.in_flight.get(id)
         if driver is None or driver.status is Status.PAUSED:
             return False
-        if driver.status is Status.WAITING and driver.number not in self._held:
-            self._remove_waiting(driver)
-            self._held[driver.number] = driver
+        if driver.status is Status.WAITING and not self._line.is_held(driver):
+            self._line.remove(driver)
+            self._line.hold(driver)
         driver.pause()
         driver.leave_beside()
         self.n_changes += 1
@@ -391,7 +336,7 @@ class MultiRequestBatcher:
         if driver.slot is None:
             driver.requeue()
             if not driver.is_held:
-                self._come_back(driver)
+                self._line.put_back(driver)
         else:
             driver.resume()
             self.n_changes += 1
@@ -399,19 +344,15 @@ class MultiRequestBatcher:
 
     def hold(self, driver: SequenceDriver, reason: Wait) -> None:
         """Keep a waiting sequence from its turn until `release`: those behind it pass."""
-        self._remove_waiting(driver)
+        self._line.remove(driver)
         driver.waits_for = reason
-        self._held[driver.number] = driver
+        self._line.hold(driver)
 
     def release(self, driver: SequenceDriver) -> None:
         """Let a held sequence take its turn: among the first, for it has waited."""
         driver.waits_for = None
-        if driver.status is Status.WAITING and driver.number in self._held:
-            self._come_back(driver)
-
-    def _come_back(self, driver: SequenceDriver) -> None:
-        del self._held[driver.number]
-        insort(self._returning, (driver.number, driver))
+        if driver.status is Status.WAITING and self._line.is_held(driver):
+            self._line.put_back(driver)
 
     def cancel(self, id: str, now: float) -> bool:
         """End a request by id; False where no such request is in flight."""
@@ -500,34 +441,11 @@ class MultiRequestBatcher:
             self.fetches.drop(driver)
         elif driver.waits_for is Wait.COMPILE:
             self.compiles.drop(driver)
-        if self._held.pop(driver.number, None) is None and driver.status is Status.WAITING:
-            self._remove_waiting(driver)
-
-    def _remove_waiting(self, driver: SequenceDriver) -> None:
-        i = bisect_left(self._returning, driver.number, key=lambda entry: entry[0])
-        if i < len(self._returning) and self._returning[i][1] is driver:
-            del self._returning[i]
-        else:
-            self._queue.remove(driver)
+        if not self._line.let_go(driver) and driver.status is Status.WAITING:
+            self._line.remove(driver)
 
     def _end(
         self, driver: SequenceDriver, reason: FinishReason, now: float, error: CBatchError | None
     ) -> None:
         driver.finish(reason, now, error)
         self.retire(driver)
-
-
-def _is_worth_moving(driver: SequenceDriver) -> bool:
-    """Whether one has enough left to compute, and nothing in its slot is about to move."""
-    return driver.status is Status.RUNNING and driver.n_left >= N_WORTH_MOVE and not driver.n_shifts
-
-
-def slot_of(driver: SequenceDriver) -> Slot:
-    """Return the slot of a sequence that has one.
-
-    Raises:
-        LedgerError: it has none.
-    """
-    if driver.slot is None:
-        raise LedgerError(f"{driver.request.id!r} has no slot")
-    return driver.slot

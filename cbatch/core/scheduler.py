@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cbatch.core.batcher import slot_of
+from cbatch.core.choosing import slot_of
 from cbatch.core.costs import StepCosts
 from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
 from cbatch.core.shape import even_out, limit_far, split_budget, whole_pieces

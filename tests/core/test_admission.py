@@ -239,7 +239,7 @@ def test_shortest_knows_on_submission_what_never_fits() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "shortest"])
 def test_prompt_without_a_token_is_refused(policy: str) -> None:
     rig = make_scheduler(policy=policy)
-    rig.batcher._tokenize = lambda *_: ()
+    rig.batcher.prompts.tokenize = lambda *_: ()
     rig.submit(make_request("bad", "x"))
     drive(rig)
     assert isinstance(rig.results["bad"].error, RequestFailedError)

@@ -121,7 +121,7 @@ def test_pause_of_a_held_one_takes_nobody_else_out_of_the_queue() -> None:
     rig.submit(*make_sequences(3, max_tokens=2))
     rig.batcher.hold(rig.drivers["0"], Wait.COMPILE)
     rig.batcher.pause("0")
-    assert [d.request.id for d in rig.batcher._queue.first(3)] == ["1", "2"]
+    assert [d.request.id for d in rig.batcher._line.first(3)] == ["1", "2"]
 
 
 def test_resumed_one_still_waits_for_what_held_it() -> None:
@@ -256,5 +256,5 @@ def test_many_paused_in_a_long_queue_cost_those_behind_nothing() -> None:
     step(rig)
     assert [*rig.results] == ["999"]
     assert rig.batcher.n_visited == 1
-    assert isinstance(rig.batcher._queue, FifoQueue)
+    assert isinstance(rig.batcher._line._queue, FifoQueue)
     assert {d.status for d in rig.batcher.in_flight.values()} == {Status.PAUSED}
