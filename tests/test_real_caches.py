@@ -390,6 +390,48 @@ def test_bad_cells_with_right_digests_are_told(test_model: Path, folder: Path, c
     assert warned.token_ids == alone(test_model, prompt(60), **GREEDY)
 
 
+def large_values(data: NDArray[np.uint8]) -> None:
+    """Have the first layer's values, which stand in f16, add up to more than f16 holds."""
+    n_cells = int(data[12:16].view("<u4")[0])
+    at = 24 + 12 * n_cells
+    n_layers = int(data[at - 4 : at].view("<u4")[0])
+    for _ in range(n_layers):
+        at += 12 + n_cells * int(data[at + 4 : at + 12].view("<u8")[0])
+    n_bytes = n_cells * int(data[at + 4 : at + 12].view("<u8")[0])
+    data[at + 12 : at + 12 + n_bytes].view("<f2")[:] = 6e4
+
+
+@pytest.mark.parametrize("last", ["answer", "prompt"])
+def test_slot_in_which_numbers_became_none_serves_the_next_as_ever(
+    test_model: Path, folder: Path, last: str
+) -> None:
+    said = {**GREEDY, "prefill_only": last == "prompt"}
+    with load(test_model, folder, parallel=2) as engine:
+        ask(engine, prompt(120), **SAVED, prefill_only=True)
+    rewrite(folder, large_values)
+    with load(test_model, folder, parallel=2) as engine:
+        bad = ask(engine, prompt(150), **REQUIRED, **said)
+        others = [ask(engine, prompt(n, n), **GREEDY) for n in (100, 70, 110, 65)]
+    assert bad.usage.cached_tokens == 120
+    assert (bad.error is None) is (last == "prompt")
+    for n, result in zip((100, 70, 110, 65), others, strict=True):
+        assert (result.error, result.token_ids) == (None, alone(test_model, prompt(n, n), **GREEDY))
+
+
+def test_values_that_add_up_to_no_number_are_refused_in_a_pool(
+    test_model: Path, folder: Path
+) -> None:
+    with load(test_model, folder, parallel=2) as engine:
+        ask(engine, prompt(120), **SAVED, prefill_only=True)
+    rewrite(folder, large_values)
+    with load(test_model, folder, **POOL) as engine:
+        failed = ask(engine, prompt(150), **REQUIRED, **GREEDY)
+        warned = ask(engine, prompt(150), cache_key="k", **GREEDY)
+    assert "add up" in str(failed.error)
+    assert "add up" in warned.warnings[0]
+    assert warned.token_ids == alone(test_model, prompt(150), **GREEDY)
+
+
 def test_file_of_one_adapter_is_not_used_for_another(
     test_model: Path, folder: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from cbatch.backend.native import NativeStepper
 from cbatch.backend.saved import read_format
 from cbatch.backend.tiles import find_tiles
 from cbatch.core.plan import (
+    BROKEN_ROW,
     Chunk,
     Memory,
     Slot,
@@ -138,7 +139,7 @@ class LlamaBackend:
         self.n_cells = [0] * self.n_slots
         self._uncopied: set[Slot] = set()
         self._unshifted: set[Slot] = set()
-        self._foreign: set[Slot] = set()
+        self._doubtful: set[Slot] = set()
         self._last_chunks: Sequence[Chunk] = ()
         self._stepper = self._make_stepper(
             ctypes.cast(self._ctx, ctypes.c_void_p),
@@ -226,6 +227,7 @@ class LlamaBackend:
     def _compute(self, plan: StepPlan) -> StepResult:
         result = self._pieces(plan) if self.n_piece else self._steps(plan.chunks, plan.n_steps)
         if result.n_steps:
+            self._doubt(plan.chunks, result.tokens)
             tokens, guided = self._guides.follow(plan.chunks, result.tokens)
             if guided:
                 result = replace(result, tokens=tokens, guided=guided)
@@ -330,12 +332,30 @@ class LlamaBackend:
         self.n_cells[slot] = n_cells
 
     def _wipe(self) -> None:
-        """Overwrite what states from elsewhere have left in slots that are empty now."""
-        if any(not self.n_cells[slot] for slot in self._foreign):
-            empty = [slot for slot, n in enumerate(self.n_cells) if not n]
-            self._foreign.difference_update(empty)
-            if self._sample is not None and self.memory.kind == "recurrent":
-                self._cells.wipe(empty, self._sample)
+        """Overwrite what may be no numbers, or no more soon, in slots that are empty now."""
+        if self._uncopied:  # what is loaded could be taken for bytes that wait to be copied
+            return
+        empty = [slot for slot, n in enumerate(self.n_cells) if not n]
+        left = self._doubtful.intersection(empty)
+        self._doubtful -= left
+        if left and self.memory.kind == "recurrent" and self._sample is not None:
+            self._cells.wipe(empty, self._sample)
+        elif left and self._format is not None and self._can_wipe:
+            n_cells = self.memory.n_cells // self.n_slots
+            self._cells.wipe(left, SavedCells(self._format.zeros(n_cells), n_cells))
+
+    @property
+    def _can_wipe(self) -> bool:
+        """Whether all that an emptied slot has left can be overwritten: not what slots share, nor windows."""
+        return self.memory.kind == "partitioned" and self.memory.can_trim
+
+    def _doubt(self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]) -> None:
+        """Take in whose rows were broken, and whose were not: then their cells are sound, but a state may grow on."""
+        for chunk, sampled in zip(chunks, tokens, strict=True):
+            if BROKEN_ROW in sampled:
+                self._doubtful.add(chunk.slot)
+            elif sampled and self.memory.kind != "recurrent":
+                self._doubtful.discard(chunk.slot)
 
     def _copy(self, copies: Sequence[tuple[Slot, Slot, int]]) -> float:
         """Copy beginnings from slot to slot; return the seconds it took.
@@ -357,6 +377,8 @@ class LlamaBackend:
             else:
                 self._cells.trim(slot, n_cells)
             self.n_cells[slot] = n_cells
+            if source in self._doubtful:
+                self._doubtful.add(slot)
         return time.perf_counter() - start
 
     def _is_half_empty(self, slot: Slot) -> bool:
@@ -371,7 +393,7 @@ class LlamaBackend:
         saved = self._cells.save(slot)
         if saved is None or saved.n_cells != self.n_cells[slot]:
             return False
-        self._saved[key] = replace(saved, is_foreign=slot in self._foreign)
+        self._saved[key] = replace(saved, is_doubtful=slot in self._doubtful)
         return True
 
     def _load(self, slot: Slot, key: int, n_cells: int) -> bool:
@@ -385,13 +407,13 @@ class LlamaBackend:
             self._cells.trim(slot, 0)
             return False
         self.n_cells[slot] = n_cells
-        if saved.is_foreign:
-            self._foreign.add(slot)
+        if saved.is_doubtful:
+            self._doubtful.add(slot)
         return True
 
     def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         """Take cells that were saved; see `Backend.keep`."""
-        self._saved[key] = SavedCells(data, n_cells, is_foreign=True)
+        self._saved[key] = SavedCells(data, n_cells, is_doubtful=True)
 
     def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
         """Return cells from elsewhere as this memory would have them; see `Backend.fit`."""

@@ -36,8 +36,8 @@ class SavedCells:
     """(n_bytes,) uint8."""
     n_cells: int
     """How many there are at least."""
-    is_foreign: bool = False
-    """Whether they came from elsewhere, or go on from what did: then nobody knows what is computed from them."""
+    is_doubtful: bool = False
+    """Whether they came from elsewhere, or go on from what did, and nobody knows what is computed from them."""
 
 
 class LlamaCells:
@@ -89,8 +89,9 @@ class LlamaCells:
     def wipe(self, slots: Collection[int], sample: SavedCells) -> None:
         """Overwrite what emptied slots have left, all of them, with a sample of a sequence; they are empty again.
 
-        A state that begins is an old one multiplied by zero, which leaves what is no number as it is.
-        Source: llama.cpp, src/llama-graph.cpp, build_rs; src/llama-memory-recurrent.cpp, find_slot.
+        A state that begins is an old one multiplied by zero, and cells that nobody has are computed and masked: both
+        leave what is no number as it is. Source: llama.cpp, src/llama-graph.cpp, build_rs;
+        src/llama-memory-recurrent.cpp, find_slot; ggml/src/ggml-cpu/ops.cpp, flash attention by tiles.
         """
         for slot in slots:
             self.load(slot, sample)

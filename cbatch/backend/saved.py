@@ -3,6 +3,7 @@
 llama.cpp believes what it reads. Two states of one sequence end the process, a position below 0 or the highest there
 is stays in its slot for ever, and a number that is none or too large reaches neighbours: in a pool the scores of each
 other's cells are computed and masked, where infinite less infinite is none; and an old state is multiplied by zero.
+Where nothing can be overwritten, values must not become such a number when they are added up.
 
     magic, slot | one part behind the other
     part of cells:   number of slots | of each, its number of cells n, and where that is not 0:
@@ -15,7 +16,7 @@ state_write and state_read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,10 @@ _MOST = 65504.0
 
 What is computed from such numbers is finite. A state near the end of f32 becomes infinite with the next token.
 """
+
+_N_SUMMED = 65504.0
+"""To how much at most the values of many cells may add up: flash attention adds them up in f16 before it divides.
+Source: llama.cpp, ggml/src/ggml-cpu/ops.cpp, ggml_compute_forward_flash_attn_ext_f16_one_chunk."""
 
 _SCALES = {"q4_0": 8, "q4_1": 16, "q5_0": 16, "q5_1": 32, "q8_0": 128, "iq4_nl": 128}
 """By how much at most a block multiplies its scale. Source: llama.cpp, ggml/src/ggml-quants.c, dequantize_row."""
@@ -87,6 +92,27 @@ class SavedFormat:
             raise ValueError("have something behind them")
         return data if _are_in_place(pieces, data) else np.concatenate(pieces)
 
+    def zeros(self, n_cells: int) -> Bytes:
+        """Return so many cells of zeros, as this context would write them of slot 0.
+
+        Args:
+            n_cells: at most as many as a slot has.
+
+        Returns:
+            (n_bytes,) uint8.
+        """
+        pieces = [_bytes(self._magic), _words(0)]
+        for part in self._parts:
+            cells = np.zeros((n_cells, part.n_words), "<i4")
+            cells[:, 0], cells[:, 1] = np.arange(n_cells), 1
+            pieces += [_words(part.n_slots, n_cells), _flat(cells.view(np.uint8))]
+            pieces.append(_bytes(part.form))
+            for rows in part.rows:
+                pieces.append(_bytes(rows.head))
+                pieces.append(np.zeros(rows.n_rows * n_cells * rows.n_bytes, np.uint8))
+            pieces.append(_words(*[0] * (part.n_slots - 1)))
+        return np.concatenate(pieces)
+
     def _fit_part(
         self, part: _Part, cursor: _Cursor, n_cells: int, n_wanted: int
     ) -> Iterator[Bytes]:
@@ -103,7 +129,10 @@ class SavedFormat:
         for rows in part.rows:
             cursor.expect(rows.head)
             yield _bytes(rows.head)
-            yield rows.checked(cursor.take(rows.n_rows * n * rows.n_bytes), kept)
+            data = rows.checked(cursor.take(rows.n_rows * n * rows.n_bytes), kept)
+            if rows.is_summed and not (self._can_trim and part.n_slots > 1):
+                _check_sums(data.view("<f2").reshape(-1, rows.n_bytes // 2))
+            yield data
         if cursor.words(n_behind).any():
             raise ValueError("are those of several sequences")
         yield _words(*[0] * (part.n_slots - 1))
@@ -130,6 +159,8 @@ class _Rows:
     type: str
     n_rows: int
     n_bytes: int
+    is_summed: bool = False
+    """Whether attention adds these up over all cells, in f16."""
 
     def checked(self, data: Bytes, kept: NDArray[np.bool_]) -> Bytes:
         """Return what is kept of the cells."""
@@ -238,6 +269,16 @@ def _bits(type: str, number: float) -> int:
     return int(np.float16(number).view(np.uint16))
 
 
+def _check_sums(values: NDArray[np.float16]) -> None:
+    """Check that (n_cells, n_values) numbers cannot add up to one that is none, which would reach neighbours."""
+    bits = int((values.view("<u2") & 0x7FFF).max(initial=0))
+    largest = float(np.uint16(bits).view(np.float16))
+    if len(values) * largest > _N_SUMMED:  # else there is nothing to add up
+        sums = np.abs(values).sum(axis=0, dtype=np.float32)
+        if sums.max() > _N_SUMMED:
+            raise ValueError("hold values that add up to numbers that are none")
+
+
 def _words(*numbers: int) -> Bytes:
     return np.array(numbers, "<i4").view(np.uint8)
 
@@ -292,6 +333,8 @@ def _cells(cursor: _Cursor, *, n_words: int, has_values: bool) -> _Part:
     keys = [_rows(cursor) for _ in range(n_layers)]
     read = _rows_across if is_across else _rows
     values = [read(cursor) for _ in range(n_layers if has_values else 0)]
+    if not is_across:
+        values = [replace(rows, is_summed=rows.type == "f16") for rows in values]
     if cursor.words(n_slots - 1).any():
         raise ValueError("are those of several sequences")
     return _Part(n_slots, n_words, form, (*keys, *values))

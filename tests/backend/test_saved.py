@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import cbatch
 from cbatch.backend.layout import CELL_TYPES
+from cbatch.backend.memory import LlamaCells
 from cbatch.backend.saved import read_format
-from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
+from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
 from tests.backend.slots import (
     KEYS_IN_BLOCKS,
     KINDS,
@@ -461,6 +462,66 @@ def test_state_that_nothing_can_be_computed_from_is_gone_with_its_slot(
     backend.run(StepPlan((), clears=(Slot(0), Slot(1), Slot(2))))
     for slot in (0, 1, 2):
         assert go_on(backend, slot, PROMPT, 5) == expected
+
+
+def with_large_values(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return twenty cells, of two layers, whose values add up to more than f16 holds."""
+    changed = data.copy()
+    at = 24 + 12 * len(PROMPT)
+    n_bytes = len(PROMPT) * int(changed[at + 4 : at + 12].view("<u8")[0])
+    at += 2 * (12 + n_bytes) + 12
+    changed[at : at + n_bytes].view("<f2")[:] = 6e4
+    return changed
+
+
+@pytest.mark.parametrize("way", ["directly", "moved", "copied", "trimmed"])
+def test_cells_that_nothing_can_be_computed_from_are_gone_with_their_slot(
+    make: MakeBackend, way: str
+) -> None:
+    backend = make("partitioned", shape=WIDE)
+    prompt = LONG[:100]
+    expected = go_on(backend, 1, prompt, 5)
+    put(backend, 0, with_large_values(saved(backend, PROMPT)), 20)
+    unseen = Chunk(Slot(0), 20, OTHER, has_output=False)
+    backend.run(StepPlan((unseen,)))
+    if way == "moved":
+        backend.run(StepPlan((), saves=((Slot(0), 1),), clears=(Slot(0),)))
+        backend.run(StepPlan((), loads=((Slot(2), 1, 53),)))
+    elif way == "copied":
+        backend.run(StepPlan((chunk(1, 104, [7]),), copies=((Slot(0), Slot(2), 53),)))
+    elif way == "trimmed":
+        backend.run(StepPlan((), trims=((Slot(0), 30),)))
+    assert backend.run(StepPlan((chunk(1, backend.n_cells[1], [8]),))).tokens != [[BROKEN_ROW]]
+    for slot in (0, 1, 2):
+        backend.run(StepPlan((), clears=(Slot(slot),)))
+        assert go_on(backend, slot, prompt, 5) == expected
+
+
+def test_slot_of_a_broken_row_is_overwritten_and_that_of_a_sound_one_is_not(
+    make: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, wiped = make("partitioned", shape=WIDE), list[set[int]]()
+    monkeypatch.setattr(LlamaCells, "wipe", lambda _, slots, __: wiped.append(set(slots)))
+    data = saved(backend, PROMPT)
+    put(backend, 0, data, 20)
+    put(backend, 1, with_large_values(data), 20)
+    result = backend.run(StepPlan((chunk(0, 20, [7]), chunk(1, 20, [7]))))
+    assert result.tokens[1] == [BROKEN_ROW] != result.tokens[0]
+    backend.run(StepPlan((), clears=(Slot(0), Slot(1))))
+    assert wiped == [{1}]
+
+
+@pytest.mark.parametrize("n_wanted", [1, 2])
+def test_values_that_add_up_to_no_number_are_refused_in_a_pool(
+    make: MakeBackend, n_wanted: int
+) -> None:
+    backend = make("unified", shape=WIDE)
+    data = with_large_values(saved(backend, PROMPT))
+    if n_wanted == 1:
+        backend.fit(data, 20, 1)
+    else:
+        with pytest.raises(ValueError, match="add up"):
+            backend.fit(data, 20, n_wanted)
 
 
 # ---- damaged on the way ----
