@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake_tokens import fake_logprobs
-from cbatch.core.plan import N_TARGETS_MAX, Memory, TokenLogprobs
+from cbatch.core.plan import N_TARGETS_MAX, Memory, Tiles, TokenLogprobs
 from cbatch.errors import (
     DeadlineError,
     DecodeError,
@@ -201,6 +201,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
         can_shift=kind != "recurrent",
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
+        tiles=draw(st.sampled_from([None, Tiles(64, 1), Tiles(64, 2)])),
     )
 
 
@@ -475,9 +476,10 @@ def _check_cut_short(rig: Rig, request: Request, result: BatchResult) -> None:
 
 
 @contextmanager
-def room_for_targets(n_targets: int) -> Iterator[None]:
-    """Have steps score no more than so many: prompts here are short."""
+def short_limits(n_targets: int) -> Iterator[None]:
+    """Have steps score no more than so many, and few cells be many: prompts here are short."""
     with ExitStack() as stack:
+        stack.enter_context(patch("cbatch.core.shape.N_FAR", 8))
         for place in ("core.scheduler", "core.driver", "backend.fake"):
             stack.enter_context(patch(f"cbatch.{place}.N_TARGETS_MAX", n_targets))
         yield
@@ -561,7 +563,7 @@ def known_of(options: RunOptions, result: BatchResult, n_prompt: int) -> dict[st
 @given(workloads())
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_workload_gives_every_request_its_solo_stream(workload: Workload) -> None:
-    with room_for_targets(workload.n_targets):
+    with short_limits(workload.n_targets):
         rig, requests = play(workload)
         for request, item in zip(requests, workload.items, strict=True):
             check_result(rig, request, item, rig.results[request.id])
@@ -575,7 +577,7 @@ def test_random_workload_gives_every_request_its_solo_stream(workload: Workload)
 @given(workloads())
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_same_workload_twice_gives_the_same_plans_and_results(workload: Workload) -> None:
-    with room_for_targets(workload.n_targets):
+    with short_limits(workload.n_targets):
         first, second = play(workload)[0], play(workload)[0]
     assert first.backend.plans == second.backend.plans
     assert repr(first.results) == repr(second.results)  # errors are equal in words alone
