@@ -247,7 +247,10 @@ class Cells:
             self._forgets.append(key)
 
     def forget_all(self) -> None:
-        """Give up all saved cells: nobody knows which of the last orders were done."""
+        """Give up all saved cells: nobody knows which of the last orders were done. Those from disk may come again."""
+        holders = {**self._loading, **{key: driver for key, (driver, _) in self._saved.items()}}
+        for key in self._adopted & holders.keys():
+            holders[key].ask_again()
         for driver, _ in list(self._saved.values()):
             self.forget(driver)
             driver.rewind()

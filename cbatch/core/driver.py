@@ -471,6 +471,12 @@ class SequenceDriver:
         """Take in that the cells from disk could not be put into a slot: they have to be computed."""
         self.n_computed = self.n_cached = self.n_reached = 0
 
+    def ask_again(self) -> None:
+        """Take in that the cells from disk are gone before they were of use: where it has no slot it asks once more."""
+        self.lose_adopted()
+        self.has_fetched = False
+        self.leave_beside()
+
     def rewind(self, n_computed: int = 0) -> None:
         """Forget the cells behind the first `n_computed`: their tokens are pending again."""
         self.n_computed = n_computed

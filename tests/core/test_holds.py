@@ -157,6 +157,24 @@ def two_that_load(**options: Any) -> Rig:
     return rig
 
 
+@pytest.mark.parametrize("has_slot", [False, True])
+def test_those_whose_cells_are_gone_after_ctrl_c_ask_again_or_tell_that_they_computed(
+    has_slot: bool,
+) -> None:
+    rig = waiting(with_file(1), *(reader(f"{i}", 100, cache_required=True) for i in range(2)))
+    settle_disk(rig)
+    if has_slot:
+        plan = rig.scheduler.plan(rig.now)
+        assert plan is not None
+        assert plan.loads
+    rig.backend.run(rig.scheduler.start_over())
+    drive(rig)
+    n_cached = sum(result.usage.cached_tokens for result in rig.results.values())
+    n_computed = rig.stats.n_prompt_tokens + rig.stats.n_recomputed_tokens
+    assert n_cached + n_computed == 2 * 120
+    assert (rig.results["0"].usage.cached_tokens == 0) is has_slot
+
+
 def test_one_with_cells_of_its_own_asks_for_none_when_the_one_before_leaves() -> None:
     rig = two_that_load()
     rig.cancel("0")
