@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -342,7 +343,8 @@ class LlamaBackend:
             self._cells.wipe(empty, self._sample)
         elif left and self._format is not None and self._can_wipe:
             n_cells = self.memory.n_cells // self.n_slots
-            self._cells.wipe(left, SavedCells(self._format.zeros(n_cells), n_cells))
+            with suppress(MemoryError):
+                self._cells.wipe(left, SavedCells(self._format.zeros(n_cells), n_cells))
 
     @property
     def _can_wipe(self) -> bool:

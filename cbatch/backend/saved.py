@@ -103,15 +103,14 @@ class SavedFormat:
         """
         pieces = [_bytes(self._magic), _words(0)]
         for part in self._parts:
-            cells = np.zeros((n_cells, part.n_words), "<i4")
-            cells[:, 0], cells[:, 1] = np.arange(n_cells), 1
-            pieces += [_words(part.n_slots, n_cells), _flat(cells.view(np.uint8))]
-            pieces.append(_bytes(part.form))
-            for rows in part.rows:
-                pieces.append(_bytes(rows.head))
-                pieces.append(np.zeros(rows.n_rows * n_cells * rows.n_bytes, np.uint8))
-            pieces.append(_words(*[0] * (part.n_slots - 1)))
-        return np.concatenate(pieces)
+            pieces += _zeros(part, n_cells)
+        data = np.zeros(sum(map(len, pieces)), np.uint8)
+        start = 0
+        for piece in pieces:
+            if piece.strides[0]:
+                data[start : start + len(piece)] = piece
+            start += len(piece)
+        return data
 
     def _fit_part(
         self, part: _Part, cursor: _Cursor, n_cells: int, n_wanted: int
@@ -277,6 +276,19 @@ def _check_sums(values: NDArray[np.float16]) -> None:
         sums = np.abs(values).sum(axis=0, dtype=np.float32)
         if sums.max() > _N_SUMMED:
             raise ValueError("hold values that add up to numbers that are none")
+
+
+def _zeros(part: _Part, n_cells: int) -> Iterator[Bytes]:
+    """Yield what a part with so many cells consists of; long rows of zeros take no memory."""
+    cells = np.zeros((n_cells, part.n_words), "<i4")
+    cells[:, 0], cells[:, 1] = np.arange(n_cells), 1
+    yield _words(part.n_slots, n_cells)
+    yield _flat(cells.view(np.uint8))
+    yield _bytes(part.form)
+    for rows in part.rows:
+        yield _bytes(rows.head)
+        yield np.broadcast_to(np.uint8(0), rows.n_rows * n_cells * rows.n_bytes)
+    yield _words(*[0] * (part.n_slots - 1))
 
 
 def _words(*numbers: int) -> Bytes:
