@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
@@ -44,6 +43,7 @@ from cbatch.runtime.sequences import tokenize
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
     from types import TracebackType
 
     from cbatch.backend import Backend
@@ -105,7 +105,7 @@ class Engine:
         self._schedule = schedule or ScheduleOptions()
         self._threaded = threaded
         self._opener = opener
-        self._cache_dir = _folder(cache_dir)
+        self._cache_dir = None if cache_dir is None else _folder(cache_dir)
         self._cache_mib = cache_mib
         self._made: _Parts | None = None
         self._opening = threading.RLock()
@@ -192,10 +192,9 @@ class Engine:
 
     def _make_keeper(self, backend: Backend) -> Callable[[Post], Keeper]:
         from cbatch.runtime.keeper import Keeper  # numpy is slow to import
-        from cbatch.store import CacheStore, default_folder
+        from cbatch.store import CacheStore
 
-        folder = self._cache_dir or default_folder()
-        store = CacheStore(folder, self._cache_mib * 2**20)
+        store = CacheStore(self._cache_dir or _folder(None), self._cache_mib * 2**20)
         return partial(Keeper, store, backend, is_threaded=self._threaded)
 
     @property
@@ -440,13 +439,10 @@ class Engine:
         return stats
 
 
-def _folder(named: str | os.PathLike[str] | None) -> Path | None:
-    if named is None:
-        return None
-    try:
-        return Path(named).expanduser().absolute()
-    except RuntimeError as error:
-        raise ConfigError(f"cache_dir={str(named)!r}: {error}") from None
+def _folder(named: str | os.PathLike[str] | None) -> Path:
+    from cbatch.store import cells_folder  # numpy is slow to import
+
+    return cells_folder(named)
 
 
 def load(

@@ -32,7 +32,7 @@ from cbatch.cell_file import (
     packed,
     set_used,
 )
-from cbatch.errors import CacheError
+from cbatch.errors import CacheError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,27 +150,19 @@ class CacheStore:
         """Remove every file of this key, whatever its fingerprint; return how many there were.
 
         Raises:
-            CacheError: one cannot be removed.
+            CacheError: some cannot be removed; it names them, and the others are gone.
         """
-        try:
-            return sum(_is_removed(Path(entry)) for entry in self._found(_FILE, key))
-        except OSError as error:
-            raise CacheError(key, _unremoved(self._folder, error)) from error
+        return self._remove(key, (_FILE,), key)
 
     def remove_all(self) -> int:
-        """Remove every file, and what unfinished writes have left; return how many files there were.
+        """Remove every file, and what unfinished writes have left; return how many there were of both.
 
         A write that another process has not finished fails then.
 
         Raises:
-            CacheError: one cannot be removed.
+            CacheError: some cannot be removed; it names them, and the others are gone.
         """
-        try:
-            for entry in self._found(_PART):
-                _is_removed(Path(entry))
-            return sum(_is_removed(Path(entry)) for entry in self._found(_FILE))
-        except OSError as error:
-            raise CacheError(str(self._folder), _unremoved(self._folder, error)) from error
+        return self._remove(str(self._folder), (_PART, _FILE))
 
     def verify(self, file: CacheFile) -> str | None:
         """Read all of a file; return what is wrong, or None, also where it has vanished meanwhile."""
@@ -200,6 +192,20 @@ class CacheStore:
                 ]
         except FileNotFoundError:
             return []
+
+    def _remove(
+        self, said: str, patterns: tuple[re.Pattern[str], ...], key: str | None = None
+    ) -> int:
+        """Remove what has such a name, all that can be; return how many there were."""
+        try:
+            entries = [entry for pattern in patterns for entry in self._found(pattern, key)]
+        except OSError as error:
+            raise CacheError(said, _unremoved(self._folder, error)) from error
+        stayed = [why for entry in entries if (why := _tried_to_remove(Path(entry)))]
+        if stayed:
+            what = "; ".join(_unremoved(self._folder, why) for why in stayed)
+            raise CacheError(said, what) from stayed[0]
+        return len(entries)
 
     def _replace(self, name: str, parts: Iterator[bytes | memoryview]) -> None:
         """Write a file beside its place and put it there when it is whole and on the disk."""
@@ -261,10 +267,21 @@ class CacheStore:
         return CacheError(key, "; ".join(nearest))
 
 
-def default_folder() -> Path:
-    """Return the folder for cells that `CBATCH_CACHE_DIR` names, or the one among the user's caches."""
-    if named := os.environ.get("CBATCH_CACHE_DIR"):
-        return Path(named)
+def cells_folder(named: str | os.PathLike[str] | None = None) -> Path:
+    """Return the folder for cells: the one named, or that `CBATCH_CACHE_DIR` names, or the one among the user's caches.
+
+    Raises:
+        ConfigError: it begins with the home of a user who has none.
+    """
+    folder = named or os.environ.get("CBATCH_CACHE_DIR")
+    try:
+        return Path(folder or _users_folder()).expanduser().absolute()
+    except RuntimeError as error:
+        said = f"cache_dir={os.fspath(folder)!r}" if folder else "give a cache_dir"
+        raise ConfigError(f"{said}: {error}") from None
+
+
+def _users_folder() -> Path:
     return Path(platformdirs.user_cache_dir("cbatch", appauthor=False), "cells")
 
 
@@ -315,23 +332,21 @@ def _sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def _is_removed(path: Path) -> bool:
-    """Remove a file; tell whether there was one."""
+def _tried_to_remove(path: Path) -> OSError | None:
+    """Remove a file; return why it stays."""
     try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    return True
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        return error
+    return None
 
 
 def _is_gone(path: Path) -> bool:
     """Remove a file where that is permitted; tell whether there is none now."""
-    try:
-        _is_removed(path)
-    except OSError as error:
+    error = _tried_to_remove(path)
+    if error is not None:
         _logger.warning("%s cannot be removed: %s", path, error.strerror)
-        return False
-    return True
+    return error is None
 
 
 def _unwritten(folder: Path, error: OSError) -> str:

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 import cbatch.cell_file
 import cbatch.store
 from cbatch.cell_file import CachedCells
-from cbatch.errors import CacheError
-from cbatch.store import CacheStore, default_folder
+from cbatch.errors import CacheError, ConfigError
+from cbatch.store import CacheStore, cells_folder
 from tests.test_imports import inside
 
 if TYPE_CHECKING:
@@ -224,9 +224,28 @@ def test_default_folder_is_among_the_users_caches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder().parts[-2:] == ("cbatch", "cells")
+    assert cells_folder().parts[-2:] == ("cbatch", "cells")
     if sys.platform == "linux":
-        assert default_folder() == tmp_path / "cbatch" / "cells"
+        assert cells_folder() == tmp_path / "cbatch" / "cells"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="homes are found by another variable")
+def test_folder_in_the_home_is_found_however_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CBATCH_CACHE_DIR", "~/named")
+    assert cells_folder() == tmp_path / "named"
+    assert cells_folder(Path("~/x")) == cells_folder("~/x") == tmp_path / "x"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="caches are elsewhere")
+def test_folder_of_a_user_without_a_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "CBATCH_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match=r"give a cache_dir: .* home"):
+        cells_folder()
 
 
 def test_store_and_its_files_depend_on_errors_alone() -> None:
@@ -753,7 +772,7 @@ CHILD = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-from cbatch.errors import CacheError
+from cbatch.errors import CacheError, ConfigError
 from cbatch.cell_file import CachedCells
 from cbatch.store import CacheStore
 folder, how = Path(sys.argv[1]), sys.argv[2]
@@ -1111,5 +1130,21 @@ def test_remove_all_takes_unfinished_writes_too(store: CacheStore, folder: Path)
     store.write("a", cells(), F16)
     store.write("b", cells(), F16)
     (folder / f".{store._path('a', F16).name}.0123456789abcdef.part").write_bytes(b"half")
-    assert store.remove_all() == 2
+    assert store.remove_all() == 3
     assert list(folder.iterdir()) == []
+
+
+def test_what_cannot_be_removed_is_named_and_the_others_are_gone(
+    store: CacheStore, folder: Path
+) -> None:
+    for key in "abc":
+        store.write(key, cells(), F16)
+    folders = [folder / f"{n:032x}-{n:032x}.cells" for n in (0, 16**32 - 1)]
+    for path in folders:
+        path.mkdir()
+    with pytest.raises(
+        CacheError, match=r"cannot be removed: .*; .* cannot be removed: "
+    ) as caught:
+        store.remove_all()
+    assert all(str(path) in str(caught.value) for path in folders)
+    assert sorted(folder.iterdir()) == folders

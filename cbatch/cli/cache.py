@@ -138,9 +138,9 @@ def table(files: "list[CacheFile]", *, is_narrow: bool = False) -> Iterator[str]
 
 
 def _open(cache_dir: Path | None) -> "tuple[Path, CacheStore]":
-    from cbatch.store import CacheStore, default_folder  # numpy is slow to import
+    from cbatch.store import CacheStore, cells_folder  # numpy is slow to import
 
-    folder = default_folder() if cache_dir is None else cache_dir
+    folder = cells_folder(cache_dir)
     return folder, CacheStore(folder, n_bytes_max=0)
 
 

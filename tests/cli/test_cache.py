@@ -216,6 +216,16 @@ def test_rm_of_nothing_or_of_both_is_refused(folder: Path, args: tuple[str, ...]
     assert len(store.files()) == 1
 
 
+def test_rm_all_goes_on_where_a_folder_is_named_like_a_file_and_names_it(folder: Path) -> None:
+    store = keep(folder, "a", "b")
+    path = folder / f"{0:032x}-{0:032x}.cells"
+    path.mkdir()
+    done = cache("rm", "--all", "--yes", folder=folder)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"{path} cannot be removed" in done.stderr
+    assert [file.path for file in store.files()] == [path]
+
+
 # ---- verify ----
 
 
@@ -262,6 +272,19 @@ def test_folder_comes_from_the_environment_or_is_the_users(
     assert [line["key"] for line in parse(invoke("cache", "ls").stdout)] == ["a"]
     assert invoke("cache", "rm", "a").exit_code == 0
     assert invoke("cache", "verify").stderr == f"0 files, 0.0 MiB in {folder}, 0 bad\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="homes are found by another variable")
+def test_folder_in_the_home_is_found_however_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(tmp_path / "x", "a")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [
+        line["key"] for line in parse(invoke("cache", "ls", "--json", "--cache-dir=~/x").stdout)
+    ] == ["a"]
+    monkeypatch.setenv("CBATCH_CACHE_DIR", "~/x")
+    assert [line["key"] for line in parse(invoke("cache", "ls", "--json").stdout)] == ["a"]
 
 
 @pytest.mark.parametrize("args", [("ls",), ("rm", "a"), ("rm", "--all", "--yes"), ("verify",)])
