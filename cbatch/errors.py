@@ -30,6 +30,11 @@ def _restored(cls: type[CBatchError], args: tuple[Any, ...], state: dict[str, An
     return error
 
 
+def words_of(error: BaseException) -> str:
+    """Return what an error says, or what it is where it says nothing."""
+    return str(error) or type(error).__name__
+
+
 class ConfigError(CBatchError, ValueError):
     """A value that cannot work, found while options, messages or an engine are built."""
 

@@ -1375,9 +1375,16 @@ def test_file_from_memory_of_another_kind_is_told_apart(any_way: Place) -> None:
     assert "kind is unified, was saved with partitioned" in result.error.reason
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("lightning"), OSError(5, "I/O")])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("lightning"), "lightning"),
+        (OSError("gone"), "gone"),
+    ],
+)
 def test_whatever_reading_raises_is_the_requests_own_error(
-    any_way: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
+    any_way: Place, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     def broken(*_: object) -> None:
         raise error
@@ -1389,6 +1396,8 @@ def test_whatever_reading_raises_is_the_requests_own_error(
     )
     assert isinstance(failed.error, CacheError)
     assert failed.error.__cause__ is error
+    assert failed.error.reason == f"it cannot be read: {words}"
+    assert warned.warnings == (str(failed.error),)
     assert warned.token_ids == expected(text_of(60))
 
 
@@ -1450,7 +1459,9 @@ def test_cells_for_which_there_is_no_room_fail_or_are_computed_and_nobody_else_n
     for options, reason in ((REQUIRED, "error"), (READ, "length")):
         result = any_way.result(engine, text_of(60), **options)
         assert (result.finish_reason, result.usage.cached_tokens) == (reason, 0)
-        assert "no room for its cells" in (str(result.error) + "".join(result.warnings))
+        assert "no room for its cells: MemoryError" in (
+            str(result.error) + "".join(result.warnings)
+        )
     assert result.token_ids == expected(text_of(60))
     assert any_way.results(beside)[0].token_ids == expected(text_of(20, start=3), 100)
 

@@ -271,7 +271,10 @@ def test_more_to_keep_or_to_discard_than_there_is_warns_and_is_clamped(any_way: 
     )
     assert discards.token_ids == moving(text_of(40), 300, n_discard=W - 2)
     more = any_way.result(engine, text_of(40), max_tokens=300, n_keep=2**31 - 1, n_discard=20)
+    assert more.warnings == (f"n_keep is 40, not {2**31 - 1}: the prompt has 40",)
     assert more.token_ids == moving(text_of(40), 300, n_keep=40, n_discard=20)
+    all_of_it = any_way.result(engine, text_of(40), max_tokens=300, n_keep=40, n_discard=20)
+    assert all_of_it.warnings == ()
 
 
 def test_prompt_that_fills_the_window_is_refused_though_it_may_move(any_way: Place) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_cpp import llama_chat_format
 
-from cbatch.errors import ConfigError, PromptError, RequestFailedError
+from cbatch.errors import ConfigError, PromptError, RequestFailedError, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -145,7 +145,7 @@ class ChatTemplate:
             return str(formatter(messages=copies, **(variables or {})).prompt)
         except Exception as error:  # the template is a program: it may raise whatever it likes
             raise PromptError(
-                f"the chat template refuses these messages: {_words(error)}"
+                f"the chat template refuses these messages: {words_of(error)}"
             ) from error
 
     @cached_property
@@ -177,7 +177,7 @@ class ChatTemplate:
             return _compile(self._source, self._bos_text, self._eos_text)
         except Exception as error:
             raise RequestFailedError(
-                f"the model's chat template does not compile ({_words(error)}): load it with "
+                f"the model's chat template does not compile ({words_of(error)}): load it with "
                 "chat_template='chatml' (or a Jinja string), or give plain string prompts"
             ) from error
 
@@ -201,7 +201,7 @@ def parse_override(chat_template: str) -> str:
     try:
         _compile(chat_template, "", "")
     except Exception as error:  # besides syntax: too deep, or a number too large
-        raise ConfigError(f"chat_template does not compile: {_words(error)}") from error
+        raise ConfigError(f"chat_template does not compile: {words_of(error)}") from error
     return chat_template
 
 
@@ -222,7 +222,3 @@ def _text_of(content: object) -> str:
 
 def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
-
-
-def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__

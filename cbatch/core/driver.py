@@ -249,12 +249,12 @@ class SequenceDriver:
         if not options.n_discard:
             return
         asked = n_default if options.n_keep is None else options.n_keep
-        n_all = self.n_prompt if asked < 0 else min(asked, self.n_prompt)
-        self.n_keep = min(n_all, self.n_window - 2)
-        if self.n_keep < n_all:
-            self.warnings.append(
-                f"n_keep is {self.n_keep}, not {n_all}: the window has {self.n_window}"
-            )
+        n_asked = self.n_prompt if asked < 0 else asked
+        self.n_keep = min(n_asked, self.n_prompt, self.n_window - 2)
+        if self.n_keep < n_asked:
+            is_all = self.n_keep == self.n_prompt
+            why = f"prompt has {self.n_prompt}" if is_all else f"window has {self.n_window}"
+            self.warnings.append(f"n_keep is {self.n_keep}, not {n_asked}: the {why}")
         if self.n_discard < options.n_discard:
             self.warnings.append(
                 f"n_discard is {self.n_discard}, not {options.n_discard}: "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.holds import Fetch
 from cbatch.core.plan import StepPlan
-from cbatch.errors import CacheError
+from cbatch.errors import CacheError, words_of
 
 if TYPE_CHECKING:
     from cbatch.backend import Backend
@@ -57,7 +57,8 @@ class Disk:
         except Exception as error:  # for want of memory
             self._batcher.cells.forget(driver)
             driver.lose_adopted()
-            driver.go_without(CacheError(arrival.fetch.key, f"no room for its cells: {error!r}"))
+            what = f"no room for its cells: {words_of(error)}"
+            driver.go_without(CacheError(arrival.fetch.key, what))
 
     def store(self) -> None:
         """Have cells written that were copied out; whose cells could not be, has ended."""

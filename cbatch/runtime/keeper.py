@@ -13,7 +13,7 @@ import numpy as np
 
 from cbatch.cell_file import CachedCells
 from cbatch.core.holds import Fetch, Found
-from cbatch.errors import CacheError
+from cbatch.errors import CacheError, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,7 +120,7 @@ class Keeper:
         except CacheError as error:
             arrival = Arrival(fetch, error)
         except Exception as error:
-            failure = CacheError(fetch.key, f"it cannot be read: {error!r}")
+            failure = CacheError(fetch.key, f"it cannot be read: {words_of(error)}")
             failure.__cause__ = error
             arrival = Arrival(fetch, failure)
         finally:
@@ -150,6 +150,6 @@ class Keeper:
             self._store.write(key, cells, self._backend.fingerprint(adapters))
             found, problem = Found(tokens.tolist(), cells.n_prompt), None
         except Exception as error:
-            problem = f"the cells were not saved: {str(error) or repr(error)}"
+            problem = f"the cells were not saved: {words_of(error)}"
         finally:
             self._post(lambda: then(driver, found, problem))

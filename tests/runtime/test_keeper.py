@@ -107,7 +107,7 @@ def test_write_that_has_no_memory_for_its_tokens_is_told_and_the_next_read_is_do
     owner.write("k")
     [(found, problem)] = owner.take()
     assert found is None
-    assert problem == "the cells were not saved: MemoryError()"
+    assert problem == "the cells were not saved: MemoryError"
     owner.read("other")
     [missing] = owner.take()
     assert missing.is_missing
