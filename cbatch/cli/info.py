@@ -15,8 +15,10 @@ from cbatch.cli.options import (
     CacheTypeV,
     CtxPerSeq,
     FlashAttn,
+    GpuLayers,
     Kv,
     MemoryMib,
+    NCtx,
     Parallel,
     Threads,
     option,
@@ -38,6 +40,7 @@ def info(
     *,
     parallel: Parallel = None,
     ctx_per_seq: CtxPerSeq = None,
+    n_ctx: NCtx = None,
     kv: Kv = EngineOptions.kv,
     cache_type_k: CacheTypeK = EngineOptions.cache_type_k,
     cache_type_v: CacheTypeV = EngineOptions.cache_type_v,
@@ -53,6 +56,7 @@ def info(
         bool, option("--exact", help="The same, for a model loaded with exact=True.")
     ] = False,
     threads: Threads = None,
+    gpu_layers: GpuLayers = None,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
     """Tell what a model file is, what each slot would hold, and what that takes.
@@ -62,6 +66,7 @@ def info(
     settings = said(
         parallel=parallel,
         ctx_per_seq=ctx_per_seq,
+        n_ctx=n_ctx,
         kv=kv,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
@@ -69,6 +74,7 @@ def info(
         memory_mib=memory_mib,
         exact=exact,
         n_threads=threads,
+        n_gpu_layers=gpu_layers,
     )
     options = EngineOptions.of(settings)
     from cbatch.backend.load import describe_model  # llama_cpp is slow to import

@@ -10,9 +10,11 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 
 import cbatch
 from cbatch.backend.llama import LlamaBackend
+from cbatch.cli import app
 from cbatch.cli.info import as_text
 from tests.cli.conftest import forbid_opening, invoke
 
@@ -69,7 +71,21 @@ def test_info_of_a_silent_file_says_so(synth: SynthFactory) -> None:
     assert "sampling       not said\n" in said
 
 
-@pytest.mark.parametrize("settings", [{}, {"parallel": 3}, {"parallel": 2, "ctx_per_seq": 300}])
+def test_info_takes_whatever_run_takes_that_changes_sizes() -> None:
+    others = {"model", "policy", "adapter", "cache_dir", "chat_template"}
+    of_run = {p.name for p in _options("run") if p.rich_help_panel == "Model"} - others
+    assert of_run <= {p.name for p in _options("info")}
+
+
+def _options(command: str) -> list[Any]:
+    commands: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+    return [p for p in commands[command].params if p.param_type_name == "option"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"parallel": 3}, {"parallel": 2, "ctx_per_seq": 300}, {"parallel": 2, "n_ctx": 600}],
+)
 def test_info_tells_the_window_of_a_loaded_engine(
     test_model: Path, settings: dict[str, Any]
 ) -> None:
