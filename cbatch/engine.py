@@ -38,6 +38,7 @@ from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.intake import Intake, is_in_event_loop
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
+from cbatch.runtime.refusals import check_adapters
 from cbatch.runtime.sequences import tokenize
 
 if TYPE_CHECKING:
@@ -298,7 +299,7 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         self._loop.check_open()
-        run_options = RunOptions.of(options).over(self._options)
+        run_options = run_options_of(self, options)
         ends_s = time.perf_counter() + check_seconds("max_time_s", max_time_s)
         before = self.stats() if progress else None
         if is_source(prompts):
@@ -437,6 +438,17 @@ class Engine:
         stats.n_running = batcher.ledger.n_lent - batcher.n_paused_in_slots
         stats.n_paused = batcher.n_paused_in_slots
         return stats
+
+
+def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | None) -> RunOptions:
+    """Return what holds in a run where an item says nothing.
+
+    Raises:
+        ConfigError: a wrong option, or an adapter that is not loaded.
+    """
+    settled = RunOptions.of(options).over(engine.options)
+    check_adapters(settled, engine._backend)
+    return settled
 
 
 def _folder(named: str | os.PathLike[str] | None) -> Path:

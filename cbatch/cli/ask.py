@@ -80,7 +80,7 @@ def ask(
     """
     adapters = named_adapters(adapter)
     options = answer_options(
-        adapter=None if adapters is None or len(adapters) > 1 else next(iter(adapters)),
+        adapters,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,

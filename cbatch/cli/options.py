@@ -179,6 +179,13 @@ def name_of(model: Path | None) -> str:
     return "the model that ships inside" if model is None else str(model)
 
 
-def answer_options(*, stop: list[str] | None, ignore_eos: bool, **values: Any) -> RunOptions:
-    """Return the options of the answers panel; an empty list and an absent flag say nothing."""
-    return RunOptions.of(said(stop=stop or None, ignore_eos=ignore_eos or None, **values))
+def answer_options(
+    adapters: dict[str, str] | None, *, stop: list[str] | None, ignore_eos: bool, **values: Any
+) -> RunOptions:
+    """Return the options of the answers panel; an empty list and an absent flag say nothing.
+
+    An adapter that is alone answers all.
+    """
+    adapter = next(iter(adapters)) if adapters and len(adapters) == 1 else None
+    given = said(adapter=adapter, stop=stop or None, ignore_eos=ignore_eos or None, **values)
+    return RunOptions.of(given)

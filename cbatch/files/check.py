@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cbatch.engine import run_options_of
 from cbatch.errors import CBatchError
 from cbatch.files.engines import engine_for
 from cbatch.files.reading import Reading
@@ -114,22 +115,23 @@ def check_file(
         runner = stack.enter_context(
             engine_for(engine, model, load_settings, lambda: reading.look_ahead(defaults))
         )
+        settled = run_options_of(runner, defaults)
         seen = stack.enter_context(closing(Seen()))
         summary = CheckSummary(runner.n_window)
         for item in reading.items:
-            _look(item, runner, defaults, seen, summary)
+            _look(item, runner, settled, seen, summary)
     return summary
 
 
 def _look(
-    item: Item, engine: Engine, defaults: RunOptions, seen: Seen, summary: CheckSummary
+    item: Item, engine: Engine, options: RunOptions, seen: Seen, summary: CheckSummary
 ) -> None:
     if error := seen.error_of(item):
         summary.refuse(item, error.code, error.message)
         return
     assert item.prompt is not None  # for there is no error
     try:
-        n_tokens = engine.count_tokens(item.prompt, options=defaults)
+        n_tokens = engine.count_tokens(item.prompt, options=options)
     except CBatchError as refusal:
         summary.refuse(item, "refused", str(refusal))
         return

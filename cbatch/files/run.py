@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cbatch.engine import run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.digest import Digests
 from cbatch.files.encoders import NoEncoder
@@ -98,11 +99,12 @@ def run_file(
                 threaded=reading.is_piped,  # between steps a pipe would let everybody wait
             )
         )
+        settled = run_options_of(runner, defaults)
         said = _settings_of(runner, reading, target, defaults, asked)
         ledger = stack.enter_context(
             target.opened(said, force=asked.force, retry_errors=asked.retry_errors)
         )
-        way = _way(runner, ledger, target.encoder, defaults, model)
+        way = _way(runner, ledger, target.encoder, settled, model)
         stop = stop or Stopper()
         work = _work(reading, way, asked, stop, runner, is_own=engine is None)
         for line in (*ledger.notes, *_resumed(ledger)):
@@ -149,9 +151,10 @@ def stream_file(
     for name in (*load_settings, *_OF_OUTPUT):
         if name in settings:
             raise ConfigError(f"{name} has no effect here: the engine is there, and no output")
+    settled = run_options_of(engine, options)
     reading = Reading(source, asked)
     nowhere = Pipe(None)
-    way = _way(engine, nowhere, NoEncoder(), RunOptions.of(options), None)
+    way = _way(engine, nowhere, NoEncoder(), settled, None)
     work = _work(reading, way, asked, Stopper(), engine, is_own=False)
     return FileStream(engine, work, asked.max_time_s, (reading, nowhere))
 
@@ -205,9 +208,8 @@ def _opened(
     return reading, target
 
 
-def _way(engine: Engine, ledger: Ledger, encoder: Encoder, defaults: RunOptions, model: Any) -> Way:
+def _way(engine: Engine, ledger: Ledger, encoder: Encoder, settled: RunOptions, model: Any) -> Way:
     depends_on = json.dumps(engine.fingerprint, sort_keys=True)
-    settled = defaults.over(engine.options)
     name = Path(str(model)).stem if _model_file(model) else "cbatch"
     return Way(ledger, encoder, Digests(settled, depends_on), settled, name)
 

@@ -35,6 +35,15 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
     _check_key(options, backend.memory)
     _check_scoring(options, backend)
     _check_window(options, backend)
+    check_adapters(options, backend)
+
+
+def check_adapters(options: RunOptions, backend: Backend) -> None:
+    """Refuse adapters that are not loaded.
+
+    Raises:
+        ConfigError: it names those that are.
+    """
     for name in options.adapter or ():  # also those of scale 0
         if name not in backend.adapters:
             known = ", ".join(backend.adapters) or "none"

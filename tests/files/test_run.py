@@ -492,6 +492,25 @@ def test_every_option_of_a_line_works_or_is_a_typed_record(
     assert (record["finish_reason"] == "error") == (error is not None)
 
 
+def test_adapter_for_all_that_is_not_loaded_fails_at_once(
+    source: Path, out: Path, tmp_path: Path
+) -> None:
+    backend = FakeBackend(4, 128, 64)
+    backend.adapters = ("sql", "terse")
+    options = {"adapter": "sqI"}
+    with Engine(backend, options=SHORT, threaded=False) as engine:
+        for call in (
+            lambda: run_file(source, out, engine=engine, options=options),
+            lambda: stream_file(source, engine, options=options),
+            lambda: check_file(source, engine=engine, options=options),
+            lambda: estimate_file(source, engine=engine, options=options),
+            lambda: engine.run(iter(["a"]), options=options),
+        ):
+            with pytest.raises(ConfigError, match="'sqI' is not loaded; loaded are: sql, terse"):
+                call()
+    assert not out.exists()
+
+
 def test_report_and_trace_are_written(engine: Engine, source: Path, out: Path) -> None:
     report, trace = out.with_name("r.html"), out.with_name("t.json")
     run_file(source, out, engine=engine, report=report, trace=trace)
