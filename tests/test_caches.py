@@ -814,7 +814,7 @@ def test_ctrl_c_while_run_waits_for_room_leaves_the_engine_usable(
 
 
 def refuses(call: Callable[[], object]) -> CacheError:
-    with pytest.raises(CacheError, match="two requests in flight would save it") as caught:
+    with pytest.raises(CacheError, match="save it: give each a cache_key of its own") as caught:
         call()
     return caught.value
 
@@ -922,6 +922,15 @@ def test_key_where_memory_cannot_be_saved_is_refused(any_way: Place) -> None:
     engine = any_way.engine(memory=Memory("partitioned", 1024))
     with pytest.raises(ConfigError, match="cannot be copied out"):
         engine.submit(item(text_of(9), **READ))
+
+
+@pytest.mark.parametrize("options", [SAVED, READ, REQUIRED])
+def test_key_where_cells_from_disk_could_not_be_checked_is_refused(
+    any_way: Place, options: dict[str, Any]
+) -> None:
+    engine = any_way.engine(memory=Memory("partitioned", 1024, can_save=True, can_check=False))
+    with pytest.raises(ConfigError, match=r"cache_key='k': .* layout"):
+        engine.submit(item(text_of(9), **options))
 
 
 # ---- one file, many readers ----
@@ -1564,6 +1573,26 @@ def test_key_known_for_one_adapter_is_read_for_another(any_way: Place) -> None:
 
 
 # ---- prompts alone ----
+
+
+def test_prompt_alone_with_a_window_that_could_move_leaves_its_cells_in_a_pool(
+    any_way: Place,
+) -> None:
+    memory = Memory("unified", 1024, can_copy=True, can_shift=True)
+    engine = any_way.engine(memory=memory)
+    any_way.result(engine, text_of(60), prefill_only=True, n_discard=8)
+    result = any_way.result(engine, [*text_of(60), 7])
+    assert result.usage.cached_tokens == 60
+
+
+def test_prompt_alone_that_is_scored_in_other_pieces_warns_that_it_leaves_no_cells(
+    any_way: Place,
+) -> None:
+    alone = {"prefill_only": True, "prompt_logprobs": 1}
+    for n_piece, n_warnings in ((128, 1), (64, 0), (0, 0)):
+        result = any_way.result(any_way.engine(n_piece=n_piece), text_of(200), **alone)
+        assert len(result.prompt_logprobs or ()) == 200
+        assert ["leaves no cells" in words for words in result.warnings] == [True] * n_warnings
 
 
 def test_prompt_alone_gives_nothing_and_its_follower_computes_the_rest(any_way: Place) -> None:

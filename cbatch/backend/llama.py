@@ -118,6 +118,7 @@ class LlamaBackend:
             self._sample = self._try_memory()
             self.memory = self._find_memory()
             self._format = self._find_format()
+            self.memory = replace(self.memory, can_check=self._format is not None)
         except BaseException:
             self._free()
             raise

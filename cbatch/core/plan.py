@@ -180,6 +180,8 @@ class Memory:
     """Whether the end of a sequence can be taken off."""
     can_save: bool = False
     """Whether a sequence's cells can be copied out and into another slot."""
+    can_check: bool = True
+    """Whether cells from elsewhere can be told from what would do harm: otherwise none are kept on disk."""
     can_copy: bool = False
     """Whether the beginning of one sequence can be had in another slot. Implies `can_trim`."""
     can_shift: bool = False

@@ -125,8 +125,10 @@ class Sharing:
 
         Those of a window that moves would move for all in a pool; and pieces of another size are other bits.
         """
+        options = driver.request.options
         is_other = driver.own_piece(self._n_piece) != self._n_piece
-        return is_other or (self._is_pool and bool(driver.request.options.n_discard))
+        is_moving = bool(options.n_discard) and not options.prefill_only
+        return is_other or (self._is_pool and is_moving)
 
     def _put(
         self, slot: Slot, driver: SequenceDriver, n_tokens: int, *, is_left: bool = False

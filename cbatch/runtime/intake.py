@@ -141,7 +141,8 @@ class Intake:
         for key in map(str, keys):
             saver = self._saving.get(key)
             if key in seen or (saver is not None and self._lives(saver)):
-                raise CacheError(key, "two requests in flight would save it: one at a time")
+                what = "two requests in flight would save it: give each a cache_key of its own"
+                raise CacheError(key, what)
             seen.add(key)
 
     def _lives(self, saver: Saver) -> bool:

@@ -60,9 +60,16 @@ def _check_tokens(options: RunOptions, n_vocab: int) -> None:
 def _check_key(options: RunOptions, memory: Memory) -> None:
     if (options.save_cache or options.cache_required) and options.cache_key is None:
         raise ConfigError("save_cache and cache_required need a cache_key: a name for the cells")
-    if options.cache_key is not None and not memory.can_save:
+    if options.cache_key is None:
+        return
+    if not memory.can_save:
         raise ConfigError(
             f"cache_key={options.cache_key!r}: this model's memory cannot be copied out"
+        )
+    if not memory.can_check:
+        raise ConfigError(
+            f"cache_key={options.cache_key!r}: this version does not know the layout of this model's memory, and could "
+            "not check what it reads"
         )
 
 

@@ -105,7 +105,12 @@ class SequenceMaker:
         )
 
     def _warn(self, driver: SequenceDriver) -> None:
-        """Say what will have no effect: a variable that the chat template never names."""
+        """Say what will have no effect: cells for nobody, a variable that the chat template never names."""
+        options, n_piece = driver.request.options, self._backend.n_piece
+        if options.prefill_only and driver.own_piece(n_piece) != n_piece:
+            driver.warnings.append(
+                f"prefill_only leaves no cells: a scored prompt is computed in other pieces than those of {n_piece}"
+            )
         template = self._backend.vocab.template
         driver.warnings += (
             f"chat_template_kwargs has {name!r}, which the chat template does not use"

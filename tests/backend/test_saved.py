@@ -250,6 +250,14 @@ def test_cells_of_an_unknown_layout_are_refused(make: MakeBackend) -> None:
     assert "does not know" in why_refused(backend, data)
 
 
+def test_memory_of_an_unknown_layout_says_that_it_cannot_be_checked(
+    make: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make("partitioned").memory.can_check
+    monkeypatch.setattr("cbatch.backend.llama.read_format", lambda *_, **__: None)
+    assert not make("unified").memory.can_check
+
+
 @pytest.mark.parametrize(("token", "is_one"), [(-1, True), (8, True), (9, False), (-2, False)])
 def test_token_beside_a_cell_is_one_of_the_vocabulary(token: int, is_one: bool) -> None:
     data = np.frombuffer(b"ggsq\0\0\0\0" + cells_part(6), np.uint8).copy()
