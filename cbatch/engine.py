@@ -193,9 +193,9 @@ class Engine:
 
     def _make_keeper(self, backend: Backend) -> Callable[[Post], Keeper]:
         from cbatch.runtime.keeper import Keeper  # numpy is slow to import
-        from cbatch.store import CacheStore
+        from cbatch.store import open_store
 
-        store = CacheStore(self._cache_dir or _folder(None), self._cache_mib * 2**20)
+        store = open_store(self._cache_dir, self._cache_mib * 2**20)
         return partial(Keeper, store, backend, is_threaded=self._threaded)
 
     @property
@@ -451,7 +451,7 @@ def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | Non
     return settled
 
 
-def _folder(named: str | os.PathLike[str] | None) -> Path:
+def _folder(named: str | os.PathLike[str]) -> Path:
     from cbatch.store import cells_folder  # numpy is slow to import
 
     return cells_folder(named)

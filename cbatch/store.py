@@ -267,6 +267,44 @@ class CacheStore:
         return CacheError(key, "; ".join(nearest))
 
 
+class NoStore:
+    """Stands for the folder of a user who has none: what is asked of it is an error that says so."""
+
+    def __init__(self, why: str) -> None:
+        """Take the reason."""
+        self._why = why
+
+    def write(self, key: str, cells: CachedCells, fingerprint: Fingerprint) -> None:
+        """Keep nothing.
+
+        Raises:
+            CacheError: always.
+        """
+        raise CacheError(key, self._why)
+
+    def read(self, key: str, fingerprint: Fingerprint) -> CachedCells:
+        """Find nothing.
+
+        Raises:
+            CacheError: always.
+        """
+        raise CacheError(key, self._why)
+
+
+def open_store(folder: Path | None, n_bytes_max: int) -> CacheStore | NoStore:
+    """Return the store in a folder, or in the one that is used where none is named.
+
+    Raises:
+        ConfigError: `CBATCH_CACHE_DIR` begins with the home of a user who has none.
+    """
+    try:
+        return CacheStore(folder or cells_folder(), n_bytes_max)
+    except ConfigError as error:
+        if os.environ.get("CBATCH_CACHE_DIR"):
+            raise
+        return NoStore(str(error))
+
+
 def cells_folder(named: str | os.PathLike[str] | None = None) -> Path:
     """Return the folder for cells: the one named, or that `CBATCH_CACHE_DIR` names, or the one among the user's caches.
 

@@ -24,7 +24,10 @@ from hypothesis import strategies as st
 
 import cbatch.cell_file
 import cbatch.store
+from cbatch.backend.fake import FakeBackend
 from cbatch.cell_file import CachedCells
+from cbatch.core.plan import Memory
+from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError
 from cbatch.store import CacheStore, cells_folder
 from tests.test_imports import inside
@@ -239,13 +242,38 @@ def test_folder_in_the_home_is_found_however_it_is_named(
     assert cells_folder(Path("~/x")) == cells_folder("~/x") == tmp_path / "x"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="caches are elsewhere")
-def test_folder_of_a_user_without_a_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user whom nobody knows, as in some containers."""
     for name in ("HOME", "XDG_CACHE_HOME", "CBATCH_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="caches are elsewhere")
+def test_folder_of_a_user_without_a_home_is_refused(homeless: None) -> None:
     with pytest.raises(ConfigError, match=r"give a cache_dir: .* home"):
         cells_folder()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="caches are elsewhere")
+def test_user_without_a_home_runs_what_needs_no_folder_and_is_told_where_one_is(
+    homeless: None,
+) -> None:
+    memory = Memory("partitioned", 128, can_save=True, can_copy=True)
+    with Engine(FakeBackend(2, 64, 64, memory=memory), threaded=False) as engine:
+        assert engine.submit("a", options={"max_tokens": 1}).result().warnings == ()
+        keyed = engine.submit("a", options={"max_tokens": 1, "cache_key": "k", "save_cache": True})
+        assert all("give a cache_dir" in w for w in keyed.result().warnings)
+        assert keyed.result().warnings
+
+
+def test_named_folder_in_a_home_that_is_not_there_is_refused(
+    homeless: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CBATCH_CACHE_DIR", "~/cells")
+    with pytest.raises(ConfigError, match="cache_dir='~/cells'"):
+        Engine(FakeBackend(2, 64, 64), threaded=False).open()
 
 
 def test_store_and_its_files_depend_on_errors_alone() -> None:
@@ -772,6 +800,8 @@ CHILD = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
+from cbatch.core.plan import Memory
+from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError
 from cbatch.cell_file import CachedCells
 from cbatch.store import CacheStore

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend
     from cbatch.core.cells import Stored
     from cbatch.core.driver import SequenceDriver
-    from cbatch.store import CacheStore
+    from cbatch.store import CacheStore, NoStore
 
     Wants = Callable[[Found | None], int]
     """Tells how many of a file's cells are wanted, before it is read with None: 0 for nothing. From any thread."""
@@ -61,7 +61,7 @@ class Keeper:
     """
 
     def __init__(
-        self, store: CacheStore, backend: Backend, post: Post, *, is_threaded: bool
+        self, store: CacheStore | NoStore, backend: Backend, post: Post, *, is_threaded: bool
     ) -> None:
         self._store, self._backend, self._post = store, backend, post
         self._is_threaded = is_threaded
