@@ -249,18 +249,17 @@ class MultiRequestBatcher:
 
     def _enter(self, driver: SequenceDriver, source: Source | None, now: float) -> None:
         self._line.remove(driver)
-        place = self.sharing.place(source, has_room=self._has_room_beside(driver))
+        place = self.sharing.place(source, has_room=self._has_room_beside())
         slot = self.ledger.lend(place)
         driver.admit(slot, now)
         self.running[slot] = driver
         self.n_changes += 1
         self.cells.enter(driver, slot, source)
 
-    def _has_room_beside(self, driver: SequenceDriver) -> bool:
-        """Whether a slot stays free when all have one that want one, and the pool can leave what there is as it is."""
+    def _has_room_beside(self) -> bool:
+        """Whether a slot stays free when all have one that want one."""
         n_taken = len(self.followers) + len(self.sharing.copied) + self.n_waiting
-        has_cells = not self.ledger.is_shared or self.ledger.n_free_cells > driver.n_tokens
-        return self.ledger.n_free_slots - n_taken > 1 and has_cells
+        return self.ledger.n_free_slots - n_taken > 1
 
     def close_gap(self) -> SequenceDriver | None:
         """Move the sequence of the highest slot into a gap below it; return it, or None where that cannot be or pay."""

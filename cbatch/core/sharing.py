@@ -69,7 +69,7 @@ class Sharing:
         self._indexes: dict[AdapterSet, PrefixIndex] = {}
         self._adapters_at: dict[Slot, AdapterSet] = {}
         self._rests: dict[Slot, int] = {}  # whose cells, by number
-        self._used_at: dict[Slot, int] = {}
+        self._used_at = [0] * ledger.n_slots
         self._n_used = 0
 
     def can_share(self, driver: SequenceDriver) -> bool:
@@ -163,12 +163,17 @@ class Sharing:
         self, driver: SequenceDriver, matches: Sequence[tuple[int, Branch]]
     ) -> Source | None:
         rest = self._own_rest(driver)
-        left, in_use = ((n, b.left) for n, b in matches), ((n, b.in_use) for n, b in matches)
+        left = ((n, self._last_used_first(b.left)) for n, b in matches)
+        in_use = ((n, b.in_use) for n, b in matches)
         rest = self._most(left, rest.n_cells if rest else 0, self._can_take) or rest
         if not self._can_copy:
             return rest
         n_least = max(rest.n_cells if rest else 0, N_WORTH - 1)
         return self._most(in_use, n_least, self._can_copy_from) or rest
+
+    def _last_used_first(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Return slots in the order in which to take one: those who wait have theirs from before."""
+        return sorted(slots, key=self._used_at.__getitem__, reverse=True)
 
     def _most(
         self,
@@ -230,7 +235,7 @@ class Sharing:
         """Return the slot that nobody has or needs whose cells are unused for longest, or None."""
         n_cells = self._ledger.n_cells
         rests = (s for s in self._ledger.free_slots if n_cells[s] and s not in needed)
-        return min(rests, key=lambda s: self._used_at.get(s, 0), default=None)
+        return min(rests, key=self._used_at.__getitem__, default=None)
 
     def place(self, source: Source | None, *, has_room: bool = False) -> Slot:
         """Return which free slot to give: the source's own, else one beside those in use that was empty for longest.
@@ -243,10 +248,8 @@ class Sharing:
         if not has_room or not self._can_copy_rest(source):
             return source.slot
         best = self._best_place()
-        is_older = not self._ledger.n_cells[best] or (
-            self._used_at.get(best, 0) < self._used_at.get(source.slot, 0)
-        )
-        return best if is_older else source.slot
+        is_older = self._used_at[best] < self._used_at[source.slot]
+        return best if is_older or not self._ledger.n_cells[best] else source.slot
 
     def _best_place(self) -> Slot:
         places = (slot for slot in self._ledger.free_slots if slot not in self.copied)
@@ -258,10 +261,12 @@ class Sharing:
 
     def _place_rank(self, slot: Slot) -> tuple[int, int, int]:
         """Rank by neighbours in use, for a gap costs a graph run; then by what is lost; then by number."""
+        used_at = self._used_at[slot] if self._ledger.n_cells[slot] else 0
+        return 0 if self._is_pool else -self._n_beside(slot), used_at, slot
+
+    def _n_beside(self, slot: Slot) -> int:
         around = self._running[max(0, slot - 1) : slot + 2]
-        n_beside = len(around) - around.count(None)
-        used_at = self._used_at.get(slot, 0) if self._ledger.n_cells[slot] else 0
-        return -n_beside, used_at, slot
+        return len(around) - around.count(None)
 
     def _matches(self, driver: SequenceDriver) -> list[tuple[int, Branch]]:
         """Return what the index has for a prompt."""

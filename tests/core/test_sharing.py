@@ -545,6 +545,20 @@ def test_chats_with_a_common_system_prompt_find_their_whole_history(
             history += [*result.token_ids, 60 + turn, 70, 80, 90]
 
 
+@pytest.mark.parametrize("memory", [partitioned(8 * 256), shared_pool(8 * 128, can_copy=True)])
+def test_chats_that_come_together_take_the_slots_of_those_that_come_last(memory: Memory) -> None:
+    rig, n_chats, n_found = make_rig(8, n_window=256, memory=memory), 10, 0
+    chats = {str(chat): [*COMMON, *[100 + chat] * 40] for chat in range(n_chats)}
+    for turn in range(6):
+        rig.submit(*(make_request(f"{c}.{turn}", chats[c], max_tokens=6) for c in chats))
+        drive(rig)
+        for chat, history in chats.items():
+            result = rig.results[f"{chat}.{turn}"]
+            n_found += result.usage.cached_tokens > len(COMMON)
+            history += [*result.token_ids, 60 + turn, 70, 80, 90]
+    assert n_found >= 5 * 5  # of 5 × 6: the last two never do, and each drives out another
+
+
 def test_slot_that_a_plan_copies_from_is_given_to_nobody_in_it() -> None:
     rig = make_rig(n_slots=4)
     prompts = {"a": [8] * 40, "b": [*COMMON, *[9] * 40], "c": [7] * 40, "d": [6] * 40}
