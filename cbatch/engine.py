@@ -39,7 +39,7 @@ from cbatch.runtime.intake import Intake, is_in_event_loop
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
 from cbatch.runtime.refusals import check_adapters
-from cbatch.runtime.sequences import tokenize
+from cbatch.runtime.sequences import Settled, tokenize
 
 if TYPE_CHECKING:
     import os
@@ -102,7 +102,7 @@ class Engine:
         Raises:
             ConfigError: an option is wrong.
         """
-        self._options = RunOptions.of(options)
+        self._options, self._settled = RunOptions.of(options), Settled()
         self._schedule = schedule or ScheduleOptions()
         self._threaded = threaded
         self._opener = opener
@@ -265,11 +265,8 @@ class Engine:
             ConfigError: it is no prompt.
             RequestFailedError: a token that is not in the vocabulary.
         """
-        item = as_prompt(prompt)
-        run_options = RunOptions.of(options).over(self._options)
-        return len(
-            tokenize(self._backend.vocab, item, RunOptions.of(item.options).over(run_options))
-        )
+        run_options = self._settled.over(RunOptions.of(options), self._options)
+        return self._parts.intake.sequences.count_tokens(as_prompt(prompt), run_options)
 
     def run(
         self,
@@ -446,7 +443,7 @@ def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | Non
     Raises:
         ConfigError: a wrong option, or an adapter that is not loaded.
     """
-    settled = RunOptions.of(options).over(engine.options)
+    settled = engine._settled.over(RunOptions.of(options), engine.options)
     check_adapters(settled, engine._backend)
     return settled
 

@@ -81,7 +81,7 @@ class Intake:
         is_threaded: bool,
     ) -> None:
         self._loop, self._schedule, self._is_threaded = loop, schedule, is_threaded
-        self._sequences = SequenceMaker(backend, batcher, schedule)
+        self.sequences = SequenceMaker(backend, batcher, schedule)
         self._n_ahead = N_AHEAD_PER_SLOT * backend.n_slots
         self._saving: dict[str, Saver] = {}
         self._submitting = threading.Lock()
@@ -101,7 +101,7 @@ class Intake:
         with self._submitting:
             number = next(self._n_runs)
             prompts = with_ids(prompts, self._loop.routes, number)
-            items = [self._sequences.of_prompt(prompt, options, now, ends_s) for prompt in prompts]
+            items = [self.sequences.of_prompt(prompt, options, now, ends_s) for prompt in prompts]
             drivers = [driver for item in items for driver in item]
             self._check_keys(drivers)
             ids = [str(prompt.id) for prompt in prompts]
@@ -112,14 +112,14 @@ class Intake:
 
     def extend(self, result: BatchResult, n_tokens: int, make_mailbox: MakeMailbox) -> Run:
         """Submit what goes on from a result. See `Engine.extend`."""
-        origin = origin_of(result, self._sequences.owner)
+        origin = origin_of(result, self.sequences.owner)
         check_extension(result, n_tokens)
         now, id = time.perf_counter(), origin.request.id
         with self._submitting:
             if id in self._loop.routes:
                 raise DuplicateIdError(id)
             request = extended(origin, result, n_tokens, now)
-            driver = self._sequences.of_request(request, now)
+            driver = self.sequences.of_request(request, now)
             self._check_keys([driver])
             run = Run(next(self._n_runs), request.options, make_mailbox(1), [id])
             routes = self._route(run.mailbox, [id], [[driver]])
@@ -197,7 +197,7 @@ class Intake:
                 prompt = prompt if prompt.id else replace(prompt, id=ids[place])
                 [prompt] = with_ids([prompt], taken, run.number)
                 ids[place] = str(prompt.id)
-                drivers = self._sequences.of_prompt(
+                drivers = self.sequences.of_prompt(
                     prompt, run.options, time.perf_counter(), run.ends_s
                 )
                 self._check_keys(drivers)

@@ -28,6 +28,21 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
 
 
+class Settled:
+    """Options put over others, with the last answer kept: many say the same one after the other. From any thread."""
+
+    def __init__(self) -> None:
+        self._last = (RunOptions(),) * 3
+
+    def over(self, own: RunOptions, others: RunOptions) -> RunOptions:
+        """Return `own` where they say something and `others` where they do not: the same object for the same ones."""
+        last_own, last_others, settled = self._last
+        if last_others is not others or last_own != own:
+            settled = own.over(others)
+            self._last = own, others, settled
+        return settled
+
+
 class SequenceMaker:
     """Makes sequences of prompts, settled and checked; from one thread at a time."""
 
@@ -38,7 +53,7 @@ class SequenceMaker:
         """The mark of an engine."""
         self._backend, self._batcher, self._schedule = backend, batcher, schedule
         self._chats = Chats(backend)
-        self._last_settled = (RunOptions(),) * 3
+        self._settled = Settled()
 
     def of_prompt(
         self, item: BatchPrompt, run_options: RunOptions, now: float, ends_s: float
@@ -49,7 +64,7 @@ class SequenceMaker:
             ConfigError: options that this engine, or this prompt, cannot have.
         """
         try:
-            options = self._settled(RunOptions.of(item.options), run_options)
+            options = self._settled.over(RunOptions.of(item.options), run_options)
             check_fits(options, self._backend, self._schedule)
             check_chat(item, options, self._backend.vocab)
             grammar = options.structure or self._chats.demand(item, options)
@@ -74,13 +89,10 @@ class SequenceMaker:
             self._batcher.prepare(driver)  # here, for the thread that computes must not wait
         return driver
 
-    def _settled(self, own: RunOptions, run_options: RunOptions) -> RunOptions:
-        """Return what holds for an item: the items of a batch mostly say the same one after the other."""
-        last_own, last_run, settled = self._last_settled
-        if last_run is not run_options or last_own != own:
-            settled = own.over(run_options)
-            self._last_settled = own, run_options, settled
-        return settled
+    def count_tokens(self, item: BatchPrompt, run_options: RunOptions) -> int:
+        """Return how many tokens a prompt has; from any thread. Raises as `tokenize` does."""
+        options = self._settled.over(RunOptions.of(item.options), run_options)
+        return len(tokenize(self._backend.vocab, item, options))
 
     def _request(
         self, item: BatchPrompt, options: RunOptions, deadline_s: float, grammar: Grammar | None
