@@ -174,6 +174,8 @@ class MultiRequestBatcher:
         for driver in self.followers.take_released(self.last_adapters):
             self.release(driver)
         n_refusable = N_REFUSED_MAX
+        if self.n_waiting and self.ledger.has_free_slot:
+            self.demand.begin(self.running)
         while self.n_waiting and (self.ledger.has_free_slot or self.park_paused()):
             if n_copied_max is not None and self.cells.n_to_copy > n_copied_max:
                 break
@@ -245,7 +247,7 @@ class MultiRequestBatcher:
         """Whether there are cells for one that waits, beside those that run."""
         has_holder = source is not None and self.running[source.slot] is not None
         n_shared = source.n_cells if source is not None and has_holder else 0
-        return self.demand.fits(driver, self.running, n_shared)
+        return self.demand.fits(driver, n_shared)
 
     def _enter(self, driver: SequenceDriver, source: Source | None, now: float) -> None:
         self._line.remove(driver)
@@ -255,6 +257,7 @@ class MultiRequestBatcher:
         self.running[slot] = driver
         self.n_changes += 1
         self.cells.enter(driver, slot, source)
+        self.demand.join(driver)
 
     def _has_room_beside(self) -> bool:
         """Whether a slot stays free when all have one that want one."""
@@ -301,6 +304,7 @@ class MultiRequestBatcher:
             if driver is not None and driver.status is Status.PAUSED:
                 self._leave_slot(driver)
                 self._line.hold(driver)
+                self.demand.begin(self.running)
                 return True
         return False
 

@@ -32,21 +32,33 @@ class Demand:
         self.ratio = _FIRST_RATIO
         self._ledger = ledger
         self._is_optimistic = is_optimistic
+        self.begin(())
 
-    def fits(
-        self, driver: SequenceDriver, running: Iterable[SequenceDriver | None], n_shared: int = 0
-    ) -> bool:
+    def begin(self, running: Iterable[SequenceDriver | None]) -> None:
+        """Take in who runs, for those that are let in one after the other now."""
+        self._is_certain = not self._is_optimistic
+        self._n_coming = self._n_coming_at_worst = 0
+        for driver in running:
+            if driver is not None:
+                self.join(driver)
+
+    def join(self, driver: SequenceDriver) -> None:
+        """Take in one more that runs."""
+        if not self._ledger.is_shared:
+            return
+        self._is_certain |= driver.n_preempted >= N_PREEMPTED_MAX
+        n_pending = driver.n_pending
+        self._n_coming += n_pending + self._n_expected(driver, is_certain=False)
+        self._n_coming_at_worst += n_pending + self._n_expected(driver, is_certain=True)
+
+    def fits(self, driver: SequenceDriver, n_shared: int = 0) -> bool:
         """Whether the pool holds `driver` beside those that run, of whom one has `n_shared` of its cells."""
         if not self._ledger.is_shared:
             return True
-        others = [d for d in running if d is not None]
-        is_certain = not self._is_optimistic or any(
-            d.n_preempted >= N_PREEMPTED_MAX for d in (driver, *others)
-        )
-        n_coming = sum(d.n_pending + self._n_expected(d, is_certain) for d in others)
-        n_new = (
-            min(driver.n_tokens, driver.n_window) - n_shared + self._n_expected(driver, is_certain)
-        )
+        is_certain = self._is_certain or driver.n_preempted >= N_PREEMPTED_MAX
+        n_coming = self._n_coming_at_worst if is_certain else self._n_coming
+        n_new = min(driver.n_tokens, driver.n_window) - n_shared
+        n_new += self._n_expected(driver, is_certain=is_certain)
         return self._ledger.n_in_use() + n_coming + n_new <= self._ledger.n_pool
 
     def learn(self, driver: SequenceDriver) -> None:
@@ -59,7 +71,7 @@ class Demand:
         """Expect more: the pool was full."""
         self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
 
-    def _n_expected(self, driver: SequenceDriver, is_certain: bool) -> int:
+    def _n_expected(self, driver: SequenceDriver, *, is_certain: bool) -> int:
         n_left = driver.n_left
         n_most = max(0, min(n_left, driver.n_window - driver.n_tokens))
         if is_certain:

@@ -13,6 +13,8 @@ from cbatch.core.kv import KvLedger
 from tests.helpers import make_request, shared_pool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cbatch.response import FinishReason
 
 
@@ -28,6 +30,13 @@ def sequence(n_prompt: int, n_left: int, n_output: int = 0, **given: Any) -> Seq
     return driver
 
 
+def fits_beside(
+    some: Demand, driver: SequenceDriver, running: Sequence[SequenceDriver | None]
+) -> bool:
+    some.begin(running)
+    return some.fits(driver)
+
+
 def ended(reason: FinishReason, n_output: int, n_cap: int) -> SequenceDriver:
     driver = sequence(4, n_cap - n_output, n_output, max_tokens=n_cap)
     driver.finish(reason, 0.0)
@@ -37,34 +46,43 @@ def ended(reason: FinishReason, n_output: int, n_cap: int) -> SequenceDriver:
 @pytest.mark.parametrize(("n_pool", "fits"), [(30, True), (29, False)])
 def test_reserve_fits_exactly_where_every_cap_does(n_pool: int, fits: bool) -> None:
     beside = [sequence(4, 6), None, sequence(2, 5, n_output=3)]
-    assert demand(n_pool).fits(sequence(7, 3), beside) is fits
+    assert fits_beside(demand(n_pool), sequence(7, 3), beside) is fits
 
 
 @pytest.mark.parametrize(("n_pool", "fits"), [(17, True), (16, False)])
 def test_optimistic_counts_a_share_of_what_is_left(n_pool: int, fits: bool) -> None:
     some = demand(n_pool, is_optimistic=True)
     some.ratio = 0.5
-    assert some.fits(sequence(4, 10), [sequence(4, 5, n_output=1)]) is fits  # 4 + 5, 5 + 3
+    assert fits_beside(some, sequence(4, 10), [sequence(4, 5, n_output=1)]) is fits  # 4 + 5, 5 + 3
 
 
 def test_optimistic_counts_the_worst_case_beside_one_that_lost_its_cells_too_often() -> None:
     some = demand(30, is_optimistic=True)
     often = sequence(4, 20)
-    assert some.fits(sequence(4, 10), [often])
+    assert fits_beside(some, sequence(4, 10), [often])
     often.n_preempted = N_PREEMPTED_MAX
-    assert not some.fits(sequence(4, 10), [often])
-    assert not some.fits(often, [sequence(4, 10)])
-    assert some.fits(often, [])
+    assert not fits_beside(some, sequence(4, 10), [often])
+    assert not fits_beside(some, often, [sequence(4, 10)])
+    assert fits_beside(some, often, [])
+
+
+def test_who_joins_counts_as_who_ran_before() -> None:
+    some, driver = demand(30, is_optimistic=True), sequence(4, 20)
+    for often in (0, N_PREEMPTED_MAX):
+        driver.n_preempted = often
+        some.begin([None])
+        some.join(driver)
+        assert some.fits(sequence(4, 10)) is fits_beside(some, sequence(4, 10), [driver])
 
 
 def test_slots_with_cells_of_their_own_always_fit() -> None:
     some = Demand(KvLedger(2, 64), is_optimistic=False)
-    assert some.fits(sequence(60, 4), [sequence(60, 4)])
+    assert fits_beside(some, sequence(60, 4), [sequence(60, 4)])
 
 
 def test_pool_of_every_slots_window_is_not_shared() -> None:
     some = Demand(KvLedger(2, 64, shared_pool(128)), is_optimistic=False)
-    assert some.fits(sequence(60, 4), [sequence(60, 4)])
+    assert fits_beside(some, sequence(60, 4), [sequence(60, 4)])
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
