@@ -73,6 +73,8 @@ class Rig:
     storing: list[SequenceDriver] = field(default_factory=list)
     fetching: list[Fetch] = field(default_factory=list)
     compiling: list[Grammar | Breakers] = field(default_factory=list)
+    copy_s: float = 0.0
+    """What a cell takes that is copied from slot to slot; then a plan admits no more than it may copy."""
 
     @property
     def now(self) -> float:
@@ -183,6 +185,7 @@ def make_scheduler(
     cost: Callable[[int, int], float] = A_SECOND_A_STEP,
     n_piece: int = 0,
     adapters: tuple[str, ...] = (),
+    copy_s: float = 0.0,
     **options: Any,
 ) -> Rig:
     backend = FakeBackend(
@@ -210,7 +213,7 @@ def make_scheduler(
         memory=memory,
         has_adapters=bool(adapters),
     )
-    return Rig(backend, batcher, scheduler, stats)
+    return Rig(backend, batcher, scheduler, stats, copy_s=copy_s)
 
 
 def make_request(
@@ -259,7 +262,8 @@ def step(rig: Rig) -> StepPlan | None:
     assert rig.batcher.n_visited - n_visited <= n_visited_max(rig)
     if plan is not None:
         check_plan(rig, plan, has_preempted=n_preemptions(rig) > n_preempted)
-        result = rig.backend.run(plan)
+        move_s = rig.copy_s * sum(n for _, _, n in plan.copies)
+        result = replace(rig.backend.run(plan), move_s=move_s)
         check_clears(rig)
         in_plan = [d for c in plan.chunks if (d := rig.batcher.running[c.slot])]
         touched = rig.scheduler.apply(plan, result, rig.now)
@@ -380,7 +384,8 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
         assert not plan.chunks
         return
     if not ledger.is_shared:
-        assert not (rig.batcher.n_waiting and ledger.has_free_slot) or rig.batcher.n_awaited
+        is_full = rig.batcher.n_awaited or (plan.copies and rig.copy_s)
+        assert is_full or not (rig.batcher.n_waiting and ledger.has_free_slot)
     suspects = rig.scheduler.trials.group()
     if suspects:
         assert {by_slot[s] for s in slots} <= set(suspects)

@@ -110,6 +110,8 @@ class Workload:
     lost_keys: frozenset[int]
     n_targets: int
     """How many a step can score."""
+    copy_s: float
+    """What a cell takes that is copied from slot to slot, where a step takes a second."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         options=options,
         n_piece=n_piece,
         n_targets=draw(st.sampled_from([1, 5, 12, N_TARGETS_MAX])),
+        copy_s=draw(st.sampled_from([0.0, 0.0, 0.02, 1.0])),
         lost_keys=draw(st.frozensets(st.integers(0, 6), max_size=2)),
         n_vocab=draw(st.sampled_from([257, 300, 4096])),
         seed=draw(st.integers(0, 5)),
@@ -300,6 +303,7 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
         memory=workload.memory,
         n_piece=workload.n_piece,
         adapters=("a", "b"),
+        copy_s=workload.copy_s,
         **workload.options,
     )
     return rig, trouble, [_request(rig, str(i), item) for i, item in enumerate(workload.items)]
