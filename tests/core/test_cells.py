@@ -11,7 +11,8 @@ from cbatch.core.cells import Cells, Stored
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Memory, Slot
-from tests.helpers import make_request, partitioned
+from cbatch.core.sharing import Sharing
+from tests.helpers import make_request, partitioned, shared_pool
 
 if TYPE_CHECKING:
     from cbatch.core.cells import Orders
@@ -31,6 +32,21 @@ def running(cells: Cells, n_computed: int) -> tuple[SequenceDriver, Slot]:
     slot = driver.slot = cells.ledger.lend()
     cells.ledger.add(slot, n_computed)
     return driver, slot
+
+
+def moved(cells: Cells) -> tuple[SequenceDriver, Slot]:
+    """A sequence whose window of 16 was full, and that has 12 cells now, 2 of them where they were."""
+    driver, slot = running(cells, 16)
+    driver.request = make_request(n_discard=4)
+    driver.n_window, driver.n_keep = 16, 2
+    cells.shift(driver, slot)
+    return driver, slot
+
+
+def shared(memory: Memory) -> Cells:
+    """Cells of four slots that keep what it holds when it is left."""
+    ledger = KvLedger(4, 64, memory)
+    return Cells(ledger, memory, KIB, Sharing(ledger, [None] * 4, memory))
 
 
 def leave(cells: Cells, driver: SequenceDriver, slot: Slot) -> None:
@@ -76,6 +92,36 @@ def test_clear_of_a_trimmed_slot_takes_the_trim_back() -> None:
     driver, slot = running(cells, 5)
     cells.trim(driver, slot, 3)
     cells.clear(slot)
+    assert cells.take() == {"clears": (0,)}
+
+
+def test_clear_of_a_slot_that_is_to_move_takes_the_move_back() -> None:
+    cells = make_cells()
+    _, slot = moved(cells)
+    cells.clear(slot)
+    assert cells.take() == {"clears": (0,)}
+
+
+def test_slot_that_is_left_before_it_moves_keeps_what_would_not() -> None:
+    cells = shared(partitioned(256))
+    cells.leave(*moved(cells))
+    assert cells.take() == {"trims": ((0, 2),)}
+    assert cells.ledger.n_cells[0] == 2
+
+
+def test_slot_that_is_to_move_is_not_saved() -> None:
+    cells = make_cells()
+    driver, slot = moved(cells)
+    cells.save(driver, slot)
+    assert cells.take() == {"shifts": ((0, 2, 4),)}
+    assert (driver.n_computed, driver.saved_key) == (0, None)
+
+
+def test_slot_of_a_pool_whose_cells_move_for_all_is_left_empty() -> None:
+    cells = shared(shared_pool(200, can_copy=True))
+    driver, slot = running(cells, 5)
+    driver.request = make_request(n_discard=4)
+    cells.leave(driver, slot)
     assert cells.take() == {"clears": (0,)}
 
 

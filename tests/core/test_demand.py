@@ -53,7 +53,41 @@ def test_reserve_fits_exactly_where_every_cap_does(n_pool: int, fits: bool) -> N
 def test_optimistic_counts_a_share_of_what_is_left(n_pool: int, fits: bool) -> None:
     some = demand(n_pool, is_optimistic=True)
     some.ratio = 0.5
-    assert fits_beside(some, sequence(4, 10), [sequence(4, 5, n_output=1)]) is fits  # 4 + 5, 5 + 3
+    beside = sequence(4, 5, n_output=1, max_tokens=6)
+    assert fits_beside(some, sequence(4, 10, max_tokens=10), [beside]) is fits  # 4 + 5, 5 + 3
+
+
+@pytest.mark.parametrize(("n_pool", "fits"), [(18, True), (17, False)])
+def test_optimistic_counts_a_slots_share_or_less_without_a_cap(n_pool: int, fits: bool) -> None:
+    some = demand(n_pool, is_optimistic=True)
+    assert fits_beside(some, sequence(4, 10), [sequence(4, 2, n_output=4)]) is fits  # 4 + 4, 8 + 2
+
+
+@pytest.mark.parametrize(("n_pool", "fits"), [(15, True), (14, False)])
+def test_optimistic_counts_no_more_than_the_window_has(n_pool: int, fits: bool) -> None:
+    some = demand(n_pool, is_optimistic=True)
+    short = sequence(12, 90, max_tokens=90)
+    short.n_window = 15
+    assert fits_beside(some, short, []) is fits
+
+
+@pytest.mark.parametrize(("n_pool", "fits"), [(15, True), (14, False)])
+@pytest.mark.parametrize("is_optimistic", [False, True])
+def test_one_whose_window_is_over_wants_the_window(
+    n_pool: int, fits: bool, is_optimistic: bool
+) -> None:
+    over = sequence(6, 90, 10, max_tokens=100)
+    over.n_window = 15
+    assert fits_beside(demand(n_pool, is_optimistic=is_optimistic), over, []) is fits
+
+
+def test_what_is_left_in_a_slot_that_nobody_has_is_room() -> None:
+    some = demand(30)
+    slot = some._ledger.lend()
+    some._ledger.add(slot, 20)
+    assert not fits_beside(some, sequence(7, 4), [])
+    some._ledger.give_back(slot)
+    assert fits_beside(some, sequence(7, 4), [])
 
 
 def test_optimistic_counts_the_worst_case_beside_one_that_lost_its_cells_too_often() -> None:
@@ -99,6 +133,14 @@ def test_ratio_moves_towards_what_ended_by_itself(reason: FinishReason) -> None:
 def test_ratio_learns_nothing_from_what_was_cut_short(reason: FinishReason) -> None:
     some = demand(64, is_optimistic=True)
     some.learn(ended(reason, 1, 10))
+    assert some.ratio == 0.7
+
+
+def test_ratio_learns_nothing_from_a_prompt_alone() -> None:
+    some = demand(64, is_optimistic=True)
+    prompt = sequence(4, 0, max_tokens=9, prefill_only=True)
+    prompt.finish("length", 0.0)
+    some.learn(prompt)
     assert some.ratio == 0.7
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -252,6 +253,21 @@ def test_file_that_is_required_is_ordered_whatever_is_known_of_it() -> None:
 
 
 # ---- whom they hold up ----
+
+
+def test_one_that_ran_before_asks_for_no_file() -> None:
+    rig = make_rig()
+    rig.submit(reader("0", 100))
+    driver = rig.drivers["0"]
+    assert rig.batcher.fetches.is_needed(driver)
+    driver.clock.admitted_s = 0.0
+    assert not rig.batcher.fetches.is_needed(driver)
+
+
+def test_one_that_goes_on_from_a_result_asks_for_no_file() -> None:
+    rig = make_rig()
+    rig.submit(replace(reader("0", 100), output=(7,)))
+    assert not rig.batcher.fetches.is_needed(rig.drivers["0"])
 
 
 def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> None:
