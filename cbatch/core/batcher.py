@@ -384,7 +384,7 @@ class MultiRequestBatcher:
         if not self._stores(driver):
             self._ended.append(driver)
         self.cells.forget(driver)
-        self.deadlines.note_end(driver)
+        self.deadlines.note_end()
         self.demand.learn(driver)
         if driver.slot is not None:
             self._vacate(driver, driver.slot)

@@ -11,7 +11,7 @@ from cbatch.core.status import Status
 if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
 
-_N_DEAD_MIN = 64
+_N_ENDED_MIN = 64
 
 
 class Deadlines:
@@ -19,7 +19,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, SequenceDriver]] = []
-        self._n_dead = 0
+        self._n_ended = 0
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -34,18 +34,17 @@ class Deadlines:
         """Return one whose time is over and who has not ended, or None."""
         while self._heap and self._heap[0][0] <= now:
             driver = heapq.heappop(self._heap)[2]
-            self._n_dead -= 1  # it is dead already, or will be noted when it has been ended
             if driver.status is not Status.FINISHED:
                 return driver
         return None
 
-    def note_end(self, driver: SequenceDriver) -> None:
+    def note_end(self) -> None:
         """Take in that a driver ended; many dead ones are thrown out at once, so each costs the same."""
-        self._n_dead += driver.request.deadline_s < math.inf
-        if self._n_dead > max(_N_DEAD_MIN, len(self._heap) // 2):
+        self._n_ended += 1
+        if self._n_ended > max(_N_ENDED_MIN, len(self._heap) // 2):
             self._heap = [e for e in self._heap if e[2].status is not Status.FINISHED]
             heapq.heapify(self._heap)
-            self._n_dead = 0
+            self._n_ended = 0
 
     def next_s(self) -> float | None:
         """Return when the next one is over at the latest, or None."""

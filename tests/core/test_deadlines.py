@@ -71,7 +71,7 @@ def test_who_ended_before_is_not_given_out() -> None:
     for driver in drivers:
         deadlines.add(driver)
     drivers[0].cancel(0.0)
-    deadlines.note_end(drivers[0])
+    deadlines.note_end()
     assert deadlines.pop_due(1.0) is drivers[1]
     assert deadlines.pop_due(1.0) is None
 
@@ -85,10 +85,19 @@ def test_dead_entries_are_thrown_out_and_live_ones_kept(n_alive: int) -> None:
         driver = timed(i, 1e5)
         deadlines.add(driver)
         driver.cancel(0.0)
-        deadlines.note_end(driver)
+        deadlines.note_end()
         assert len(deadlines) <= 2 * n_alive + 130
     alive = [d.number for _ in range(n_alive) if (d := deadlines.pop_due(math.inf))]
     assert alive == [*range(n_alive)]
+
+
+def test_dead_entries_are_thrown_out_now_and_then() -> None:
+    deadlines = Deadlines()
+    entries = [deadlines._heap]
+    for _ in range(66):
+        deadlines.note_end()
+        entries += [deadlines._heap] if deadlines._heap is not entries[-1] else []
+    assert len(entries) == 2
 
 
 def test_long_run_of_requests_with_deadlines_keeps_the_heap_short() -> None:
