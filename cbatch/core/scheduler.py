@@ -109,7 +109,7 @@ class ContinuousBatchScheduler:
         if not (admitted or shifted or self.batcher.n_waiting or self.batcher.n_awaited):
             moved = self.batcher.close_gap()
             return [] if moved is None else [moved]
-        return [*(d for d in shifted if d.slot is not None and d not in admitted), *admitted]
+        return [*shifted, *admitted]
 
     def build(self, admitted: Sequence[SequenceDriver]) -> StepPlan | None:
         """Return the step for those that run now, of whom `admitted` have to be bound."""
