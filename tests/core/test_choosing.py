@@ -1,0 +1,87 @@
+"""Which of those that run is to leave its slot: the victim of a full pool, and who closes a gap."""
+
+from __future__ import annotations
+
+import pytest
+
+from cbatch.core.choosing import N_WORTH_MOVE, choose_mover, choose_victim, slot_of
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.kv import KvLedger
+from cbatch.core.plan import Memory, Slot
+from cbatch.core.status import Status
+from cbatch.errors import LedgerError
+from tests.core.drivers import make_driver, make_running
+from tests.helpers import partitioned, recurrent, shared_pool
+
+
+def at(slot: int, n_computed: int = 9, **given: int | Status) -> SequenceDriver:
+    """A sequence in a slot, as old as its slot is low, with much to sample."""
+    driver = make_running()
+    driver.slot, driver.number, driver.n_computed, driver.n_cap = Slot(slot), slot, n_computed, 99
+    for name, value in given.items():
+        setattr(driver, name, value)
+    return driver
+
+
+def lent(drivers: list[SequenceDriver | None], memory: Memory) -> KvLedger:
+    """Books in which each has its slot, with as many cells as it has computed."""
+    ledger = KvLedger(4, 64, memory)
+    for driver in drivers:
+        if driver is not None:
+            ledger.add(ledger.lend(driver.slot), driver.n_computed)
+    return ledger
+
+
+def test_one_without_a_slot_has_none_to_give() -> None:
+    with pytest.raises(LedgerError, match="has no slot"):
+        slot_of(make_driver())
+
+
+# ---- a victim ----
+
+
+def test_victim_frees_cells_that_nobody_else_has() -> None:
+    drivers = [at(0, 10), at(1, 0), at(2, 12)]
+    ledger = lent([*drivers], shared_pool(100))
+    ledger.share(Slot(0), Slot(1), 10)
+    drivers[1].n_computed = 10
+    assert choose_victim(drivers, ledger) is drivers[2]
+
+
+# ---- who closes a gap ----
+
+
+def test_highest_one_above_a_gap_moves() -> None:
+    drivers = [at(0), None, at(2)]
+    assert choose_mover(drivers, lent(drivers, partitioned(256))) is drivers[2]
+
+
+def test_nobody_moves_where_there_is_no_gap() -> None:
+    drivers = [at(0), at(1), None]
+    assert choose_mover(drivers, lent(drivers, partitioned(256))) is None
+    assert choose_mover([None, None], KvLedger(2, 64, partitioned(128))) is None
+
+
+@pytest.mark.parametrize(
+    "memory", [Memory("partitioned", 256), shared_pool(256, can_copy=True), recurrent(4)]
+)
+def test_nobody_moves_where_it_cannot_be_or_saves_nothing(memory: Memory) -> None:
+    drivers = [at(0), None, at(2)]
+    assert choose_mover(drivers, lent(drivers, memory)) is None
+
+
+@pytest.mark.parametrize(
+    ("mover", "moves"),
+    [
+        (at(2, n_cap=N_WORTH_MOVE), True),
+        (at(2, n_cap=N_WORTH_MOVE - 1), False),
+        (at(2, n_shifts=1), False),
+        (at(2, status=Status.PAUSED), False),
+        (at(2, n_computed=0), False),
+    ],
+)
+def test_one_moves_that_has_much_to_come_and_cells_that_stay_as_they_are(
+    mover: SequenceDriver, moves: bool
+) -> None:
+    drivers = [at(0), None, mover]
+    assert (choose_mover(drivers, lent(drivers, partitioned(256))) is mover) is moves
