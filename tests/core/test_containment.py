@@ -305,3 +305,15 @@ def test_somebody_running_who_is_not_computed_is_a_bug_that_is_told(
     rig.submit(make_request())
     with pytest.raises(PlanError, match="no progress: 1 run"):
         rig.scheduler.plan(0.0)
+
+
+def test_who_is_cleared_stays_so_though_it_loses_its_cells_in_the_next_plan() -> None:
+    rig = make_scheduler(code=in_turn([-1]))
+    rig.submit(*make_sequences(2, max_tokens=9))
+    for _ in range(3):
+        rig.backend.interrupt()
+        step(rig)
+    rig.scheduler.admit(rig.now)
+    for driver in rig.drivers.values():
+        rig.batcher.drop_cells(driver)
+    assert rig.scheduler.trials.group() == []

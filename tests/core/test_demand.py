@@ -49,12 +49,12 @@ def test_reserve_fits_exactly_where_every_cap_does(n_pool: int, fits: bool) -> N
     assert fits_beside(demand(n_pool), sequence(7, 3), beside) is fits
 
 
-@pytest.mark.parametrize(("n_pool", "fits"), [(17, True), (16, False)])
+@pytest.mark.parametrize(("n_pool", "fits"), [(19, True), (18, False)])
 def test_optimistic_counts_a_share_of_what_is_left(n_pool: int, fits: bool) -> None:
     some = demand(n_pool, is_optimistic=True)
     some.ratio = 0.5
-    beside = sequence(4, 5, n_output=1, max_tokens=6)
-    assert fits_beside(some, sequence(4, 10, max_tokens=10), [beside]) is fits  # 4 + 5, 5 + 3
+    beside = sequence(4, 5, n_output=3, max_tokens=8)
+    assert fits_beside(some, sequence(4, 10, max_tokens=10), [beside]) is fits  # 4 + 5, 7 + 3
 
 
 @pytest.mark.parametrize(("n_pool", "fits"), [(18, True), (17, False)])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cbatch.backend.fake_vocab import END_TOKEN
+from cbatch.backend.fake_vocab import END_TOKEN, FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.outcome import result_of, take_chunk
-from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Chunk, Slot, TokenLogprobs
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, N_TARGETS_MAX, Chunk, Slot, TokenLogprobs
 from cbatch.core.status import TRANSITIONS, Event, Status
 from cbatch.errors import (
     PromptTooLongError,
@@ -21,6 +21,7 @@ from cbatch.errors import (
     SequenceStateError,
 )
 from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_driver, make_running
+from tests.helpers import make_request
 
 
 def make_in(status: Status) -> SequenceDriver:
@@ -352,3 +353,38 @@ def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:
     assert (driver.n_cached, driver.n_reached) == (4, 5)
     driver.lose_adopted()
     assert (driver.n_cached, driver.n_reached) == (0, 0)
+
+
+# ---- a window that moves ----
+
+
+def full(n_prompt: int) -> SequenceDriver:
+    """A sequence of 17 tokens, one more than its window has."""
+    driver = make_running(n_prompt, n_keep=2, n_discard=4, max_tokens=30)
+    driver.keep_in_window(1)
+    driver.accept(n_prompt, [A] * (17 - n_prompt), 2.0)
+    return driver
+
+
+@pytest.mark.parametrize(("n_prompt", "n_left"), [(10, 6), (5, 2), (2, 2)])
+def test_shift_takes_the_prompt_behind_what_is_kept_and_it_is_told_whole(
+    n_prompt: int, n_left: int
+) -> None:
+    driver = full(n_prompt)
+    assert driver.shift() == (2, 4)
+    assert (driver.n_prompt, driver.n_tokens, driver.n_computed) == (n_left, 13, 12)
+    assert (driver.n_given, driver.given) == (n_prompt, tuple(range(n_prompt)))
+
+
+def test_shift_of_what_is_computed_again_remembers_how_far_it_was() -> None:
+    driver = full(10)
+    driver.rewind(5)
+    assert driver.shift() == (2, 3)
+    assert (driver.n_computed, driver.n_reached) == (2, 12)
+
+
+def test_pieces_of_a_prompt_that_others_score_are_as_small() -> None:
+    asked = make_request(prompt_logprobs=0)
+    for request in (asked, replace(asked, n_prompt_logprobs=None)):
+        driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
+        assert driver.own_piece(512) == N_TARGETS_MAX

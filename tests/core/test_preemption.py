@@ -308,3 +308,58 @@ def test_head_is_passed_by_a_bounded_number_while_others_lose_their_cells() -> N
     drive(rig)
     assert rig.drivers["big"].n_overtaken <= N_OVERTAKEN_MAX
     assert len(rig.results) == 43
+
+
+# ---- what nobody needs goes first ----
+
+
+def test_cells_that_one_left_go_before_those_of_somebody_who_runs() -> None:
+    rig = hopeful(10, 3, share_prefixes=True)
+    caps = {"0": 4, "1": 4, "2": 2}
+    rig.submit(*(make_request(id, [int(id)] * 2, max_tokens=n) for id, n in caps.items()))
+    until(rig, lambda: "2" in rig.results)
+    assert (rig.batcher.ledger.n_used, rig.batcher.ledger.n_in_use()) == (9, 6)
+    drive(rig, before=hope)
+    assert [d.n_preempted for d in rig.drivers.values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("n_left", [31, 12])
+def test_cells_that_one_left_go_before_a_prompt_is_cut_or_a_run_is_short(n_left: int) -> None:
+    rig = hopeful(40, 2, share_prefixes=True)
+    rig.submit(make_request("left", [7] * (n_left - 1), max_tokens=2))
+    drive(rig)
+    rig.submit(make_request("a", [8] * 20, max_tokens=20))
+    plan = step(rig)
+    assert plan is not None
+    assert ([len(c.tokens) for c in plan.chunks], plan.n_steps) == ([20], 20)
+
+
+def test_nobody_who_decodes_is_left_out_for_want_of_cells() -> None:
+    rig = hopeful(11, 2)
+    rig.submit(*make_sequences(2, max_tokens=6))
+    until(rig, lambda: rig.batcher.ledger.n_free_cells == 1)
+    plan = one_step(rig)
+    assert rig.drivers["1"].n_preempted == 1
+    assert [c.slot for c in plan.chunks] == [0]
+
+
+def test_pool_that_a_paused_one_fills_lets_a_prompt_go_on() -> None:
+    rig = hopeful(20, 2, prefill_chunk=1)
+    rig.submit(make_request("a", (1, 2), max_tokens=18), make_request("b", [7] * 12, max_tokens=1))
+    until(rig, lambda: not rig.batcher.ledger.n_free_cells)
+    rig.batcher.pause("a")
+    one_step(rig)
+    assert rig.drivers["a"].slot is None
+    assert rig.drivers["b"].n_preempted == 0
+
+
+def test_turn_of_adapters_for_which_there_is_no_room_goes_to_others() -> None:
+    rig = hopeful(40, 2, n_piece=16, adapters=("a",))
+    rig.submit(make_request("0", (1, 2, 3), max_tokens=30))
+    rig.submit(make_request("1", [7] * 32, max_tokens=1, adapter="a"))
+    until(rig, lambda: rig.drivers["1"].n_computed == 16)
+    rig.batcher.pause("1")
+    until(rig, lambda: rig.batcher.ledger.n_free_cells < 16)
+    rig.batcher.resume("1")
+    assert one_step(rig).adapters == ()
+    drive(rig)

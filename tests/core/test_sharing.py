@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.plan import Slot
-from cbatch.core.sharing import N_WORTH
+from cbatch.core.sharing import N_WORTH, Source
 from cbatch.core.status import Status, Wait
 from tests.helpers import (
     Rig,
@@ -89,6 +89,23 @@ def test_another_prompt_passes_those_that_wait_for_a_leader() -> None:
     assert rig.running() == ["0", "other"]
 
 
+def test_leader_of_another_set_of_adapters_is_waited_for_while_a_turn_is_not_its_own() -> None:
+    rig = make_rig(n_batch=40, adapters=("a",))
+    rig.submit(make_request("other", (7, 7, 7), max_tokens=9, adapter="a"), *alike(2))
+    drive(rig)
+    assert rig.stats.n_prompt_tokens == 3 + 50 + 2
+
+
+def test_gap_below_a_leader_is_left_to_those_that_follow_it() -> None:
+    rig = make_rig(n_batch=26)
+    rig.submit(make_request("short", (7, 7, 7), max_tokens=1), *alike(2, max_tokens=20))
+    for _ in range(2):
+        rig.backend.interrupt()
+        step(rig)
+    assert rig.batcher.ledger.free_slots[0] == 0
+    assert (rig.drivers["0"].slot, rig.drivers["1"].waits_for) == (1, Wait.LEADER)
+
+
 def test_leader_that_leaves_is_followed_by_the_oldest_in_the_same_plan() -> None:
     rig = make_rig(n_batch=26)
     rig.submit(*alike(3))
@@ -130,6 +147,7 @@ def test_follower_that_is_cancelled_or_paused_is_no_longer_one() -> None:
     rig.submit(*alike(3))
     step(rig)
     rig.cancel("1")
+    assert len(rig.batcher.followers) == 1
     rig.batcher.pause("2")
     for _ in range(3):
         step(rig)
@@ -246,6 +264,19 @@ def test_newcomer_leaves_what_goes_on_behind_its_beginning_where_it_can_copy_and
     drive(rig)
     assert rig.drivers["new"].slot == slot
     assert rig.results["new"].usage.cached_tokens == 50
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_slots_that_are_copied_or_promised_to_followers_are_no_room_beside(n: int) -> None:
+    rig = make_rig(4)
+    rig.submit(make_request("a"))
+    driver, batcher = rig.drivers["a"], rig.batcher
+    batcher.sharing.copied = {Slot(i): 50 for i in range(n)}
+    assert batcher._has_room_beside(driver) is (n < 2)
+    batcher.sharing.copied = {}
+    for _ in range(n):
+        batcher.followers.add(driver, driver, 50)
+    assert batcher._has_room_beside(driver) is (n < 2)
 
 
 def test_newcomer_takes_no_slot_that_was_used_since_its_beginning_was() -> None:
@@ -557,6 +588,33 @@ def test_chats_that_come_together_take_the_slots_of_those_that_come_last(memory:
             n_found += result.usage.cached_tokens > len(COMMON)
             history += [*result.token_ids, 60 + turn, 70, 80, 90]
     assert n_found >= 5 * 5  # of 5 × 6: the last two never do, and each drives out another
+
+
+@pytest.mark.parametrize(("n_copied", "found"), [(40, Source(Slot(0), 40)), (41, None)])
+def test_slot_of_which_a_plan_copies_more_is_taken_over_by_nobody(
+    n_copied: int, found: Source | None
+) -> None:
+    rig = make_rig()
+    rig.submit(make_request("a", COMMON, max_tokens=1))
+    drive(rig)
+    rig.submit(make_request("b", [*COMMON[:40], 7]))
+    rig.batcher.sharing.copied = {Slot(0): n_copied}
+    assert rig.batcher.sharing.best(rig.drivers["b"]) == found
+
+
+def test_output_under_exact_is_no_cells_of_a_prompt_though_it_reads_the_same() -> None:
+    rig = make_rig(n_slots=2, n_piece=16)
+    rig.submit(make_request("a", [7] * 90, max_tokens=1))
+    drive(rig)
+    rig.submit(replace(make_request("b", [7] * 40), output=(7,) * 30))
+    assert rig.batcher.sharing.best(rig.drivers["b"]) == Source(Slot(0), 32)
+
+
+def test_slots_promised_to_followers_are_given_to_nobody() -> None:
+    rig = make_rig(3, n_batch=26)
+    rig.submit(*alike(3), make_request("other", (7, 7, 7)))
+    step(rig)
+    assert rig.running() == ["0"]
 
 
 def test_slot_that_a_plan_copies_from_is_given_to_nobody_in_it() -> None:

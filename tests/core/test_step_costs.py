@@ -152,6 +152,17 @@ def test_prefill_budget_is_shared_by_all_newcomers() -> None:
     assert n_prompt == [1 + 30] * 4
 
 
+def test_prefill_budget_less_than_a_piece_lets_one_join() -> None:
+    rig = make_scheduler(2, 128, 64, prefill_budget=10, n_piece=16)
+    rig.submit(make_request("a", [1] * 8, max_tokens=9))
+    rig.backend.interrupt()
+    step(rig)
+    rig.submit(make_request("b", [2] * 40, max_tokens=1))
+    plan = step(rig)
+    assert plan is not None
+    assert [len(c.tokens) for c in plan.chunks] == [1, 16]
+
+
 def test_prefill_budget_does_not_hold_up_prompts_where_nobody_decodes() -> None:
     rig = make_scheduler(4, 512, 256, prefill_budget=10)
     rig.submit(*make_sequences(4, n_prompt=40, max_tokens=2))

@@ -144,6 +144,7 @@ def test_paused_one_keeps_slot_and_cells_while_nobody_needs_them() -> None:
         one_step(rig)
     assert [rig.drivers[id].n_output for id in "01"] == [1, 4]
     assert (rig.drivers["0"].slot, rig.batcher.ledger.n_cells[0]) == (0, 4)
+    assert rig.batcher.n_paused_in_slots == 1
     assert rig.batcher.resume("0")
     drive(rig)
     assert rig.stats.n_recomputed_tokens == 0
