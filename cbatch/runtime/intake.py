@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from cbatch.runtime.routes import Route
 
 
-Saver: TypeAlias = "tuple[str, weakref.ref[Mailbox], int]"
-"""Who saves under a key: its id, and its route."""
+Saver: TypeAlias = "tuple[str, weakref.ref[Mailbox]]"
+"""Who saves under a key: its id, and where its output goes."""
 
 _N_FORGOTTEN = 64
 """Keys of requests that ended that may be remembered beyond those in flight."""
@@ -146,9 +146,9 @@ class Intake:
             seen.add(key)
 
     def _lives(self, saver: Saver) -> bool:
-        id, mailbox, place = saver
+        id, mailbox = saver
         route = self._loop.routes.get(id)
-        return route is not None and route[0] is mailbox() and route[1] == place
+        return route is not None and route[0] is mailbox()
 
     def feed(
         self,
@@ -225,9 +225,7 @@ class Intake:
         self._loop.routes.update(routes)
         saving = [d.request for item in items for d in item if d.request.options.save_cache]
         ref = weakref.ref(mailbox)  # through it an engine would keep itself alive
-        self._saving.update(
-            (str(r.options.cache_key), (r.id, ref, routes[r.id][1])) for r in saving
-        )
+        self._saving.update((str(r.options.cache_key), (r.id, ref)) for r in saving)
         return routes
 
     def _submit(
