@@ -847,6 +847,15 @@ def test_key_that_is_in_flight_is_refused_until_its_request_has_ended(any_way: P
     assert any_way.keys() == ["k", "other"]
 
 
+def test_key_is_free_though_another_has_the_id_of_who_saved_it(any_way: Place) -> None:
+    engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
+    any_way.results(engine.run([item(text_of(20), "saver", **SAVED)]))
+    holder = engine.run([saver(save_cache=False)])
+    assert any_way.result(engine, text_of(30), **SAVED).error is None
+    engine.cancel("saver")
+    any_way.results(holder)
+
+
 def test_key_whose_file_is_being_written_is_in_flight(place: Place, writing: Gate) -> None:
     engine = place.engine()
     first = engine.submit(item(text_of(40), "a", **SAVED))

@@ -195,6 +195,7 @@ def test_hybrid_counts_states_of_the_layers_without_heads() -> None:
     assert found.n_state == 3 * (3 * (128 + 2 * 16) + 16 * 128)
     assert found.is_about
     assert cost(found).n_cell_bytes == 2 * (16 + 16) * 2
+    assert layout(ssm).n_state == 0  # such a model keeps none
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.core.plan import Tiles
-from cbatch.core.shape import N_FAR, even_out, limit_far, split_budget
+from cbatch.core.shape import N_FAR, even_out, limit_far, split_budget, whole_pieces
 
 
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 100))
@@ -103,3 +103,10 @@ def test_limit_far_leaves_the_oldest_and_the_shortest_of_those_behind_many_cells
 ) -> None:
     limit_far(wanted, n_before, Tiles(64, 2))
     assert wanted == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "shares"), [(12, [4, 4, 4]), (11, [4, 4, 0]), (7, [4, 0, 3]), (3, [0, 0, 3])]
+)
+def test_piece_is_computed_whole_or_not_at_all(budget: int, shares: list[int]) -> None:
+    assert whole_pieces([4, 4, shares[2] or 4], budget) == shares

@@ -1,0 +1,52 @@
+"""Prompts become tokens once, and so does the first message of a chat where the window moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend.fake_vocab import FakeVocab
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.prompts import Prompts
+from cbatch.messages import BatchPrompt
+from tests.helpers import make_request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.options import RunOptions
+
+CHAT = BatchPrompt(messages=tuple({"role": "user", "content": c} for c in "ab"))
+
+
+def prepared(prompt: BatchPrompt, **options: Any) -> tuple[SequenceDriver, int]:
+    """A sequence that was prepared twice, and how often something was made tokens."""
+    asked: list[BatchPrompt] = []
+
+    def tokenize(prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
+        asked.append(prompt)
+        return range(10) if prompt.messages is None else range(3 * len(prompt.messages))
+
+    request = replace(make_request(**options), prompt=prompt)
+    driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
+    for _ in range(2):
+        Prompts(tokenize, 16).prepare(driver)
+    return driver, len(asked)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n_discard", "n_asked", "n_keep"),
+    [
+        (BatchPrompt(tokens=(1,)), 0, 1, 0),
+        (BatchPrompt(tokens=(1,)), 4, 1, 1),
+        (CHAT, 0, 1, 0),
+        (CHAT, 4, 2, 3),
+    ],
+)
+def test_prompt_is_made_tokens_once_and_its_first_message_where_that_is_kept(
+    prompt: BatchPrompt, n_discard: int, n_asked: int, n_keep: int
+) -> None:
+    driver, n = prepared(prompt, n_discard=n_discard)
+    assert (n, driver.n_keep) == (n_asked, n_keep)
