@@ -448,6 +448,25 @@ def test_file_of_one_adapter_is_not_used_for_another(
     assert all(isinstance(r.error, CacheError) for r in wrong)
 
 
+def test_second_to_save_under_a_key_is_refused_and_readers_are_not(
+    test_model: Path, folder: Path
+) -> None:
+    with load(test_model, folder) as engine:
+        twice = [BatchPrompt(tokens=prompt(n), options=SAVED) for n in (60, 50)]
+        with pytest.raises(CacheError, match="two requests in flight would save it"):
+            engine.run(twice, options=GREEDY)
+        assert not folder.exists()
+        first = engine.run(twice[:1], options={**GREEDY, "max_tokens": W - 60})
+        with pytest.raises(CacheError, match="two requests in flight would save it"):
+            engine.run(twice[1:], options=GREEDY)
+        first.results()
+    with load(test_model, folder) as engine:
+        readers = [BatchPrompt(tokens=[*prompt(60), i]) for i in range(2)]
+        both = all_results(engine.run(readers, options={**REQUIRED, **GREEDY}))
+        assert engine.stats().n_prompt_tokens == 2
+    assert [r.error for r in both] == [None, None]
+
+
 # ---- prompts alone ----
 
 
@@ -477,7 +496,27 @@ def test_prompt_and_cap_fill_the_window_to_the_last_cell(test_model: Path, folde
     assert (extended.finish_reason, len(extended.token_ids)) == ("length", 20)
 
 
+def test_window_is_one_slots_part_of_the_context(test_model: Path, folder: Path) -> None:
+    with load(test_model, folder, ctx_per_seq=None, n_ctx=2 * W) as engine:
+        fits, late = (ask(engine, prompt(n), **GREEDY) for n in (W - 16, W - 15))
+        huge = ask(engine, prompt(9), **{**GREEDY, "max_tokens": 2**31 - 1})
+    assert (fits.finish_reason, len(fits.token_ids)) == ("length", 16)
+    for refused in (late, huge):
+        assert isinstance(refused.error, PromptTooLongError)
+
+
 # ---- continuing ----
+
+
+def test_part_past_the_window_or_of_another_engine_is_refused(
+    test_model: Path, folder: Path
+) -> None:
+    with load(test_model, folder) as engine, load(test_model, folder) as other:
+        first = ask(engine, prompt(W - 20), **GREEDY)
+        with pytest.raises(PromptTooLongError):
+            engine.extend(first, 5).result()
+        with pytest.raises(ConfigError, match="not of this engine"):
+            other.extend(first, 1)
 
 
 @pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
