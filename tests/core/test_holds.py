@@ -264,6 +264,12 @@ def test_one_that_ran_before_asks_for_no_file() -> None:
     assert not rig.batcher.fetches.is_needed(driver)
 
 
+def test_one_whose_prompt_is_scored_asks_for_no_file() -> None:
+    rig = make_rig()
+    rig.submit(reader("0", 100, prompt_logprobs=0))
+    assert not rig.batcher.fetches.is_needed(rig.drivers["0"])
+
+
 def test_one_that_goes_on_from_a_result_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(replace(reader("0", 100), output=(7,)))

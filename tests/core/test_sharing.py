@@ -473,6 +473,20 @@ def test_pool_keeps_cells_of_those_that_ended_until_somebody_needs_them() -> Non
     assert rig.results["d"].usage.cached_tokens == 29
 
 
+def test_cells_of_a_slot_that_nobody_has_are_room_that_its_heir_takes() -> None:
+    memory = shared_pool(100, can_copy=True)
+    rig = make_rig(3, memory=memory, n_window=100, admission="reserve")
+    rig.submit(make_request("left", COMMON, max_tokens=1))
+    drive(rig)
+    rig.submit(make_request("a", [7] * 40, max_tokens=10))
+    rig.submit(make_request("heir", [*COMMON, 8], max_tokens=9))
+    rig.backend.interrupt()
+    step(rig)
+    assert rig.running() == ["a"]  # 50 cells, and 60 are wanted
+    drive(rig)
+    assert rig.results["heir"].finish_reason == "length"
+
+
 def test_exact_pieces_are_passed_on_whole_and_output_never() -> None:
     rig = make_rig(n_slots=2, n_piece=16)
     sharing = rig.batcher.sharing
