@@ -213,6 +213,7 @@ def make_scheduler(
         memory=memory,
         has_adapters=bool(adapters),
     )
+    scheduler.costs.learn_copy(1, copy_s)
     return Rig(backend, batcher, scheduler, stats, copy_s=copy_s)
 
 
@@ -262,8 +263,7 @@ def step(rig: Rig) -> StepPlan | None:
     assert rig.batcher.n_visited - n_visited <= n_visited_max(rig)
     if plan is not None:
         check_plan(rig, plan, has_preempted=n_preemptions(rig) > n_preempted)
-        move_s = rig.copy_s * sum(n for _, _, n in plan.copies)
-        result = replace(rig.backend.run(plan), move_s=move_s)
+        result = rig.backend.run(plan)
         check_clears(rig)
         in_plan = [d for c in plan.chunks if (d := rig.batcher.running[c.slot])]
         touched = rig.scheduler.apply(plan, result, rig.now)

@@ -128,19 +128,17 @@ def _rarely(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
     return st.integers(0, 7).flatmap(lambda i: values if i == 7 else st.none())
 
 
-PROMPTS = st.one_of(
-    st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple),
-    st.builds(  # several of these have a long beginning in common
-        lambda n, end: (*range(n), *end),
-        st.integers(30, 60),
-        st.lists(st.integers(0, 2), max_size=3),
-    ),
+ALIKE = st.builds(  # several of these have a long beginning in common
+    lambda n, end: (*range(n), *end),
+    st.integers(30, 60),
+    st.lists(st.integers(0, 2), max_size=3),
 )
+PROMPTS = st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple) | ALIKE | ALIKE
 
 ITEMS = st.builds(
     Item,
     prompt=PROMPTS,
-    arrives=st.integers(0, 12),
+    arrives=st.sampled_from([0, 1, 6]) | st.integers(0, 12),
     seed=st.integers(0, 3),
     cap=st.one_of(st.none(), st.integers(1, 12), st.integers(1, 40), st.integers(40, 150)),
     ignore_eos=st.booleans(),
@@ -171,7 +169,7 @@ ITEMS = st.builds(
 def schedules(draw: st.DrawFn, n_batch: int, kind: str) -> dict[str, Any]:
     policy = draw(st.sampled_from(["fcfs", "priority", "shortest", "round_robin"]))
     said: dict[str, Any] = {"policy": policy, "swap_mib": draw(st.sampled_from([0, 1, 1024]))}
-    said["share_prefixes"] = draw(st.booleans())
+    said["share_prefixes"] = draw(st.sampled_from([True, True, True, False]))
     if policy == "round_robin":
         said["quantum"] = draw(st.integers(1, 12))
     if policy == "priority":
@@ -199,7 +197,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
         n_cells,
         can_trim=kind != "recurrent",
         can_save=can_save,
-        can_copy=kind != "recurrent" and draw(st.sampled_from([True, True, False])),
+        can_copy=kind != "recurrent" and draw(st.sampled_from([True, True, True, False])),
         can_shift=kind != "recurrent",
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
@@ -210,7 +208,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     n_slots = draw(st.integers(1, 5))
-    n_window = draw(st.integers(12, 64) | st.integers(64, 96))
+    n_window = draw(st.integers(12, 64) | st.integers(64, 96) | st.integers(90, 128))
     n_piece = draw(st.sampled_from([0, 0, 4, 16]))
     n_least = n_slots + max(0, n_piece - 1)  # room for a piece beside the rows of all others
     n_batch = draw(st.integers(n_least, n_least + 2) | st.integers(n_least, n_least + 20))
@@ -226,11 +224,11 @@ def workloads(draw: st.DrawFn) -> Workload:
         options=options,
         n_piece=n_piece,
         n_targets=draw(st.sampled_from([1, 5, 12, N_TARGETS_MAX])),
-        copy_s=draw(st.sampled_from([0.0, 0.0, 0.02, 1.0])),
+        copy_s=draw(st.sampled_from([0.0, 0.02, 1.0])),
         lost_keys=draw(st.frozensets(st.integers(0, 6), max_size=2)),
         n_vocab=draw(st.sampled_from([257, 300, 4096])),
         seed=draw(st.integers(0, 5)),
-        items=tuple(draw(st.lists(ITEMS, min_size=1, max_size=12))),
+        items=tuple(draw(st.lists(ITEMS, min_size=draw(st.sampled_from([1, 8])), max_size=12))),
         faults=tuple(
             draw(st.lists(st.one_of(st.just(0), st.just(0), st.sampled_from(CODES)), max_size=40))
         ),
