@@ -272,11 +272,11 @@ def test_slots_that_are_copied_or_promised_to_followers_are_no_room_beside(n: in
     rig.submit(make_request("a"))
     driver, batcher = rig.drivers["a"], rig.batcher
     batcher.sharing.copied = {Slot(i): 50 for i in range(n)}
-    assert batcher._has_room_beside(driver) is (n < 2)
+    assert batcher._has_room_beside() is (n < 2)
     batcher.sharing.copied = {}
     for _ in range(n):
         batcher.followers.add(driver, driver, 50)
-    assert batcher._has_room_beside(driver) is (n < 2)
+    assert batcher._has_room_beside() is (n < 2)
 
 
 def test_newcomer_takes_no_slot_that_was_used_since_its_beginning_was() -> None:
