@@ -335,7 +335,9 @@ class LlamaBackend:
 
     def _wipe(self) -> None:
         """Overwrite what may be no numbers, or no more soon, in slots that are empty now."""
-        if self._uncopied:  # what is loaded could be taken for bytes that wait to be copied
+        if (
+            not self._doubtful or self._uncopied
+        ):  # what is loaded could be taken for what waits to be copied
             return
         empty = [slot for slot, n in enumerate(self.n_cells) if not n]
         left = self._doubtful.intersection(empty)
@@ -355,7 +357,7 @@ class LlamaBackend:
     def _doubt(self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]) -> None:
         """Take in whose rows were broken, and whose were not: then their cells are sound, but a state may grow on."""
         for chunk, sampled in zip(chunks, tokens, strict=True):
-            if BROKEN_ROW in sampled:
+            if sampled and sampled[-1] == BROKEN_ROW:  # a run ends with it
                 self._doubtful.add(chunk.slot)
             elif sampled and self.memory.kind != "recurrent":
                 self._doubtful.discard(chunk.slot)
