@@ -20,7 +20,7 @@ from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, has_states
 from cbatch.backend.native import NativeStepper
 from cbatch.backend.saved import read_format
-from cbatch.backend.tiles import find_tiles
+from cbatch.backend.tiles import most_far
 from cbatch.core.plan import (
     BROKEN_ROW,
     Chunk,
@@ -175,7 +175,7 @@ class LlamaBackend:
         )
         if memory.kind != "partitioned" or self._is_on_device:
             return memory
-        return replace(memory, tiles=find_tiles(self._model, self._options, self.n_threads))
+        return replace(memory, n_far=most_far(self._model, self._options, self.n_threads))
 
     def _find_format(self) -> SavedFormat | None:
         """Find out how the context writes cells, if that is a known way."""

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import llama_cpp
 
-from cbatch.core.plan import Tiles
-
 if TYPE_CHECKING:
     from cbatch.backend.model import LlamaModel
     from cbatch.engine_options import EngineOptions
@@ -24,15 +22,15 @@ _N_CHUNKS_MIN = 4
 """Measured with one to eight chunks of equal and unequal length; see docs/performance.md."""
 
 
-def find_tiles(model: LlamaModel, options: EngineOptions, n_threads: int) -> Tiles | None:
-    """Return the shape that is computed fast, or None where attention is computed without tiles."""
+def most_far(model: LlamaModel, options: EngineOptions, n_threads: int) -> int:
+    """Return `Memory.n_far`: enough chunks for each thread's tiles, and few of unequal length; 0 without tiles."""
     has_tiles = options.cache_type_k == options.cache_type_v and options.cache_type_k in (
         "f16",
         "f32",
     )
     if not has_tiles or options.exact or options.flash_attn == "off":
-        return None
+        return 0
     n_heads = max(1, int(llama_cpp.llama_model_n_head(model.pointer)))
     n_chunks = max(_N_CHUNKS_MIN, -(-_N_PARTS * n_threads // n_heads))
     n_most = min(options.n_ubatch, options.n_batch) // _N_ROWS
-    return Tiles(_N_ROWS, min(n_chunks, n_most)) if n_most >= _N_CHUNKS_MIN else None
+    return min(n_chunks, n_most) if n_most >= _N_CHUNKS_MIN else 0

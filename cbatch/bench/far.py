@@ -1,7 +1,7 @@
 """Prompts that go on behind many cells, a few in a step and all at once: `python -m cbatch.bench.far MODEL`.
 
 Requests of unequal length begin with the same tokens, which were computed before. The engine answers them as it does,
-and as if attention had no tiles, in turn on one model; JSON goes to stdout.
+and with no limit, in turn on one model; JSON goes to stdout.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ from cbatch.backend.aside import run_aside
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model
+from cbatch.bench.prefix import FIRST_TOKEN, in_turn
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cbatch.backend.model import LlamaModel
-
-_FIRST_TOKEN = 3
-"""Those below are control tokens as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class Job:
 
     def prompts(self, n_vocab: int, seed: int) -> list[BatchPrompt]:
         """Return random requests, the same for the same seed."""
-        ids, rng = range(_FIRST_TOKEN, n_vocab), random.Random(seed)
+        ids, rng = range(FIRST_TOKEN, n_vocab), random.Random(seed)
         common = rng.choices(ids, k=self.n_common)
         return [
             BatchPrompt(
@@ -55,28 +51,32 @@ class Job:
         ]
 
 
-def _seconds(backend: LlamaBackend, prompts: Sequence[BatchPrompt], n_common: int) -> float:
+def compare(
+    model: LlamaModel, options: EngineOptions, job: Job, n_rounds: int
+) -> list[tuple[float, float]]:
+    """Return seconds a round, a few prompts in a step and all at once, each as often first; the first warms up."""
+    rounds = []
+    for i in range(n_rounds + 1):
+        seconds = partial(_seconds, model, options, job, seed=i)
+        few, many = partial(seconds, is_limited=True), partial(seconds, is_limited=False)
+        rounds.append(in_turn(few, many, is_swapped=bool(i % 2)))
+    return rounds[1:]
+
+
+def _seconds(
+    model: LlamaModel, options: EngineOptions, job: Job, *, seed: int, is_limited: bool
+) -> float:
+    """Return what a fresh engine needs once the beginning is computed."""
+    prompts = job.prompts(model.vocab.n_vocab, seed)
+    backend = run_aside(partial(LlamaBackend, model, options, owns_model=False))
+    if not is_limited:
+        backend.memory = replace(backend.memory, n_far=0)
     with Engine(backend, options={"temperature": 0, "ignore_eos": True}) as engine:
-        beginning = (prompts[0].tokens or ())[: n_common + 1]
+        beginning = (prompts[0].tokens or ())[: job.n_common + 1]
         engine.submit(BatchPrompt(tokens=beginning), options={"max_tokens": 1}).result()
         start = time.perf_counter()
         engine.run(prompts).results()
         return time.perf_counter() - start
-
-
-def compare(
-    model: LlamaModel, options: EngineOptions, job: Job, n_rounds: int
-) -> list[tuple[float, float]]:
-    """Return seconds a round, a few prompts in a step and all at once; the first round warms up."""
-    rounds = []
-    for i in range(n_rounds + 1):
-        prompts = job.prompts(model.vocab.n_vocab, seed=i)
-        few = run_aside(partial(LlamaBackend, model, options, owns_model=False))
-        few_s = _seconds(few, prompts, job.n_common)
-        many = run_aside(partial(LlamaBackend, model, options, owns_model=False))
-        many.memory = replace(many.memory, tiles=None)
-        rounds.append((few_s, _seconds(many, prompts, job.n_common)))
-    return rounds[1:]
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ SWEEP_OUTPUT = (8, 32, 128)
 SWEEP_OWN = 32
 
 _CHAIN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.0, "ignore_eos": True}
-_FIRST_TOKEN = 3
+FIRST_TOKEN = 3
 """Those below are control tokens as a rule."""
 
 
@@ -101,7 +101,7 @@ class Prompts:
         Raises:
             ConfigError: more requests than tokens to begin with.
         """
-        ids, rng = range(_FIRST_TOKEN, n_vocab), random.Random(seed)
+        ids, rng = range(FIRST_TOKEN, n_vocab), random.Random(seed)
         if job.requests > len(ids):
             raise ConfigError(f"{job.requests} requests cannot differ in {len(ids)} tokens")
         common = rng.choices(ids, k=job.common)
@@ -170,11 +170,11 @@ def compare(path: str, job: Job, kv: str, prompts: Prompts, n_rounds: int) -> li
     for i in range(n_rounds + 1):
         loop = partial(run_loop, path, job, kv, prompts)
         engine = partial(run_engine, path, job, kv, prompts)
-        rounds.append(Round(*_in_turn(loop, engine, is_swapped=bool(i % 2))))
+        rounds.append(Round(*in_turn(loop, engine, is_swapped=bool(i % 2))))
     return rounds[1:]
 
 
-def _in_turn(one: Callable[[], T], other: Callable[[], U], *, is_swapped: bool) -> tuple[T, U]:
+def in_turn(one: Callable[[], T], other: Callable[[], U], *, is_swapped: bool) -> tuple[T, U]:
     """Do both, `other` first where they are swapped; return what they return, `one`'s first."""
     if not is_swapped:
         return one(), other()
@@ -207,7 +207,7 @@ def sweep(path: str, job: Job, prompts: Prompts, n_rounds: int) -> dict[str, flo
     rounds: list[tuple[Turn, Turn]] = []
     for i in range(n_rounds):
         partitioned, unified = (partial(run_engine, path, job, kv, prompts) for kv in KINDS)
-        rounds.append(_in_turn(partitioned, unified, is_swapped=bool(i % 2)))
+        rounds.append(in_turn(partitioned, unified, is_swapped=bool(i % 2)))
     ratios = [u.tps / p.tps for p, u in rounds]
     return {
         "common_share": round(job.common / (job.common + job.own), 3),

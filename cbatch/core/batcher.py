@@ -126,7 +126,7 @@ class MultiRequestBatcher:
             self.in_flight[driver.request.id] = driver
             self.deadlines.add(driver)
             if self._is_sorted_by_length or driver.request.prompt.tokens is not None:
-                self.prepare(driver)
+                self.prompts.prepare(driver)
             if driver.refusal is not None:
                 self._end(driver, "error", driver.clock.submitted_s, driver.refusal)
             elif driver.is_held or self._waits_to_compile(driver):
@@ -160,10 +160,6 @@ class MultiRequestBatcher:
         for driver in ready:
             self._line.let_go(driver)
         self._line.add(ready)
-
-    def prepare(self, driver: SequenceDriver) -> None:
-        """Make the prompt tokens, or note why that cannot be; touches nothing but the driver."""
-        self.prompts.prepare(driver)
 
     def admit(self, now: float, n_copied_max: int | None = None) -> list[SequenceDriver]:
         """Give free slots to those whose turn it is and whose cells fit; return who got one.

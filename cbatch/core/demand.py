@@ -38,7 +38,7 @@ class Demand:
         """Take in who runs, for those that are let in one after the other now."""
         self._is_certain = not self._is_optimistic
         self._n_coming = self._n_coming_at_worst = 0
-        for driver in running:
+        for driver in running if self._ledger.is_shared else ():
             if driver is not None:
                 self.join(driver)
 

@@ -155,19 +155,6 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """How prompts that go on behind many cells are computed fastest: attention is cheap over whole tiles of rows.
-
-    Args:
-        n_rows: of one sequence, beside its first.
-        n_chunks: such chunks in a step: with fewer, threads share a tile; more come in many runs of unequal length.
-    """
-
-    n_rows: int
-    n_chunks: int
-
-
-@dataclass(frozen=True, slots=True)
 class Memory:
     """What a backend's memory is and can do; found out by trying, not by the model's name."""
 
@@ -189,8 +176,8 @@ class Memory:
     saved_bytes: int = 0
     """Host memory of a saved sequence, without its cells."""
     saved_bytes_per_cell: int = 0
-    tiles: Tiles | None = None
-    """None where it does not matter."""
+    n_far: int = 0
+    """Most prompts that go on behind many cells and are computed fast in one step; 0 where it does not matter."""
 
     def n_saved_bytes(self, n_cells: int) -> int:
         """Return the host memory that `n_cells` saved cells of one sequence take."""

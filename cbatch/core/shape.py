@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from cbatch.core.plan import Tiles
-
 N_FAR = 256
 """Cells before a chunk from which attention is much of what it costs. Source: docs/performance.md."""
 
@@ -41,17 +39,17 @@ def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-def limit_far(wanted: list[int], n_before: Sequence[int], tiles: Tiles) -> None:
+def limit_far(wanted: list[int], n_before: Sequence[int], n_far: int) -> None:
     """Have few chunks in a step that go on behind many cells: the oldest, then the shortest; mutates `wanted`.
 
     Args:
         wanted: tokens of each newcomer, the oldest first.
         n_before: cells that each has.
-        tiles: how attention is computed.
+        n_far: how many, as of `Memory`.
     """
     far = [i for i, n in enumerate(n_before) if n >= N_FAR and wanted[i] > 1]
     by_size = far[:1] + sorted(far[1:], key=lambda i: wanted[i])
-    for i in by_size[tiles.n_chunks :]:
+    for i in by_size[n_far:]:
         wanted[i] = 0
 
 

@@ -86,7 +86,9 @@ class SequenceMaker:
         driver = SequenceDriver.of(request, piece, now, reader)
         self._warn(driver)
         if self._schedule.policy == "shortest":
-            self._batcher.prepare(driver)  # here, for the thread that computes must not wait
+            self._batcher.prompts.prepare(
+                driver
+            )  # here, for the thread that computes must not wait
         return driver
 
     def count_tokens(self, item: BatchPrompt, run_options: RunOptions) -> int:

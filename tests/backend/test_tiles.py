@@ -9,8 +9,7 @@ import llama_cpp
 import pytest
 
 from cbatch.backend.model import open_model
-from cbatch.backend.tiles import find_tiles
-from cbatch.core.plan import Tiles
+from cbatch.backend.tiles import most_far
 from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def model(test_model: Path) -> Iterator[LlamaModel]:
     ],
 )
 def test_there_are_no_tiles_with(settings: dict[str, Any], model: LlamaModel) -> None:
-    assert find_tiles(model, EngineOptions(**settings), n_threads=2) is None
+    assert most_far(model, EngineOptions(**settings), n_threads=2) == 0
 
 
 @pytest.mark.parametrize(
@@ -50,4 +49,4 @@ def test_chunks_in_a_step_give_each_thread_whole_tiles_as_far_as_a_step_has_room
     n_threads: int, n_ubatch: int, n_chunks: int, model: LlamaModel
 ) -> None:
     options = EngineOptions(n_ubatch=n_ubatch)
-    assert find_tiles(model, options, n_threads) == Tiles(64, n_chunks)
+    assert most_far(model, options, n_threads) == n_chunks

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake_tokens import fake_logprobs
-from cbatch.core.plan import N_TARGETS_MAX, Memory, Tiles, TokenLogprobs
+from cbatch.core.plan import N_TARGETS_MAX, Memory, TokenLogprobs
 from cbatch.errors import (
     DeadlineError,
     DecodeError,
@@ -201,7 +201,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
         can_shift=kind != "recurrent",
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
-        tiles=draw(st.sampled_from([None, None, None, Tiles(64, 1), Tiles(64, 2)])),
+        n_far=draw(st.sampled_from([0, 0, 0, 1, 2])),
     )
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.core.plan import Tiles
 from cbatch.core.shape import N_FAR, even_out, limit_far, split_budget, whole_pieces
 
 
@@ -101,7 +100,7 @@ def test_even_out_shortens_cut_chunks_alone_and_none_by_much(
 def test_limit_far_leaves_the_oldest_and_the_shortest_of_those_behind_many_cells(
     wanted: list[int], n_before: list[int], expected: list[int]
 ) -> None:
-    limit_far(wanted, n_before, Tiles(64, 2))
+    limit_far(wanted, n_before, 2)
     assert wanted == expected
 
 
