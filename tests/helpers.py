@@ -397,7 +397,9 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
     limits = (options.prefill_chunk, options.prefill_budget, options.itl_ms)
     is_free = limits == (None, None, None) and not rig.backend.n_piece
     is_free = is_free and not any(d.is_scoring for d in running)
-    is_free = is_free and not rig.backend.memory.n_far  # with them some wait for others' prompts
+    is_free = (
+        is_free and not rig.backend.memory.n_far_chunks
+    )  # with them some wait for others' prompts
     n_used = n_tokens if ledger.is_shared else 2 * n_tokens  # chunks are evened out otherwise
     if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
         assert all(d.slot is not None and shares[d.slot] == d.n_pending for d in running)

@@ -175,7 +175,7 @@ class LlamaBackend:
         )
         if memory.kind != "partitioned" or self._is_on_device:
             return memory
-        return replace(memory, n_far=most_far(self._model, self._options, self.n_threads))
+        return replace(memory, n_far_chunks=most_far(self._model, self._options, self.n_threads))
 
     def _find_format(self) -> SavedFormat | None:
         """Find out how the context writes cells, if that is a known way."""

@@ -23,7 +23,7 @@ _N_CHUNKS_MIN = 4
 
 
 def most_far(model: LlamaModel, options: EngineOptions, n_threads: int) -> int:
-    """Return `Memory.n_far`: enough chunks for each thread's tiles, and few of unequal length; 0 without tiles."""
+    """Return `Memory.n_far_chunks`: enough for each thread's tiles, and few of unequal length; 0 without tiles."""
     has_tiles = options.cache_type_k == options.cache_type_v and options.cache_type_k in (
         "f16",
         "f32",

@@ -176,7 +176,7 @@ class Memory:
     saved_bytes: int = 0
     """Host memory of a saved sequence, without its cells."""
     saved_bytes_per_cell: int = 0
-    n_far: int = 0
+    n_far_chunks: int = 0
     """Most prompts that go on behind many cells and are computed fast in one step; 0 where it does not matter."""
 
     def n_saved_bytes(self, n_cells: int) -> int:

@@ -67,7 +67,7 @@ class ContinuousBatchScheduler:
         self.costs = StepCosts(batcher.ledger.n_slots)
         self.trials = Trials()
         self._n_batch, self._n_piece, self._can_trim = n_batch, n_piece, memory.can_trim
-        self._n_far = 0 if n_piece else memory.n_far
+        self._n_far_chunks = 0 if n_piece else memory.n_far_chunks
         self._can_even = not (n_piece or batcher.ledger.is_shared)
         is_fair = self.options.policy == "round_robin"
         self._quantum = (self.options.quantum or DEFAULT_QUANTUM) if is_fair else 0
@@ -269,8 +269,8 @@ class ContinuousBatchScheduler:
         ]
         if any(d.is_scoring for d in newcomers):
             self._limit_targets(newcomers, wanted)
-        if self._n_far:
-            limit_far(wanted, [d.n_computed for d in newcomers], self._n_far)
+        if self._n_far_chunks:
+            limit_far(wanted, [d.n_computed for d in newcomers], self._n_far_chunks)
         return wanted
 
     def _limit_targets(self, newcomers: Sequence[SequenceDriver], wanted: list[int]) -> None:

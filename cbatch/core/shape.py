@@ -39,17 +39,17 @@ def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-def limit_far(wanted: list[int], n_before: Sequence[int], n_far: int) -> None:
+def limit_far(wanted: list[int], n_before: Sequence[int], n_far_chunks: int) -> None:
     """Have few chunks in a step that go on behind many cells: the oldest, then the shortest; mutates `wanted`.
 
     Args:
         wanted: tokens of each newcomer, the oldest first.
         n_before: cells that each has.
-        n_far: how many, as of `Memory`.
+        n_far_chunks: how many, as of `Memory`.
     """
     far = [i for i, n in enumerate(n_before) if n >= N_FAR and wanted[i] > 1]
     by_size = far[:1] + sorted(far[1:], key=lambda i: wanted[i])
-    for i in by_size[n_far:]:
+    for i in by_size[n_far_chunks:]:
         wanted[i] = 0
 
 

@@ -201,7 +201,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
         can_shift=kind != "recurrent",
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
-        n_far=draw(st.sampled_from([0, 0, 0, 1, 2])),
+        n_far_chunks=draw(st.sampled_from([0, 0, 0, 1, 2])),
     )
 
 

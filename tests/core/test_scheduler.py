@@ -98,7 +98,7 @@ def test_prompt_of_512_beside_a_generating_row_is_ready_after_five_steps() -> No
 
 
 def test_prompts_behind_many_cells_go_on_two_at_a_time_where_attention_has_tiles() -> None:
-    memory = Memory("partitioned", 4 * 512, n_far=2)
+    memory = Memory("partitioned", 4 * 512, n_far_chunks=2)
     rig = make_scheduler(n_slots=4, n_window=512, n_batch=1200, memory=memory, prefill_chunk=260)
     rig.submit(*make_sequences(4, n_prompt=310, max_tokens=4))
     plans = [sizes(must(step(rig))) for _ in range(3)]
