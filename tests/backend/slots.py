@@ -31,6 +31,15 @@ N_SLOTS = 3
 PROMPT = [300 + 7 * i for i in range(20)]
 WIDE = {"n_head": 1}  # a head of 64: those that 64 does not divide cannot be shifted in blocks
 KEYS_IN_BLOCKS: dict[str, Any] = {"cache_type_k": "q8_0", "shape": WIDE}
+CELL_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "partitioned": ("partitioned", {}),
+    "unified": ("unified", {}),
+    "exact": ("partitioned", {"exact": True}),
+    "keys in blocks": ("partitioned", KEYS_IN_BLOCKS),
+    "keys in blocks in a pool": ("unified", KEYS_IN_BLOCKS),
+    "positions stretched": ("partitioned", {"rope_scaling": "yarn", "rope_freq_scale": 0.5}),
+}
+"""Settings under which cells are laid out, or read, in ways of their own."""
 OTHER = [400 + 3 * i for i in range(33)]
 
 

@@ -14,6 +14,7 @@ from cbatch.backend.memory import LlamaCells
 from cbatch.core.plan import Slot, StepPlan, StepResult
 from cbatch.errors import PlanError
 from tests.backend.slots import (
+    CELL_SETTINGS,
     KEYS_IN_BLOCKS,
     OTHER,
     PROMPT,
@@ -41,13 +42,8 @@ N_LEFT = len(PROMPT) - N_OUT
 
 BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "partitioned": ("partitioned", {}),
-    "unified": ("unified", {}),
-    "exact": ("partitioned", {"exact": True}),
-    "keys in blocks": ("partitioned", KEYS_IN_BLOCKS),
-    "keys in blocks in a pool": ("unified", KEYS_IN_BLOCKS),
+    **CELL_SETTINGS,
     "flash attention": ("partitioned", {"flash_attn": "on"}),
-    "positions stretched": ("partitioned", {"rope_scaling": "yarn", "rope_freq_scale": 0.5}),
 }
 
 

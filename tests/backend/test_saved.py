@@ -20,6 +20,7 @@ from cbatch.backend.memory import LlamaCells
 from cbatch.backend.saved import read_format
 from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
 from tests.backend.slots import (
+    CELL_SETTINGS,
     KEYS_IN_BLOCKS,
     KINDS,
     OTHER,
@@ -47,14 +48,9 @@ if TYPE_CHECKING:
 LONG = [300 + 11 * i % 700 for i in range(300)]  # more than a slot's 256 cells
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "partitioned": ("partitioned", {}),
-    "unified": ("unified", {}),
-    "exact": ("partitioned", {"exact": True}),
-    "keys in blocks": ("partitioned", KEYS_IN_BLOCKS),
-    "keys in blocks in a pool": ("unified", KEYS_IN_BLOCKS),
+    **CELL_SETTINGS,
     "values across": ("partitioned", {"flash_attn": "off"}),
     "values across in a pool": ("unified", {"flash_attn": "off"}),
-    "positions stretched": ("partitioned", {"rope_scaling": "yarn", "rope_freq_scale": 0.5}),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from tests.places import steps, wait_until
 from tests.runtime.backends import GatedBackend, all_results, in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.messages import Prompt
     from cbatch.response import BatchResult
@@ -138,7 +138,9 @@ def test_cancel_ends_all_choices_and_counts_one_request() -> None:
         assert second.finish_reason == "length"
 
 
-def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
+@contextmanager
+def six_choices_in_line() -> Iterator[tuple[Engine, Callable[[], list[BatchResult]]]]:
+    """One slot, room for one to wait, and six choices of `x`, the first at work; the call waits for the results."""
     backend = GatedBackend(1, 64, 32, hold_at=3)
     schedule = ScheduleOptions(max_queue=1)
     with closing(Engine(backend, options=LONG, schedule=schedule)) as engine:
@@ -146,6 +148,11 @@ def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
         running = in_thread(lambda: all_results(engine.run([prompt], options={"n": 6})))
         backend.wait_until_held()
         backend.release_when_asked()
+        yield engine, running
+
+
+def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
+    with six_choices_in_line() as (engine, running):
         assert engine.cancel("x")
         [result] = running()
         assert [c.finish_reason for c in result.choices] == ["cancelled"] * 6
@@ -187,13 +194,7 @@ def test_pause_holds_all_choices_until_resume() -> None:
 
 
 def test_pause_holds_choices_too_that_wait_for_room_in_the_queue() -> None:
-    backend = GatedBackend(1, 64, 32, hold_at=3)
-    schedule = ScheduleOptions(max_queue=1)
-    with closing(Engine(backend, options=LONG, schedule=schedule)) as engine:
-        prompt = BatchPrompt(prompt="a", id="x")
-        running = in_thread(lambda: all_results(engine.run([prompt], options={"n": 6})))
-        backend.wait_until_held()
-        backend.release_when_asked()
+    with six_choices_in_line() as (engine, running):
         assert engine.pause("x")
         assert not engine.pause("x")
         wait_until(lambda: engine.stats().n_submitted == 6)
