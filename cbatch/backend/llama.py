@@ -335,9 +335,8 @@ class LlamaBackend:
 
     def _wipe(self) -> None:
         """Overwrite what may be no numbers, or no more soon, in slots that are empty now."""
-        if (
-            not self._doubtful or self._uncopied
-        ):  # what is loaded could be taken for what waits to be copied
+        # while bytes wait to be copied, what is loaded could be taken for them
+        if not self._doubtful or self._uncopied:
             return
         empty = [slot for slot, n in enumerate(self.n_cells) if not n]
         left = self._doubtful.intersection(empty)
