@@ -49,7 +49,9 @@ class Usage:
 class Timings:
     """Times of one request in seconds, rates in tokens per second; None where nothing was timed.
 
-    `ttft_s` counts from submission, queue time included. `generation_tps` is (n − 1) / (last − first token).
+    `ttft_s` and `last_token_s` count from submission, queue time included. `prompt_tps` is of the tokens that were
+    computed for the first one to be sampled, each once; those that were taken over do not count. `generation_tps` is
+    (n − 1) / (last − first token), of those that this request sampled itself.
     """
 
     queue_s: float
@@ -57,6 +59,7 @@ class Timings:
     total_s: float
     prompt_tps: float | None
     generation_tps: float | None
+    last_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,9 @@ class BatchResult:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One for each token of the prompt, where they were asked for; None for the first, before which there is nothing,
     and for those that were not reached."""
+    stop_reason: str | int | None = None
+    """What ended it beside `finish_reason`: the stop string, or the id where it is one of `stop_token_ids`; None for
+    the model's own end, and for every other."""
     choices: tuple[BatchResult, ...] = ()
     """All answers where several were asked for: this result is the first of them then, or one that failed; its usage
     counts what all have cost."""

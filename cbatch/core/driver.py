@@ -105,8 +105,8 @@ class SequenceDriver:
     """Whether cells on disk were asked for."""
     beside: tuple[SequenceDriver, ...] = ()
     """Who waits to copy what it begins with from disk."""
-    n_cached: int = 0
-    """Prompt tokens whose cells it took over when it first got a slot."""
+    n_taken: int = 0
+    """Tokens whose cells it took over when it first got a slot."""
     n_reached: int = 0
     """The most tokens that ever had cells: what is computed below is computed again."""
     n_before_turn: int = 0
@@ -148,6 +148,26 @@ class SequenceDriver:
     def n_output(self) -> int:
         """Tokens sampled so far."""
         return len(self.output)
+
+    @property
+    def n_cached(self) -> int:
+        """Prompt tokens whose cells it took over when it first got a slot."""
+        return min(self.n_taken, self.n_given)
+
+    @property
+    def n_begun(self) -> int:
+        """Tokens that it computed for its first sampled one, each once: of the prompt, and of what it goes on from."""
+        return self.n_given + len(self.request.output) - self.n_taken
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or the caller's stop token, that it ended by."""
+        if self.finish_reason not in ("stop", "tool_calls"):
+            return None
+        if self.has_end_token:
+            token = self.output[-1]
+            return token if token in (self.request.options.stop_token_ids or ()) else None
+        return self.text.stop
 
     @property
     def n_left(self) -> int:
@@ -383,9 +403,12 @@ class SequenceDriver:
         now: float,
         guidance: Guidance = FREE,
         logprobs: Sequence[TokenLogprobs] = (),
+        *,
+        later_s: float = 0.0,
     ) -> None:
         """Take what a run brought: `n_chunk` tokens of the plan got cells, then `sampled` came one a step.
 
+        The run ended `now`, its first step `later_s` before that.
         Where log-probabilities are asked for, `logprobs` are those of the sampled tokens, and no token is forced.
         Ends the sequence where its last token ends it. A stop token, and the end of its grammar, come before the cap
         when they fall together.
@@ -394,16 +417,18 @@ class SequenceDriver:
         self.n_reached = max(self.n_reached, self.n_computed)
         if not sampled:
             if self.n_computed == len(self.tokens):  # nothing is to be sampled
+                self.clock.computed_s = now
                 self.finish("length", now)
             return
         is_broken = sampled[-1] < 0
         good = sampled[:-1] if is_broken else sampled
         if good:
-            if self.clock.first_token_s is None:
-                self.clock.first_token_s = now
             if logprobs:
                 self.logprobs.extend(logprobs[: len(good)])
+            n_before = len(self.output)
             self._append(good, now, is_last=guidance.is_complete and not guidance.forced)
+            n_kept = len(self.output) - n_before
+            self.clock.take_tokens(len(sampled), n_kept, now, later_s)
         if guidance.problem and self.finish_reason is None:
             self.fail_grammar(guidance.problem, now)
         elif is_broken and self.finish_reason is None:
@@ -418,6 +443,7 @@ class SequenceDriver:
                 break
             token = guidance.forced[-n_behind]
             self._append([token], now, is_last=guidance.is_complete and n_behind == 1)
+            self.clock.last_token_s = now
 
     def _append(self, tokens: list[int], now: float, *, is_last: bool) -> None:
         self.tokens.extend(tokens)
@@ -444,7 +470,7 @@ class SequenceDriver:
     def take_over(self, n_cells: int) -> None:
         """Begin with `n_cells` cells that somebody else computed."""
         if not self.n_reached:
-            self.n_cached = min(n_cells, self.n_prompt)
+            self.n_taken = n_cells
         self.n_computed = n_cells
         self.n_reached = max(self.n_reached, n_cells)
 
@@ -469,7 +495,7 @@ class SequenceDriver:
 
     def lose_adopted(self) -> None:
         """Take in that the cells from disk could not be put into a slot: they have to be computed."""
-        self.n_computed = self.n_cached = self.n_reached = 0
+        self.n_computed = self.n_taken = self.n_reached = 0
 
     def ask_again(self) -> None:
         """Take in that the cells from disk are gone before they were of use: where it has no slot it asks once more."""
@@ -535,6 +561,7 @@ class SequenceDriver:
         if self.text.is_stopped:
             n_past = len(self.output) - self.text.n_fed  # sampled past the stop string
             del self.output[len(self.output) - n_past :], self.tokens[len(self.tokens) - n_past :]
+            self.has_end_token = self.has_end_token and not n_past
         if self.text.is_stopped or self.has_end_token or is_complete:
             self.finish("stop", now)
         elif self.n_left <= 0:

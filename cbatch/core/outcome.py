@@ -50,13 +50,14 @@ def result_of(driver: SequenceDriver) -> BatchResult:
         finish_reason=driver.finish_reason,
         error=driver.error,
         usage=Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts),
-        timings=driver.clock.timings(driver.n_given, n_new),
+        timings=driver.clock.timings(driver.n_begun, n_new),
         seed=driver.request.sampling.seed,
         warnings=(*driver.warnings, *answer.warnings),
         tool_calls=_tool_calls(driver, answer),
         reasoning=answer.reasoning,
         logprobs=_logprobs(driver),
         prompt_logprobs=_prompt_logprobs(driver),
+        stop_reason=driver.stop_reason,
         origin=Origin(driver.request, driver.number),
     )
 

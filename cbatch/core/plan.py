@@ -153,6 +153,11 @@ class StepResult:
     guided: Mapping[Slot, Guidance] = field(default_factory=dict)
     """What constraints say of the tokens sampled in their slots; those that have nothing to say are left out."""
 
+    @property
+    def later_s(self) -> float:
+        """Seconds of the steps behind the first."""
+        return max(0.0, self.decode_s + self.sample_s - self.first_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:

@@ -386,7 +386,7 @@ class ContinuousBatchScheduler:
             self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
         logprobs = result.logprobs[i] if result.logprobs else ()
         guidance = result.guided.get(chunk.slot, FREE)
-        driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs)
+        driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs, later_s=result.later_s)
         if driver.slot is not None:
             self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
         if driver.status is Status.FINISHED:
@@ -402,22 +402,20 @@ class ContinuousBatchScheduler:
             for c, d in zip(plan.chunks, drivers, strict=True)
         )
         n_prompt = sum(len(c.tokens) for c in plan.chunks) - n_decode
-        first_s, total_s = result.first_s, result.decode_s + result.sample_s
+        first_s = result.first_s
         self.stats.count_step(n_rows, n_decode, n_prompt, first_s)
         if n_prompt:
             self.costs.learn_mixed(n_decode, n_prompt, first_s)
         else:
             self.costs.learn_decode(n_rows, first_s)
         if n_later:
-            self.stats.count_step(n_rows, n_rows, 0, total_s - first_s, n_later)
-            self.costs.learn_decode(n_rows, (total_s - first_s) / n_later)
+            self.stats.count_step(n_rows, n_rows, 0, result.later_s, n_later)
+            self.costs.learn_decode(n_rows, result.later_s / n_later)
         self.stats.n_runs += 1
-        tokens = result.tokens
-        if result.guided:
-            said = [result.guided.get(c.slot, FREE).forced for c in plan.chunks]
-            tokens = [[*row, *forced] for row, forced in zip(tokens, said, strict=True)]
-        self.stats.n_output_tokens += sum(map(len, tokens))
-        self.stats.count_gaps(drivers, tokens, now)
+        n_sampled = [len(row) - (row[-1] < 0) if row else 0 for row in result.tokens]
+        for i, chunk in enumerate(plan.chunks if result.guided else ()):
+            n_sampled[i] += len(result.guided.get(chunk.slot, FREE).forced)
+        self.stats.count_tokens(drivers, n_sampled, now, result.later_s)
 
     # ---- failures ----
 

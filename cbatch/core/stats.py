@@ -23,20 +23,37 @@ class RequestClock:
 
     submitted_s: float
     admitted_s: float | None = None
+    computed_s: float | None = None
+    """When its prompt was computed, where nothing is sampled behind it."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
 
-    def timings(self, n_prompt: int, n_output: int) -> Timings:
-        """Return the request's times; a rate is None where nothing was timed, never a division by zero."""
+    def take_tokens(self, n_sampled: int, n_kept: int, now: float, later_s: float) -> None:
+        """Take in what a run sampled that ended `now`: the first token `later_s` before that, the others evenly behind.
+
+        `n_kept` is how many of them are output: what was sampled past a stop string is none.
+        """
+        if self.first_token_s is None:
+            self.first_token_s = now - later_s
+        self.last_token_s = now - later_s * (n_sampled - n_kept) / max(1, n_sampled - 1)
+
+    def timings(self, n_computed: int, n_output: int) -> Timings:
+        """Return the request's times; a rate is None where nothing was timed, never a division by zero.
+
+        Args:
+            n_computed: tokens that were computed for the first one to be sampled.
+            n_output: tokens that were sampled.
+        """
         end = self.finished_s if self.finished_s is not None else self.submitted_s
-        admitted, first = self.admitted_s, self.first_token_s
+        admitted, first, last = self.admitted_s, self.first_token_s, self.last_token_s
         return Timings(
             queue_s=(end if admitted is None else admitted) - self.submitted_s,
             ttft_s=None if first is None else first - self.submitted_s,
             total_s=end - self.submitted_s,
-            prompt_tps=_rate(n_prompt, admitted, first),
-            generation_tps=_rate(n_output - 1, first, end),
+            prompt_tps=_rate(n_computed, admitted, self.computed_s if first is None else first),
+            generation_tps=_rate(n_output - 1, first, last),
+            last_token_s=None if last is None else last - self.submitted_s,
         )
 
 
@@ -198,19 +215,26 @@ class EngineStats:
             self.n_pure_tokens += n_prompt * n_steps
             self.pure_prefill_s += seconds
 
-    def count_gaps(
-        self, drivers: Sequence[SequenceDriver], tokens: Sequence[Sequence[int]], now: float
+    def count_tokens(
+        self,
+        drivers: Sequence[SequenceDriver],
+        n_sampled: Sequence[int],
+        now: float,
+        later_s: float,
     ) -> None:
-        """Enter the times between tokens that a run sampled `now`; rows that go on together count together."""
+        """Enter so many tokens of each sequence, and the times between them; rows that go on together count together.
+
+        The run ended `now`, its first step `later_s` before that.
+        """
         gaps: dict[tuple[float, int], int] = {}
-        for driver, sampled in zip(drivers, tokens, strict=True):
-            if sampled:
-                last_s, driver.clock.last_token_s = driver.clock.last_token_s, now
-                if last_s is not None:
-                    gap = last_s, len(sampled)
-                    gaps[gap] = gaps.get(gap, 0) + 1
+        for driver, n in zip(drivers, n_sampled, strict=True):
+            last_s = driver.clock.last_token_s
+            gap = (now - later_s, n - 1) if last_s is None else (last_s, n)
+            gaps[gap] = gaps.get(gap, 0) + 1
         for (last_s, n), n_rows in gaps.items():
-            self.itl_s.add((now - last_s) / n, n * n_rows)
+            if n > 0:
+                self.itl_s.add((now - last_s) / n, n * n_rows)
+        self.n_output_tokens += sum(n_sampled)
 
     def count_end(self, driver: SequenceDriver) -> None:
         """Enter a request that ended."""

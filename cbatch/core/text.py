@@ -57,7 +57,7 @@ class TextStream:
     A stream costs nothing per token until someone feeds it, and can be fed any number of tokens at once.
     """
 
-    __slots__ = ("_decoder", "_include_stop", "_matcher", "is_stopped", "n_fed", "parts", "piece")
+    __slots__ = ("_decoder", "_include_stop", "_matcher", "n_fed", "parts", "piece", "stop")
 
     def __init__(
         self,
@@ -72,7 +72,13 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.parts: list[str] = []
         self.n_fed = 0
-        self.is_stopped = False
+        self.stop: str | None = None
+        """The stop string that ended the text, if one did."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self.stop is not None
 
     @property
     def has_stops(self) -> bool:
@@ -100,7 +106,7 @@ class TextStream:
         shown, stop = matcher.feed(piece)
         if stop is None:
             return shown
-        self.is_stopped = True
+        self.stop = stop.decode()
         return shown + stop if self._include_stop else shown
 
     def _add(self, data: bytes, *, final: bool = False) -> None:

@@ -220,6 +220,7 @@ def result_as_json(result: BatchResult) -> dict[str, object]:
 def _more(result: BatchResult) -> dict[str, object]:
     """Return what a result has besides text, where it has it."""
     more = {
+        "stop_reason": result.stop_reason,
         "reasoning": result.reasoning,
         "tool_calls": [call.as_dict() for call in result.tool_calls],
         "logprobs": tokens_as_json(result.logprobs or ()),
@@ -227,7 +228,7 @@ def _more(result: BatchResult) -> dict[str, object]:
         "choices": [_choice(choice) for choice in result.choices],
         "warnings": result.warnings,
     }
-    return {name: value for name, value in more.items() if value}
+    return {name: value for name, value in more.items() if value or value == 0}  # a token's id
 
 
 def _choice(choice: BatchResult) -> dict[str, object]:

@@ -399,6 +399,8 @@ def _more(result: BatchResult) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if any(c.finish_reason in _FINISH for c in _choices(result)):
         more["finish_reasons"] = [c.finish_reason for c in _choices(result)]
+    if any(c.stop_reason is not None for c in _choices(result)):
+        more["stop_reasons"] = [c.stop_reason for c in _choices(result)]
     if result.prompt_logprobs is not None:
         more["prompt_logprobs"] = tokens_as_json(result.prompt_logprobs)
     if result.warnings:

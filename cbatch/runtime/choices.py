@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.request import Request
     from cbatch.options import RunOptions
+    from cbatch.response import Timings
     from cbatch.runtime.mailbox import Mailbox
 
 _MARK = "\0"
@@ -149,13 +150,26 @@ class Choices:
             _n_cached(all_results),
             sum(r.usage.context_shifts for r in all_results),
         )
-        timings = replace(first.timings, total_s=max(r.timings.total_s for r in all_results))
+        timings = _timings(first, all_results)
         return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)
 
 
 def _has_run(result: BatchResult) -> bool:
     """Whether a choice ever had a slot, or failed."""
     return result.error is None or result.finish_reason == "error"
+
+
+def _timings(first: BatchResult, results: Sequence[BatchResult]) -> Timings:
+    """Return the times of several choices: the first's, up to the last end, with the rate of who computed most."""
+    last_s = [s for r in results if (s := r.timings.last_token_s) is not None]
+    computed = [r for r in results if r.timings.prompt_tps is not None]
+    most = min(computed, key=lambda r: r.usage.cached_tokens, default=first)
+    return replace(
+        first.timings,
+        total_s=max(r.timings.total_s for r in results),
+        prompt_tps=most.timings.prompt_tps,
+        last_token_s=max(last_s, default=None),
+    )
 
 
 def _n_cached(results: Sequence[BatchResult]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -57,6 +57,56 @@ def test_result_reports_the_seed_and_the_counts() -> None:
     assert (result.timings.queue_s, result.timings.ttft_s) == (1.0, 2.0)
 
 
+# ---- what ended it ----
+
+
+@pytest.mark.parametrize(
+    ("sampled", "options", "reason", "expected"),
+    [
+        ([A, B, C], {"stop": ["x", "bc"]}, "stop", "bc"),
+        ([A, B, C, D], {"stop": ["x", "bc"], "include_stop": True}, "stop", "bc"),
+        ([A, B, C], {"stop_token_ids": [C], "stop": "x"}, "stop", C),
+        ([0], {"stop_token_ids": [0]}, "stop", 0),
+        ([A, B, C], {"stop_token_ids": [C], "stop": "bc"}, "stop", C),
+        ([A, B, C, D], {"stop_token_ids": [D], "stop": "bc"}, "stop", "bc"),
+        ([A, 256], {"ignore_eos": False}, "stop", None),
+        ([A, 256], {"stop_token_ids": [256]}, "stop", 256),
+        ([A, B], {"max_tokens": 2, "stop": "x"}, "length", None),
+    ],
+)
+@pytest.mark.parametrize("is_one_run", [True, False])
+def test_stop_reason_is_the_callers_string_or_token(
+    sampled: list[int],
+    options: dict[str, Any],
+    reason: str,
+    expected: object,
+    is_one_run: bool,
+) -> None:
+    driver = make_running(**options)
+    runs = [sampled] if is_one_run else [[token] for token in sampled]
+    for run in runs:
+        if driver.finish_reason is None:
+            driver.accept(2 if driver.n_computed == 0 else 1, run, 2.0)
+    result = result_of(driver)
+    assert (result.finish_reason, result.stop_reason) == (reason, expected)
+
+
+def test_tokens_past_a_stop_string_are_not_timed() -> None:
+    driver = make_running(stop="bc")
+    driver.accept(2, [A], 2.0)
+    driver.accept(1, [B, C, D, A], 10.0, later_s=6.0)  # at 4, 6, 8 and 10 s
+    timings = result_of(driver).timings
+    assert (timings.ttft_s, timings.last_token_s, timings.total_s) == (2.0, 6.0, 10.0)
+    assert timings.generation_tps == 2 / 4
+
+
+def test_failed_and_cancelled_answers_have_no_stop_reason() -> None:
+    cancelled, broken = make_running(stop="x"), make_running(stop="x")
+    cancelled.cancel(2.0)
+    broken.accept(2, [-1], 2.0)
+    assert [result_of(d).stop_reason for d in (cancelled, broken)] == [None, None]
+
+
 # ---- what goes on from a result ----
 
 
@@ -75,6 +125,21 @@ def test_rate_of_an_extension_counts_what_it_sampled_itself() -> None:
         driver.accept(5 if not i else 1, [token], 2.0 + i)
     driver.cancel(4.0)
     assert result_of(driver).timings.generation_tps == 1.0  # two tokens behind its first in 2 s
+
+
+@pytest.mark.parametrize(("n_taken", "rate"), [(0, 5.0), (3, 2.0), (4, 1.0)])
+def test_prompt_rate_of_an_extension_counts_all_that_it_computed_first(
+    n_taken: int, rate: float
+) -> None:
+    driver = extension(A, B, C)
+    driver.prepare([1, 2], N_WINDOW)
+    driver.admit(Slot(0), 1.0)
+    driver.take_over(n_taken)
+    driver.accept(5 - n_taken, [D], 2.0)
+    driver.cancel(4.0)
+    result = result_of(driver)
+    assert result.timings.prompt_tps == rate
+    assert result.usage.cached_tokens == min(n_taken, 2)
 
 
 def test_extension_that_never_ran_tells_of_no_token() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cbatch.files.item import Item, ItemError
 
 ANSWER = BatchResult(
-    "7", "Hi!", (1, 2), "stop", None, Usage(3, 2), Timings(0.1, 0.2, 0.3, 30.0, 20.0), seed=5
+    "7", "Hi!", (1, 2), "stop", None, Usage(3, 2), Timings(0.1, 0.2, 0.3, 30.0, 20.0, 0.25), seed=5
 )
 """What a request came to."""
 

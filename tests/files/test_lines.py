@@ -136,6 +136,7 @@ def test_result_is_a_line_with_the_items_id(tmp_path: Path) -> None:
             "total_s": 0.3,
             "prompt_tps": 30.0,
             "generation_tps": 20.0,
+            "last_token_s": 0.25,
         },
         "seed": 5,
     }
@@ -148,6 +149,16 @@ def test_result_has_what_there_is_besides_text(tmp_path: Path) -> None:
     assert line["reasoning"] == "hm"
     assert line["tool_calls"] == [call.as_dict()]
     assert line["warnings"] == ["careful"]
+
+
+@pytest.mark.parametrize("reason", ["END", 0, 7])
+def test_what_ended_an_answer_is_written_for_it_and_for_each_choice(
+    tmp_path: Path, reason: str | int
+) -> None:
+    ended = replace(ANSWER, stop_reason=reason)
+    line = result_of(tmp_path, replace(ended, choices=(ended, ANSWER)))
+    assert line["stop_reason"] == line["choices"][0]["stop_reason"] == reason
+    assert "stop_reason" not in line["choices"][1]
 
 
 def test_logprobs_are_written_with_ids_and_text(tmp_path: Path) -> None:

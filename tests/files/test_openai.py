@@ -386,6 +386,14 @@ def test_reason_that_openai_does_not_know_is_length_and_said_beside(
     assert body["cbatch"] == {"finish_reasons": [reason], "warnings": ["w"]}
 
 
+def test_what_ended_an_answer_is_said_beside_it_for_each_choice(tmp_path: Path) -> None:
+    ended = replace(ANSWER, stop_reason="END")
+    assert body_of(tmp_path, ended)["cbatch"] == {"stop_reasons": ["END"]}
+    several = replace(ANSWER, choices=(ANSWER, replace(ANSWER, stop_reason=0)))
+    assert body_of(tmp_path, several)["cbatch"] == {"stop_reasons": [None, 0]}
+    assert "cbatch" not in body_of(tmp_path, ANSWER)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "type", "code"),
     [

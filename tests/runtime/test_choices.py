@@ -371,6 +371,23 @@ def test_result_has_taken_as_long_as_the_slowest_answer_whichever_is_kept(engine
     )
 
 
+def test_result_has_the_prompt_rate_of_the_answer_that_computed_it(engine: Engine) -> None:
+    kept, other = answer(engine, seed=1), answer(engine, seed=2)
+    kept = replace(
+        kept,
+        usage=replace(kept.usage, cached_tokens=3),
+        timings=replace(kept.timings, prompt_tps=1.0, last_token_s=1.0),
+    )
+    other = replace(
+        other,
+        usage=replace(other.usage, cached_tokens=0),
+        timings=replace(other.timings, prompt_tps=50.0, last_token_s=2.0),
+    )
+    choices = Choices(Mailbox(1, lambda _: 0, None), 0, "x", RunOptions(best_of=2))
+    joined = choices._joined([kept], [kept, other]).timings
+    assert (joined.prompt_tps, joined.last_token_s) == (50.0, 2.0)
+
+
 def test_best_of_counts_the_prompt_as_computed_whichever_it_keeps() -> None:
     memory = partitioned(4 * 64)
     for seed in range(6):
