@@ -1,6 +1,6 @@
 """The border to llama.cpp: the protocols that the rest of the house sees.
 
-`llama_cpp` is imported in this room alone.
+`llama_cpp` is imported in this room alone; see `cbatch.backend.bindings`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama import LlamaBackend
 from cbatch.errors import ConfigError, DecodeError
 

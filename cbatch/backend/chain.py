@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import numpy as np
+
+from cbatch.backend.bindings import llama_cpp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

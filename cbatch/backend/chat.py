@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from llama_cpp import llama_chat_format
-
+from cbatch.backend.bindings import llama_chat_format
 from cbatch.errors import ConfigError, PromptError, RequestFailedError, words_of
 
 if TYPE_CHECKING:

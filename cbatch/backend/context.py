@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.layout import CELL_TYPES, read_layout
 from cbatch.backend.log import llama_log
 from cbatch.core.plan import N_TARGETS_MAX

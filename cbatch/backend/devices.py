@@ -7,8 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:

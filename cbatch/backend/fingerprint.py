@@ -8,8 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.context import ROPE_VALUES
 
 if TYPE_CHECKING:

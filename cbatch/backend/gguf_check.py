@@ -15,8 +15,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.errors import ModelLoadError
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import numpy as np
 
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.trial import try_grammar
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Guidance, Slot
 from cbatch.errors import GrammarError

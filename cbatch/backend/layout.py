@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import llama_cpp
+from cbatch.backend.bindings import llama_cpp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

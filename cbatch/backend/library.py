@@ -10,8 +10,7 @@ import os
 import sys
 from typing import Any
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.errors import IncompatibleLlamaError
 
 ABI_VERSION = 5

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import llama_cpp
 import numpy as np
 
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.context import available_cores, make_context, slot_window
 from cbatch.backend.fingerprint import fingerprint, model_parts, rope_factors
 from cbatch.backend.grammar import Guides, LlamaGrammars

@@ -8,8 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.library import ABI_VERSION
 from cbatch.backend.structs import NativeApi
 

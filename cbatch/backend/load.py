@@ -7,10 +7,9 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
-
 from cbatch.backend.adapters import Adapters
 from cbatch.backend.aside import run_aside
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.context import context_cells, slot_window
 from cbatch.backend.fingerprint import model_parts
 from cbatch.backend.library import handshake

@@ -9,8 +9,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.library import library
 
 if TYPE_CHECKING:

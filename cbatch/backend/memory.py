@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import numpy as np
 
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.layout import CELL_TYPES, read_layout
 from cbatch.core.plan import Memory
 from cbatch.errors import IncompatibleLlamaError

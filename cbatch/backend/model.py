@@ -13,8 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp, short_spins
 from cbatch.backend.chat import parse_override
 from cbatch.backend.devices import add_servers, list_devices
 from cbatch.backend.gguf_check import Cursor, DamagedError, check_file, read_header
@@ -308,7 +307,8 @@ def _refusal(path: Path, recent_errors: RecentErrors | None) -> str:
 
 @cache
 def _init_backend() -> None:
-    llama_cpp.llama_backend_init()
+    with short_spins():  # some builds load the library that computes here
+        llama_cpp.llama_backend_init()
 
 
 def _load_mode(*, use_mmap: bool, use_mlock: bool) -> int:

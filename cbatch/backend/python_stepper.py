@@ -248,7 +248,7 @@ def _has_logits(chunk: Chunk, j: int) -> bool:
 
 def _batch(chunks: Sequence[Chunk], rows: Sequence[tuple[int, int]]) -> Any:
     """Return a `llama_batch` that keeps its own arrays alive."""
-    import llama_cpp
+    from cbatch.backend.bindings import llama_cpp
 
     n = len(rows)
     ids = [ctypes.c_int32(chunks[i].slot) for i, _ in rows]

@@ -6,8 +6,7 @@ import ctypes
 import time
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.chain import LlamaChain
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.llama_api import LlamaApi

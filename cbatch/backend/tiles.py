@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import llama_cpp
+from cbatch.backend.bindings import llama_cpp
 
 if TYPE_CHECKING:
     from cbatch.backend.model import LlamaModel

@@ -6,8 +6,7 @@ import ctypes
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
-
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.breakers import BreakerTable
 from cbatch.backend.chat import ChatTemplate
 from cbatch.errors import EngineClosedError, PromptError

@@ -1,0 +1,112 @@
+"""What other programs on the same cores cost: `python -m cbatch.bench.neighbours MODEL`.
+
+OpenMP's threads wait for each other thousands of times a step. How long they spin before they sleep decides what is
+left of the rate where another program has a core. Each setting runs in a process of its own, as the runtime reads it
+once, beside so many endless loops, in turn with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cbatch.engine import load
+from cbatch.messages import BatchPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "runtime's own": {"GOMP_SPINCOUNT": "300000"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    "100": {"GOMP_SPINCOUNT": "100"},
+    "1000": {},
+    "3000": {"GOMP_SPINCOUNT": "3000"},
+    "10000": {"GOMP_SPINCOUNT": "10000"},
+}
+"""Names of settings and the environment that makes them; 300,000 is what libgomp takes where nothing is said."""
+
+_OPTIONS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.0, "ignore_eos": True}
+
+
+def rate(model: str, n_slots: int, n_steps: int, n_threads: int | None) -> float:
+    """Return tokens per second of decoding `n_slots` rows, after a warm-up."""
+    prompts = [BatchPrompt(tokens=[1 + i]) for i in range(n_slots)]
+    with load(model, parallel=n_slots, ctx_per_seq=n_steps + 8, n_threads=n_threads) as engine:
+        engine.run(prompts, options={**_OPTIONS, "max_tokens": 8}).results()
+        engine.reset_stats()
+        results = engine.run(prompts, options={**_OPTIONS, "max_tokens": n_steps}).results()
+        return engine.stats().n_output_tokens / max(r.timings.total_s for r in results)
+
+
+@contextmanager
+def busy_loops(n_loops: int) -> Iterator[None]:
+    """Have so many programs of one thread compute without end meanwhile."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n_loops)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def rate_beside(arguments: argparse.Namespace, setting: str, n_loops: int) -> float:
+    """Return the rate in a process of its own with one setting, beside `n_loops` programs."""
+    policies = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {k: v for k, v in os.environ.items() if k not in policies}
+    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("slots", "steps")]
+    if arguments.threads is not None:
+        sizes.append(f"--threads={arguments.threads}")
+    with busy_loops(n_loops):
+        done = subprocess.run(
+            [sys.executable, "-m", "cbatch.bench.neighbours", arguments.model, "--alone", *sizes],
+            env={**environment, **SETTINGS[setting]},
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+    return float(json.loads(done.stdout))
+
+
+def compare(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield for each number of programs beside the medians of all settings, taken in turn, and all rates."""
+    for n_loops in arguments.loops:
+        rates: dict[str, list[float]] = {name: [] for name in arguments.settings}
+        for _ in range(arguments.rounds):
+            for name in rates:
+                rates[name].append(round(rate_beside(arguments, name, n_loops), 1))
+        medians = {name: round(statistics.median(found)) for name, found in rates.items()}
+        yield {"beside": n_loops, "median_tps": medians, "tps": rates}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print one JSON line for each number of programs beside."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="a GGUF file")
+    parser.add_argument("--slots", type=int, default=16, help="rows of a step")
+    parser.add_argument("--steps", type=int, default=128, help="tokens a row")
+    parser.add_argument("--threads", type=int, help="threads of the engine; its default without")
+    parser.add_argument("--loops", type=int, nargs="+", default=[0, 1, 2], help="programs beside")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each setting")
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="which to compare"
+    )
+    parser.add_argument("--alone", action="store_true", help="print one rate as it is here")
+    arguments = parser.parse_args(words)
+    if arguments.alone:
+        found = rate(arguments.model, arguments.slots, arguments.steps, arguments.threads)
+        sys.stdout.write(f"{json.dumps(found)}\n")
+        return
+    for row in compare(arguments):
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
