@@ -27,6 +27,13 @@ MAX_KEY_LENGTH = 1024
 MAX_GRAMMAR_LENGTH = 2**20
 """Characters of a schema, regex or grammar: our choice; what compiles is far shorter."""
 
+MAX_DEPTH = 128
+"""Lists and objects in each other: our choice, far above what a schema has, far below what Python can walk."""
+
+TOO_DEEP = f"{{}}: its values are nested more than {MAX_DEPTH} deep"
+"""What is said then, of a name."""
+
+_CONTAINERS = (dict, list, tuple, Mapping)
 
 _N_SHOWN = 80
 
@@ -38,6 +45,27 @@ def shown(value: object) -> str:
     except Exception:  # thousands of digits, or a `__repr__` of somebody else's
         return f"this {type(value).__name__}"
     return text if len(text) <= _N_SHOWN else f"{text[:_N_SHOWN]}…"
+
+
+def is_too_deep(value: object) -> bool:
+    """Return whether lists and mappings are nested more than `MAX_DEPTH` deep; no recursion finds it out."""
+    level = [value] if isinstance(value, _CONTAINERS) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        level = [inner for outer in level for inner in _within(outer)]
+    return bool(level)
+
+
+def _within(value: Any) -> list[Any]:
+    values = value.values() if isinstance(value, Mapping) else value
+    return [inner for inner in values if isinstance(inner, _CONTAINERS)]
+
+
+def check_depth(name: str, value: object) -> None:
+    """Check that what walks a value does not come to the end of Python's stack."""
+    if is_too_deep(value):
+        raise ConfigError(TOO_DEEP.format(name))
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -164,7 +192,9 @@ def json_object(name: str, value: object) -> str | None:
 def _json_object_of_text(name: str, text: str) -> str:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ConfigError(TOO_DEEP.format(name)) from None
+    except ValueError as error:
         raise ConfigError(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name} must be a JSON object, not {type(value).__name__}")
@@ -177,11 +207,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def json_text(name: str, value: Mapping[str, Any]) -> str:
     """Return a mapping as JSON text, in one way of writing: order of keys kept, no superfluous space."""
+    check_depth(name, value)
     try:
         text = json.dumps(
             value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
         )
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} cannot be written as JSON: {error}") from None
     check_text(name, text, MAX_GRAMMAR_LENGTH)
     return text

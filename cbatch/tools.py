@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from cbatch.checks import TOO_DEEP, check_depth
 from cbatch.errors import ConfigError
 
 Tool: TypeAlias = Mapping[str, Any]
@@ -146,7 +147,9 @@ def _arguments(place: str, value: object) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise ConfigError(TOO_DEEP.format(place)) from None
+        except ValueError as error:
             raise ConfigError(f"{place} must be JSON text: {error}") from None
     if not isinstance(value, Mapping):
         raise ConfigError(f"{place} must be an object, not {value!r}")
@@ -178,9 +181,10 @@ def as_json(name: str, value: object) -> Any:
     Raises:
         ConfigError: it is no JSON.
     """
+    check_depth(name, value)
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=_as_plain))
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} is no JSON: {error}") from None
 
 

@@ -113,7 +113,7 @@ def first_object(file: InputFile) -> dict[str, Any] | None:
 def _object_of(line: bytes | LongLine) -> dict[str, Any] | None:
     try:
         return None if isinstance(line, LongLine) else load(line)
-    except LineError:
+    except (LineError, RecursionError):
         return None
 
 

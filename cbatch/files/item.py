@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cbatch.checks import MAX_DEPTH
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.files.figures import cut
 
@@ -81,7 +82,7 @@ def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
     if isinstance(error, LineError):
         return error.error
     if isinstance(error, RecursionError):
-        return ItemError("invalid_json_line", "its values are nested too deeply")
+        return ItemError("invalid_json_line", f"its values are nested more than {MAX_DEPTH} deep")
     if isinstance(error, UnsupportedOptionError):
         return ItemError("unsupported_parameter", cut(str(error), _N_MESSAGE), error.option)
     message = cut(str(error), _N_MESSAGE)

@@ -7,6 +7,7 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from cbatch.checks import MAX_DEPTH, is_too_deep
 from cbatch.files.figures import cut
 from cbatch.files.item import WRONG, Item, ItemError, LineError, unlabelled, what_is_wrong
 from cbatch.messages import BatchPrompt
@@ -45,19 +46,33 @@ def load(line: bytes) -> dict[str, Any]:
 
     Raises:
         LineError: no UTF-8, no JSON, no object, or text that cannot be written again.
+        RecursionError: see `decoded`.
     """
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
         raise not_utf8(error) from None
     try:
-        value = _decode(text)
-    except (ValueError, RecursionError) as error:
+        value = decoded(text)
+    except ValueError as error:
         raise LineError("invalid_json_line", f"not JSON: {error}: {shown(text)}") from None
     if not isinstance(value, dict):
         raise LineError("invalid_json_line", f"not a JSON object: {shown(text)}")
     if b"\\ud" in line or b"\\uD" in line:
         _check_pairs(value)
+    return value
+
+
+def decoded(text: str) -> Any:
+    """Return the value of JSON text.
+
+    Raises:
+        ValueError: no JSON.
+        RecursionError: it is nested more deeply than whoever walks it later could follow.
+    """
+    value = _decode(text)
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
+        raise RecursionError
     return value
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.errors import ConfigError
 from cbatch.files.item import LineError
-from cbatch.files.lines import without_nulls
+from cbatch.files.lines import decoded, without_nulls
 from cbatch.files.template import Template
 from cbatch.messages import BatchPrompt
 
@@ -130,8 +129,8 @@ def _chat(value: object) -> Sequence[Message]:
     """Return the chat in a cell: JSON text, or a list with nothing for what a message has not."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = decoded(value)
+        except ValueError as error:
             raise LineError(
                 "invalid_request", f"messages is not JSON: {error}", "messages"
             ) from None

@@ -61,7 +61,7 @@ def test_blank_lines_are_not_counted_but_places_are_those_of_the_file(tmp_path: 
     [
         ("nope", "invalid_json_line", "not JSON: Expecting value: .*: nope"),
         ('{"prompt": "x"', "invalid_json_line", "not JSON"),
-        ("[" * 100_000, "invalid_json_line", "not JSON: maximum recursion"),
+        ("[" * 100_000, "invalid_json_line", "nested more than 128 deep"),
         ("[1]", "invalid_json_line", "not a JSON object"),
         (b'{"prompt": "\xff"}', "invalid_utf8", "not UTF-8: invalid start byte at byte 12"),
         ('{"prompt": "\\ud800"}', "invalid_json_line", "half of a surrogate pair"),
