@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cbatch.checks import MAX_DEPTH
@@ -91,8 +91,13 @@ def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
     return ItemError("invalid_request", message, param)
 
 
-def duplicate_id(item: Item) -> ItemError:
-    """Return the error of an item whose id stands twice in the input."""
+def duplicate(item: Item) -> Item:
+    """Return an item whose id stands twice in the input as one that cannot be asked, with what is wrong with it."""
+    error = item.error or _duplicate_id(item)
+    return replace(item, prompt=None, error=error)
+
+
+def _duplicate_id(item: Item) -> ItemError:
     twice = f"the id {item.id!r} stands twice"
     if not item.is_labelled:
         twice = f"it has no id, and {item.id!r}, under which it would be answered, is another's"

@@ -7,7 +7,7 @@ from contextlib import closing
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from cbatch.files.item import bytes_of, duplicate_id, item_key, rival_key
+from cbatch.files.item import bytes_of, duplicate, item_key, rival_key
 
 if TYPE_CHECKING:
     from cbatch.files.item import Item, ItemError
@@ -37,7 +37,7 @@ class Seen:
         if not item.is_labelled and rival is None:  # a row, known by its number alone
             return item.error
         is_new = self.add(item_key(item), rival)
-        return item.error or (None if is_new else duplicate_id(item))
+        return item.error if is_new else duplicate(item).error
 
     def close(self) -> None:
         """Forget all."""

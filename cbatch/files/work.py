@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import ConfigError, EngineError
-from cbatch.files.item import duplicate_id, item_key, label, rival_key
+from cbatch.files.item import duplicate, item_key, label, rival_key
 from cbatch.files.summary import RunSummary
 from cbatch.files.window import Entry, Window, length
 from cbatch.options import RunOptions
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cbatch.errors import CBatchError
     from cbatch.files.digest import Digests
     from cbatch.files.encoders import Encoder
-    from cbatch.files.item import Item, ItemError
+    from cbatch.files.item import Item
     from cbatch.files.journal import Claim
     from cbatch.files.stop import Stopper
     from cbatch.files.summary import Ending
@@ -183,21 +183,21 @@ class Work:
         digest = way.digests(item)
         claim = way.ledger.claim(item_key(item), digest, item.number, rival_key(item))
         if claim == "duplicate":
-            self._refuse(item, digest, item.error or duplicate_id(item))
+            self._refuse(duplicate(item), digest)
         elif claim in ("done", "failed"):
             tally.n_before += 1
             tally.n_failed_before += claim == "failed"
         elif item.prompt is None:
-            assert item.error is not None
-            self._refuse(item, digest, item.error)
+            self._refuse(item, digest)
         else:
             tally.n_started += 1
             options = RunOptions.of(item.prompt.options)
             n_chars = length(item.prompt, options)
             self._window.add(Entry(item, item.prompt, digest, n_chars))
 
-    def _refuse(self, item: Item, digest: bytes, error: ItemError) -> None:
-        self._add(item, digest, self._way.encoder.error(item, error), is_error=True)
+    def _refuse(self, item: Item, digest: bytes) -> None:
+        assert item.error is not None  # for it has no prompt
+        self._add(item, digest, self._way.encoder.error(item, item.error), is_error=True)
         self._refused.append(item)
 
     # ---- out ----

@@ -384,6 +384,38 @@ def test_stream_gives_every_item_with_its_result(engine: Engine, source: Path) -
         stream_file(source, engine, force=True)
 
 
+def write_doubles(source: Path) -> Path:
+    """Two of one id, of whom the second is wrong, and a line that is wrong in itself under an id of before."""
+    lines = [{"id": "a", "prompt": "p"}, {"id": "a", "prompt": "q"}, {"id": "a", "prompt": ""}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return source
+
+
+def test_stream_gives_duplicates_with_their_error(engine: Engine, tmp_path: Path) -> None:
+    pairs = list(stream_file(write_doubles(tmp_path / "in.jsonl"), engine))
+    wrong = {item.number: item for item, result in pairs if result is None}
+    assert {n: item.error and item.error.code for n, item in wrong.items()} == {
+        2: "duplicate_custom_id",
+        3: "invalid_request",
+    }
+    assert [item.prompt for item in wrong.values()] == [None, None]
+
+
+def test_report_counts_duplicates_among_the_errors(engine: Engine, tmp_path: Path) -> None:
+    told: list[str | None] = []
+    report = tmp_path / "report.html"
+    run_file(
+        write_doubles(tmp_path / "in.jsonl"),
+        tmp_path / "out.jsonl",
+        engine=engine,
+        report=report,
+        on_result=lambda item, result: told.append(item.error and item.error.code),
+    )
+    assert sorted(told, key=str) == [None, "duplicate_custom_id", "invalid_request"]
+    assert "2 failed" in report.read_text()
+    assert "duplicate_custom_id" in report.read_text()
+
+
 def test_stream_tells_that_the_engine_was_closed(source: Path) -> None:
     engine = make_engine(threaded=True)
     pairs = iter(stream_file(source, engine))

@@ -10,9 +10,9 @@ import pytest
 
 from cbatch.errors import ConfigError
 from cbatch.files.encoders import encoder, output_format
-from cbatch.files.item import duplicate_id
+from cbatch.files.item import duplicate
 from cbatch.files.source import open_source
-from tests.files.samples import read, write
+from tests.files.samples import error_of, read, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -182,5 +182,6 @@ def test_output_is_in_the_format_of_the_input(tmp_path: Path) -> None:
 
 def test_id_that_stands_twice_has_openais_code(tmp_path: Path) -> None:
     [item] = read(write(tmp_path / "a.jsonl", '{"id": "a", "prompt": "x"}'))
-    assert duplicate_id(item).code == "duplicate_custom_id"
-    assert "'a' stands twice" in duplicate_id(item).message
+    error = error_of(duplicate(item))
+    assert error.code == "duplicate_custom_id"
+    assert "'a' stands twice" in error.message
