@@ -9,6 +9,7 @@ from json import JSONEncoder
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from cbatch.files.item import bytes_of
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ class Digests:
         self._start.update(b"\0")
 
     def __call__(self, item: Item) -> bytes:
-        """Return 16 bytes: the same for the same question, whatever its number and id."""
+        """Return 16 bytes: the same for the same question, whatever its number and id.
+
+        Of what is no question, its place counts too: the record of its error says where it stands.
+        """
         digest = self._start.copy()
         digest.update(self._question(item).encode("utf-8", "surrogatepass"))
         return digest.digest()
@@ -62,7 +66,7 @@ class Digests:
     def _question(self, item: Item) -> str:
         prompt, error = item.prompt, item.error
         if prompt is None:
-            said = error and (error.code, error.message, error.param)
+            said = error and (item.place, error.code, error.message, error.param)
             return f"error {_options(said)}{_options(item.extra)}"
         asked = _messages((prompt.messages, prompt.prompt, prompt.tokens))
         return (
@@ -78,6 +82,13 @@ class Digests:
             defaults = {name: v for name, v in defaults.items() if name not in _STRUCTURE}
         both = {**defaults, **said}
         return {name: both[name] for name in _NAMES if name in both}
+
+
+def placed(digest: bytes, place: str) -> bytes:
+    """Return the digest of an item that is an error for its id alone: its record says where it stands, if anywhere."""
+    if not place:
+        return digest
+    return blake2b(bytes_of(place), key=digest, digest_size=_N_BYTES).digest()
 
 
 def _said(options: RunOptions) -> dict[str, Any]:

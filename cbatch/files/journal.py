@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cbatch.files.compact import rewrite
+from cbatch.files.digest import placed
 from cbatch.files.item import bytes_of
 from cbatch.files.manifest import GONE
 from cbatch.files.opening import closing_all, opened, put_away
@@ -158,7 +159,9 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def claim(self, id: str, digest: bytes, number: int, rival: str | None = None) -> Claim:
+    def claim(
+        self, id: str, digest: bytes, number: int, rival: str | None = None, *, place: str = ""
+    ) -> Claim:
         """Say what is to be done with an item; called once for each, as it is read.
 
         Args:
@@ -166,11 +169,12 @@ class Journal:
             digest: of what it asks, 16 bytes.
             number: its place in the input.
             rival: an id that is as good as this one: whichever is claimed first has it.
+            place: of the item, for people; the error of a duplicate counts for that place alone.
 
         Returns:
             "new": run it and `add` its record, in place of one that may be there. "done", "failed": its record is
             there, an answer or an error. "duplicate": another item of this run has the id, or its rival: `add` an
-            error that says so; where that error is there already, it is "failed".
+            error that says so, with the digest `placed` there; where that error is there already, it is "failed".
         """
         with self._lock:
             key = record_key(id)
@@ -178,6 +182,7 @@ class Journal:
             if self._is_taken(key, found) or (rival is not None and self._is_claimed(rival)):
                 self._has_doubles = True
                 key = duplicate_key(key, number)
+                digest = placed(digest, place)
                 return self._settle(key, self._find(key), digest, number, otherwise="duplicate")
             if self._has_doubles and (stale := self._find(duplicate_key(key, number))):
                 self._superseded.append(stale)  # it came second then, and first now

@@ -23,7 +23,9 @@ class Pipe:
         self._parts: dict[bool, list[bytes]] = {False: [header] if header else [], True: []}
         self._seen = Seen()
 
-    def claim(self, id: str, digest: bytes, number: int, rival: str | None = None) -> Claim:
+    def claim(
+        self, id: str, digest: bytes, number: int, rival: str | None = None, *, place: str = ""
+    ) -> Claim:
         """Return "new", or "duplicate" for an id that was claimed before, by this item or its rival."""
         return "new" if self._seen.add(id, rival) else "duplicate"
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import ConfigError, EngineError
+from cbatch.files.digest import placed
 from cbatch.files.item import duplicate, item_key, label, rival_key
 from cbatch.files.summary import RunSummary
 from cbatch.files.window import Entry, Window, length
@@ -49,7 +50,9 @@ class Ledger(Protocol):
     n_failed: int
     notes: tuple[str, ...]
 
-    def claim(self, id: str, digest: bytes, number: int, rival: str | None = None) -> Claim:
+    def claim(
+        self, id: str, digest: bytes, number: int, rival: str | None = None, *, place: str = ""
+    ) -> Claim:
         """Say what is to be done with an item."""
 
     def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
@@ -181,9 +184,10 @@ class Work:
         tally, way = self.tally, self._way
         tally.n_items += 1
         digest = way.digests(item)
-        claim = way.ledger.claim(item_key(item), digest, item.number, rival_key(item))
+        key, rival = item_key(item), rival_key(item)
+        claim = way.ledger.claim(key, digest, item.number, rival, place=item.place)
         if claim == "duplicate":
-            self._refuse(duplicate(item), digest)
+            self._refuse(duplicate(item), placed(digest, item.place))
         elif claim in ("done", "failed"):
             tally.n_before += 1
             tally.n_failed_before += claim == "failed"

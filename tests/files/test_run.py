@@ -193,6 +193,22 @@ def test_wrong_line_that_was_mended_leaves_no_error_behind(
     assert sorted(answers(out)) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("wrong", ['{"id": "a", "prompt": "q"}', '{"id": "b"}', "{bad"])
+def test_error_names_the_line_where_it_stands_now(
+    engine: Engine, tmp_path: Path, out: Path, wrong: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    good = ['{"id": "a", "prompt": "a"}\n', '{"id": "c", "prompt": "c"}\n', "\n", "\n"]
+    for i_line, n_done in ((1, 3), (1, 0), (2, 1), (4, 1), (4, 0)):
+        lines = [*good[:i_line], f"{wrong}\n", *good[i_line:]]
+        source.write_text("".join(lines))
+        summary = run_file(source, out, engine=engine)
+        assert (summary.n_done, summary.n_errors) == (n_done, 1)
+        [message] = [r["error"]["message"] for r in records(out) if r["error"]]
+        assert f"in.jsonl, line {i_line + 1}: " in message
+        assert len(records(out)) == 3
+
+
 def test_items_of_another_input_stay_under_their_ids(
     engine: Engine, source: Path, tmp_path: Path, out: Path
 ) -> None:
