@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from cbatch.errors import ConfigError
 from cbatch.files.recorder import RunRecorder, tee
 from cbatch.files.report import write_report
 from cbatch.files.trace import TraceWriter
@@ -21,35 +22,64 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
 
 
-@contextmanager
-def recorded(
-    engine: Engine,
-    asked: FileOptions,
-    title: str,
-    settings: Mapping[str, str],
-    on_ended: OnEnded | None,
-    say: Callable[[str], object],
-) -> Iterator[OnEnded | None]:
-    """Record the block as it is asked for, and give it what is to be told of each item that ended.
+class Recording:
+    """What a run does, for its report and its trace."""
 
-    What is worth knowing besides goes to `say`.
+    def __init__(self, asked: FileOptions, say: Callable[[str], object]) -> None:
+        """Record nothing yet; what is worth knowing besides goes to `say`."""
+        self._asked, self._say = asked, say
+        self._failure: ConfigError | None = None
 
-    Raises:
-        ConfigError: the report or the trace cannot be written.
-    """
-    with ExitStack() as stack:
-        recorders: list[Callable[[StepRecord], object]] = []
-        if asked.trace is not None:
-            recorders.append(stack.enter_context(_traced(asked.trace, say)))
-        if asked.report is not None:
-            recorder = RunRecorder(engine.parallel)
-            recorders.append(recorder)
-            stack.callback(write_report, asked.report, recorder, title=title, settings=settings)
-            on_ended = _telling(recorder, on_ended)
-        if recorders:
-            stack.callback(engine.record_steps, None)
-            engine.record_steps(tee(*recorders))
-        yield on_ended
+    @contextmanager
+    def of(
+        self, engine: Engine, title: str, settings: Mapping[str, str], on_ended: OnEnded | None
+    ) -> Iterator[OnEnded | None]:
+        """Record the block, and give it what is to be told of each item that ended.
+
+        A report that cannot be written ends nothing: see `check`.
+
+        Raises:
+            ConfigError: the trace cannot be begun.
+        """
+        try:
+            with ExitStack() as stack:
+                recorders: list[Callable[[StepRecord], object]] = []
+                if self._asked.trace is not None:
+                    recorders.append(stack.enter_context(_traced(self._asked.trace, self._say)))
+                if self._asked.report is not None:
+                    recorder = RunRecorder(engine.parallel)
+                    recorders.append(recorder)
+                    stack.callback(self._write, self._asked.report, recorder, title, settings)
+                    on_ended = _telling(recorder, on_ended)
+                if recorders:
+                    stack.callback(engine.record_steps, None)
+                    engine.record_steps(tee(*recorders))
+                yield on_ended
+        except BaseException:
+            self.tell()
+            raise
+
+    def _write(
+        self, path: Path, recorder: RunRecorder, title: str, settings: Mapping[str, str]
+    ) -> None:
+        try:
+            write_report(path, recorder, title=title, settings=settings)
+        except ConfigError as error:
+            self._failure = error
+
+    def check(self) -> None:
+        """Tell, when all else is done, that the report is missing.
+
+        Raises:
+            ConfigError: it could not be written.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def tell(self) -> None:
+        """Say that the report is missing, where something else is to be raised."""
+        if self._failure is not None:
+            self._say(str(self._failure))
 
 
 @contextmanager

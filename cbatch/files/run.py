@@ -18,7 +18,7 @@ from cbatch.files.engines import engine_for
 from cbatch.files.opening import OUTPUT_FORMAT
 from cbatch.files.pipe import Pipe
 from cbatch.files.reading import N_LOOKED_AHEAD, Reading
-from cbatch.files.recording import recorded
+from cbatch.files.recording import Recording
 from cbatch.files.settings import FileOptions, split_settings
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.target import Target
@@ -77,7 +77,7 @@ def run_file(
 
     Raises:
         ConfigError: a setting is wrong; the input cannot be read; the output is of other settings, another run's or
-            not of cbatch; see `Journal.open`.
+            not of cbatch; see `Journal.open`. Last of all, when every record is there: the report cannot be written.
         Interrupted: a signal ended it. It is a KeyboardInterrupt and has the `summary`.
         OutputError: a record cannot be written. What was committed stays.
         EngineError: the model cannot be loaded, or its engine cannot go on.
@@ -110,8 +110,9 @@ def run_file(
         for line in (*ledger.notes, *_resumed(ledger)):
             view.say(line)
         title = ", ".join(Path(name).name for name in reading.source.paths[:3])
+        recording = Recording(asked, view.say)
         with (
-            recorded(runner, asked, title, said, on_result, view.say) as on_ended,
+            recording.of(runner, title, said, on_result) as on_ended,
             _shown(view, work, reading, runner),
             stop,
         ):
@@ -121,7 +122,9 @@ def run_file(
     if summary.is_complete:
         target.finish()
     if summary.ending in ("asked", "now"):
+        recording.tell()
         raise Interrupted(summary)
+    recording.check()
     return summary
 
 

@@ -16,6 +16,7 @@ from cbatch.files.estimate import estimate_file
 from cbatch.files.run import run_file, stream_file
 from cbatch.files.sort import Sorted, sort_in_place
 from cbatch.files.stop import Interrupted, Stopper
+from cbatch.runtime.progress import SilentView
 from tests.files.runs import SHORT, answers, make_engine, records, write_requests
 from tests.places import can_all
 
@@ -425,7 +426,7 @@ def test_report_counts_duplicates_among_the_errors(engine: Engine, tmp_path: Pat
         tmp_path / "out.jsonl",
         engine=engine,
         report=report,
-        on_result=lambda item, result: told.append(item.error and item.error.code),
+        on_result=lambda item, result: told.append(item.error.code if item.error else None),
     )
     assert sorted(told, key=str) == [None, "duplicate_custom_id", "invalid_request"]
     assert "2 failed" in report.read_text()
@@ -565,6 +566,61 @@ def test_report_and_trace_are_written(engine: Engine, source: Path, out: Path) -
     assert report.read_text().startswith("<!doctype html>")
     events: list[Any] = json.loads(trace.read_text())
     assert len(events) > 100
+
+
+class Notes(SilentView):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> Path:
+    """A report whose folder is gone when it is to be written."""
+    (tmp_path / "there").mkdir()
+    return tmp_path / "there" / "report.html"
+
+
+def test_report_that_cannot_be_written_costs_no_answer(
+    engine: Engine, tmp_path: Path, lost: Path
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    source, out = tmp_path / "in.csv", tmp_path / "out.parquet"
+    source.write_text("prompt\na\nb\nc\n")
+    said: dict[str, Any] = {"engine": engine, "output_format": "parquet"}
+    run_file(source, out, **said)
+
+    def remove(item: Item, result: BatchResult | None) -> None:
+        lost.parent.rmdir()
+
+    source.write_text("prompt\nx\nb\n")
+    with pytest.raises(ConfigError, match="the report cannot be written to "):
+        run_file(source, out, report=lost, on_result=remove, **said)
+    assert parquet.read_table(out)["prompt"].to_pylist() == ["x", "b"]
+
+
+@pytest.mark.parametrize("kind", [LookupError, Interrupted])
+def test_report_that_cannot_be_written_hides_no_other_end(
+    engine: Engine, source: Path, out: Path, lost: Path, kind: type[BaseException]
+) -> None:
+    stopper, view = Stopper(lambda words: None), Notes()
+
+    def end(item: Item, result: BatchResult | None) -> None:
+        if lost.parent.exists():
+            lost.parent.rmdir()
+        if kind is LookupError:
+            raise LookupError("mine")
+        stopper.press()
+
+    with pytest.raises(kind):
+        run_file(
+            source, out, engine=engine, report=lost, on_result=end, stop=stopper, progress=view
+        )
+    assert [line for line in view.lines if "the report cannot be written" in line]
 
 
 def test_report_and_trace_name_items_by_number_and_escaped_id(engine: Engine, out: Path) -> None:
