@@ -219,9 +219,12 @@ def _begin(found: Opened, wanted: _Wanted) -> None:
             manifest.forget(file)
         manifest.set_settings(wanted.settings)
         for row in rows:
-            if row.path not in known:
+            if row.path in known:
+                # until it is cut off, what a run that was killed has left in it is known to be ours
+                manifest.put_file(replace(row, size=0))
+            else:
                 _check_unused(row, force=wanted.force)
-            manifest.put_file(row)
+                manifest.put_file(row)
     for row in rows:
         found.outputs.append(Output(row))
     _make_empty(manifest, found.outputs)

@@ -19,6 +19,7 @@ from tests.files.journals import records, run_pass
 from tests.files.machine import LOSSES, STEPS, Loss, Machine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -76,6 +77,43 @@ def test_kill_before_every_step_leaves_what_can_go_on(quick_path: Path, loss: Lo
     for i_pass, expected in enumerate(undisturbed(quick_path / "files")):
         names += kill_before_every_step(quick_path / f"before-{i_pass}", loss, i_pass, expected)
     assert set(names) == STEPS
+
+
+N_FEW = 4
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("has_others", [False, True], ids=["new", "forced over others"])
+def test_two_kills_before_any_two_steps_leave_what_can_go_on(
+    quick_path: Path, loss: Loss, has_others: bool
+) -> None:
+    do = partial(run_pass, i_pass=0, n_items=N_FEW, slice=2, sync_s=0, force=has_others)
+    for i_first in itertools.count():
+        folder = quick_path / f"first-{i_first}"
+        folder.mkdir()
+        if has_others:
+            run_pass(folder, 1, N_FEW, header=b"other\n")
+        first = Machine(folder, i_first, loss)
+        if not first.is_killed(do):
+            break
+        kill_again_before_every_step(first.picture, loss, do)
+        shutil.rmtree(first.picture)
+    expected = records(folder)
+    assert i_first > 15
+    for path in quick_path.glob("last-*"):
+        assert records(path) == expected, path.name
+
+
+def kill_again_before_every_step(left: Path, loss: Loss, do: Callable[[Path], object]) -> None:
+    """Go on with what a kill has left, killed before each step of that too; then to the end."""
+    for i_second in itertools.count():
+        folder = left.with_name(f"last-{left.name}-{i_second}")
+        shutil.copytree(left, folder)
+        second = Machine(folder, i_second, loss)
+        if not second.is_killed(do):
+            return
+        shutil.rmtree(folder)
+        do(second.picture)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
