@@ -31,9 +31,7 @@ _CHECKPOINT = 16 * 1024
 ENDINGS = ("", "-wal", "-shm", "-journal")
 """Of a manifest's files: the manifest, and what SQLite keeps beside it."""
 
-_SCHEMA = (
-    f"PRAGMA application_id = {_APPLICATION}",
-    f"PRAGMA user_version = {_VERSION}",
+_TABLES = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
     """CREATE TABLE files (
         file INTEGER PRIMARY KEY,      -- 0: the output, 1: that of errors
@@ -57,10 +55,20 @@ _SCHEMA = (
     )""",
     "CREATE UNIQUE INDEX records_by_key ON records (key)",
 )
+_SCHEMA = (
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {_VERSION}",
+    *_TABLES,
+)
 
 
 class ManifestError(ConfigError):
     """The manifest is not one that this cbatch can go on with; it may be replaced."""
+
+    def __init__(self, what: str, ways_out: str) -> None:
+        """Keep what is wrong with it, in words."""
+        self.what = what
+        super().__init__(f"{what}: {ways_out}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +117,16 @@ class Manifest:
                 raise
 
     def _prepare(self) -> None:
-        # Exclusive from the first statement on: where two begin at once, one of them has it.
-        for statement in ("PRAGMA locking_mode = EXCLUSIVE", "BEGIN EXCLUSIVE"):
+        # The size of pages is settled by the first transaction, also by an empty one. Exclusive from the first
+        # statement on: where two begin at once, one of them has it.
+        for statement in (
+            f"PRAGMA page_size = {_PAGE}",
+            "PRAGMA locking_mode = EXCLUSIVE",
+            "BEGIN EXCLUSIVE",
+        ):
             self._db.execute(statement)
         self.is_new = self._check()
         self._db.execute("COMMIT")
-        if self.is_new:
-            self._db.execute(f"PRAGMA page_size = {_PAGE}")
         for name, value in (
             ("journal_mode", "WAL"),
             ("synchronous", "NORMAL"),
@@ -134,9 +145,10 @@ class Manifest:
         if application == _APPLICATION:
             if version > _VERSION:
                 raise ManifestError(
-                    f"{self.path}: is of version {version}, and this cbatch knows {_VERSION}: update cbatch, give "
-                    "another output, or replace it (--force)"
+                    f"{self.path}: is of version {version}, and this cbatch knows {_VERSION}",
+                    "update cbatch, give another output, or replace it (--force)",
                 )
+            self._check_whole()
             return False
         if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise ConfigError(
@@ -144,6 +156,15 @@ class Manifest:
                 "or give another output"
             )
         return True
+
+    def _check_whole(self) -> None:
+        """Look through all of it: what is damaged would else be found in the midst of a run, or never."""
+        [problems] = self._db.execute("PRAGMA integrity_check(1)").fetchone()
+        if problems != "ok":
+            raise _damaged(self.path, problems.splitlines()[-1])
+        found = {sql for [sql] in self._db.execute("SELECT sql FROM sqlite_master")}
+        if not found.issuperset(_TABLES):
+            raise _damaged(self.path, "a table is not as it was made")
 
     def _pragma(self, name: str) -> int:
         return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
@@ -298,8 +319,8 @@ def _relative(path: Path, folder: Path) -> str:
     return os.path.relpath(path, folder)
 
 
-def _damaged(path: Path, error: sqlite3.DatabaseError) -> ManifestError:
+def _damaged(path: Path, problem: object) -> ManifestError:
     return ManifestError(
-        f"{path}: is damaged, or no manifest of cbatch ({error}): put it back, give another output, or replace it with "
-        "its output (--force)"
+        f"{path}: is damaged, or no manifest of cbatch ({problem})",
+        "put it back, give another output, or replace it with its output (--force)",
     )

@@ -70,8 +70,17 @@ def opened(
         check_file(path)
     wanted = _Wanted(real(output), errors and real(errors), settings, header, force)
     _check_errors(wanted)
-    manifest = _open_manifest(wanted)
-    found = Opened(manifest)
+    try:
+        return _opened(wanted)
+    except ManifestError as error:
+        if not force:
+            raise
+        remove_manifest(manifest_of(wanted.output))
+        return _opened(wanted, f"{error.what}: all begins anew")
+
+
+def _opened(wanted: _Wanted, *notes: str) -> Opened:
+    found = Opened(Manifest(manifest_of(wanted.output), wanted.output), notes=list(notes))
     with _closing_on_error(found) as stack:
         _resume(found, wanted) if _is_ours(found, wanted) else _begin(found, wanted)
         stack.pop_all()
@@ -139,17 +148,6 @@ def _check_errors(wanted: _Wanted) -> None:
             f"{wanted.errors}: is the output or its manifest: give another file for errors, or none to have them in "
             "the output"
         )
-
-
-def _open_manifest(wanted: _Wanted) -> Manifest:
-    path = manifest_of(wanted.output)
-    try:
-        return Manifest(path, wanted.output)
-    except ManifestError:
-        if not wanted.force:
-            raise
-        remove_manifest(path)
-        return Manifest(path, wanted.output)
 
 
 # ---- whether a run goes on ----

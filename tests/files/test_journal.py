@@ -733,6 +733,47 @@ def test_damaged_manifest_is_refused_or_replaced(tmp_path: Path, damage: str) ->
     assert lines(tmp_path / "out") == ["a"]
 
 
+@pytest.mark.parametrize(
+    "damage", [bytes(1024), b"\xff" * 1024, b"mine" * 256], ids=["0", "255", "text"]
+)
+def test_manifest_damaged_in_any_page_is_refused_or_replaced(
+    quick_path: Path, damage: bytes
+) -> None:
+    fill(quick_path, *map(str, range(200)))
+    path = quick_path / "out.manifest"
+    whole, answers = path.read_bytes(), (quick_path / "out").read_bytes()
+    for start in range(1024, len(whole), 1024):
+        path.write_bytes(whole[:start] + damage + whole[start + 1024 :])
+        with pytest.raises(ConfigError, match=r"is damaged, or no manifest .* \(--force\)"):
+            open_journal(quick_path)
+        assert (quick_path / "out").read_bytes() == answers
+        with open_journal(quick_path, force=True) as journal:
+            assert journal.claim("7", DIGEST, 1) == "new"
+            assert "is damaged" in journal.notes[0]
+        (quick_path / "out").write_bytes(answers)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DROP TABLE files",
+        "DROP INDEX records_by_key",
+        "ALTER TABLE records DROP COLUMN crc",
+        "ALTER TABLE settings RENAME TO mine",
+    ],
+)
+def test_manifest_without_one_of_its_tables_is_refused_or_replaced(
+    tmp_path: Path, change: str
+) -> None:
+    fill(tmp_path, "a")
+    change_manifest(tmp_path, change)
+    with pytest.raises(ConfigError, match=r"is damaged, or no manifest .* \(--force\)"):
+        open_journal(tmp_path)
+    with open_journal(tmp_path, force=True) as journal:
+        write(journal, "b")
+    assert lines(tmp_path / "out") == ["b"]
+
+
 def test_empty_manifest_is_begun(tmp_path: Path) -> None:
     (tmp_path / "out.manifest").touch()
     fill(tmp_path, "a")
