@@ -13,10 +13,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cbatch.backend.amx import AMX_ADVICE, has_sound_amx
 from cbatch.backend.bindings import llama_cpp, short_spins
 from cbatch.backend.chat import parse_override
 from cbatch.backend.devices import add_servers, list_devices
 from cbatch.backend.gguf_check import Cursor, DamagedError, check_file, read_header
+from cbatch.backend.shipped import shipped_model
 from cbatch.backend.vocab import LlamaVocab
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 from cbatch.options import RunOptions
@@ -197,6 +199,9 @@ def open_model(
         use_mmap=use_mmap and has_weights, use_mlock=use_mlock and has_weights
     )
     params.no_alloc = not has_weights
+    if use_extra_bufts is None and has_weights and not has_sound_amx(shipped_model()):
+        _log.warning("%s", AMX_ADVICE)
+        use_extra_bufts = False
     if use_extra_bufts is not None:
         params.use_extra_bufts = use_extra_bufts
     placement = placement or Placement()
@@ -243,6 +248,8 @@ def _borrow(llama: Any, template: str | None) -> LlamaModel:
     pointer = llama._model.model
     if pointer is None:
         raise ModelLoadError(f"{llama.model_path}: this llama_cpp.Llama is closed")
+    if llama.model_params.use_extra_bufts and not has_sound_amx(shipped_model()):
+        raise ModelLoadError(f"{llama.model_path}: give its path instead of a Llama: {AMX_ADVICE}")
     return _checked(
         pointer,
         str(llama.model_path),

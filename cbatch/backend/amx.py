@@ -1,0 +1,95 @@
+"""Whether llama.cpp's AMX code runs as it was built: by GCC 12 it ends the process at the first product of matrices.
+
+That compiler takes `_tile_loadconfig` to read eight bytes of the tiles' configuration (its header amxtileintrin.h says
+so) and drops what llama.cpp stores behind them, so the processor gets stale bytes. Weights reach that code only where
+llama.cpp may repack them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import platformdirs
+
+from cbatch.backend.bindings import llama_cpp
+
+AMX_ADVICE = (
+    "llama.cpp ends the process in its AMX code here, as builds by GCC 12 do, so weights are not repacked, and prompts "
+    "take longer. To use AMX, build llama-cpp-python with another compiler; to repack without AMX, build it with "
+    'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"'
+)
+_WALL_S = 60.0
+
+
+def has_sound_amx(model: Path) -> bool:
+    """Whether weights may be repacked here: there is no AMX, or a process of its own outlived a step with it.
+
+    Asked once a process; that AMX is sound is noted among the user's caches, for this build of llama.cpp.
+
+    Args:
+        model: a small file of weights that AMX takes, to be computed with.
+    """
+    if b"AMX_INT8 = 1" not in llama_cpp.llama_print_system_info():
+        return True
+    folder = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).with_name("lib")
+    return _is_sound(model, Path(folder))
+
+
+@functools.cache
+def _is_sound(model: Path, libraries: Path) -> bool:
+    note = _note(libraries)
+    if note.exists():
+        return True
+    code = _code_of_step(model)
+    if code == 0:
+        with suppress(OSError):  # where it cannot be written, the next process asks again
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
+    return code is None or code >= 0
+
+
+def _note(libraries: Path) -> Path:
+    """Return the file that is there once the AMX code of these libraries was seen to run."""
+    files = sorted(libraries.glob("*ggml*"))
+    seen = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    digest = hashlib.sha256(repr((str(libraries), seen)).encode()).hexdigest()
+    return platformdirs.user_cache_path("cbatch", appauthor=False) / f"amx-{digest[:16]}"
+
+
+def _code_of_step(model: Path) -> int | None:
+    """Return the exit status of a process that computes a step, negative where a signal ended it; None: unknown."""
+    paths = os.pathsep.join(p for p in sys.path if p)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, model],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_WALL_S,
+            env={**os.environ, "PYTHONPATH": paths},
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.returncode
+
+
+def _compute(model: str) -> None:
+    """Compute two tokens."""
+    params = llama_cpp.llama_model_default_params()
+    loaded = llama_cpp.llama_model_load_from_file(os.fsencode(model), params)
+    sizes = llama_cpp.llama_context_default_params()
+    sizes.n_ctx, sizes.n_threads, sizes.n_threads_batch = 64, 1, 1
+    context = llama_cpp.llama_init_from_model(loaded, sizes)
+    tokens = (llama_cpp.llama_token * 2)()
+    llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, 2))
+
+
+if __name__ == "__main__":
+    _compute(sys.argv[1])

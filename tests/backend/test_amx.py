@@ -1,0 +1,93 @@
+"""llama.cpp's AMX code, tried in a process of its own where it was built; here the trial is made to end as it may."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cbatch.backend import amx
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.model import open_model
+from cbatch.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_DIES = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+@pytest.fixture
+def built_with_amx(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[str], list[str]]]:
+    """Return a function that has trials run `code`, and returns a list that grows with each trial."""
+    real = subprocess.run
+
+    def prepare(code: str) -> list[str]:
+        runs: list[str] = []
+
+        def run(words: list[str], **options: object) -> object:
+            runs.append(" ".join(map(str, words)))
+            return real([sys.executable, "-c", code], **options)  # type: ignore[call-overload]
+
+        amx._is_sound.cache_clear()
+        monkeypatch.setattr(subprocess, "run", run)
+        return runs
+
+    monkeypatch.setattr(llama_cpp, "llama_print_system_info", lambda: b"AVX2 = 1 | AMX_INT8 = 1 | ")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield prepare
+    amx._is_sound.cache_clear()
+
+
+def test_build_whose_amx_crashes_loads_without_repacking_and_says_so(
+    built_with_amx: Callable[[str], list[str]], test_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    built_with_amx(_DIES)
+    with caplog.at_level(logging.WARNING, "cbatch"):
+        open_model(test_model).close()
+    assert amx.AMX_ADVICE in caplog.text
+    llama = llama_cpp.Llama(str(test_model), n_ctx=64, verbose=False)
+    with pytest.raises(ModelLoadError, match="give its path instead of a Llama"):
+        open_model(llama)
+    llama.close()
+
+
+def test_weights_that_are_not_repacked_need_no_trial(
+    built_with_amx: Callable[[str], list[str]], test_model: Path
+) -> None:
+    runs = built_with_amx(_DIES)
+    open_model(test_model, use_extra_bufts=False).close()
+    open_model(test_model, has_weights=False).close()
+    assert runs == []
+
+
+def test_sound_amx_is_tried_once_for_a_build(
+    built_with_amx: Callable[[str], list[str]], test_model: Path
+) -> None:
+    runs = built_with_amx("")
+    for _ in range(2):  # as two processes would
+        assert amx.has_sound_amx(test_model)
+        amx._is_sound.cache_clear()
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(1)", _DIES])
+def test_what_a_failed_trial_found_is_not_kept(
+    built_with_amx: Callable[[str], list[str]], test_model: Path, code: str
+) -> None:
+    runs = built_with_amx(code)
+    assert amx.has_sound_amx(test_model) is (code != _DIES)
+    amx._is_sound.cache_clear()
+    amx.has_sound_amx(test_model)
+    assert len(runs) == 2
+
+
+def test_trial_computes_with_the_model(test_model: Path) -> None:
+    words = [sys.executable, "-m", "cbatch.backend.amx", str(test_model)]
+    assert subprocess.run(words, check=False, stderr=subprocess.DEVNULL).returncode == 0
