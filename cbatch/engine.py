@@ -335,6 +335,10 @@ class Engine:
     def cancel(self, id: str) -> bool:
         """Cancel one request: it ends with its partial text, or with an error where it never ran.
 
+        Args:
+            id: from a response, chunk or result it means that request alone, also where another one is called so by
+                now; as text of your own, whoever is called so now. The same in `pause` and `resume`.
+
         Returns:
             False where no such request is in flight.
         """

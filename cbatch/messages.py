@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Container, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from cbatch.errors import ConfigError, DuplicateIdError
+from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 from cbatch.tools import check_calls
 
@@ -23,7 +23,8 @@ class BatchPrompt:
             `assistant` may have `tool_calls`, and then no content; one from `tool` has its answer.
         prompt: text to complete as it stands, without the chat template.
         tokens: token ids to complete as they stand.
-        id: a name for the result, unique among the requests in flight; without one it gets a number.
+        id: a name for the result, unique among the requests in flight; without one it gets a number, which no request
+            of this engine gets again.
         options: `RunOptions` or a mapping of the same names, before those of the run and of the engine.
 
     Raises:
@@ -129,40 +130,6 @@ def as_prompt(item: Any) -> BatchPrompt:
     raise ConfigError(
         f"a prompt is a string, a list of messages or a BatchPrompt, not {type(item).__name__}"
     )
-
-
-def with_ids(
-    prompts: Sequence[BatchPrompt], taken: Mapping[str, object], i_run: int
-) -> list[BatchPrompt]:
-    """Return the prompts with an id each: their own, else "0", "1", … by place; made unique by the run's number.
-
-    Args:
-        prompts: one batch.
-        taken: the ids in flight in this engine.
-        i_run: this run's number, different for every run.
-
-    Raises:
-        DuplicateIdError: a given id stands twice in the batch or is in flight.
-    """
-    given = [p.id for p in prompts if p.id is not None]
-    seen: set[str] = set()
-    for id in given:
-        if id in seen or id in taken:
-            raise DuplicateIdError(id)
-        seen.add(id)
-    return [
-        p if p.id is not None else replace(p, id=free_id(i, i_run, seen, taken))
-        for i, p in enumerate(prompts)
-    ]
-
-
-def free_id(i: int, i_run: int, *taken: Container[str]) -> str:
-    """Return a name for the item at place `i` that is in none of `taken`; see `with_ids`."""
-    candidate, n_tries = str(i), 0
-    while any(candidate in ids for ids in taken):
-        candidate = f"{i}-{i_run}" if n_tries == 0 else f"{i}-{i_run}-{n_tries}"
-        n_tries += 1
-    return candidate
 
 
 def _is_chat(value: object) -> bool:

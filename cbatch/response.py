@@ -240,7 +240,7 @@ class Reader(Generic[T]):
 
 
 class BatchResponse:
-    """A batch in flight. `ids` are known at once, in input order.
+    """A batch in flight. `ids` are known at once, in input order; each means its request alone, see `Engine.cancel`.
 
     Of a generator's prompts they are known as these are read, and forgotten as `as_completed` gives out results.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.messages import Prompt
+    from cbatch.response import BatchResponse
 
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 CAPS = (3, 9, 5, 2, 7, 4)
@@ -449,6 +452,111 @@ def test_cancel_by_the_reader_of_a_stream() -> None:
     assert [r.finish_reason for r in results] == ["cancelled"] * 3
     assert all(0 < len(r.token_ids) < 9 for r in results)
     engine.close()
+
+
+# ---- late orders ----
+
+
+ORDERS: tuple[Callable[[Engine, str], bool], ...] = (Engine.cancel, Engine.pause, Engine.resume)
+
+
+@pytest.fixture
+def stepped() -> Iterator[Engine]:
+    """Return an engine that does one step at a time, by hand."""
+    backend = GatedBackend(2, 64, 16)
+    with closing(Engine(backend, options={"ignore_eos": True}, threaded=False)) as engine:
+        yield engine
+
+
+def ended(engine: Engine, prompt: Prompt) -> BatchResponse:
+    response = engine.run([prompt], options={"max_tokens": 2})
+    all_results(response)
+    return response
+
+
+def begun(engine: Engine, prompt: Prompt) -> BatchResponse:
+    response = engine.run([prompt])
+    assert engine.step()
+    return response
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("id", [None, "mine"])
+def test_late_order_touches_nobody_though_the_id_comes_again(
+    stepped: Engine, order: Callable[[Engine, str], bool], id: str | None
+) -> None:
+    prompt = BatchPrompt(prompt="a", id=id)
+    first, second = ended(stepped, prompt), begun(stepped, prompt)
+    [late], [result], [now] = first.ids, all_results(first), second.ids
+    if order is Engine.resume:
+        assert stepped.pause(now)
+    for known in (late, result.id, copy.deepcopy(result).id, next(iter(first)).id):
+        assert order(stepped, known) is False
+    assert first.cancel() == 0
+    assert order(stepped, now) is True
+    assert stepped.cancel(now) is (order is not Engine.cancel)
+
+
+def test_automatic_id_is_unique_for_the_engines_life(make: MakeEngine) -> None:
+    engine = make(max_tokens=1)
+    ids = [id for _ in range(3) for id in engine.run(["a", "b"]).ids]
+    ids += [r.id for r in engine.run(iter(["a", "b"])).as_completed()]
+    ids += [engine.submit("a").result().id]
+    assert len(set(ids)) == len(ids) == 9
+    assert ids[:2] == ["0", "1"]
+
+
+def test_id_as_text_is_whoever_bears_it_now(stepped: Engine) -> None:
+    prompt = BatchPrompt(prompt="a", id="mine")
+    ended(stepped, prompt)
+    second = begun(stepped, prompt)
+    assert stepped.cancel("mine") is True
+    assert [r.finish_reason for r in all_results(second)] == ["cancelled"]
+
+
+def test_id_of_a_result_given_to_a_new_prompt_begins_a_new_life(stepped: Engine) -> None:
+    [first] = ended(stepped, "a").results()
+    second = begun(stepped, BatchPrompt(prompt="b", id=first.id))
+    assert second.ids == [first.id]
+    assert stepped.cancel(first.id) is False
+    assert stepped.cancel(second.ids[0]) is True
+
+
+def test_extending_begins_a_new_life_of_the_id(stepped: Engine) -> None:
+    [first] = ended(stepped, "a").results()
+    longer = stepped.extend(first, 9)
+    assert stepped.step()
+    assert longer.ids == [first.id]
+    assert stepped.cancel(first.id) is False
+    assert stepped.cancel(longer.ids[0]) is True
+    assert [r.finish_reason for r in all_results(longer)] == ["cancelled"]
+
+
+def test_id_of_another_engine_means_nobody_here(stepped: Engine) -> None:
+    with Engine(FakeBackend(2, 64, 16)) as other:
+        theirs, ours = ended(other, "a"), begun(stepped, "a")
+    assert theirs.ids == ours.ids
+    assert stepped.cancel(theirs.ids[0]) is False
+    assert stepped.cancel(ours.ids[0]) is True
+
+
+def test_refused_prompt_and_its_later_namesake_are_told_apart(stepped: Engine) -> None:
+    bad = BatchPrompt(prompt="a", id="mine", options={"adapter": "none"})
+    [refused] = all_results(stepped.run(iter([bad])))
+    second = begun(stepped, BatchPrompt(prompt="b", id="mine"))
+    assert stepped.cancel(refused.id) is False
+    assert stepped.cancel(second.ids[0]) is True
+
+
+def test_chunks_and_results_have_the_ids_of_the_response(make: MakeEngine) -> None:
+    engine = make(max_tokens=2)
+    items: list[Prompt] = ["a", BatchPrompt(prompt="b", id="mine", options={"n": 2})]
+    response = engine.run(items)
+    known = {id(name) for name in response.ids}
+    assert {id(chunk.id) for chunk in response} == known
+    results = all_results(response)
+    assert {id(r.id) for r in results} == known
+    assert {id(choice.id) for r in results for choice in r.choices} <= known
 
 
 # ---- errors of items ----

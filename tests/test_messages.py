@@ -1,15 +1,13 @@
-"""Prompts in every shape: what they become, what is refused with which hint, and how they are named."""
+"""Prompts in every shape: what they become, what is refused with which hint."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cbatch.errors import ConfigError, DuplicateIdError
-from cbatch.messages import BatchPrompt, as_prompts, with_ids
+from cbatch.errors import ConfigError
+from cbatch.messages import BatchPrompt, as_prompts
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
@@ -137,54 +135,3 @@ def test_malformed_batch_prompt_is_refused(fields: dict[str, Any], named: str) -
 
 def test_options_as_a_mapping_are_built() -> None:
     assert BatchPrompt(prompt="a", options={"seed": 3}).options == RunOptions(seed=3)
-
-
-def ids(prompts: list[BatchPrompt], taken: Iterable[str] = (), i_run: int = 0) -> list[str | None]:
-    return [p.id for p in with_ids(prompts, dict.fromkeys(taken), i_run)]
-
-
-def named(*names: str | None) -> list[BatchPrompt]:
-    return [BatchPrompt(prompt="a", id=name) for name in names]
-
-
-def test_ids_count_up_by_place() -> None:
-    assert ids(named(None, None, None)) == ["0", "1", "2"]
-    assert ids(named(None, "b", None)) == ["0", "b", "2"]
-
-
-def test_number_that_is_in_flight_is_made_unique_by_the_run() -> None:
-    assert ids(named(None, None), taken=["0"], i_run=3) == ["0-3", "1"]
-    assert ids(named(None), taken=["0", "0-3"], i_run=3) == ["0-3-1"]
-
-
-def test_number_that_was_given_by_hand_is_not_given_again() -> None:
-    assert ids(named(None, "0"), i_run=5) == ["0-5", "0"]
-
-
-@pytest.mark.parametrize(("names", "taken"), [(["a", "a"], []), (["a"], ["a"]), (["0"], ["0"])])
-def test_given_id_that_is_not_unique_is_refused(names: list[str], taken: list[str]) -> None:
-    with pytest.raises(DuplicateIdError, match=names[0]) as caught:
-        ids(named(*names), taken)
-    assert caught.value.id == names[0]
-
-
-NAMES = st.sampled_from(["0", "1", "2", "0-7", "0-7-1", "1-7", "x"])
-
-
-@given(st.lists(st.one_of(st.none(), NAMES), max_size=6), st.sets(NAMES))
-def test_ids_are_unique_or_a_duplicate_was_given(names: list[str | None], taken: set[str]) -> None:
-    said = [n for n in names if n is not None]
-    if len(said) != len(set(said)) or taken & set(said):
-        with pytest.raises(DuplicateIdError):
-            ids(named(*names), taken, i_run=7)
-        return
-    out = ids(named(*names), taken, i_run=7)
-    assert len(out) == len(set(out)) == len(names)
-    assert not taken & {i for i in out if i is not None}
-    assert [o for o, n in zip(out, names, strict=True) if n is not None] == said
-
-
-def test_naming_keeps_everything_else() -> None:
-    prompt = BatchPrompt([USER], options={"seed": 3})
-    [same] = with_ids([prompt], {}, 0)
-    assert (same.messages, same.options) == (prompt.messages, prompt.options)

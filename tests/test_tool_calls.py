@@ -322,12 +322,12 @@ def test_demanded_call_is_refused_where_answers_come_in_channels() -> None:
 def test_demanded_call_without_its_tools_is_refused_before_anything_is_queued(
     engine: Engine,
 ) -> None:
-    with pytest.raises(ConfigError, match="request '0': tool_choice='required' needs tools"):
+    with pytest.raises(ConfigError, match=r"prompts\[0\]: tool_choice='required' needs tools"):
         ask(engine, tool_choice="required")
     with pytest.raises(ConfigError, match="'get_time'; tools are: get_weather"):
         ask(engine, tools=[WEATHER], tool_choice=NAMED)
     text = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
-    with pytest.raises(ConfigError, match=r"request '0': .*type object"):
+    with pytest.raises(ConfigError, match=r"prompts\[0\]: .*type object"):
         ask(engine, tools=[text], tool_choice="required")
     with pytest.raises(ConfigError, match="tools is for the chat template"):
         engine.run(["raw"], options={"tools": [TIME], "tool_choice": "required"})

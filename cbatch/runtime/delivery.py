@@ -32,12 +32,12 @@ def deliver(
     ] = {}
     for driver in changed:
         if driver.finish_reason is None:
-            mailbox, _ = routes[driver.request.id]
+            mailbox = routes[driver.request.id].target
             driver.is_watched = mailbox.is_streamed
             if mailbox.is_streamed and (chunk := take_chunk(driver)):
                 parcels.setdefault(mailbox, ([], []))[0].append(chunk)
     for driver in ended:
-        mailbox, i = routes.pop(driver.request.id)
+        mailbox, i, _ = routes.pop(driver.request.id)
         chunks, results = parcels.setdefault(mailbox, ([], []))
         last, ending = _outcome(driver, i)
         chunks += last

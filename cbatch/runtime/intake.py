@@ -7,10 +7,10 @@ import threading
 import time
 import weakref
 from collections import ChainMap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 from anyio.lowlevel import current_token
 
@@ -18,16 +18,16 @@ from cbatch.errors import (
     CacheError,
     CBatchError,
     ConfigError,
-    DuplicateIdError,
     EngineClosedError,
     QueueFullError,
 )
-from cbatch.messages import BatchPrompt, Prompt, as_prompt, free_id, with_ids
+from cbatch.messages import as_prompt
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
+from cbatch.runtime.ids import Ids, check_own, own_id
 from cbatch.runtime.mailbox import Mailbox, refused
 from cbatch.runtime.refusals import check_extension, origin_of
-from cbatch.runtime.routes import drop
+from cbatch.runtime.routes import Route, drop, find
 from cbatch.runtime.sequences import SequenceMaker, extended
 
 if TYPE_CHECKING:
@@ -37,14 +37,12 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
     from cbatch.engine_options import ScheduleOptions
+    from cbatch.messages import BatchPrompt, Prompt
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
+    from cbatch.runtime.ids import RequestId
     from cbatch.runtime.loop import Loop
-    from cbatch.runtime.routes import Route
 
-
-Saver: TypeAlias = "tuple[str, weakref.ref[Mailbox]]"
-"""Who saves under a key: its id, and where its output goes."""
 
 _N_FORGOTTEN = 64
 """Keys of requests that ended that may be remembered beyond those in flight."""
@@ -61,7 +59,6 @@ class MakeMailbox(Protocol):
 class Run:
     """One call of `Engine.run`; `ids` in order of places, of a generator's prompts those that were not given out."""
 
-    number: int
     options: RunOptions
     mailbox: Mailbox
     ids: Collection[str]
@@ -83,9 +80,10 @@ class Intake:
         self._loop, self._schedule, self._is_threaded = loop, schedule, is_threaded
         self.sequences = SequenceMaker(backend, batcher, schedule)
         self._n_ahead = N_AHEAD_PER_SLOT * backend.n_slots
-        self._saving: dict[str, Saver] = {}
+        self._ids = Ids()
+        self._saving: dict[str, str] = {}
         self._submitting = threading.Lock()
-        self._n_runs = count()
+        self._n_feeds = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
 
@@ -99,13 +97,16 @@ class Intake:
         """Submit a batch; nothing is queued where it raises. See `Engine.run`."""
         now = time.perf_counter()
         with self._submitting:
-            number = next(self._n_runs)
-            prompts = with_ids(prompts, self._loop.routes, number)
-            items = [self.sequences.of_prompt(prompt, options, now, ends_s) for prompt in prompts]
+            ids = self._ids.of_batch([prompt.id for prompt in prompts], self._loop.routes)
+            items = [
+                self.sequences.of_prompt(
+                    prompt, id, options, now, ends_s, name="" if prompt.id else f"prompts[{i}]"
+                )
+                for i, (prompt, id) in enumerate(zip(prompts, ids, strict=True))
+            ]
             drivers = [driver for item in items for driver in item]
             self._check_keys(drivers)
-            ids = [str(prompt.id) for prompt in prompts]
-            run = Run(number, options, make_mailbox(len(ids)), ids, ends_s)
+            run = Run(options, make_mailbox(len(ids)), ids, ends_s)
             routes = self._route(run.mailbox, ids, items)
         self._submit(drivers, routes, is_fed=False)
         return run
@@ -114,14 +115,13 @@ class Intake:
         """Submit what goes on from a result. See `Engine.extend`."""
         origin = origin_of(result, self.sequences.owner)
         check_extension(result, n_tokens)
-        now, id = time.perf_counter(), origin.request.id
+        now, id = time.perf_counter(), own_id(origin.request.id)
         with self._submitting:
-            if id in self._loop.routes:
-                raise DuplicateIdError(id)
-            request = extended(origin, result, n_tokens, now)
+            check_own((id,), self._loop.routes)
+            request = extended(origin, id, result, n_tokens, now)
             driver = self.sequences.of_request(request, now)
             self._check_keys([driver])
-            run = Run(next(self._n_runs), request.options, make_mailbox(1), [id])
+            run = Run(request.options, make_mailbox(1), [id])
             routes = self._route(run.mailbox, [id], [[driver]])
         self._submit([driver], routes, is_fed=False)
         return run
@@ -136,19 +136,17 @@ class Intake:
         if not keys:
             return
         if len(self._saving) > 2 * len(self._loop.routes) + _N_FORGOTTEN:
-            self._saving = {k: saver for k, saver in self._saving.items() if self._lives(saver)}
+            self._saving = {key: id for key, id in self._saving.items() if self._lives(id)}
         seen: set[str] = set()
         for key in map(str, keys):
-            saver = self._saving.get(key)
-            if key in seen or (saver is not None and self._lives(saver)):
+            id = self._saving.get(key)
+            if key in seen or (id is not None and self._lives(id)):
                 what = "two requests in flight would save it: give each a cache_key of its own"
                 raise CacheError(key, what)
             seen.add(key)
 
-    def _lives(self, saver: Saver) -> bool:
-        id, mailbox = saver
-        route = self._loop.routes.get(id)
-        return route is not None and route[0] is mailbox()
+    def _lives(self, id: str) -> bool:
+        return find(self._loop.routes, id) is not None
 
     def feed(
         self,
@@ -159,11 +157,11 @@ class Intake:
     ) -> Run:
         """Submit prompts as they are read from `source`, until it or the batch ends."""
         mailbox = make_mailbox(0, n_ahead=self._n_ahead)
-        run = Run(next(self._n_runs), options, mailbox, mailbox.ids.values(), ends_s)
+        run = Run(options, mailbox, mailbox.ids.values(), ends_s)
         if ends_s < math.inf:
             self._loop.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
         feed = mailbox.feed = Feed(source, mailbox, partial(self._put, run))
-        self._feeds[run.number] = feed
+        self._feeds[next(self._n_feeds)] = feed
         if self._is_threaded:
             feed.start()
         return run
@@ -191,24 +189,24 @@ class Intake:
         ids, given = run.mailbox.ids, run.mailbox.given
         with self._submitting:
             taken = ChainMap(given, self._loop.routes)
-            ids[place] = free_id(place, run.number, taken)
+            id = self._ids.automatic(taken)
             try:
                 prompt = as_prompt(item)
-                prompt = prompt if prompt.id else replace(prompt, id=ids[place])
-                [prompt] = with_ids([prompt], taken, run.number)
-                ids[place] = str(prompt.id)
+                if prompt.id is not None:
+                    check_own((prompt.id,), taken)
+                    id = own_id(prompt.id)
                 drivers = self.sequences.of_prompt(
-                    prompt, run.options, time.perf_counter(), run.ends_s
+                    prompt, id, run.options, time.perf_counter(), run.ends_s
                 )
                 self._check_keys(drivers)
-                return drivers, self._route(run.mailbox, [ids[place]], [drivers], place)
+                return drivers, self._route(run.mailbox, [id], [drivers], place)
             finally:
-                given[ids[place]] = None
+                ids[place], given[id] = id, None
 
     def _route(
         self,
         mailbox: Mailbox,
-        ids: Sequence[str],
+        ids: Sequence[RequestId],
         items: Sequence[Sequence[SequenceDriver]],
         first_place: int = 0,
     ) -> dict[str, Route]:
@@ -216,16 +214,16 @@ class Intake:
         routes: dict[str, Route] = {}
         for place, (id, drivers) in enumerate(zip(ids, items, strict=True), first_place):
             if len(drivers) == 1:
-                routes[id] = mailbox, place
+                routes[id] = Route(mailbox, place, id)
                 continue
             choices = Choices(mailbox, place, id, drivers[0].request.options)
             mailbox.expect_choices(choices.n_kept)
-            routes[id] = choices, -1  # which keeps the id taken until the last choice has ended
-            routes.update((d.request.id, (choices, i)) for i, d in enumerate(drivers))
+            routes[id] = Route(choices, -1, id)  # taken until the last choice has ended
+            members = [d.request.id for d in drivers]
+            routes.update((member, Route(choices, i, member)) for i, member in enumerate(members))
         self._loop.routes.update(routes)
         saving = [d.request for item in items for d in item if d.request.options.save_cache]
-        ref = weakref.ref(mailbox)  # through it an engine would keep itself alive
-        self._saving.update((str(r.options.cache_key), (r.id, ref)) for r in saving)
+        self._saving.update((str(r.options.cache_key), r.id) for r in saving)
         return routes
 
     def _submit(

@@ -23,7 +23,7 @@ from cbatch.runtime.delivery import deliver
 from cbatch.runtime.disk import Disk
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.records import UNSEEN, record_of, seen_in
-from cbatch.runtime.routes import choices_of, drop, ids_of, member_ids
+from cbatch.runtime.routes import choices_of, drop, find, ids_of, member_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -203,7 +203,7 @@ class Loop:
 
         Who ends meanwhile is not touched, nor is a new request of the same id.
         """
-        lives = {id: route for id in ids if (route := self.routes.get(id))}
+        lives = {id: route for id in ids if (route := find(self.routes, id))}
         return self.call(
             lambda: self._cancel([id for id in lives if self.routes.get(id) is lives[id]])
         )
@@ -217,14 +217,14 @@ class Loop:
         return self._order(id, self._scheduler.batcher.resume, is_paused=False)
 
     def _order(self, id: str, do: Callable[[str], bool], *, is_paused: bool) -> bool:
-        life = self.routes.get(id)
+        life = find(self.routes, id)
         if life is None:
             return False
 
         def order() -> bool:
             if self.routes.get(id) is not life:
                 return False
-            target, is_new = life[0], False
+            target, is_new = life.target, False
             if isinstance(target, Choices):
                 is_new, target.is_paused = target.is_paused is not is_paused, is_paused
             return sum(map(do, member_ids(self.routes, id))) > 0 or is_new
@@ -251,7 +251,7 @@ class Loop:
 
     def _has_begun(self, id: str) -> bool:
         """Whether a request, or a choice of it where it has several, ever had a slot."""
-        target, _ = self.routes[id]
+        target = self.routes[id].target
         if not isinstance(target, Choices):
             return self._has_run(id)
         in_flight = self._scheduler.batcher.in_flight  # where those are not that wait for room
@@ -476,7 +476,7 @@ class Loop:
         """Cancel requests, with all their choices; return how many of them were in flight."""
         now, n_cancelled = self._clock(), 0
         for id in ids:
-            target, place = self.routes[id]
+            target, place, _ = self.routes[id]
             if isinstance(target, Choices) and place < 0:
                 target.is_cancelled = True
             done = [self._scheduler.batcher.cancel(m, now) for m in member_ids(self.routes, id)]
@@ -509,7 +509,7 @@ class Loop:
             try:
                 self._end_request(driver)
             except Exception as error:  # noqa: PERF203  # it struck again: told with fewer words
-                mailbox, i = self.routes.pop(id)
+                mailbox, i, _ = self.routes.pop(id)
                 mailbox.deliver(*refused(id, i, self._failure(error)))
         self._deliver(())
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.runtime.choices import Choices, mailbox_of
+from cbatch.runtime.ids import is_meant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cbatch.runtime.mailbox import Mailbox
 
-Route: TypeAlias = "tuple[Mailbox | Choices, int]"
-"""Where a request's output goes, and its place there; −1 for an id that stands for several choices."""
+
+class Route(NamedTuple):
+    """Where a request's output goes; the object stands for this request, also where its id comes again."""
+
+    target: Mailbox | Choices
+    place: int
+    """Its place there; −1 for an id that stands for several choices."""
+    id: str
+    """As it was handed out."""
+
+
+def find(routes: Mapping[str, Route], id: str) -> Route | None:
+    """Return the route of the request that a caller means; None where it is not in flight."""
+    route = routes.get(id)
+    return route if route is not None and is_meant(id, route.id) else None
 
 
 def drop(routes: dict[str, Route], gone: Mapping[str, Route]) -> None:
@@ -24,16 +38,16 @@ def drop(routes: dict[str, Route], gone: Mapping[str, Route]) -> None:
 
 def ids_of(routes: Mapping[str, Route], mailbox: Mailbox) -> list[str]:
     """Return the ids of what a batch has in flight."""
-    return [id for id, (box, _) in list(routes.items()) if mailbox_of(box) is mailbox]
+    return [id for id, route in list(routes.items()) if mailbox_of(route.target) is mailbox]
 
 
 def member_ids(routes: Mapping[str, Route], id: str) -> list[str]:
     """Return the ids of the sequences that answer a request."""
-    target, place = routes[id]
+    target, place, _ = routes[id]
     return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
 
 
 def choices_of(routes: Mapping[str, Route], id: str) -> Choices | None:
     """Return what gathers the choices of a request, or None where it has one."""
-    target, _ = routes.get(id, (None, 0))
-    return target if isinstance(target, Choices) else None
+    route = routes.get(id)
+    return route.target if route is not None and isinstance(route.target, Choices) else None

@@ -56,9 +56,16 @@ class SequenceMaker:
         self._settled = Settled()
 
     def of_prompt(
-        self, item: BatchPrompt, run_options: RunOptions, now: float, ends_s: float
+        self,
+        item: BatchPrompt,
+        id: str,
+        run_options: RunOptions,
+        now: float,
+        ends_s: float,
+        *,
+        name: str = "",
     ) -> list[SequenceDriver]:
-        """Return the sequences of a prompt: one for each choice.
+        """Return the sequences of a prompt that is called `id`: one for each choice; `name` is for errors.
 
         Raises:
             ConfigError: options that this engine, or this prompt, cannot have.
@@ -71,9 +78,9 @@ class SequenceMaker:
         except UnsupportedOptionError:
             raise
         except ConfigError as error:
-            raise ConfigError(f"request {item.id!r}: {error}") from None
+            raise ConfigError(f"{name or f'request {id!r}'}: {error}") from None
         deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
-        request = self._request(item, options, deadline_s, grammar)
+        request = self._request(item, id, options, deadline_s, grammar)
         if options.n_choices == 1:
             return [self.of_request(request, now)]
         return [self.of_request(_choice(request, i), now) for i in range(options.n_choices)]
@@ -97,14 +104,19 @@ class SequenceMaker:
         return len(tokenize(self._backend.vocab, item, options))
 
     def _request(
-        self, item: BatchPrompt, options: RunOptions, deadline_s: float, grammar: Grammar | None
+        self,
+        item: BatchPrompt,
+        id: str,
+        options: RunOptions,
+        deadline_s: float,
+        grammar: Grammar | None,
     ) -> Request:
         vocab = self._backend.vocab
         seed = secrets.randbits(32) if options.seed is None else options.seed
         own = () if options.ignore_eos else vocab.end_tokens
         sampling = options.sampling(self._backend.sampling_defaults, seed, vocab.suppressed_tokens)
         return Request(
-            str(item.id),
+            id,
             item,
             options,
             sampling,
@@ -142,13 +154,14 @@ def _choice(request: Request, i: int) -> Request:
     return replace(request, id=id, sampling=sampling, n_prompt_logprobs=n_top)
 
 
-def extended(origin: Origin, result: BatchResult, n_tokens: int, now: float) -> Request:
+def extended(origin: Origin, id: str, result: BatchResult, n_tokens: int, now: float) -> Request:
     """Return a request for up to `n_tokens` more, submitted `now`, that goes on from the result of another."""
     old = origin.request
     n_echoed = result.usage.prompt_tokens if old.options.echo else 0
     n_all = len(result.token_ids[n_echoed:]) + n_tokens
     return replace(
         _with_prompt(old, result),
+        id=id,
         options=RunOptions(max_tokens=n_all, prefill_only=False).over(old.options),
         deadline_s=now + check_seconds("timeout_s", old.options.timeout_s),
         output=result.token_ids[n_echoed:],

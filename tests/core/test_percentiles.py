@@ -14,6 +14,7 @@ from cbatch.core.driver import SequenceDriver
 from cbatch.core.stats import EngineStats, Percentiles, StepRecord
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
+from cbatch.runtime.routes import Route
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def make_loop(n_slots: int = 1) -> tuple[Loop, Rig]:
 
 def submit(loop: Loop, rig: Rig, *requests: Request) -> None:
     box = Mailbox(len(requests), loop.cancel_batch, None)
-    loop.routes.update((r.id, (box, i)) for i, r in enumerate(requests))
+    loop.routes.update((r.id, Route(box, i, r.id)) for i, r in enumerate(requests))
     loop.submit([SequenceDriver.of(r, rig.backend.vocab.piece, rig.now) for r in requests])
 
 

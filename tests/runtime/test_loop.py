@@ -16,6 +16,7 @@ from cbatch.core.driver import SequenceDriver
 from cbatch.errors import EngineClosedError, RequestCancelledError
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
+from cbatch.runtime.routes import Route
 from tests.helpers import Rig, make_request, make_scheduler
 from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, in_thread
 
@@ -37,7 +38,7 @@ class LoopRig:
     def submit(self, *ids: str, **options: Any) -> Mailbox:
         """Queue one batch whose items are these ids."""
         box = Mailbox(len(ids), self.loop.cancel_batch, None)
-        self.loop.routes.update((id, (box, i)) for i, id in enumerate(ids))
+        self.loop.routes.update((id, Route(box, i, id)) for i, id in enumerate(ids))
         piece = self.backend.vocab.piece
         self.loop.submit([SequenceDriver.of(make_request(id, **options), piece, 0.0) for id in ids])
         return box

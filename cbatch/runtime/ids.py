@@ -1,0 +1,93 @@
+"""Ids of requests: none comes back, and one that is handed out means one request for ever."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import DuplicateIdError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+
+class RequestId(str):
+    """The id of one request, as text like any other.
+
+    Each request has an object of its own: by it one that has ended is told from a later one with the same id. A copy
+    is the object itself; what is pickled, encoded or cut is the text alone.
+    """
+
+    __slots__ = ()
+
+    def __copy__(self) -> RequestId:
+        """Return itself: it cannot change."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RequestId:
+        """Return itself, as a tuple of text would."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
+        """Be the text alone in another process, where no request is meant by it."""
+        return str, (str(self),)
+
+
+def own_id(text: str) -> RequestId:
+    """Return the id of a new request that its caller calls so; the text of an earlier one may come again."""
+    return RequestId(str.__str__(text))  # an enumeration shows as another text than it is equal to
+
+
+def is_meant(id: Any, request_id: str) -> bool:
+    """Whether a caller's id means the request that bears an equal one now: text does, another request's does not."""
+    return id is request_id or not isinstance(id, RequestId)
+
+
+def check_own(ids: Sequence[str | None], taken: Container[str]) -> set[str]:
+    """Return the ids that callers gave.
+
+    Raises:
+        DuplicateIdError: one stands twice or is in `taken`.
+    """
+    seen: set[str] = set()
+    for id in ids:
+        if id is None:
+            continue
+        if id in seen or id in taken:
+            raise DuplicateIdError(id)
+        seen.add(id)
+    return seen
+
+
+class Ids:
+    """Gives the requests of one engine their ids; from one thread at a time.
+
+    Every request counts, so those of a first batch are called by their places.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def automatic(self, *taken: Container[str]) -> RequestId:
+        """Return a number that no request of this engine was given before, and that is in none of `taken`."""
+        names = map(str, self._numbers)
+        return RequestId(next(n for n in names if not any(n in ids for ids in taken)))
+
+    def of_batch(self, own: Sequence[str | None], taken: Container[str]) -> list[RequestId]:
+        """Return the ids of a batch: their own, else automatic ones.
+
+        Args:
+            own: what callers call them; None where they do not.
+            taken: the ids in flight in this engine.
+
+        Raises:
+            DuplicateIdError: a given id stands twice in the batch or is in flight.
+        """
+        given = check_own(own, taken)
+        return [self._of(id, given, taken) for id in own]
+
+    def _of(self, own: str | None, given: Container[str], taken: Container[str]) -> RequestId:
+        if own is None:
+            return self.automatic(given, taken)
+        next(self._numbers)
+        return own_id(own)
