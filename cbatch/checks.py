@@ -53,7 +53,8 @@ def is_too_deep(value: object) -> bool:
     for _ in range(MAX_DEPTH):
         if not level:
             return False
-        level = [inner for outer in level for inner in _within(outer)]
+        # each once: a list that holds itself twice would double what there is to look at
+        level = [*{id(inner): inner for outer in level for inner in _within(outer)}.values()]
     return bool(level)
 
 

@@ -454,6 +454,8 @@ def test_nearest_structure_wins_as_a_whole() -> None:
 
 CYCLE: dict[str, Any] = {}
 CYCLE["a"] = CYCLE
+BUSHY_CYCLE: dict[str, object] = {}
+BUSHY_CYCLE |= {"a": BUSHY_CYCLE, "b": BUSHY_CYCLE}
 
 
 @pytest.mark.parametrize(
@@ -468,6 +470,7 @@ CYCLE["a"] = CYCLE
         ({"json_schema": {"a": math.nan}}, "written as JSON"),
         ({"json_schema": '{"a": NaN}'}, "NaN"),
         ({"json_schema": CYCLE}, "nested more than 128"),
+        ({"json_schema": BUSHY_CYCLE}, "nested more than 128"),
         ({"json_schema": "[" * 100_000}, "nested more than 128"),
         ({"json_schema": {"a": {1}}}, "set"),
         ({"json_schema": {"a": "\ud800"}}, "surrogate"),
