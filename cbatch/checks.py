@@ -1,7 +1,7 @@
 """Checks of the values that callers give.
 
-Each takes the name that an error gives the value, and raises `ConfigError` with the name, the value and what it may be.
-None says nothing and passes, where it is not told otherwise.
+Each takes the name that an error gives the value, returns it as a plain one (see `cbatch.plain`), and raises
+`ConfigError` with the name, the value and what it may be. None says nothing and passes, where it is not told otherwise.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, cast
 
-from cbatch.errors import ConfigError
+from cbatch.errors import CBatchError, ConfigError, words_of
+from cbatch.plain import flag_of, int_of, list_of, number_of, plain_for_json, text_of
 
 MAX_INT = 2**31 - 1
 """The largest whole number of native code and of llama.cpp."""
@@ -69,84 +71,115 @@ def check_depth(name: str, value: object) -> None:
         raise ConfigError(TOO_DEEP.format(name))
 
 
-def is_int(value: object) -> TypeGuard[int]:
-    """Return whether a value is a whole number; True is none."""
-    return isinstance(value, int) and not isinstance(value, bool)
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Translate what the reading of a caller's value raises: its own methods may raise anything.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        yield
+    except CBatchError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be read: {words_of(error)}") from error
 
 
-def check_int(name: str, value: object, low: int, high: int) -> None:
-    """Check a whole number from `low` to `high`."""
+def check_int(name: str, value: object, low: int, high: int) -> int | None:
+    """Return a whole number from `low` to `high`."""
     if value is None:
-        return
-    if not is_int(value):
+        return None
+    number = int_of(value)
+    if number is None:
         raise ConfigError(f"{name} must be a whole number, not {shown(value)}")
-    if not low <= value <= high:
+    if not low <= number <= high:
         raise ConfigError(f"{name} must be {low} … {high}, not {shown(value)}")
+    return number
 
 
-def check_float(name: str, value: object, low: float, high: float) -> None:
-    """Check a finite number from `low` to `high`."""
+def check_float(name: str, value: object, low: float, high: float) -> float | None:
+    """Return a finite number from `low` to `high`; one that is given as a whole number stays one."""
     if value is None:
-        return
-    if not (is_int(value) or (isinstance(value, float) and math.isfinite(value))):
+        return None
+    number = number_of(value)
+    if number is None or (isinstance(number, float) and not math.isfinite(number)):
         raise ConfigError(f"{name} must be a finite number, not {shown(value)}")
-    if not low <= value <= high:
+    if not low <= number <= high:
         raise ConfigError(f"{name} must be {low:g} … {high:g}, not {shown(value)}")
+    return number
 
 
-def check_seconds(name: str, value: float | None) -> float:
-    """Return a span of seconds; endless where None.
+def check_seconds(name: str, value: object) -> float:
+    """Return a span of seconds; endless where it is None or infinite.
 
     Raises:
         ConfigError: not a number, or below 0.
     """
+    number = number_of(value)
+    if value is None or number == math.inf:
+        return math.inf
     check_float(name, value, 0.0, MAX_TIME_S)
-    return math.inf if value is None else value
+    return cast("float", number)
 
 
-def check_bool(name: str, value: object) -> None:
-    """Check a flag."""
-    if value is not None and not isinstance(value, bool):
+def check_bool(name: str, value: object) -> bool | None:
+    """Return a flag."""
+    flag = flag_of(value)
+    if value is not None and flag is None:
         raise ConfigError(f"{name} must be True or False, not {shown(value)}")
+    return flag
 
 
-def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
-    """Check that a value is one of these; None only if it is among them."""
-    if value not in choices:
+def check_choice(name: str, value: object, choices: Sequence[str | None]) -> str | None:
+    """Return a value that is one of these; None only if it is among them."""
+    text = text_of(value)
+    if text not in choices or (text is None and value is not None):
         known = ", ".join(c for c in choices if c is not None)
         raise ConfigError(f"{name} must be one of {known}, not {shown(value)}")
+    return text
 
 
-def check_text(name: str, value: object, n_most: int) -> None:
-    """Check text of 1 … `n_most` characters."""
+def check_text(name: str, value: object, n_most: int) -> str | None:
+    """Return text of 1 … `n_most` characters."""
     if value is None:
-        return
-    if not isinstance(value, str) or not 0 < len(value) <= n_most:
+        return None
+    text = text_of(value)
+    if text is None or not 0 < len(text) <= n_most:
         raise ConfigError(f"{name} must be a string of 1 … {n_most} characters, not {shown(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name} holds half of a surrogate pair: {value[:80]!r}") from None
+    _check_whole(name, text)
+    return text
 
 
 def strings_of(name: str, value: object) -> tuple[str, ...] | None:
     """Return the non-empty strings of `value`; an empty stop string would match everywhere and is left out."""
     if value is None:
         return None
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, Sequence) or not all(isinstance(s, str) for s in items):
+    text = text_of(value)
+    items = list_of(value) if text is None else [text]
+    texts = [text_of(item) for item in items or ()]
+    if items is None or None in texts:
         raise ConfigError(f"{name} must be a string or a list of strings, not {shown(value)}")
+    strings = tuple(text for text in texts if text)
+    for text in strings:
+        _check_whole(name, text)
+    return strings
+
+
+def _check_whole(name: str, text: str) -> None:
+    """Refuse text that no model can write; `json.loads` gives such strings."""
     try:
-        "".join(items).encode()
-    except UnicodeEncodeError:  # json.loads gives such strings; no text of a model can hold one
-        raise ConfigError(f"{name} holds half of a surrogate pair: {shown(value)}") from None
-    return tuple(s for s in items if s)
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} holds half of a surrogate pair: {shown(text)}") from None
 
 
-def check_path(name: str, value: object) -> None:
-    """Check that a value can be a path; None is refused."""
-    if not (isinstance(value, str | os.PathLike) and _is_encodable(os.fspath(value))):
+def check_path(name: str, value: object) -> str:
+    """Return a value that can be a path, with the home in the place of `~`; None is refused."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else text_of(value)
+    if not isinstance(path, str | bytes) or not _is_encodable(path):
         raise ConfigError(f"{name} must be a path, not {shown(value)}")
+    return os.path.expanduser(os.fsdecode(path))  # which leaves ~nobody as it is
 
 
 def _is_encodable(path: str | bytes) -> bool:
@@ -166,24 +199,22 @@ def check_keys(name: str, said: Mapping[str, Any], known: Sequence[str]) -> None
 
 
 def token_ids(name: str, value: object) -> tuple[int, ...] | None:
-    """Return a list of token ids as a tuple."""
+    """Return a list, or an array, of token ids as a tuple."""
     if value is None:
         return None
-    if (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or not all(is_int(t) and t >= 0 for t in value)
-    ):
+    items = list_of(value)
+    tokens = [int_of(item) for item in items or ()]
+    if items is None or not all(t is not None and t >= 0 for t in tokens):
         raise ConfigError(f"{name} must be a list of token ids (0 and above), not {shown(value)}")
-    return tuple(value)
+    return tuple(t for t in tokens if t is not None)
 
 
 def json_object(name: str, value: object) -> str | None:
     """Return a mapping, or the text of a JSON object, as `json_text`."""
     if value is None:
         return None
-    if isinstance(value, str):
-        return _json_object_of_text(name, value)
+    if (text := text_of(value)) is not None:
+        return _json_object_of_text(name, text)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a mapping or JSON text, not {type(value).__name__}")
     return json_text(name, value)
@@ -211,15 +242,13 @@ def json_text(name: str, value: Mapping[str, Any]) -> str:
     check_depth(name, value)
     try:
         text = json.dumps(
-            value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
+            value,
+            ensure_ascii=False,
+            allow_nan=False,
+            separators=(",", ":"),
+            default=plain_for_json,
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} cannot be written as JSON: {error}") from None
     check_text(name, text, MAX_GRAMMAR_LENGTH)
     return text
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is no type of JSON")

@@ -16,12 +16,15 @@ from cbatch.checks import (
     check_int,
     check_path,
     check_text,
+    reading,
     shown,
 )
 from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.plain import list_of, text_of
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
 MAX_PARALLEL = 256
 """llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""
@@ -33,6 +36,9 @@ CellType: TypeAlias = Literal[
     "f16", "f32", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
 """What keys or values are stored as. Source: llama.cpp common/arg.cpp, kv_cache_types."""
+
+MAX_THREADS = 512
+"""More end the process where they cannot be started. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
 
 MAX_RPC_SERVERS = 16
 """Source: ggml/include/ggml-rpc.h, GGML_RPC_MAX_SERVERS."""
@@ -79,17 +85,22 @@ class ScheduleOptions:
         for f in fields(self):
             if f.default is not None and getattr(self, f.name) is None:
                 raise ConfigError(f"{f.name} must not be None")
-        check_choice("policy", self.policy, ("fcfs", "priority", "shortest", "round_robin"))
+        self._settle(check_choice, "policy", ("fcfs", "priority", "shortest", "round_robin"))
         for name in ("quantum", "prefill_budget", "prefill_chunk"):
-            check_int(name, getattr(self, name), 1, MAX_INT)
-        check_int("max_queue", self.max_queue, 0, MAX_INT)
-        check_int("swap_mib", self.swap_mib, 0, MAX_INT)
-        check_float("ageing_s", self.ageing_s, 1e-3, MAX_TIME_S)
-        check_float("itl_ms", self.itl_ms, 1e-3, 1e9)
-        check_bool("share_prefixes", self.share_prefixes)
-        check_choice("admission", self.admission, (None, "reserve", "optimistic"))
-        check_choice("when_full", self.when_full, (None, "wait", "reject"))
+            self._settle(check_int, name, 1, MAX_INT)
+        self._settle(check_int, "max_queue", 0, MAX_INT)
+        self._settle(check_int, "swap_mib", 0, MAX_INT)
+        self._settle(check_float, "ageing_s", 1e-3, MAX_TIME_S)
+        self._settle(check_float, "itl_ms", 1e-3, 1e9)
+        self._settle(check_bool, "share_prefixes")
+        self._settle(check_choice, "admission", (None, "reserve", "optimistic"))
+        self._settle(check_choice, "when_full", (None, "wait", "reject"))
         self._check_pairs()
+
+    def _settle(self, check: Callable[..., object], name: str, *limits: object) -> None:
+        """Replace a value by what a check makes of it."""
+        with reading(name):
+            object.__setattr__(self, name, check(name, getattr(self, name), *limits))
 
     def _check_pairs(self) -> None:
         if self.quantum is not None and self.policy != "round_robin":
@@ -154,20 +165,20 @@ class EngineOptions(ScheduleOptions):
     def __post_init__(self) -> None:
         """Check what can be checked without the model."""
         ScheduleOptions.__post_init__(self)
-        check_int("parallel", self.parallel, 1, MAX_PARALLEL)
-        for name in ("n_ctx", "ctx_per_seq", "n_threads", "memory_mib", "cache_mib"):
-            check_int(name, getattr(self, name), 1, MAX_INT)
-        check_int("n_gpu_layers", self.n_gpu_layers, -1, MAX_INT)
-        check_int("n_batch", self.n_batch, 1, 2**20)
-        check_int("n_ubatch", self.n_ubatch, 1, 2**20)
-        check_choice("kv", self.kv, ("auto", "partitioned", "unified"))
-        check_choice("flash_attn", self.flash_attn, ("auto", "on", "off"))
+        self._settle(check_int, "parallel", 1, MAX_PARALLEL)
+        self._settle(check_int, "n_threads", 1, MAX_THREADS)
+        for name in ("n_ctx", "ctx_per_seq", "memory_mib", "cache_mib"):
+            self._settle(check_int, name, 1, MAX_INT)
+        self._settle(check_int, "n_gpu_layers", -1, MAX_INT)
+        self._settle(check_int, "n_batch", 1, 2**20)
+        self._settle(check_int, "n_ubatch", 1, 2**20)
+        self._settle(check_choice, "kv", ("auto", "partitioned", "unified"))
+        self._settle(check_choice, "flash_attn", ("auto", "on", "off"))
         for name in ("cache_type_k", "cache_type_v"):
-            check_choice(name, getattr(self, name), get_args(CellType))
+            self._settle(check_choice, name, get_args(CellType))
         for name in ("exact", "use_mmap", "use_mlock", "offload_kqv"):
-            check_bool(name, getattr(self, name))
-        if not isinstance(self.chat_template, str | None):
-            raise ConfigError(f"chat_template must be a string, not {shown(self.chat_template)}")
+            self._settle(check_bool, name)
+        self._settle(_template, "chat_template")
         self._check_places()
         self._check_rope()
         self._check_sizes()
@@ -184,9 +195,9 @@ class EngineOptions(ScheduleOptions):
         """
         known = [f.name for f in fields(cls)]
         for name in settings:
-            if name not in known:
+            if text_of(name) not in known:
                 raise UnsupportedOptionError(name, known)
-        return cls(**settings)
+        return cls(**{str(text_of(name)): value for name, value in settings.items()})
 
     @property
     def n_slots(self) -> int:
@@ -199,16 +210,13 @@ class EngineOptions(ScheduleOptions):
         return is_quantised(self.cache_type_v)
 
     def _check_places(self) -> None:
-        check_choice("split_mode", self.split_mode, (None, "none", "layer", "row", "tensor"))
-        check_int("main_gpu", self.main_gpu, 0, MAX_INT)
-        for name, settle in (
-            ("tensor_split", _shares),
-            ("rpc_servers", _servers),
-            ("adapters", _files),
-        ):
-            object.__setattr__(self, name, settle(name, getattr(self, name)))
+        self._settle(check_choice, "split_mode", (None, "none", "layer", "row", "tensor"))
+        self._settle(check_int, "main_gpu", 0, MAX_INT)
+        self._settle(_shares, "tensor_split")
+        self._settle(_servers, "rpc_servers")
+        self._settle(_files, "adapters")
         if self.cache_dir is not None:
-            check_path("cache_dir", self.cache_dir)
+            self._settle(check_path, "cache_dir")
         if self.tensor_split is not None and self.split_mode == "none":
             raise ConfigError(
                 f"tensor_split={list(self.tensor_split)} is for several devices, "
@@ -216,15 +224,14 @@ class EngineOptions(ScheduleOptions):
             )
 
     def _check_rope(self) -> None:
-        check_choice(
-            "rope_scaling", self.rope_scaling, (None, "none", "linear", "yarn", "longrope")
-        )
-        check_float("rope_freq_base", self.rope_freq_base, 1.0, 1e12)
-        check_float("rope_freq_scale", self.rope_freq_scale, 1e-6, 1e6)
-        check_int("yarn_orig_ctx", self.yarn_orig_ctx, 1, MAX_INT)
+        scalings = (None, "none", "linear", "yarn", "longrope")
+        self._settle(check_choice, "rope_scaling", scalings)
+        self._settle(check_float, "rope_freq_base", 1.0, 1e12)
+        self._settle(check_float, "rope_freq_scale", 1e-6, 1e6)
+        self._settle(check_int, "yarn_orig_ctx", 1, MAX_INT)
         yarn = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
         for name in yarn:
-            check_float(name, getattr(self, name), 0.0, 1e6)
+            self._settle(check_float, name, 0.0, 1e6)
         if self.rope_scaling == "none" and self.rope_freq_scale is not None:
             raise ConfigError(
                 f"rope_freq_scale={self.rope_freq_scale} has no effect with rope_scaling='none': "
@@ -317,45 +324,58 @@ def is_quantised(cell_type: str) -> bool:
     return cell_type not in ("f16", "f32", "bf16")
 
 
+def _template(name: str, value: object) -> str | None:
+    text = text_of(value)
+    if text is None and value is not None:
+        raise ConfigError(f"{name} must be a string, not {shown(value)}")
+    return text
+
+
 def _shares(name: str, value: object) -> tuple[float, ...] | None:
     if value is None:
         return None
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
+    items = list_of(value)
+    if not items:
         raise ConfigError(f"{name} must be a list of shares, one a device, not {shown(value)}")
-    for share in value:
-        if share is None:
-            raise ConfigError(f"{name} holds None: give a device that takes no part a share of 0")
-        check_float(f"a share in {name}", share, 0.0, 1e6)
-    if not any(value):
+    shares = [check_float(f"a share in {name}", share, 0.0, 1e6) for share in items]
+    if None in shares:
+        raise ConfigError(f"{name} holds None: give a device that takes no part a share of 0")
+    if not any(shares):
         raise ConfigError(f"{name} has no share above 0: leave it out to split by free memory")
-    return tuple(float(share) for share in value)
+    return tuple(float(share) for share in shares if share is not None)
 
 
 def _servers(name: str, value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+    items = list_of(value)
+    if not items:
         raise ConfigError(f"{name} must be a list of 'host:port', not {shown(value)}")
-    if len(value) > MAX_RPC_SERVERS:
-        raise ConfigError(f"{name} has {len(value)} servers, the most is {MAX_RPC_SERVERS}")
-    for server in value:
-        host, _, port = server.partition(":") if isinstance(server, str) else ("", "", "")
-        is_number = port.isascii() and port.isdigit() and len(port) <= 5
-        if not (host and is_number and 0 < int(port) < 2**16):
-            raise ConfigError(
-                f"{name}: a server is 'host:port' with a port of 1 … 65535, not {shown(server)}"
-            )
-    return tuple(value)
+    if len(items) > MAX_RPC_SERVERS:
+        raise ConfigError(f"{name} has {len(items)} servers, the most is {MAX_RPC_SERVERS}")
+    return tuple(_server(name, item) for item in items)
 
 
-def _files(name: str, value: object) -> dict[str, str | os.PathLike[str]] | None:
+def _server(name: str, value: object) -> str:
+    text = text_of(value) or ""
+    host, _, port = text.partition(":")
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not (host and is_number and 0 < int(port) < 2**16):
+        raise ConfigError(
+            f"{name}: a server is 'host:port' with a port of 1 … 65535, not {shown(value)}"
+        )
+    return text
+
+
+def _files(name: str, value: object) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a mapping of names to files, not {shown(value)}")
+    files = {}
     for key, path in value.items():
-        if key is None:
+        text = check_text(f"a name in {name}", key, MAX_KEY_LENGTH)
+        if text is None:
             raise ConfigError(f"{name} has the name None: give a string")
-        check_text(f"a name in {name}", key, MAX_KEY_LENGTH)
-        check_path(f"the file of {name} {key!r}", path)
-    return dict(value)
+        files[text] = check_path(f"the file of {name} {text!r}", path)
+    return files

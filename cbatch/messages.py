@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
+import os
+from collections.abc import (
+    AsyncIterable,
+    Iterable,
+    Mapping,
+    MappingView,
+    Sequence,
+    Set,
+    Sized,
+)
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
+from cbatch.checks import check_bool, check_depth, reading, shown
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
+from cbatch.plain import flag_of, int_of, is_table, list_of, plain, text_of
 from cbatch.tools import check_calls
 
 Message: TypeAlias = Mapping[str, Any]
@@ -42,20 +54,13 @@ class BatchPrompt:
         given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
         if len(given) != 1:
             raise ConfigError(f"give one of messages, prompt and tokens, not {given or 'none'}")
-        if self.id is not None and (not isinstance(self.id, str) or not self.id):
-            raise ConfigError(f"an id must be a non-empty string, not {self.id!r}")
-        if self.id is not None and "\0" in self.id:
-            raise ConfigError(f"an id must not have a NUL character: {self.id!r}")
+        if self.id is not None:
+            object.__setattr__(self, "id", _new_id(self.id))
         object.__setattr__(self, "options", RunOptions.of(self.options))
-        self._check_content()
-
-    def _check_content(self) -> None:
-        if self.messages is not None:
-            object.__setattr__(self, "messages", _messages(self.messages))
-        elif self.prompt is not None:
-            _check_text(self.prompt)
-        elif self.tokens is not None:
-            object.__setattr__(self, "tokens", _tokens(self.tokens))
+        for name, settle in (("messages", _messages), ("prompt", _text), ("tokens", _tokens)):
+            if (value := getattr(self, name)) is not None:
+                with reading(name):
+                    object.__setattr__(self, name, settle(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,14 @@ class LookAhead:
 
     def __post_init__(self) -> None:
         """Check the pairs."""
-        for pair in self.prompts:
+        pairs = list_of(self.prompts)
+        if pairs is None:
+            raise ConfigError(
+                f"look_ahead is a list of prompts with their options, not {type(self.prompts).__name__}"
+            )
+        if check_bool("is_all", self.is_all) is None:
+            raise ConfigError("is_all must be True or False, not None")
+        for pair in pairs:
             prompt, options = pair if isinstance(pair, tuple) and len(pair) == 2 else (pair, None)
             if not (isinstance(prompt, BatchPrompt) and isinstance(options, RunOptions)):
                 raise ConfigError(
@@ -90,21 +102,28 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[BatchPrompt]:
     Raises:
         ConfigError: an empty batch, or an item that is none of these; the message names its place.
     """
-    if isinstance(prompts, str | BatchPrompt) or _is_chat(prompts):
-        return [as_prompt(prompts)]
-    if isinstance(prompts, AsyncIterable):
-        raise ConfigError("prompts is an async iterable: give a list, or a generator for `for`")
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
-        raise ConfigError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
-    items = [_at(i, item) for i, item in enumerate(prompts)]
+    with reading("prompts"):
+        if isinstance(prompts, BatchPrompt) or text_of(prompts) is not None or _is_chat(prompts):
+            return [as_prompt(prompts)]
+        _check_batch(prompts)
+        listed = list_of(prompts)
+        items = [_at(i, item) for i, item in enumerate(prompts if listed is None else listed)]
     if not items:
         raise ConfigError("the batch is empty: give at least one prompt")
     return items
 
 
 def is_source(prompts: object) -> bool:
-    """Whether these are prompts to be read one by one: an iterable that does not know its length."""
-    return isinstance(prompts, Iterable) and not isinstance(prompts, Sized | BatchPrompt)
+    """Whether these are prompts to be read one by one: an iterable that does not know its length.
+
+    Raises:
+        ConfigError: what can be read, but has no prompts: a file or rows of a table.
+    """
+    with reading("prompts"):
+        if isinstance(prompts, Sized | BatchPrompt) or not isinstance(prompts, Iterable):
+            return False
+        _check_batch(prompts)
+        return True
 
 
 def as_prompt(item: Any) -> BatchPrompt:
@@ -115,27 +134,89 @@ def as_prompt(item: Any) -> BatchPrompt:
     """
     if isinstance(item, BatchPrompt):
         return item
-    if isinstance(item, str):
-        return BatchPrompt(prompt=item)
+    with reading("the prompt"):
+        return _as_prompt(item)
+
+
+def _as_prompt(item: object) -> BatchPrompt:
+    text, listed = text_of(item), list_of(item)
+    if text is not None:
+        return BatchPrompt(prompt=text)
     if isinstance(item, Mapping):
-        raise ConfigError("a message stands alone here: a chat is a list of messages")
-    if isinstance(item, int) or (
-        isinstance(item, Sequence) and any(isinstance(t, int) for t in item)
-    ):
+        raise ConfigError(_NO_CHAT if "role" in map(text_of, item) else _NO_ROW)
+    if any(_is_number(value) for value in ([item] if listed is None else listed)):
         raise ConfigError(
             "these are numbers: for a prompt of token ids give BatchPrompt(tokens=[…])"
         )
-    if isinstance(item, Sequence):
-        return BatchPrompt(messages=item)
-    raise ConfigError(
-        f"a prompt is a string, a list of messages or a BatchPrompt, not {type(item).__name__}"
-    )
+    if listed is None:
+        raise ConfigError(
+            f"a prompt is a string, a list of messages or a BatchPrompt, not {_kind(item)}"
+        )
+    return BatchPrompt(messages=listed)  # type: ignore[arg-type]  # which looks at each
+
+
+_NO_CHAT = "a message stands alone here: a chat is a list of messages"
+_NO_ROW = (
+    "a mapping is no prompt: for one with a prompt's fields give BatchPrompt(**it), for the rows of a table use "
+    "run_table of cbatch.files.frames"
+)
+
+
+def as_id(value: object) -> str:
+    """Return the id of a request.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    with reading("id"):
+        text = text_of(value)
+    if not text:
+        raise ConfigError(f"an id must be a non-empty string, not {shown(value)}")
+    return text
+
+
+def _new_id(value: object) -> str:
+    id = as_id(value)
+    if "\0" in id:
+        raise ConfigError(f"an id must not have a NUL character: {shown(id)}")
+    return id
 
 
 def _is_chat(value: object) -> bool:
-    return (
-        isinstance(value, Sequence) and bool(value) and all(isinstance(m, Mapping) for m in value)
-    )
+    listed = list_of(value)
+    return bool(listed) and all(isinstance(m, Mapping) for m in listed or ())
+
+
+def _is_number(value: object) -> bool:
+    return int_of(value) is not None or flag_of(value) is not None
+
+
+def _check_batch(prompts: object) -> None:
+    """Refuse what is no collection of prompts, though it may be read item by item."""
+    if isinstance(prompts, AsyncIterable):
+        raise ConfigError("prompts is an async iterable: give a list, or a generator for `for`")
+    if isinstance(prompts, Set) and not isinstance(prompts, MappingView):
+        raise ConfigError(
+            "prompts is a set, and results come in the order of the prompts: give a list"
+        )
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable) or _hint(prompts):
+        raise ConfigError(f"prompts must be a list of prompts, not {_kind(prompts)}")
+
+
+def _kind(value: object) -> str:
+    """Return how an error names what is no text and no list: its type, and what its owner may have meant."""
+    return shown(value) if isinstance(value, Enum) else f"{type(value).__name__}{_hint(value)}"
+
+
+def _hint(value: object) -> str:
+    """Return what else to do with things that are often taken for prompts; nothing where it is none of them."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return ": decode them to a string"
+    if is_table(value):
+        return ": for the rows of a table use run_table of cbatch.files.frames"
+    if isinstance(value, os.PathLike) or hasattr(value, "readline"):
+        return ": for a file of prompts use run_file or stream_file of cbatch.files.run"
+    return ""
 
 
 def _at(i: int, item: Any) -> BatchPrompt:
@@ -145,32 +226,40 @@ def _at(i: int, item: Any) -> BatchPrompt:
         raise ConfigError(f"prompts[{i}]: {error}") from None
 
 
-def _check_text(text: object) -> None:
-    if not isinstance(text, str):
-        raise ConfigError(f"prompt must be a string, not {type(text).__name__}")
+def _text(value: object) -> str:
+    text = text_of(value)
+    if text is None:
+        raise ConfigError(f"prompt must be a string, not {_kind(value)}")
     if not text:
         raise ConfigError("the prompt is empty")
+    return text
 
 
-def _tokens(tokens: object) -> tuple[int, ...]:
-    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
-        raise ConfigError(f"tokens must be a list of token ids, not {type(tokens).__name__}")
-    if not tokens:
+def _tokens(value: object) -> tuple[int, ...]:
+    items = list_of(value)
+    if items is None:
+        raise ConfigError(f"tokens must be a list of token ids, not {_kind(value)}")
+    if not items:
         raise ConfigError("the prompt is empty: tokens has no token")
-    for t in tokens:
-        if not isinstance(t, int) or isinstance(t, bool) or t < 0:
-            raise ConfigError(f"tokens must be token ids (0 and above), not {t!r}")
+    tokens = []
+    for item in items:
+        token = int_of(item)
+        if token is None or token < 0:
+            raise ConfigError(f"tokens must be token ids (0 and above), not {shown(item)}")
+        tokens.append(token)
     return tuple(tokens)
 
 
-def _messages(messages: object) -> tuple[Message, ...]:
-    if isinstance(messages, str):
+def _messages(value: object) -> tuple[Message, ...]:
+    if text_of(value) is not None:
         raise ConfigError("messages must be a list of messages; for plain text give prompt=")
-    if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
-        raise ConfigError(f"messages must be a list of messages, not {type(messages).__name__}")
+    messages = list_of(value)
+    if messages is None:
+        raise ConfigError(f"messages must be a list of messages, not {_kind(value)}")
     if not messages:
         raise ConfigError("the prompt is empty: messages has no message")
-    checked = tuple(_message(i, m) for i, m in enumerate(messages))
+    check_depth("messages", messages)
+    checked = tuple(_message(f"messages[{i}]", m) for i, m in enumerate(messages))
     if "tool_calls" in checked[-1]:
         raise ConfigError(
             f"messages[{len(checked) - 1}] calls tools and is the last: add what they answer, by role 'tool'"
@@ -178,36 +267,45 @@ def _messages(messages: object) -> tuple[Message, ...]:
     return checked
 
 
-def _message(i: int, message: object) -> Message:
+def _message(place: str, message: object) -> Message:
     if not isinstance(message, Mapping):
+        raise ConfigError(f"{place} must be a mapping with role and content, not {_kind(message)}")
+    given = {plain(key): value for key, value in message.items()}
+    role = text_of(given.get("role"))
+    if not role:
         raise ConfigError(
-            f"messages[{i}] must be a mapping with role and content, not {type(message).__name__}"
+            f"{place} has no role: it needs a non-empty string, not {shown(given.get('role'))}"
         )
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise ConfigError(f"messages[{i}] has no role: it needs a non-empty string")
-    calls = check_calls(f"messages[{i}]", role, message.get("tool_calls"))
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    for name in ("tool_call_id", "name"):
-        if not isinstance(rest.get(name, "-"), str) or not rest.get(name, "-"):
-            raise ConfigError(f"messages[{i}] {name} must be a non-empty string")
-    if calls and message.get("content") is None:
-        return {**rest, "content": None, "tool_calls": calls}
-    if message.get("content") is None:
-        raise ConfigError(f"messages[{i}] has no content")
-    checked = {**rest, "content": _content(i, message["content"])}
-    return {**checked, "tool_calls": calls} if calls else checked
+    rest: dict[Any, Any] = {key: plain(value) for key, value in given.items()}
+    calls = check_calls(place, role, rest.pop("tool_calls", None))
+    rest |= {name: _name(place, name, given) for name in ("tool_call_id", "name") if name in given}
+    content = given.get("content")
+    if content is None and not calls:
+        raise ConfigError(f"{place} has no content")
+    rest |= {"role": role, "content": None if content is None else _content(place, content)}
+    return {**rest, "tool_calls": calls} if calls else rest
 
 
-def _content(i: int, content: object) -> str:
+def _name(place: str, key: str, message: Mapping[object, object]) -> str:
+    text = text_of(message[key])
+    if not text:
+        raise ConfigError(f"{place} {key} must be a non-empty string, not {shown(message[key])}")
+    return text
+
+
+def _content(place: str, content: object) -> str:
     """Return the text of a message; OpenAI's list of text parts is joined."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence) and all(isinstance(p, Mapping) for p in content):
-        for part in content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ConfigError(
-                    f"messages[{i}] has a part of type {part.get('type')!r}: only text is supported"
-                )
-        return "".join(part["text"] for part in content)
-    raise ConfigError(f"messages[{i}] content must be a string, not {type(content).__name__}")
+    text, parts = text_of(content), list_of(content)
+    if text is not None:
+        return text
+    if parts is None or not all(isinstance(part, Mapping) for part in parts):
+        raise ConfigError(f"{place} content must be a string, not {_kind(content)}")
+    return "".join(_part(place, plain(part)) for part in parts)
+
+
+def _part(place: str, part: Any) -> str:
+    if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise ConfigError(
+            f"{place} has a part of type {shown(part.get('type'))}: only text is supported"
+        )
+    return str(part["text"])

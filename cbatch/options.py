@@ -5,29 +5,31 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from cbatch.checks import (
     MAX_GRAMMAR_LENGTH,
     MAX_INT,
     MAX_KEY_LENGTH,
-    MAX_TIME_S,
     check_bool,
     check_choice,
     check_float,
     check_int,
     check_keys,
+    check_seconds,
     check_text,
-    is_int,
     json_object,
     json_text,
+    reading,
+    shown,
     strings_of,
     token_ids,
 )
 from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.plain import flag_of, int_of, number_of, text_of
 from cbatch.tools import (
     Tool,
     ToolChoice,
@@ -130,6 +132,14 @@ _REFUSED = {
 
 _STRUCTURE = ("json_schema", "response_format", "regex", "grammar")
 """Options that say what an answer must match: one request has one of them."""
+
+
+class _Copied(NamedTuple):
+    """What options say that have two names, or values of two kinds."""
+
+    max_tokens: int | None
+    logprobs: bool | int | None
+    top_logprobs: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,18 +270,22 @@ class RunOptions:
     response_format: str | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    _copied: InitVar[_Copied | None] = None
+    """In a copy by `dataclasses.replace`: what the original settled, to tell what is new beside it."""
 
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""
-        for name in options:
+        for name, value in options.items():
             if name in _REFUSED:
                 raise UnsupportedOptionError(name, reason=_REFUSED[name])
-            if name not in _NAMES:
+            if name not in _NAMES and not isinstance(value, _Copied):
                 raise UnsupportedOptionError(name, sorted(_NAMES))
         return super().__new__(cls)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, _copied: _Copied | None) -> None:
         """Check every value once, where the caller still sees the line that is wrong."""
+        if _copied is not None:
+            self._let_new_aliases_win(_copied)
         if self.max_completion_tokens is not None:
             if self.max_tokens is not None:
                 raise ConfigError(
@@ -279,42 +293,49 @@ class RunOptions:
                 )
             self._settle("max_tokens", self.max_completion_tokens)
             self._settle("max_completion_tokens", None)
-        self._settle("stop", strings_of("stop", self.stop))
-        self._settle("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
+        self._check(strings_of, "stop")
+        self._check(token_ids, "stop_token_ids")
         self._check_max_tokens()
-        check_int("seed", self.seed, 0, MAX_SEED)
+        self._check(check_int, "seed", 0, MAX_SEED)
         self._check_sampling()
-        check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
-        check_float("timeout_s", self.timeout_s, 0.0, MAX_TIME_S)
+        self._check(check_int, "priority", -MAX_PRIORITY, MAX_PRIORITY)
+        self._check(check_seconds, "timeout_s")
         for name in ("include_stop", "ignore_eos", "save_cache", "cache_required", "prefill_only"):
-            check_bool(name, getattr(self, name))
-        check_text("cache_key", self.cache_key, MAX_KEY_LENGTH)
-        check_int("n_keep", self.n_keep, -1, MAX_INT)
-        check_int("n_discard", self.n_discard, 0, MAX_INT)
-        self._settle("adapter", _adapters(self.adapter))
-        self._settle("tools", check_tools(self.tools))
-        self._settle("tool_choice", check_tool_choice(self.tool_choice))
-        kwargs = check_template_kwargs(self.chat_template_kwargs)
-        self._settle("chat_template_kwargs", kwargs)
-        check_choice("reasoning_format", self.reasoning_format, (None, "auto", "none"))
-        check_bool("skip_special_tokens", self.skip_special_tokens)
+            self._check(check_bool, name)
+        self._check(check_text, "cache_key", MAX_KEY_LENGTH)
+        self._check(check_int, "n_keep", -1, MAX_INT)
+        self._check(check_int, "n_discard", 0, MAX_INT)
+        self._check(_adapters, "adapter")
+        for name, check in _OF_TOOLS:
+            self._check(check, name)
+        self._check(check_choice, "reasoning_format", (None, "auto", "none"))
+        self._check(check_bool, "skip_special_tokens")
         self._check_choices()
         self._check_logprobs()
         self._check_structure()
+        self._settle("_copied", _Copied(self.max_tokens, self.logprobs, self.top_logprobs))
+
+    def _let_new_aliases_win(self, old: _Copied) -> None:
+        """Drop what comes from the original where a copy says the same by another name."""
+        if self.max_completion_tokens is not None and self.max_tokens == old.max_tokens:
+            self._settle("max_tokens", None)
+        if self.logprobs is not old.logprobs and self.top_logprobs == old.top_logprobs:
+            has_alternatives = self.logprobs is True or (self.logprobs is None and not old.logprobs)
+            self._settle("top_logprobs", old.top_logprobs if has_alternatives else None)
 
     def _check_sampling(self) -> None:
         for name, low, high in _CHOICE_FLOATS:
-            check_float(name, getattr(self, name), low, high)
+            self._check(check_float, name, low, high)
         for name, most in _CHOICE_INTS:
-            check_int(name, getattr(self, name), 0, most)
-        self._settle("dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
-        self._settle("logit_bias", _logit_bias(self.logit_bias))
+            self._check(check_int, name, 0, most)
+        self._check(_breakers, "dry_sequence_breakers")
+        self._check(_logit_bias, "logit_bias")
 
     def _check_structure(self) -> None:
         for name in ("json_schema", "response_format"):
-            self._settle(name, json_object(name, getattr(self, name)))
+            self._check(json_object, name)
         for name in ("regex", "grammar"):
-            check_text(name, getattr(self, name), MAX_GRAMMAR_LENGTH)
+            self._check(check_text, name, MAX_GRAMMAR_LENGTH)
         said = [name for name in _STRUCTURE if getattr(self, name) is not None]
         if len(said) > 1:
             raise ConfigError(
@@ -328,11 +349,11 @@ class RunOptions:
             )
 
     def _check_max_tokens(self) -> None:
-        is_for_prompt = self.echo or self.prompt_logprobs is not None
+        is_for_prompt = flag_of(self.echo) or self.prompt_logprobs is not None
         try:
-            check_int("max_tokens", self.max_tokens, 0 if is_for_prompt else 1, MAX_INT)
+            self._check(check_int, "max_tokens", 0 if is_for_prompt else 1, MAX_INT)
         except ConfigError as error:
-            if self.max_tokens != 0:
+            if int_of(self.max_tokens) != 0:
                 raise
             raise ConfigError(
                 f"{error}: without echo or prompt_logprobs nothing would come of it; prefill_only computes a prompt "
@@ -340,8 +361,8 @@ class RunOptions:
             ) from None
 
     def _check_choices(self) -> None:
-        check_int("n", self.n, 1, MAX_CHOICES)
-        check_int("best_of", self.best_of, 1, MAX_CHOICES)
+        self._check(check_int, "n", 1, MAX_CHOICES)
+        self._check(check_int, "best_of", 1, MAX_CHOICES)
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise ConfigError(
                 f"best_of={self.best_of} is less than n={self.n}: of fewer none can be kept"
@@ -353,18 +374,25 @@ class RunOptions:
                 )
 
     def _check_logprobs(self) -> None:
-        if self.logprobs is not None and not isinstance(self.logprobs, bool):
-            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        flag = flag_of(self.logprobs)
+        if self.logprobs is not None and flag is None:
+            self._check(check_int, "logprobs", 0, MAX_LOGPROBS)
             if self.top_logprobs is None:
                 self._settle("top_logprobs", self.logprobs)
-            self._settle(
-                "logprobs", True
-            )  # which equals 1, but means another number of alternatives
-        check_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
-        check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        check_bool("echo", self.echo)
+            flag = True  # which equals 1, but means another number of alternatives
+        self._settle("logprobs", flag)
+        self._check(check_int, "top_logprobs", 0, MAX_LOGPROBS)
+        self._check(check_int, "prompt_logprobs", 0, MAX_LOGPROBS)
+        self._check(check_bool, "echo")
         if self.top_logprobs and self.logprobs is False:
             raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
+
+    def _check(self, check: Callable[..., object], name: str, *limits: object) -> None:
+        """Replace a value that is said by what a check makes of it."""
+        value = getattr(self, name)
+        if value is not None:
+            with reading(name):
+                self._settle(name, check(name, value, *limits))
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -381,7 +409,8 @@ class RunOptions:
         if isinstance(value, RunOptions):
             return value
         if isinstance(value, Mapping):
-            return cls(**value)
+            with reading("options"):
+                return cls(**{_name(name): said for name, said in value.items()})
         raise ConfigError(f"options must be RunOptions or a mapping, not {type(value).__name__}")
 
     def over(self, other: RunOptions) -> RunOptions:
@@ -527,58 +556,80 @@ def _schema_of(response_format: str) -> str | None:
     return json_text("response_format: schema", inner["schema"])
 
 
-def _adapters(value: object) -> Mapping[str, float] | None:
+def _name(given: object) -> str:
+    """Return the name of an option.
+
+    Raises:
+        UnsupportedOptionError: it is no text, or no name that can be given.
+    """
+    name = text_of(given)
+    if name is None or name not in _NAMES.union(_REFUSED):
+        raise UnsupportedOptionError(shown(given) if name is None else name, sorted(_NAMES))
+    return name
+
+
+def _adapters(name: str, value: object) -> Mapping[str, float]:
     """Return names with their scales, in order of names; a name alone has scale 1."""
-    if value is None:
-        return None
-    scales = {value: 1.0} if isinstance(value, str) else value
-    if not isinstance(scales, Mapping) or not all(isinstance(name, str) for name in scales):
-        raise ConfigError(f"adapter must be a name or a mapping of names to scales, not {value!r}")
-    for name in sorted(scales):
-        check_text("an adapter's name", name, MAX_KEY_LENGTH)
-        if scales[name] is None:
-            raise ConfigError(f"adapter {name!r} has no scale: give a number")
-        check_float(f"the scale of adapter {name!r}", scales[name], -100.0, 100.0)
-    return {name: float(scales[name]) for name in sorted(scales)}
-
-
-def _breakers(value: object) -> tuple[str, ...] | None:
-    strings = strings_of("dry_sequence_breakers", value)
-    if strings is None:
-        return None
-    if len(strings) > MAX_BREAKERS:
+    alone = text_of(value)
+    scales = value if alone is None else {alone: 1.0}
+    if not isinstance(scales, Mapping) or None in map(text_of, scales):
         raise ConfigError(
-            f"dry_sequence_breakers has {len(strings)} strings, the most is {MAX_BREAKERS}"
+            f"{name} must be a name or a mapping of names to scales, not {shown(value)}"
         )
+    found = {str(text_of(key)): scale for key, scale in scales.items()}
+    return {key: _scale(key, found[key]) for key in sorted(found)}
+
+
+def _scale(adapter: str, value: object) -> float:
+    check_text("an adapter's name", adapter, MAX_KEY_LENGTH)
+    scale = check_float(f"the scale of adapter {adapter!r}", value, -100.0, 100.0)
+    if scale is None:
+        raise ConfigError(f"adapter {adapter!r} has no scale: give a number")
+    return float(scale)
+
+
+def _breakers(name: str, value: object) -> tuple[str, ...]:
+    strings = strings_of(name, value) or ()
+    if len(strings) > MAX_BREAKERS:
+        raise ConfigError(f"{name} has {len(strings)} strings, the most is {MAX_BREAKERS}")
     for text in strings:
         if len(text.encode()) > MAX_BREAKER_BYTES:
             raise ConfigError(
-                f"dry_sequence_breakers: {text!r} is longer than {MAX_BREAKER_BYTES} bytes: shorten it"
+                f"{name}: {shown(text)} is longer than {MAX_BREAKER_BYTES} bytes: shorten it"
             )
     return strings
 
 
-def _logit_bias(value: object) -> dict[int, float] | None:
+def _logit_bias(name: str, value: object) -> dict[int, float]:
     """Return token ids with what is added to their logits; a mapping of JSON has its ids as strings."""
-    if value is None:
-        return None
     if not isinstance(value, Mapping):
-        raise ConfigError(f"logit_bias must be a mapping of token ids to numbers, not {value!r}")
+        raise ConfigError(f"{name} must be a mapping of token ids to numbers, not {shown(value)}")
     if len(value) > MAX_BIASES:
-        raise ConfigError(f"logit_bias has {len(value)} tokens, the most is {MAX_BIASES}")
+        raise ConfigError(f"{name} has {len(value)} tokens, the most is {MAX_BIASES}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        if not is_int(token) or not 0 <= token < 2**31:
-            raise ConfigError(f"logit_bias: a token is named by its id (0 and above), not {key!r}")
+        token = _token(name, key)
         if token in biases:
-            raise ConfigError(f"logit_bias has token {token} twice")
-        if bias is None:
-            raise ConfigError(f"logit_bias: token {token} has None: give a number")
-        if bias != -math.inf:
-            check_float(f"logit_bias of token {token} (−inf is a ban)", bias, -1e4, 1e4)
-        biases[token] = float(bias)
+            raise ConfigError(f"{name} has token {token} twice")
+        biases[token] = _bias(f"{name} of token {token} (−inf is a ban)", bias)
     return biases
+
+
+def _token(name: str, key: object) -> int:
+    text = text_of(key) or ""
+    token = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else int_of(key)
+    if token is None or not 0 <= token < 2**31:
+        raise ConfigError(f"{name}: a token is named by its id (0 and above), not {shown(key)}")
+    return token
+
+
+def _bias(name: str, value: object) -> float:
+    if number_of(value) == -math.inf:
+        return -math.inf
+    bias = check_float(name, value, -1e4, 1e4)
+    if bias is None:
+        raise ConfigError(f"{name} is None: give a number")
+    return float(bias)
 
 
 _CHOICE_FLOATS = (
@@ -600,6 +651,11 @@ _CHOICE_INTS = (
     ("repeat_last_n", MAX_LAST_N),
     ("dry_allowed_length", MAX_INT),
     ("dry_penalty_last_n", MAX_LAST_N),
+)
+_OF_TOOLS: tuple[tuple[str, Callable[..., object]], ...] = (
+    ("tools", lambda _, value: check_tools(value)),
+    ("tool_choice", lambda _, value: check_tool_choice(value)),
+    ("chat_template_kwargs", lambda _, value: check_template_kwargs(value)),
 )
 _SAMPLED = tuple(name for name, *_ in (*_CHOICE_FLOATS, *_CHOICE_INTS))
 _NAMES = frozenset(f.name for f in fields(RunOptions))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from cbatch.checks import TOO_DEEP, check_depth
+from cbatch.checks import TOO_DEEP, check_depth, shown
 from cbatch.errors import ConfigError
+from cbatch.plain import list_of, plain, plain_for_json, text_of
 
 Tool: TypeAlias = Mapping[str, Any]
 ToolChoice: TypeAlias = "str | Mapping[str, Any]"
@@ -56,33 +57,35 @@ def check_tools(value: object) -> Tools | None:
     """
     if value is None or isinstance(value, Tools):
         return value
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+    check_depth("tools", value)
+    items = list_of(value)
+    if items is None:
         raise ConfigError(
-            f'tools must be a list of {{"type": "function", "function": {{…}}}}, not {value!r}'
+            f'tools must be a list of {{"type": "function", "function": {{…}}}}, not {shown(value)}'
         )
-    tools = Tools(_tool(i, tool) for i, tool in enumerate(value))
-    for i, name in enumerate(tools.names):
-        if name in tools.names[:i]:
-            raise ConfigError(f"tools has two functions named {name!r}: names must be unique")
+    tools = Tools(_tool(f"tools[{i}]", plain(tool)) for i, tool in enumerate(items))
+    for i, function in enumerate(tools.names):
+        if function in tools.names[:i]:
+            raise ConfigError(f"tools has two functions named {function!r}: names must be unique")
     return tools
 
 
-def _tool(i: int, tool: object) -> Tool:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise ConfigError(f'tools[{i}] must be {{"type": "function", "function": {{…}}}}')
-    if not isinstance(function, Mapping):
-        raise ConfigError(f"tools[{i}] has no function: a mapping with name and parameters")
+def _tool(place: str, tool: object) -> Tool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise ConfigError(f'{place} must be {{"type": "function", "function": {{…}}}}')
+    if not isinstance(function, dict):
+        raise ConfigError(f"{place} has no function: a mapping with name and parameters")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
-            f"tools[{i}] has the name {name!r}: it takes 1 … 128 letters, digits and _ - . : /"
+            f"{place} has the name {shown(name)}: it takes 1 … 128 letters, digits and _ - . : /"
         )
     if not isinstance(function.get("description"), str | None):
-        raise ConfigError(f"tools[{i}] ({name}): description must be a string")
-    if not isinstance(parameters, Mapping | None):
-        raise ConfigError(f"tools[{i}] ({name}): parameters must be a JSON schema, a mapping")
-    settled: Tool = as_json(f"tools[{i}] ({name})", tool)
+        raise ConfigError(f"{place} ({name}): description must be a string")
+    if not isinstance(parameters, dict | None):
+        raise ConfigError(f"{place} ({name}): parameters must be a JSON schema, a mapping")
+    settled: Tool = as_json(f"{place} ({name})", tool)
     return settled
 
 
@@ -92,16 +95,18 @@ def check_tool_choice(value: object) -> ToolChoice | None:
     Raises:
         ConfigError: none of these.
     """
-    if value is None or (isinstance(value, str) and value in _CHOICES):
-        return value
-    if isinstance(value, Mapping) and value.get("type") == "function":
-        function = value.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str) and name:
-            return {"type": "function", "function": {"name": name}}
+    check_depth("tool_choice", value)
+    choice = plain(value)
+    if choice is None or (isinstance(choice, str) and choice in _CHOICES):
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        called = function.get("name") if isinstance(function, dict) else None
+        if isinstance(called, str) and called:
+            return {"type": "function", "function": {"name": called}}
     raise ConfigError(
         f"tool_choice must be one of {', '.join(_CHOICES)}, or "
-        f'{{"type": "function", "function": {{"name": …}}}}, not {value!r}'
+        f'{{"type": "function", "function": {{"name": …}}}}, not {shown(value)}'
     )
 
 
@@ -111,7 +116,7 @@ def check_calls(place: str, role: str, value: object) -> list[dict[str, Any]]:
     Args:
         place: what errors call the message.
         role: its role.
-        value: OpenAI's list of calls, arguments as JSON text; mappings are taken too.
+        value: OpenAI's list of calls, arguments as JSON text; mappings are taken too. Plain already.
 
     Raises:
         ConfigError: not such a list, or not of the assistant.
@@ -120,22 +125,22 @@ def check_calls(place: str, role: str, value: object) -> list[dict[str, Any]]:
         return []
     if role != "assistant":
         raise ConfigError(f"{place} has tool_calls: only the assistant calls tools, not {role!r}")
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
-        raise ConfigError(f"{place} tool_calls must be a list of calls, not {value!r}")
+    if not isinstance(value, list):
+        raise ConfigError(f"{place} tool_calls must be a list of calls, not {shown(value)}")
     return [_message_call(f"{place} tool_calls[{i}]", call) for i, call in enumerate(value)]
 
 
 def _message_call(place: str, call: object) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
         raise ConfigError(f"{place} must have a function with name and arguments")
     if call.get("type", "function") != "function":
-        raise ConfigError(f"{place} has the type {call['type']!r}: only functions are called")
+        raise ConfigError(f"{place} has the type {shown(call['type'])}: only functions are called")
     name, id = function.get("name"), call.get("id")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{place} has no name: a non-empty string")
     if id is not None and (not isinstance(id, str) or not id):
-        raise ConfigError(f"{place} id must be a non-empty string, not {id!r}")
+        raise ConfigError(f"{place} id must be a non-empty string, not {shown(id)}")
     arguments = _arguments(f"{place} ({name}) arguments", function.get("arguments"))
     settled = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": id, **settled} if id else settled
@@ -152,7 +157,7 @@ def _arguments(place: str, value: object) -> dict[str, Any]:
         except ValueError as error:
             raise ConfigError(f"{place} must be JSON text: {error}") from None
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{place} must be an object, not {value!r}")
+        raise ConfigError(f"{place} must be an object, not {shown(value)}")
     settled: dict[str, Any] = as_json(place, value)
     return settled
 
@@ -166,13 +171,17 @@ def check_template_kwargs(value: object) -> TemplateKwargs | None:
     if value is None or isinstance(value, TemplateKwargs):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"chat_template_kwargs must be a mapping of names, not {value!r}")
-    for name in value:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ConfigError(f"chat_template_kwargs has {name!r}, which is no name of a variable")
+        raise ConfigError(f"chat_template_kwargs must be a mapping of names, not {shown(value)}")
+    check_depth("chat_template_kwargs", value)
+    for key in value:
+        name = text_of(key)
+        if name is None or not name.isidentifier():
+            raise ConfigError(
+                f"chat_template_kwargs has {shown(key)}, which is no name of a variable"
+            )
         if name in TEMPLATE_NAMES:
             raise ConfigError(f"chat_template_kwargs must not have {name!r}: cbatch gives that")
-    return TemplateKwargs(as_json("chat_template_kwargs", value))
+    return TemplateKwargs(as_json("chat_template_kwargs", plain(value)))
 
 
 def as_json(name: str, value: object) -> Any:
@@ -183,15 +192,9 @@ def as_json(name: str, value: object) -> Any:
     """
     check_depth(name, value)
     try:
-        return json.loads(json.dumps(value, allow_nan=False, default=_as_plain))
+        return json.loads(json.dumps(value, allow_nan=False, default=plain_for_json))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} is no JSON: {error}") from None
-
-
-def _as_plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} has no JSON")
 
 
 def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:

@@ -14,6 +14,7 @@ ROOT = Path(cbatch.__file__).parent
 ORDER = (
     {
         "errors",
+        "plain",
         "checks",
         "options",
         "engine_options",
@@ -33,7 +34,7 @@ ORDER = (
 
 LAYER = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 
-FACE = {"errors", "checks", "options", "engine_options", "messages", "response", "tools"}
+FACE = {"errors", "plain", "checks", "options", "engine_options", "messages", "response", "tools"}
 
 BACKEND_SEES = {"errors", "options", "engine_options", "messages", "core.plan"}
 

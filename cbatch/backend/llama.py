@@ -30,6 +30,7 @@ from cbatch.core.plan import (
     StepResult,
     TokenLogprobs,
 )
+from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import (
     ConfigError,
     EngineClosedError,
@@ -50,9 +51,6 @@ if TYPE_CHECKING:
     from cbatch.backend.saved import SavedFormat
     from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
-
-_N_THREADS_MAX = 512
-"""More end the process where they cannot be started. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
 
 _CELLS_UNKNOWN = -3
 """Stands for a failure after which a slot's cells are not known. Source: include/llama.h, llama_decode."""
@@ -89,12 +87,10 @@ class LlamaBackend:
 
         Raises:
             ModelLoadError: llama.cpp cannot make the context, for want of memory as a rule.
-            ConfigError: more cells than llama.cpp can count, or more threads.
+            ConfigError: more cells than llama.cpp can count.
             IncompatibleLlamaError: llama.cpp's memory does not behave as this version of cbatch expects.
         """
         handshake()
-        if (options.n_threads or 0) > _N_THREADS_MAX:
-            raise ConfigError(f"n_threads must be 1 … {_N_THREADS_MAX}, not {options.n_threads}")
         if options.kv == "unified" and has_states(model):
             raise ConfigError(
                 "kv='unified' is for cells, but this model keeps a state for each sequence: leave kv and admission out"
@@ -110,7 +106,7 @@ class LlamaBackend:
         self._stepper: Any = None
         self._saved: dict[int, SavedCells] = {}
         self.n_slots = options.n_slots
-        self.n_threads = options.n_threads or available_cores()
+        self.n_threads = options.n_threads or min(available_cores(), MAX_THREADS)
         self._guides = Guides(self.n_slots, self.n_threads)
         self.is_unified = options.kv == "unified"
         try:

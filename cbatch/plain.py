@@ -1,0 +1,121 @@
+"""Values of other kinds as Python's own: numpy's and torch's numbers and arrays, enum members, subclasses.
+
+What callers give is made plain once, where it comes in. So no template writes `Role.USER`, no comparison calls
+somebody's `__eq__`, and the thread that computes meets no code but its own.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+_NUMBER = re.compile(r"(?:^|\.)(?:u?int|b?float)\d")
+"""How the name of a `dtype` of numbers begins: `int64` in numpy, `torch.bfloat16` in torch."""
+
+_AS_LIST = ("tolist", "to_pylist")
+"""By these arrays of numpy, torch, pandas and Python, and those of pyarrow, become lists."""
+
+
+def text_of(value: object) -> str | None:
+    """Return text as a plain string, that of an enum member and of other subclasses too; None where it is none."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    return text_of(value.value) if isinstance(value, Enum) else None
+
+
+def int_of(value: object) -> int | None:
+    """Return a whole number, also one of numpy or of an enum; None where it is none, as True is."""
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else int.__index__(value)
+    if isinstance(value, Enum):
+        return int_of(value.value)
+    if not (hasattr(value, "__index__") and _is_scalar(value)):
+        return None
+    try:
+        return operator.index(value)
+    except Exception:  # a fraction of numpy's, or somebody's own method
+        return None
+
+
+def number_of(value: object) -> float | None:
+    """Return a number, a whole one as int; None where it is none. It may be infinite or NaN."""
+    whole = int_of(value)
+    if whole is not None or isinstance(value, bool | str):
+        return whole
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Enum):
+        return number_of(value.value)
+    if not (hasattr(value, "__float__") and _is_scalar(value)):
+        return None
+    try:
+        return float(value)
+    except Exception:  # a Decimal that is no number, or somebody's own method
+        return None
+
+
+def flag_of(value: object) -> bool | None:
+    """Return True or False, also numpy's; None where it is neither."""
+    if isinstance(value, bool):
+        return value
+    is_scalar = getattr(value, "shape", None) == ()
+    return bool(value) if is_scalar and _dtype(value) in ("bool", "torch.bool") else None
+
+
+def list_of(value: object) -> list[object] | None:
+    """Return the items of a sequence or of an array; None where it is neither, as text, bytes, sets and tables."""
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | Enum) or is_table(value):
+        return None
+    for name in _AS_LIST:
+        if callable(method := getattr(value, name, None)):
+            items = method()  # of an array without dimensions its number
+            return items if isinstance(items, list) else None
+    return list(value) if isinstance(value, Sequence) else None
+
+
+def is_table(value: object) -> bool:
+    """Whether a value is rows with named columns, of whatever library."""
+    return any(hasattr(type(value), name) for name in ("columns", "column_names"))
+
+
+def plain(value: object) -> object:
+    """Return a copy of nested values with plain text, lists, dicts and numbers; what is none of them stays."""
+    text = text_of(value)
+    if text is not None:
+        return text
+    if isinstance(value, Mapping):
+        return {plain(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, bytes | bytearray | memoryview):
+        return value
+    items = list_of(value)
+    if items is not None:
+        return [plain(item) for item in items]
+    number = number_of(value) if hasattr(value, "dtype") else int_of(value)
+    return value if number is None else number
+
+
+def plain_for_json(value: object) -> object:
+    """Return what stands for a value in JSON, for `json.dumps(…, default=…)`.
+
+    Raises:
+        TypeError: nothing does.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    for found in (list_of(value), text_of(value), flag_of(value), number_of(value)):
+        if found is not None:
+            return found
+    raise TypeError(f"{type(value).__name__} is no type of JSON")
+
+
+def _is_scalar(value: object) -> bool:
+    """Whether a value that says its type and shape is a single number."""
+    dtype = _dtype(value)
+    return getattr(value, "shape", ()) == () and (dtype == "" or bool(_NUMBER.search(dtype)))
+
+
+def _dtype(value: object) -> str:
+    dtype = getattr(value, "dtype", "")
+    return str(getattr(dtype, "name", dtype))
