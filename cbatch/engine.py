@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import anyio
-import anyio.to_thread
+from anyio.lowlevel import checkpoint
 
 from cbatch.checks import check_seconds
 from cbatch.core.batcher import MultiRequestBatcher
@@ -40,6 +39,7 @@ from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
 from cbatch.runtime.refusals import check_adapters
 from cbatch.runtime.sequences import Settled, tokenize
+from cbatch.runtime.to_end import do_to_end
 
 if TYPE_CHECKING:
     import os
@@ -132,7 +132,14 @@ class Engine:
         self.close()
 
     async def __aenter__(self) -> Engine:
-        await anyio.to_thread.run_sync(self.open)
+        await checkpoint()  # who is cancelled already loads nothing
+        try:
+            await do_to_end(self.open)
+        except Exception:
+            raise
+        except BaseException:  # cancelled: nobody enters, so nobody would leave
+            await do_to_end(self.close)
+            raise
         return self
 
     async def __aexit__(
@@ -141,8 +148,7 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.close)
+        await do_to_end(self.close)
 
     def open(self) -> None:
         """Load the model now; without this call, the first use does. Once it is loaded, no effect.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import threading
@@ -17,10 +18,17 @@ import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.errors import BatchError, EngineClosedError, ModelLoadError
-from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, all_results, streams
+from tests.runtime.backends import (
+    PATIENCE_S,
+    FailingBackend,
+    GatedBackend,
+    all_results,
+    owner_of,
+    streams,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
     from cbatch.response import BatchResponse
@@ -297,6 +305,88 @@ async def test_loads_and_closes_in_a_worker_thread(
         engine.run("Hi")
 
 
+class HeldOpener:
+    """Loads a fake backend when it is let go."""
+
+    def __init__(self) -> None:
+        self.backend = FakeBackend(2, 64, 64)
+        self.has_begun, self._go = threading.Event(), threading.Event()
+
+    def __call__(self) -> tuple[FakeBackend, Callable[[], str]]:
+        self.has_begun.set()
+        assert self._go.wait(PATIENCE_S)
+        return self.backend, lambda: "fake"
+
+    def release(self) -> None:
+        self._go.set()
+
+
+async def test_a_scope_cancelled_twice_while_leaving_has_closed_the_engine() -> None:
+    backend = small()
+    backend.hold_at = 1
+    engine, has_left = Engine(backend, options=ENDLESS), anyio.Event()
+
+    async def use() -> None:
+        with anyio.CancelScope() as inner:
+            scopes.append(inner)
+            async with engine:
+                engine.run(["a", "b"])
+                await anyio.sleep_forever()
+        has_left.set()
+
+    scopes: list[anyio.CancelScope] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(use)
+        await anyio.to_thread.run_sync(backend.wait_until_held)
+        for scope in (scopes[0], tasks.cancel_scope):
+            scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.wait_all_tasks_blocked()
+        assert not has_left.is_set()
+        backend.release()
+    assert not owner_of(engine).is_alive()
+    assert backend.is_closed
+
+
+async def test_a_scope_cancelled_while_loading_has_closed_the_engine() -> None:
+    opener = HeldOpener()
+    engine = Engine(opener=opener)
+
+    async def use() -> None:
+        async with engine:
+            await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(use)
+        await anyio.to_thread.run_sync(opener.has_begun.wait)
+        tasks.cancel_scope.cancel()
+        opener.release()
+    assert opener.backend.is_closed
+
+
+async def test_who_is_cancelled_before_entering_loads_nothing() -> None:
+    opener = HeldOpener()
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        async with Engine(opener=opener):
+            pass
+    assert not opener.has_begun.is_set()
+
+
+async def test_what_closing_raises_is_raised_to_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(small())
+    close = engine.close
+
+    def failing() -> None:
+        close()
+        raise OSError("not freed")
+
+    monkeypatch.setattr(engine, "close", failing)
+    with pytest.raises(OSError, match="not freed"):
+        async with engine:
+            pass
+
+
 async def test_a_missing_model_raises_where_the_engine_is_entered(tmp_path: Path) -> None:
     later = cbatch.load(tmp_path / "none.gguf")
     with pytest.raises(ModelLoadError):
@@ -314,3 +404,70 @@ async def test_an_engine_closed_before_it_was_loaded_says_so(test_model: Path) -
     engine.close()
     with pytest.raises(EngineClosedError):
         engine.run("Hi")
+
+
+# ---- asyncio's own cancelling ----
+
+
+@pytest.fixture
+def only_asyncio(anyio_backend_name: str) -> None:
+    if anyio_backend_name != "asyncio":
+        pytest.skip("trio cancels scopes alone")
+
+
+async def turns(n: int) -> None:
+    """Let the other tasks have so many turns."""
+    for _ in range(n):
+        await checkpoint()
+
+
+@pytest.mark.usefixtures("only_asyncio")
+@pytest.mark.parametrize("n_between", range(5))
+async def test_a_task_cancelled_often_while_leaving_has_closed_the_engine(n_between: int) -> None:
+    backend = small()
+    backend.hold_at = 1
+    engine = Engine(backend, options=ENDLESS)
+
+    async def use() -> None:
+        async with engine:
+            engine.run(["a", "b"])
+            await anyio.sleep_forever()
+
+    task = asyncio.create_task(use())
+    await anyio.to_thread.run_sync(backend.wait_until_held)
+    for _ in range(3):
+        task.cancel()
+        await turns(n_between)
+    await anyio.wait_all_tasks_blocked()
+    assert not task.done()
+    backend.release()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not owner_of(engine).is_alive()
+    assert backend.is_closed
+
+
+@pytest.mark.usefixtures("only_asyncio")
+@pytest.mark.parametrize("n_between", range(5))
+async def test_a_task_cancelled_often_while_loading_leaves_no_model(n_between: int) -> None:
+    opener = HeldOpener()
+    engine, has_entered = Engine(opener=opener), False
+
+    async def use() -> None:
+        nonlocal has_entered
+        async with engine:
+            has_entered = True
+
+    task = asyncio.create_task(use())
+    await anyio.to_thread.run_sync(opener.has_begun.wait)
+    for _ in range(3):
+        task.cancel()
+        await turns(n_between)
+    await anyio.wait_all_tasks_blocked()
+    opener.release()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert opener.backend.is_closed
+    assert not has_entered
+    with pytest.raises(EngineClosedError):
+        engine.run("a")

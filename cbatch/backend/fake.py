@@ -128,7 +128,7 @@ class FakeBackend:
         self.grammars = FakeGrammars()
         self._seed, self._faults, self._cost = seed, faults, cost
         self._is_interrupted = False
-        self._is_closed = False
+        self.is_closed = False
 
     def run(self, plan: StepPlan) -> StepResult:
         """Do one plan on the fake cells; see `Backend.run`."""
@@ -193,7 +193,7 @@ class FakeBackend:
 
     def close(self) -> None:
         """Refuse further runs."""
-        self._is_closed = True
+        self.is_closed = True
 
     @property
     def n_used(self) -> int:
@@ -352,7 +352,7 @@ class FakeBackend:
 
     def _check(self, plan: StepPlan) -> None:
         slots = [c.slot for c in plan.chunks]
-        if self._is_closed:
+        if self.is_closed:
             raise PlanError("the backend is closed")
         if slots != sorted(set(slots)) or any(not 0 <= s < self.n_slots for s in slots):
             raise PlanError(f"slots must ascend within {self.n_slots}: {plan}")
