@@ -106,6 +106,7 @@ class Manifest:
         """
         self.path, self._output = path, output
         self.is_new = False
+        self._read = set[sqlite3.Cursor]()
         with self._refused():
             self._db = sqlite3.connect(
                 path, timeout=0, isolation_level=None, check_same_thread=False
@@ -199,11 +200,16 @@ class Manifest:
             raise self._failed(error) from error
 
     def rows(self, statement: str, *values: object) -> Generator[Any]:
-        """Yield the rows of one statement as they are found; errors as of `execute`."""
+        """Yield the rows of one statement as they are found, up to `close` at most; errors as of `execute`."""
+        cursor = self.execute(statement, *values)
+        self._read.add(cursor)
         try:
-            yield from self._db.execute(statement, values)
+            for row in cursor:  # noqa: UP028  # who left that early would close the cursor of a closed manifest
+                yield row
         except sqlite3.DatabaseError as error:
             raise self._failed(error) from error
+        finally:
+            self._read.discard(cursor)
 
     def execute_many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """Run one statement for each of these rows; errors as of `execute`."""
@@ -235,7 +241,9 @@ class Manifest:
         self.execute("COMMIT")
 
     def close(self) -> None:
-        """Let go of the file and of the lock."""
+        """Let go of the file and of the lock, also where somebody has not read all rows."""
+        for cursor in self._read:
+            cursor.close()
         self._db.close()
 
     def _failed(self, error: sqlite3.DatabaseError) -> OutputError | ConfigError:

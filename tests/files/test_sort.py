@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,9 +22,9 @@ from tests.files.machine import LOSSES, Loss, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 DIGEST = bytes(16)
+ROOT = Path(__file__).parents[2]
 
 
 def fill(folder: Path, numbers: Sequence[int]) -> Path:
@@ -180,6 +183,40 @@ def test_full_disk_leaves_output_and_target_as_they_were(
     assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
     sort_in_place(out)
     assert numbers_in(out) == [1, 2]
+
+
+LIMITED = """
+import resource, sys
+from cbatch.cli import app
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+app(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("n_most", [100_000, 1_200_000])  # in the first block, and behind it
+@pytest.mark.parametrize("target", [None, "sorted"])
+def test_sort_on_a_full_disk_says_one_line_and_loses_nothing(
+    tmp_path: Path, n_most: int, target: str | None
+) -> None:
+    with Journal.open(tmp_path / "out", settings=SETTINGS) as journal:
+        for number in range(200, 0, -1):
+            journal.claim(str(number), DIGEST, number)
+            record = f"{number} {'x' * 10_000}\n".encode()
+            journal.add(number, str(number), DIGEST, record, is_error=False)
+    before = (tmp_path / "out").read_bytes()
+    to = [] if target is None else ["-o", str(tmp_path / target)]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(n_most), "sort", str(tmp_path / "out"), *to],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "larger than is allowed" in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.manifest"]
+    assert (tmp_path / "out").read_bytes() == before
+    assert sort_in_place(tmp_path / "out") == {tmp_path / "out": Sorted(200)}
 
 
 def test_sort_while_a_run_writes_is_refused(tmp_path: Path) -> None:
