@@ -13,7 +13,7 @@ import numpy as np
 
 from cbatch.errors import ConfigError
 from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
-from cbatch.files.disk import whole
+from cbatch.files.disk import mode_of, whole
 from cbatch.files.lines import dump
 from cbatch.files.rows import RowPrompts
 from cbatch.files.tables import check_columns, item_of_row
@@ -182,7 +182,7 @@ class ColumnarEncoder:
         Raises:
             ConfigError: the input, which is read once more, is not as it was.
         """
-        with closing(_Records(records)) as found, whole(target) as part:
+        with closing(_Records(records)) as found, whole(target, mode=mode_of(records)) as part:
             self._write(part, found)
 
     def _write(self, part: Path, found: _Records) -> None:

@@ -16,7 +16,6 @@ from cbatch.files.output import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
-    from pathlib import Path
 
     from cbatch.files.manifest import FileRow, Manifest
     from cbatch.files.output import Output
@@ -82,18 +81,14 @@ def copied(output: Output, records: Iterator[tuple[int, int, int]]) -> Iterator[
     yield from output.pieces(begin, end - begin)
 
 
-def write_all(path: Path, pieces: Iterator[bytes]) -> int:
-    """Write a file, on the disk when this returns; return its bytes."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        n_bytes = 0
-        for block in _blocks(pieces):
-            disk.write_at(fd, block, n_bytes)
-            n_bytes += len(block)
-        disk.sync(fd)
-        return n_bytes
-    finally:
-        os.close(fd)
+def write_all(fd: int, pieces: Iterator[bytes]) -> int:
+    """Write an empty file, on the disk when this returns; return its bytes."""
+    n_bytes = 0
+    for block in _blocks(pieces):
+        disk.write_at(fd, block, n_bytes)
+        n_bytes += len(block)
+    disk.sync(fd)
+    return n_bytes
 
 
 def _write_part(manifest: Manifest, output: Output, order: Order) -> int:
@@ -105,8 +100,12 @@ def _write_part(manifest: Manifest, output: Output, order: Order) -> int:
         )
         places = _places(manifest, output, order)
         manifest.execute_many("INSERT INTO temp.moved VALUES (?, ?)", places)
-    pieces = _with_header(output, in_order(manifest, output, order))
-    return write_all(output.part, pieces)
+    fd = disk.create(output.part)
+    try:
+        disk.take_access(fd, output.path)
+        return write_all(fd, _with_header(output, in_order(manifest, output, order)))
+    finally:
+        os.close(fd)
 
 
 def _places(manifest: Manifest, output: Output, order: Order) -> Iterator[tuple[int, int]]:

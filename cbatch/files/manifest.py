@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import ConfigError, OutputError
+from cbatch.files import disk
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ _CACHE_KIB = 4096
 _CHECKPOINT = 16 * 1024
 """Pages of the log: 16 MiB, so that a page is changed more often than it is moved."""
 
-ENDINGS = ("", "-wal", "-shm", "-journal")
+_ENDINGS = ("", "-wal", "-shm", "-journal")
 """Of a manifest's files: the manifest, and what SQLite keeps beside it."""
 
 _TABLES = (
@@ -98,7 +99,7 @@ class Manifest:
     """One open manifest; nobody else opens it before it is closed."""
 
     def __init__(self, path: Path, output: Path) -> None:
-        """Open or create it.
+        """Open or create it; those may read it who may read the output.
 
         Raises:
             ConfigError: another run has it open, or it cannot be opened.
@@ -108,6 +109,7 @@ class Manifest:
         self.is_new = False
         self._read = set[sqlite3.Cursor]()
         with self._refused():
+            self._create()
             self._db = sqlite3.connect(
                 path, timeout=0, isolation_level=None, check_same_thread=False
             )
@@ -116,6 +118,18 @@ class Manifest:
             except BaseException:
                 self._db.close()
                 raise
+
+    def _create(self) -> None:
+        """Create it where it is not, with the output's access; else let nobody read it who may not read the output."""
+        has_output = self._output.exists()
+        try:
+            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, disk.ANYBODY))
+        except FileExistsError:
+            for path in files_of_manifest(self.path) if has_output else ():
+                disk.tighten(path, self._output)
+        else:
+            if has_output:
+                disk.take_access(self.path, self._output)
 
     def _prepare(self) -> None:
         # The size of pages is settled by the first transaction, also by an empty one. Exclusive from the first
@@ -175,14 +189,14 @@ class Manifest:
         """Tell why a manifest cannot be opened."""
         try:
             yield
-        except sqlite3.OperationalError as error:
+        except (OSError, sqlite3.OperationalError) as error:
             if "locked" in str(error):
                 raise ConfigError(
                     f"{self._output}: another run writes there: wait for its end, or give another output"
                 ) from error
             raise ConfigError(
-                f"{self.path}: the manifest cannot be opened: {error}: give an output in a folder where files can be "
-                "written and locked"
+                f"{self.path}: the manifest cannot be opened: {_reason(error)}: give an output in a folder where files "
+                "can be written and locked"
             ) from error
         except sqlite3.DatabaseError as error:
             raise _damaged(self.path, error) from error
@@ -316,15 +330,24 @@ def manifest_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.manifest")
 
 
+def files_of_manifest(path: Path) -> list[Path]:
+    """Return the places of a manifest and of what SQLite keeps beside it."""
+    return [Path(f"{path}{ending}") for ending in _ENDINGS]
+
+
 def remove_manifest(path: Path) -> None:
     """Remove a manifest, with all of its files."""
-    for ending in ENDINGS:
-        Path(f"{path}{ending}").unlink(missing_ok=True)
+    for file in files_of_manifest(path):
+        file.unlink(missing_ok=True)
 
 
 def _relative(path: Path, folder: Path) -> str:
     """Return a path as seen from a folder, so that both may be moved together."""
     return os.path.relpath(path, folder)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _damaged(path: Path, problem: object) -> ManifestError:

@@ -223,8 +223,9 @@ def _begin(found: Opened, wanted: _Wanted) -> None:
             else:
                 _check_unused(row, force=wanted.force)
                 manifest.put_file(row)
+    mode = disk.mode_of(wanted.output)
     for row in rows:
-        found.outputs.append(Output(row))
+        found.outputs.append(Output(row, mode))
     _make_empty(manifest, found.outputs)
 
 
@@ -283,12 +284,13 @@ def _open_known(found: Opened, wanted: _Wanted) -> None:
     manifest, files = found.manifest, found.manifest.files()
     if 1 in files and files[1].path != wanted.errors:
         _leave(found, files.pop(1))
+    mode = disk.mode_of(wanted.output)
     for row in wanted.rows():
         if row.file in files:
             row = finish(manifest, replace(files[row.file], path=row.path))
         else:
             _check_unused(row, force=wanted.force)
-        found.outputs.append(Output(row))
+        found.outputs.append(Output(row, mode))
     if new := [output for output in found.outputs if output.row.size is None]:
         _make_empty(manifest, new)
     with manifest.transaction():

@@ -43,8 +43,12 @@ class Output:
     [0, size) is committed    [size, size + n_added) is added and nowhere but in memory yet
     """
 
-    def __init__(self, row: FileRow) -> None:
+    def __init__(self, row: FileRow, mode: int = disk.ANYBODY) -> None:
         """Open or create the file, and keep others from writing to it.
+
+        Args:
+            row: what is known of it.
+            mode: bits of permission of a file that is new, but for those that the user's mask takes away.
 
         Raises:
             ConfigError: another run writes there.
@@ -53,11 +57,11 @@ class Output:
         self.row = row
         self.n_added = 0
         self._added: list[bytes] = []
-        self._open()
+        self._open(mode)
 
-    def _open(self) -> None:
+    def _open(self, mode: int = disk.ANYBODY) -> None:
         with told(self.path):
-            self._fd = os.open(self.path, _FLAGS, 0o666)
+            self._fd = os.open(self.path, _FLAGS, mode)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cbatch.errors import ConfigError
 from cbatch.files.compact import copied, in_order, rewrite, write_all
 from cbatch.files.detect import is_columnar
-from cbatch.files.disk import told, whole
+from cbatch.files.disk import mode_of, told, whole
 from cbatch.files.item import bytes_of
 from cbatch.files.manifest import manifest_of
 from cbatch.files.opening import closing_all, put_away, real, reopened
@@ -112,7 +112,7 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
 
     Args:
         output: what a run has written.
-        target: where they go; it appears whole or not at all.
+        target: where they go; it appears whole or not at all, and those may read it who may read the output.
         by: the input, for an output without its manifest.
         force: replace a file.
 
@@ -127,8 +127,13 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
             f"{target}: is the output itself: to sort it in place, give no other file"
         )
     check_new(target, force=force)
-    with sorted_records(output, by=by) as records, told(target), whole(target) as part:
-        write_all(part, records.pieces)
+    with (
+        sorted_records(output, by=by) as records,
+        told(target),
+        whole(target, mode=mode_of(output)) as part,
+        part.open("r+b") as file,
+    ):
+        write_all(file.fileno(), records.pieces)
     return records.counts
 
 

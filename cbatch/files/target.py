@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files.detect import COLUMNAR
+from cbatch.files.disk import create, take_access, told
 from cbatch.files.encoders import Finisher, check_name, encoder, output_format
 from cbatch.files.journal import Journal
 from cbatch.files.manifest import manifest_of
@@ -101,6 +103,7 @@ class Target:
             with self._piped() as pipe:
                 yield pipe
             return
+        self._keep_private()
         with Journal.open(
             self.records,
             errors=self.errors,
@@ -110,6 +113,14 @@ class Target:
             retry_errors=retry_errors,
         ) as journal:
             yield journal
+
+    def _keep_private(self) -> None:
+        """Let those alone read the records of an earlier output of columns who may read that."""
+        if self.path.is_file() and not self.records.exists():
+            with told(self.records):
+                fd = create(self.records)
+                take_access(fd, self.path)
+                os.close(fd)
 
     @contextmanager
     def _piped(self) -> Iterator[Pipe]:

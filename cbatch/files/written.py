@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
-from cbatch.files.manifest import ENDINGS, manifest_of
+from cbatch.files.manifest import files_of_manifest, manifest_of
 from cbatch.files.opening import real
 from cbatch.files.output import part_of
 from cbatch.files.places import check_place, is_dash
@@ -26,7 +26,7 @@ def records_of(output: Path) -> Path:
 def files_of(output: Path) -> list[Path]:
     """Return every file that a run may write for an output; that one comes first."""
     records = (output, records_of(output))
-    manifests = [Path(f"{manifest_of(path)}{ending}") for path in records for ending in ENDINGS]
+    manifests = [file for path in records for file in files_of_manifest(manifest_of(path))]
     return [*records, *manifests, *map(part_of, records)]
 
 
