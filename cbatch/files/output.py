@@ -57,6 +57,7 @@ class Output:
         self.row = row
         self.n_added = 0
         self._added: list[bytes] = []
+        self._is_ahead = False  # whether bytes behind `size` may be our own, not committed yet
         self._open(mode)
 
     def _open(self, mode: int = disk.ANYBODY) -> None:
@@ -114,8 +115,14 @@ class Output:
         return start
 
     def write(self) -> FileRow:
-        """Write what was added; return what to commit. Where it fails, nothing of it counts and all of it is kept."""
+        """Write what was added; return what to commit. Where it fails, nothing of it counts and all of it is kept.
+
+        Raises:
+            OutputError: it cannot be written, or somebody else has changed the file.
+        """
         if self._added:
+            self._check_untouched()
+            self._is_ahead = True
             with told(self.path):
                 disk.write_at(self._fd, b"".join(self._added), self.size)
         return replace(self.row, size=self.size + self.n_added)
@@ -124,23 +131,49 @@ class Output:
         """Take as written what the manifest has now."""
         self.row = row
         self._added.clear()
-        self.n_added = 0
+        self.n_added, self._is_ahead = 0, False
 
     def sync(self) -> FileRow:
         """Let the disk have what is committed; return what to commit.
 
         Raises:
-            OutputError: it cannot be written, or somebody has removed the file.
+            OutputError: it cannot be written, or somebody else has changed the file.
         """
-        if not os.fstat(self._fd).st_nlink:
-            raise OutputError(
-                self.path,
-                "was removed while the run wrote there, and its records with it: run the same command again",
-            )
+        self._check_untouched()
         if self.row.synced < self.size:
             with told(self.path):
                 disk.sync(self._fd)
         return replace(self.row, synced=self.size)
+
+    def _check_untouched(self) -> None:
+        """Check that nobody else has removed the file, put another in its place, cut it off or added to it.
+
+        Raises:
+            OutputError: what has happened.
+        """
+        status = os.fstat(self._fd)
+        n_more = status.st_size - self.size
+        if not status.st_nlink:
+            problem = "was removed while the run wrote there, and its records with it"
+        elif not self._is_at_its_place(status):
+            problem = "was moved away while the run wrote there: put it back"
+        elif n_more < 0:
+            problem = (
+                f"was cut off while the run wrote there, {-n_more:,} bytes of its records with it"
+            )
+        elif n_more > 0 and not self._is_ahead:
+            problem = f"was written to by somebody else while the run wrote there, {n_more:,} bytes"
+        else:
+            return
+        raise OutputError(
+            self.path, f"{problem}. Run the same command again: what is there stays done"
+        )
+
+    def _is_at_its_place(self, status: os.stat_result) -> bool:
+        try:
+            return os.path.samestat(status, self.path.stat())
+        except OSError:
+            return False
 
     # ---- checking ----
 

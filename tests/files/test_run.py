@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,8 +23,7 @@ from tests.files.runs import SHORT, answers, make_engine, records, write_request
 from tests.places import can_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from cbatch.files.item import Item
     from cbatch.response import BatchResult
@@ -298,15 +299,57 @@ def test_error_of_the_callers_function_leaves_what_was_written(source: Path, out
     assert len(answers(out)) == 100
 
 
-def test_output_that_is_removed_meanwhile_is_told(source: Path, out: Path) -> None:
-    def remove(item: Item, result: BatchResult | None) -> None:
-        out.unlink(missing_ok=True)
+def cut_off(out: Path) -> None:
+    os.truncate(out, 0)
+
+
+def cut_in_half(out: Path) -> None:
+    os.truncate(out, out.stat().st_size // 2)
+
+
+def add_to(out: Path) -> None:
+    with out.open("a") as file:
+        file.write("a line of somebody else, longer than what comes next\n" * 20)
+
+
+def replace_it(out: Path) -> None:
+    out.with_name("other").touch()
+    out.with_name("other").replace(out)
+
+
+def move_away(out: Path) -> None:
+    out.rename(out.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (Path.unlink, "was removed while the run wrote there"),
+        (replace_it, "was removed while the run wrote there"),
+        (move_away, "was moved away while the run wrote there"),
+        (cut_off, r"was cut off while the run wrote there, [\d,]+ bytes of its records with it"),
+        (cut_in_half, r"was cut off while the run wrote there, [\d,]+ bytes of its records"),
+        (add_to, r"was written to by somebody else while the run wrote there, [\d,]+ bytes"),
+    ],
+)
+@pytest.mark.parametrize("n_before", [20, 100])
+def test_output_that_somebody_changes_meanwhile_is_told_and_nothing_is_lost(
+    source: Path, out: Path, change: Callable[[Path], None], words: str, n_before: int
+) -> None:
+    left = [n_before]
+
+    def disturb(item: Item, result: BatchResult | None) -> None:
+        left[0] -= 1
+        if not left[0]:
+            change(out)
 
     with make_engine() as engine:
-        with pytest.raises(OutputError, match="was removed while the run wrote there"):
-            run_file(source, out, engine=engine, on_result=remove)
-        assert run_file(source, out, engine=engine).n_done == 100
-    assert len(answers(out)) == 100
+        with pytest.raises(OutputError, match=words):
+            run_file(source, out, engine=engine, on_result=disturb)
+        assert run_file(source, out, engine=engine).is_complete
+        undisturbed = out.with_name("undisturbed")
+        run_file(source, undisturbed, engine=engine)
+    assert answers(out) == answers(undisturbed)
 
 
 def test_other_table_in_the_place_of_the_first_is_refused(
