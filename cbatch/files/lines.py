@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.checks import MAX_DEPTH, is_too_deep
 from cbatch.files.figures import cut
@@ -32,6 +33,8 @@ _TIMINGS = tuple(f.name for f in fields(Timings))
 _N_SHOWN = 60
 """Characters of a line in an error."""
 
+_HALF = re.compile("[\ud800-\udfff]")
+
 _N_KEPT = 64
 _MAX_KEY_LENGTH = 2**16
 _decode = json.JSONDecoder().decode
@@ -41,6 +44,13 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).enc
 # ---- reading ----
 
 
+class Loaded(NamedTuple):
+    """The object of a line, and why it cannot be asked though its names can be read; None: nothing is wrong."""
+
+    value: dict[str, Any]
+    wrong: LineError | RecursionError | None
+
+
 def load(line: bytes) -> dict[str, Any]:
     """Return the object of a line.
 
@@ -48,19 +58,48 @@ def load(line: bytes) -> dict[str, Any]:
         LineError: no UTF-8, no JSON, no object, or text that cannot be written again.
         RecursionError: see `decoded`.
     """
+    value, wrong = loaded(line)
+    if wrong is not None:
+        raise wrong
+    return value
+
+
+def loaded(line: bytes) -> Loaded:
+    """Return the object of a line, also where a value in it is no text or is nested too deeply.
+
+    Raises:
+        LineError: no JSON, or no object.
+        RecursionError: nobody can follow it.
+    """
+    wrong: LineError | None = None
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        raise not_utf8(error) from None
+        text, wrong = line.decode(errors="surrogateescape"), not_utf8(error)
     try:
-        value = decoded(text)
+        value = _decode(text)
     except ValueError as error:
-        raise LineError("invalid_json_line", f"not JSON: {error}: {shown(text)}") from None
+        raise (
+            wrong or LineError("invalid_json_line", f"not JSON: {error}: {shown(text)}")
+        ) from None
     if not isinstance(value, dict):
-        raise LineError("invalid_json_line", f"not a JSON object: {shown(text)}")
-    if b"\\ud" in line or b"\\uD" in line:
-        _check_pairs(value)
-    return value
+        raise wrong or LineError("invalid_json_line", f"not a JSON object: {shown(text)}")
+    if _is_too_deep(text, value):
+        return Loaded(value, RecursionError())
+    if wrong is None and (b"\\ud" in line or b"\\uD" in line):
+        wrong = _half_of_a_pair(value)
+    return Loaded(value, wrong)
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a string without halves of surrogate pairs, which UTF-8 has no bytes for."""
+    return isinstance(value, str) and _HALF.search(value) is None
+
+
+def mended(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object with a replacement character for each half of a surrogate pair in it."""
+    text: dict[str, Any] = json.loads(_HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    return text
 
 
 def decoded(text: str) -> Any:
@@ -71,9 +110,13 @@ def decoded(text: str) -> Any:
         RecursionError: it is nested more deeply than whoever walks it later could follow.
     """
     value = _decode(text)
-    if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
+    if _is_too_deep(text, value):
         raise RecursionError
     return value
+
+
+def _is_too_deep(text: str, value: object) -> bool:
+    return text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value)
 
 
 def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> LineError:
@@ -81,12 +124,11 @@ def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> LineError:
     return LineError("invalid_utf8", f"not UTF-8: {error.reason} at byte {n_before + error.start}")
 
 
-def _check_pairs(value: object) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        message = "a string in it holds half of a surrogate pair, which is no text"
-        raise LineError("invalid_json_line", message) from None
+def _half_of_a_pair(value: object) -> LineError | None:
+    if is_text(json.dumps(value, ensure_ascii=False)):
+        return None
+    message = "a string in it holds half of a surrogate pair, which is no text"
+    return LineError("invalid_json_line", message)
 
 
 def without_nulls(value: Any) -> Any:
@@ -142,10 +184,12 @@ class LineParser:
         id = unlabelled(number)
         is_labelled = False
         try:
-            request = load(line)
+            request, wrong = loaded(line)
             given = request.pop("id", None)
-            if given is not None:
+            if given is not None and (wrong is None or is_text(given)):
                 id, is_labelled = _label(given), True
+            if wrong is not None:
+                raise wrong
             return Item(number, place, id, self._prompt(request), is_labelled=is_labelled)
         except WRONG as error:
             found = what_is_wrong(error, ("messages", "prompt", "tokens"))

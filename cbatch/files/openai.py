@@ -26,7 +26,8 @@ from cbatch.files.item import WRONG, Item, ItemError, LineError, bytes_of, unlab
 from cbatch.files.lines import (
     OptionsOf,
     dump,
-    load,
+    is_text,
+    loaded,
     logprob_of,
     token_text,
     tokens_as_json,
@@ -99,8 +100,11 @@ class OpenAIParser:
         id, is_labelled, call = unlabelled(number), False, None
         names: tuple[str, ...] = ()
         try:
-            request = load(line)
-            id, is_labelled = _custom_id(request), True
+            request, wrong = loaded(line)
+            if wrong is None or is_text(request.get("custom_id")):
+                id, is_labelled = _custom_id(request), True
+            if wrong is not None:
+                raise wrong
             call, body = self._call(request)
             names = tuple(body)
             if b"null" in line:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cbatch.errors import ConfigError
 from cbatch.files.inputs import LongLine
 from cbatch.files.item import WRONG, Item, ItemError, LineError, what_is_wrong
-from cbatch.files.lines import load, not_utf8
+from cbatch.files.lines import loaded, mended, not_utf8
 from cbatch.files.rows import RowPrompts
 
 if TYPE_CHECKING:
@@ -182,10 +182,15 @@ class ObjectParser:
     def parse(self, number: int, place: str, line: bytes) -> Item:
         """Return the item of a line; what is wrong with it is the item's error."""
         try:
-            row = load(line)
-        except WRONG as wrong:
+            row, wrong = loaded(line)
+        except WRONG as error:
+            return Item(number, place, str(number), None, what_is_wrong(error))
+        if isinstance(wrong, RecursionError):
             return Item(number, place, str(number), None, what_is_wrong(wrong))
-        return item_of_row(number, place, row, self._prompt_of)
+        error = None if wrong is None else wrong.error
+        return item_of_row(
+            number, place, row if error is None else mended(row), self._prompt_of, error
+        )
 
 
 class TextParser:
@@ -206,7 +211,8 @@ class TextParser:
     def parse(self, number: int, place: str, line: bytes) -> Item:
         """Return the item of a line; what is wrong with it is the item's error."""
         try:
-            row = {"line": line.decode().rstrip("\r\n")}
-        except UnicodeDecodeError as error:
-            return Item(number, place, str(number), None, not_utf8(error).error)
-        return item_of_row(number, place, row, self._prompt_of)
+            text, error = line.decode(), None
+        except UnicodeDecodeError as wrong:
+            text, error = line.decode(errors="replace"), not_utf8(wrong).error
+        row = {"line": text.rstrip("\r\n")}
+        return item_of_row(number, place, row, self._prompt_of, error)

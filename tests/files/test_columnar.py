@@ -154,6 +154,16 @@ def test_text_becomes_columns_of_text(tmp_path: Path) -> None:
     ]
 
 
+def test_row_with_a_flaw_in_a_text_becomes_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", '{"text": "a"}\n{"text": "b\\ud800"}')
+    with open_source(path) as source:
+        encode = ColumnarEncoder("parquet", source)
+        wrong = [encode.error(item, item.error) for item in source if item.error]
+    (tmp_path / "records").write_bytes(b"".join(wrong))
+    encode.finish(tmp_path / "records", tmp_path / "out.parquet")
+    assert load(tmp_path / "out.parquet")["text"].to_pylist() == ["b\ufffd"]
+
+
 def test_requests_become_rows_by_id(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", '{"id": "a", "prompt": "x"}')
     [row] = finished(tmp_path / "out.parquet", path, to="parquet").to_pylist()

@@ -91,6 +91,26 @@ def test_wrong_line_keeps_its_id(tmp_path: Path) -> None:
     assert (found.id, found.is_labelled) == ("a", True)
 
 
+FLAWS = {
+    "half of a pair": (b'"\\ud800"', "invalid_json_line"),
+    "no UTF-8": (b'"\xff"', "invalid_utf8"),
+    "too deep": (b"[" * 200 + b"]" * 200, "invalid_json_line"),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_flaw_in_a_text_leaves_the_line_its_id(tmp_path: Path, flaw: str) -> None:
+    value, code = FLAWS[flaw]
+    [found] = items(tmp_path, b'{"prompt": %b, "id": "\xc3\xa4"}' % value)
+    assert (found.id, found.is_labelled, error_of(found).code) == ("ä", True, code)
+
+
+@pytest.mark.parametrize("id", [rb'"a\ud800"', b'"a\xff"', b"[7]", b"null"])
+def test_id_that_is_no_text_is_none(tmp_path: Path, id: bytes) -> None:
+    [found] = items(tmp_path, b'{"prompt": "\xff", "id": %b}' % id)
+    assert (found.id, found.is_labelled, error_of(found).code) == ("line-1", False, "invalid_utf8")
+
+
 def test_error_names_the_option_it_is_about(tmp_path: Path) -> None:
     [found] = items(tmp_path, '{"prompt": "x", "options": {"foo": 1}}')
     assert error_of(found).param == "foo"

@@ -57,6 +57,25 @@ def item(folder: Path, **said: Any) -> Item:
     return found
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (rb'"\ud800"', "invalid_json_line"),
+        (b'"\xff"', "invalid_utf8"),
+        (b"[" * 200 + b"]" * 200, "invalid_json_line"),
+    ],
+)
+def test_flaw_in_a_text_leaves_the_request_its_custom_id(
+    tmp_path: Path, text: bytes, code: str
+) -> None:
+    line = json.dumps(request(prompt="TEXT")).encode().replace(b'"TEXT"', text)
+    path = write(tmp_path / "in.jsonl", b"%b\n%b" % (line, line.replace(b'"a"', rb'"\ud800"')))
+    first, second = records(path, format="openai").splitlines()
+    assert json.loads(first)["custom_id"] == "a"
+    assert json.loads(first)["error"]["code"] == code
+    assert json.loads(second)["custom_id"] == "line-2"
+
+
 def line_of(folder: Path, result: BatchResult = ANSWER, **said: Any) -> Any:
     return json.loads(records(path_of(folder, request(**said)), result=result))
 

@@ -192,6 +192,18 @@ def test_plain_lines_are_prompts(tmp_path: Path) -> None:
     assert (error_of(third).code, third.id) == ("invalid_utf8", "3")
 
 
+@pytest.mark.parametrize("flaw", [rb"\ud800", b"\xff"])
+@pytest.mark.parametrize("to", ["jsonl", "csv"])
+def test_flaw_in_a_text_leaves_the_row_its_columns(tmp_path: Path, flaw: bytes, to: str) -> None:
+    path = write(
+        tmp_path / "in.jsonl", b'{"n": "1", "text": "a"}\n{"n": "7", "text": "b%b"}' % flaw
+    )
+    _, wrong = read(path)
+    assert error_of(wrong).code.startswith("invalid_")
+    row = records(path, to=to).decode().splitlines()[-1]
+    assert row.startswith({"jsonl": '{"n": "7", "text": "b\ufffd", ', "csv": "7,b\ufffd,"}[to])
+
+
 def test_plain_lines_can_be_framed(tmp_path: Path) -> None:
     [item] = read(write(tmp_path / "in.txt", "one\n"), template="Say {line}.", system="Be brief.")
     assert asked(item) == [("system", "Be brief."), ("user", "Say one.")]
