@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cbatch.errors import ConfigError
-from cbatch.files.places import is_dash, stdin
+from cbatch.files.places import is_dash, status_of, stdin
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -79,7 +79,9 @@ def _expanded(name: str, without: Collection[str]) -> list[str]:
 
 def _identity(name: str) -> object:
     if is_dash(name):
-        return name
+        known = status_of(name)
+        is_file = known is not None and stat.S_ISREG(known.st_mode)
+        return (known.st_dev, known.st_ino) if known and is_file else name
     try:
         status = os.stat(name)
     except OSError as error:

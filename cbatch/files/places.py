@@ -43,6 +43,24 @@ def stdout() -> BinaryIO:
     return sys.stdout.buffer
 
 
+def status_of(name: str | Path) -> os.stat_result | None:
+    """Return what is at a place that is read, `-` being stdin; None where that is nothing of the system's."""
+    try:
+        if not is_dash(name):
+            return os.stat(name)
+        return None if sys.stdin is None else os.fstat(sys.stdin.fileno())
+    except (OSError, ValueError):
+        return None
+
+
+def is_stdout_at(status: os.stat_result) -> bool:
+    """Whether stdout goes to this file."""
+    try:
+        return sys.stdout is not None and os.path.samestat(os.fstat(sys.stdout.fileno()), status)
+    except (OSError, ValueError):
+        return False
+
+
 def check_place(path: Path) -> None:
     """Check that a file can be written here.
 

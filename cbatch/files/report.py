@@ -29,6 +29,9 @@ N_POINTS = 170
 """Points of a curve: six pixels each."""
 
 _SLOTS = "Slots in use"
+_GENERATOR = tag("meta", name="generator", content="cbatch")
+_N_BEGINNING = 256
+"""Bytes of a page in which its generator stands."""
 _NO_NETWORK = "default-src 'none'; style-src 'unsafe-inline'"
 _PHASES = {
     "decode": ("Decoding", "llama.cpp computes"),
@@ -39,6 +42,13 @@ _PHASES = {
     "deliver": ("Delivery", "handing out text and results"),
     "idle": ("Idle", "nothing to compute, between runs"),
 }
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report, or empty, so that another one may replace it."""
+    with path.open("rb") as file:
+        beginning = file.read(_N_BEGINNING)
+    return not beginning or _GENERATOR.encode() in beginning
 
 
 def write_report(
@@ -93,6 +103,7 @@ def report_page(
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
+        _GENERATOR,
         tag("meta", http_equiv="Content-Security-Policy", content=_NO_NETWORK),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),

@@ -24,7 +24,7 @@ from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.target import Target
 from cbatch.files.window import Window
 from cbatch.files.work import Way, Work
-from cbatch.files.written import check_places, written_by
+from cbatch.files.written import check_places, check_replaceable, written_by
 from cbatch.options import RunOptions
 from cbatch.runtime.progress import Progress, SilentView, choose_view, closing_line
 
@@ -84,7 +84,7 @@ def run_file(
     """
     asked, load_settings = split_settings(settings)
     defaults, view = RunOptions.of(options), _view(progress)
-    check_places(Path(output), asked, _model_file(model))
+    check_places(Path(output), asked, [*_model_file(model), *_adapter_files(load_settings)])
     with ExitStack() as stack:
         reading, target = _opened(stack, source, Path(output), asked)
         if engine is None:
@@ -206,6 +206,7 @@ def _opened(
     own = {os.path.realpath(path) for path in written_by(output, asked)}
     reading = stack.enter_context(closing(Reading(source, asked, own)))
     check_places(output, asked, reading.source.paths)
+    check_replaceable(asked)
     target = Target.of(output, reading.source, asked)
     target.check(force=asked.force)
     return reading, target
@@ -265,6 +266,10 @@ def _shown(view: View, work: Work, reading: Reading, engine: Engine) -> Iterator
         return
     with closing(Progress(view, counts, engine.stats, engine.stats(), engine.parallel)):
         yield
+
+
+def _adapter_files(settings: Mapping[str, Any]) -> list[str]:
+    return [str(path) for path in (settings.get("adapters") or {}).values()]
 
 
 def _model_file(model: Any) -> list[str]:

@@ -36,6 +36,12 @@ _N_BUFFER = 1 << 16
 _Event = dict[str, Any]
 
 
+def is_trace(path: Path) -> bool:
+    """Whether a file is a trace, or empty, so that another one may replace it."""
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)) in (b"", _BEGINNING.encode())
+
+
 class TraceWriter:
     """Is given to `Engine.record_steps`; writes events as they come, so that memory does not grow.
 
@@ -62,7 +68,7 @@ class TraceWriter:
         self._counts: dict[str, int] = {}
         try:
             self._file = Path(path).open("w", buffering=_N_BUFFER, encoding="utf-8")  # noqa: SIM115  # until `close`
-            self._file.write("[\n" + json.dumps(_about(_ENGINE, "process_name", name="cbatch")))
+            self._file.write(_BEGINNING)
         except OSError as error:
             raise ConfigError(
                 f"the trace cannot be written to {path}: {error.strerror or error}; give another place"
@@ -190,3 +196,6 @@ def _track(thread: int, name: str) -> Iterator[_Event]:
 
 def _about(thread: int, kind: str, **args: object) -> _Event:
     return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": args}
+
+
+_BEGINNING = "[\n" + json.dumps(_about(_ENGINE, "process_name", name="cbatch"))

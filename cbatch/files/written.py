@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,9 @@ from cbatch.errors import ConfigError
 from cbatch.files.manifest import files_of_manifest, manifest_of
 from cbatch.files.opening import real
 from cbatch.files.output import part_of
-from cbatch.files.places import check_place, is_dash
+from cbatch.files.places import check_place, is_dash, is_stdout_at, status_of
+from cbatch.files.report import is_report
+from cbatch.files.trace import is_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,7 +45,7 @@ def check_places(output: Path, options: FileOptions, inputs: Sequence[str]) -> N
     Args:
         output: of the run; `-` is stdout.
         options: say which other files it writes.
-        inputs: what it reads, the model too.
+        inputs: what it reads, the model's files too; `-` is stdin.
 
     Raises:
         ConfigError: see `check_place`; a file that is read, or is written for two purposes.
@@ -52,8 +55,8 @@ def check_places(output: Path, options: FileOptions, inputs: Sequence[str]) -> N
         raise ConfigError("-: stdout is for answers alone: give a file")
     for path in (output, *more):
         check_place(path)
-    written = written_by(output, options)
-    _check_not_read(written, [Path(name) for name in inputs if os.path.exists(name)])
+    read = [status for name in inputs if (status := status_of(name)) is not None]
+    _check_not_read(output, written_by(output, options), read)
     _check_apart(files_of(output) if is_file_place(output) else [], filter(is_file_place, more))
 
 
@@ -66,10 +69,35 @@ def is_file_place(path: Path) -> bool:
     return not is_dash(path) and (path.is_file() or path.is_dir() or not path.exists())
 
 
-def _check_not_read(written: Sequence[Path], read: Sequence[Path]) -> None:
+def _check_not_read(output: Path, written: Sequence[Path], read: Sequence[os.stat_result]) -> None:
     for path in written:
-        if path.exists() and any(path.samefile(other) for other in read):
+        if path.exists() and any(os.path.samestat(path.stat(), status) for status in read):
             raise ConfigError(f"{path}: is the input: give another file for the results")
+    files = [status for status in read if stat.S_ISREG(status.st_mode)]
+    if is_dash(output) and any(map(is_stdout_at, files)):
+        raise ConfigError("-: stdout goes to the input: give another file for the results")
+
+
+def check_replaceable(options: FileOptions) -> None:
+    """Check that report and trace take the place of earlier ones alone.
+
+    Raises:
+        ConfigError: something else is there, and it is not to be replaced by force.
+    """
+    for path, what, is_ours in (
+        (options.report, "report", is_report),
+        (options.trace, "trace", is_trace),
+    ):
+        if options.force or path is None or not path.is_file():
+            continue
+        try:
+            may_go = is_ours(path)
+        except OSError:
+            may_go = False
+        if not may_go:
+            raise ConfigError(
+                f"{path}: exists and is no {what} of cbatch: give another file, or --force to replace it"
+            )
 
 
 def _check_apart(results: Sequence[Path], more: Iterable[Path]) -> None:

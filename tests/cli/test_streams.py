@@ -76,6 +76,21 @@ def test_closed_stream_is_named(
     assert done.stderr.count("\n") == 1
 
 
+@posix
+@pytest.mark.parametrize(
+    "args", [("-o", "in.jsonl", "--force"), ("-o", "out", "--report", "in.jsonl")], ids=str
+)
+def test_file_behind_stdin_is_never_written_to(
+    write_input: WriteInput, test_model: Path, args: tuple[str, ...]
+) -> None:
+    source = write_input({"prompt": "a", "options": SHORT})
+    asked = source.read_bytes()
+    places = [source.with_name(arg) if not arg.startswith("-") else arg for arg in args]
+    done = redirected(f"<{source}", "run", "-", *places, "-m", test_model)
+    assert (done.exit_code, source.read_bytes()) == (2, asked)
+    assert done.stderr == f"cbatch: {source}: is the input: give another file for the results\n"
+
+
 def test_closed_streams_are_errors_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     monkeypatch.setattr(sys, "stdout", None)

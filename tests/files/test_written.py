@@ -42,6 +42,86 @@ def test_file_beside_the_output_in_place_of_the_input_is_refused(
     assert source.read_bytes() == asked
 
 
+@pytest.fixture
+def redirected(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The input, which stdin is redirected from."""
+    with source.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        yield source
+
+
+@pytest.mark.parametrize("name", ["output", "errors", "report", "trace"])
+@pytest.mark.parametrize("force", [False, True])
+def test_file_that_stdin_is_redirected_from_is_not_written_over(
+    engine: Engine, redirected: Path, name: str, force: bool
+) -> None:
+    asked = redirected.read_bytes()
+    places: dict[str, Any] = {"output": redirected.with_name("out"), name: redirected}
+    with pytest.raises(ConfigError, match=r"in\.jsonl: is the input"):
+        run_file("-", engine=engine, force=force, format="cbatch", **places)
+    assert redirected.read_bytes() == asked
+    assert [path.name for path in redirected.parent.iterdir()] == ["in.jsonl"]
+
+
+def test_file_that_stdin_is_redirected_from_is_not_read_twice(
+    engine: Engine, redirected: Path, tmp_path: Path
+) -> None:
+    for sources in (["-", redirected], [redirected, "-"], ["-", tmp_path / "*.jsonl"]):
+        with pytest.raises(ConfigError, match="is named twice"):
+            run_file(sources, tmp_path / "out", engine=engine)
+
+
+def test_redirected_stdin_is_read(engine: Engine, redirected: Path, tmp_path: Path) -> None:
+    assert run_file("-", tmp_path / "out", engine=engine, format="cbatch").n_done == 3
+
+
+def test_stdout_that_goes_to_the_input_is_refused(
+    engine: Engine, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = source.read_bytes()
+    with source.open("a") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        with pytest.raises(ConfigError, match="stdout goes to the input"):
+            run_file(source, "-", engine=engine)
+    assert source.read_bytes() == asked
+
+
+@pytest.mark.parametrize("name", ["report", "trace"])
+@pytest.mark.parametrize("content", ["precious", "<!doctype html>\n<p>mine", "[\n", '[{"a": 1}]'])
+def test_report_and_trace_replace_nothing_foreign_unless_forced(
+    engine: Engine, source: Path, name: str, content: str
+) -> None:
+    place = source.with_name("place")
+    place.write_text(content)
+    more: dict[str, Any] = {"engine": engine, name: place}
+    with pytest.raises(ConfigError, match=f"place: exists and is no {name} of cbatch: .*--force"):
+        run_file(source, source.with_name("out"), **more)
+    assert place.read_text() == content
+    assert not source.with_name("out").exists()
+    run_file(source, source.with_name("out"), force=True, **more)
+    assert place.read_text() != content
+
+
+def test_report_and_trace_replace_those_of_an_earlier_run(engine: Engine, source: Path) -> None:
+    more: dict[str, Any] = {name: source.with_name(name) for name in ("report", "trace")}
+    for place in more.values():
+        place.touch()
+    for _ in range(2):
+        assert run_file(source, source.with_name("out"), engine=engine, **more).is_complete
+    more["report"], more["trace"] = more["trace"], more["report"]
+    with pytest.raises(ConfigError, match="is no report of cbatch"):
+        run_file(source, source.with_name("out"), engine=engine, **more)
+
+
+def test_adapter_is_not_written_over(source: Path) -> None:
+    adapter = source.with_name("adapter.gguf")
+    adapter.write_bytes(b"weights")
+    more: dict[str, Any] = {"adapters": {"a": adapter}, "force": True, "report": adapter}
+    with pytest.raises(ConfigError, match=r"adapter\.gguf: is the input"):
+        run_file(source, source.with_name("out"), **more)
+    assert adapter.read_bytes() == b"weights"
+
+
 @pytest.mark.parametrize("taken", ["out", "out.manifest", "out.manifest-wal", ".out.part"])
 @pytest.mark.parametrize("name", ["errors", "report", "trace"])
 def test_file_beside_the_output_in_its_place_is_refused(
