@@ -183,14 +183,13 @@ class ObjectParser:
         """Return the item of a line; what is wrong with it is the item's error."""
         try:
             row, wrong = loaded(line)
+            if isinstance(wrong, RecursionError):
+                raise wrong
         except WRONG as error:
             return Item(number, place, str(number), None, what_is_wrong(error))
-        if isinstance(wrong, RecursionError):
-            return Item(number, place, str(number), None, what_is_wrong(wrong))
-        error = None if wrong is None else wrong.error
-        return item_of_row(
-            number, place, row if error is None else mended(row), self._prompt_of, error
-        )
+        if wrong is None:
+            return item_of_row(number, place, row, self._prompt_of)
+        return item_of_row(number, place, mended(row), self._prompt_of, wrong.error)
 
 
 class TextParser:

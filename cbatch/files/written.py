@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
@@ -17,6 +16,7 @@ from cbatch.files.trace import is_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from cbatch.files.settings import FileOptions
 

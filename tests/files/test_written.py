@@ -66,9 +66,10 @@ def test_file_that_stdin_is_redirected_from_is_not_written_over(
 def test_file_that_stdin_is_redirected_from_is_not_read_twice(
     engine: Engine, redirected: Path, tmp_path: Path
 ) -> None:
-    for sources in (["-", redirected], [redirected, "-"], ["-", tmp_path / "*.jsonl"]):
-        with pytest.raises(ConfigError, match="is named twice"):
-            run_file(sources, tmp_path / "out", engine=engine)
+    for other in (str(redirected), str(tmp_path / "*.jsonl")):
+        for sources in (["-", other], [other, "-"]):
+            with pytest.raises(ConfigError, match="is named twice"):
+                run_file(sources, tmp_path / "out", engine=engine)
 
 
 def test_redirected_stdin_is_read(engine: Engine, redirected: Path, tmp_path: Path) -> None:
