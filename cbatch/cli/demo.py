@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import cbatch
 from cbatch.cli.options import name_of
+from cbatch.files.encoders import check_name
 from cbatch.files.lines import dump, result_as_json
 from cbatch.files.places import check_apart, check_new, check_place, opened
 from cbatch.files.reading import ahead_of
@@ -32,6 +33,7 @@ def run_demo(
     """Answer the chats of --demo: as text where they are shown, else as records."""
     prompts = demo_prompts()
     check_place(target)
+    check_name(target, "cbatch")
     check_apart(target, filter(None, (model,)))
     check_new(target, force=force)
     view.say(f"loading {name_of(model)} for {len(prompts)} items")

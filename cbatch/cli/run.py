@@ -87,7 +87,8 @@ def run(
         ),
     ] = "auto",
     output_format: Annotated[
-        str | None, option(help="Of the output.", default="that of the input", panel=_FILES)
+        str | None,
+        option(help="Of the output.", default="as its name says, else as the input", panel=_FILES),
     ] = None,
     template: Annotated[
         str | None,

@@ -33,6 +33,7 @@ SUFFIXES: dict[str, Format] = {
 """Endings of names that tell the format."""
 
 COLUMNAR = ("parquet", "arrow")
+JSON_LINES = ("openai", "cbatch", "jsonl")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _N_LOOK, _N_LOOK_BYTES = 100, 2**20
 """Lines, and bytes, to look at for one that tells a format: the first may be blank or broken."""
@@ -71,9 +72,15 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
     return _format_of_lines(file, lines, has_template=has_template)
 
 
+def named_format(path: PurePath) -> Format | None:
+    """Return the format that the ending of a name says, `jsonl` for all that are JSON lines; None: none."""
+    suffix = path.suffix.lower()
+    return "jsonl" if suffix in _JSON_SUFFIXES else SUFFIXES.get(suffix)
+
+
 def is_columnar(path: PurePath) -> bool:
     """Whether a name is that of a Parquet or Arrow file."""
-    return SUFFIXES.get(path.suffix.lower()) in COLUMNAR
+    return named_format(path) in COLUMNAR
 
 
 def _suffix(path: str) -> str:

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from cbatch.errors import ConfigError
 from cbatch.files.answers import CsvWriter, ObjectWriter, TableEncoder
-from cbatch.files.detect import COLUMNAR, SUFFIXES, check_format
-from cbatch.files.inputs import COMPRESSED
+from cbatch.files.detect import COLUMNAR, JSON_LINES, check_format, named_format
+from cbatch.files.inputs import COMPRESSED, UNREAD
 from cbatch.files.lines import LineEncoder
 from cbatch.files.openai import OpenAIEncoder
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from pathlib import Path, PurePath
 
     from cbatch.files.detect import Format
     from cbatch.files.item import Item, ItemError
     from cbatch.files.source import Source
     from cbatch.response import BatchResult
+
+
+_NO_TEXT = "answers are not written as plain text, for they have several lines"
 
 
 class Encoder(Protocol):
@@ -65,43 +68,52 @@ class NoEncoder:
         return b""
 
 
-def output_format(source: Source, asked: str = "auto") -> Format:
-    """Return the format of the output: that of the input, but cbatch's lines for plain text.
+def output_format(source: Source, asked: str = "auto", path: PurePath | None = None) -> Format:
+    """Return the format of an output: as it is asked for, else as its name says, else that of the input.
+
+    Plain text is answered in cbatch's lines; a name that says JSON lines says nothing of whose they are.
 
     Raises:
-        ConfigError: there is no such format, or it cannot be written.
+        ConfigError: there is no such format, or answers cannot be written so.
     """
     check_format(asked, "auto")
     if asked == "text":
+        raise ConfigError(f"{_NO_TEXT}: say cbatch or csv")
+    if asked != "auto":
+        return cast("Format", asked)
+    own: Format = "cbatch" if source.format == "text" else source.format
+    named = None if path is None else named_format(path)
+    if named is None or (named == "jsonl" and own in JSON_LINES):
+        return own
+    if named == "text":
         raise ConfigError(
-            "answers are not written as plain text: they have several lines; say cbatch or csv"
+            f"{path}: {_NO_TEXT}: give another name, such as one in .jsonl or .csv, or say the format "
+            "(--output-format)"
         )
-    if asked == "auto":
-        return "cbatch" if source.format == "text" else source.format
-    return cast("Format", asked)
+    return named
 
 
-def check_name(path: Path, format: str, *, is_asked: bool) -> None:
-    """Check that the name of an output does not promise what will not be in it.
+def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
+    """Check that the name of a file of answers does not promise what will not be in it.
 
     Args:
-        path: of the output.
-        format: of the output.
-        is_asked: whether the format was said by its name.
+        path: of the file.
+        format: in which it is written.
+        is_asked: whether that was said, so that a name may say another format that is text.
 
     Raises:
-        ConfigError: a compressed file, or a table of another format unless that is asked for.
+        ConfigError: a compressed file, or a name that says another format.
     """
-    if path.suffix.lower() in COMPRESSED:
+    if path.suffix.lower() in (*COMPRESSED, *UNREAD):
         raise ConfigError(
             f"{path}: answers are not written compressed, for a run goes on in its file: leave out {path.suffix}"
         )
-    named = SUFFIXES.get(path.suffix.lower(), "text")
-    if named not in ("text", format) and not is_asked:
-        raise ConfigError(
-            f"{path}: answers would be {format}, as the input: say output_format={named!r} (--output-format {named}), "
-            "or give another name"
-        )
+    named = named_format(path)
+    if named is None or named == ("jsonl" if format in JSON_LINES else format):
+        return
+    if is_asked and not {named, format} & set(COLUMNAR):
+        return
+    raise ConfigError(f"{path}: its name says {named}, and answers are {format}: give another name")
 
 
 def encoder(format: str, source: Source) -> Encoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import io
 import os
+import re
 import select
 import stat
 import zlib
@@ -13,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
 from cbatch.errors import ConfigError
@@ -28,8 +29,30 @@ MAX_LINE_BYTES = 16 * 2**20
 _BUFFER_BYTES = 2**18
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+UNREAD = (".zip", ".7z", ".lz4", ".lz", ".lzma", ".z", ".br")
+"""Endings of names of what is packed in a way that is not read here."""
+
+_PACKED = {
+    re.compile(rb"\x1f\x8b"): "gzip",
+    re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
+    re.compile(rb"\xfd7zXZ\0"): "lzma",
+    # a header, and a block behind it or none: its first bytes alone may be text. Source: bzip2's decompress.c
+    re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"): "bz2",
+}
+"""What a compressed file begins with, and the module that reads it."""
+
+_UNREAD = {
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"\x04\x22\x4d\x18": "compressed by lz4",
+    b"LZIP": "compressed by lzip",
+    b"\x1f\x9d": "compressed by compress",
+}
+"""What packed files that are not read here begin with."""
+
+_N_START = 10
+"""Bytes of a file that tell how it is compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +159,7 @@ class InputFile:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether its bytes are gzip or Zstandard."""
+        """Whether its bytes are compressed."""
         self.open()
         return self._text is not self._raw
 
@@ -294,17 +317,29 @@ class _Pipe(io.RawIOBase):
 
 def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
     """Return the file's text; its first bytes tell what it is, so that a pipe may be compressed too."""
-    start = raw.peek(4)[:4]
-    if start.startswith(_GZIP):
-        import gzip
+    start = raw.peek(_N_START)[:_N_START]
+    unread = next((what for magic, what in _UNREAD.items() if start.startswith(magic)), None)
+    if unread or PurePath(name).suffix.lower() in UNREAD:
+        raise ConfigError(
+            f"{name}: is {unread or 'packed'}, which is not read here: unpack it, or compress it by gzip, bzip2, xz or "
+            "zstd"
+        )
+    module = next((module for magic, module in _PACKED.items() if magic.match(start)), None)
+    if module is None:
+        return raw
+    return io.BufferedReader(_import_packer(module, name).open(raw), _BUFFER_BYTES)
 
-        return io.BufferedReader(cast("Any", gzip.GzipFile(fileobj=raw)), _BUFFER_BYTES)
-    if start == _ZSTD:
-        zstd = _import_zstd()
-        if zstd is None:
+
+def _import_packer(module: str, name: str) -> Any:
+    """Return the module that reads a compressed file."""
+    if module == "zstd":
+        if (zstd := _import_zstd()) is None:
             raise ConfigError(f'{name}: reading .zst needs a package: pip install "cbatch[zstd]"')
-        return io.BufferedReader(zstd.ZstdFile(raw), _BUFFER_BYTES)
-    return raw
+        return zstd
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{name}: this Python was built without {module}: unpack it") from error
 
 
 @cache
@@ -319,4 +354,7 @@ def _import_zstd() -> Any:
 @cache
 def _broken_errors() -> tuple[type[Exception], ...]:
     zstd = _import_zstd()
-    return (EOFError, OSError, zlib.error, *((zstd.ZstdError,) if zstd else ()))
+    found = [EOFError, OSError, zlib.error, *((zstd.ZstdError,) if zstd else ())]
+    with suppress(ImportError):
+        found.append(import_module("lzma").LZMAError)
+    return tuple(found)

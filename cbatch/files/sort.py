@@ -12,9 +12,10 @@ from cbatch.errors import ConfigError
 from cbatch.files.compact import copied, in_order, rewrite, write_all
 from cbatch.files.detect import is_columnar
 from cbatch.files.disk import mode_of, told, whole
+from cbatch.files.encoders import check_name
 from cbatch.files.item import bytes_of
 from cbatch.files.manifest import manifest_of
-from cbatch.files.opening import closing_all, put_away, real, reopened
+from cbatch.files.opening import OUTPUT_FORMAT, closing_all, put_away, real, reopened
 from cbatch.files.output import check_file
 from cbatch.files.places import check_new
 from cbatch.files.seen import scratch
@@ -54,10 +55,12 @@ class Records:
     Args:
         counts: how many there are.
         pieces: their bytes, with what the file begins with before them.
+        format: that they are written in.
     """
 
     counts: Sorted
     pieces: Iterator[bytes]
+    format: str = "jsonl"
 
 
 def sort_in_place(output: Path) -> dict[Path, Sorted]:
@@ -127,13 +130,14 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
             f"{target}: is the output itself: to sort it in place, give no other file"
         )
     check_new(target, force=force)
-    with (
-        sorted_records(output, by=by) as records,
-        told(target),
-        whole(target, mode=mode_of(output)) as part,
-        part.open("r+b") as file,
-    ):
-        write_all(file.fileno(), records.pieces)
+    with sorted_records(output, by=by) as records:
+        check_name(target, records.format, is_asked=target.suffix == output.suffix)
+        with (
+            told(target),
+            whole(target, mode=mode_of(output)) as part,
+            part.open("r+b") as file,
+        ):
+            write_all(file.fileno(), records.pieces)
     return records.counts
 
 
@@ -162,7 +166,8 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
         stack.enter_context(closing_all(found))
         file = found.outputs[0]
         records = stack.enter_context(closing(in_order(found.manifest, file, "number")))
-        yield Records(_counts(found.manifest, 0), _all_of(file, records))
+        format = found.manifest.settings().get(OUTPUT_FORMAT, "")
+        yield Records(_counts(found.manifest, 0), _all_of(file, records), format)
         put_away(found)
 
 

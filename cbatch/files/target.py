@@ -50,10 +50,11 @@ class Target:
         Raises:
             ConfigError: a format that there is not, or that the name of the output contradicts.
         """
-        asked = options.output_format or "auto"
-        format = output_format(source, asked)
-        check_name(Path(output), format, is_asked=asked != "auto")
-        return cls(Path(output), options.errors, format, encoder(format, source))
+        path, asked = Path(output), options.output_format or "auto"
+        format = output_format(source, asked, path)
+        for file in filter(None, (path, options.errors)):
+            check_name(file, format, is_asked=asked != "auto")
+        return cls(path, options.errors, format, encoder(format, source))
 
     @property
     def is_pipe(self) -> bool:

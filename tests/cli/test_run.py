@@ -440,3 +440,9 @@ def test_demo_may_write_a_file_of_answers(tmp_path: Path) -> None:
     assert len(answers) == 64
     assert answers["0"]["text"] == "red"
     assert {a["finish_reason"] for a in answers.values()} == {"stop"}
+
+
+def test_demo_writes_json_lines_under_no_other_name(tmp_path: Path) -> None:
+    result = invoke("run", "--demo", "--quiet", "-o", tmp_path / "answers.csv")
+    assert result.exit_code == 2
+    assert "its name says csv, and answers are cbatch" in result.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from cbatch.files.source import open_source
 from cbatch.response import BatchResult, Timings, Usage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from cbatch.errors import CBatchError
@@ -20,6 +23,13 @@ ANSWER = BatchResult(
     "7", "Hi!", (1, 2), "stop", None, Usage(3, 2), Timings(0.1, 0.2, 0.3, 30.0, 20.0, 0.25), seed=5
 )
 """What a request came to."""
+
+
+_PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
 
 
 def failed(error: CBatchError) -> BatchResult:
@@ -32,8 +42,9 @@ def failed(error: CBatchError) -> BatchResult:
 def write(path: Path, content: str | bytes) -> str:
     """Write a file, compressed where its name says so; return its path."""
     data = content if isinstance(content, bytes) else content.encode()
-    if path.suffix == ".gz":
-        data = gzip.compress(data)
+    compress = _PACKERS.get(path.suffix)
+    if compress is not None:
+        data = compress(data)
     path.write_bytes(data)
     return str(path)
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import os
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -86,19 +89,59 @@ def test_find_files_that_cannot_be_read_once_says_why(
         find_files([path.format(tmp_path) for path in paths])
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd.compress])
+PACKERS = [gzip.compress, zstd.compress, bz2.compress, lzma.compress]
+
+
+@pytest.mark.parametrize("pack", [bytes, *PACKERS])
 def test_lines_come_with_their_endings_whatever_the_file_is_packed_in(
-    tmp_path: Path, pack: object, opened: OpenFile
+    tmp_path: Path, pack: Callable[[bytes], bytes], opened: OpenFile
 ) -> None:
-    assert callable(pack)
     file = opened(write(tmp_path / "file", pack(TEXT)))
     assert list(file.lines()) == LINES
     assert file.n_bytes == file.n_bytes_read == len(pack(TEXT))
 
 
-def test_lines_of_two_packed_parts_are_read_through(tmp_path: Path, opened: OpenFile) -> None:
-    file = opened(write(tmp_path / "file", gzip.compress(b"a\n") + gzip.compress(b"b\n")))
+@pytest.mark.parametrize("pack", PACKERS)
+def test_lines_of_several_packed_parts_are_read_through(
+    tmp_path: Path, pack: Callable[[bytes], bytes], opened: OpenFile
+) -> None:
+    parts = map(pack, (b"", b"a\n", b"", b"b\n"))
+    file = opened(write(tmp_path / "file", b"".join(parts)))
     assert list(file.lines()) == [b"a\n", b"b\n"]
+
+
+def test_text_that_begins_as_bzip2_does_is_text(tmp_path: Path, opened: OpenFile) -> None:
+    file = opened(write(tmp_path / "file", b"BZh91 is a name\n"))
+    assert list(file.lines()) == [b"BZh91 is a name\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "said"),
+    [
+        ("a.jsonl", b"PK\x03\x04", "is a zip archive"),
+        ("a.jsonl", b"7z\xbc\xaf\x27\x1c", "is a 7z archive"),
+        ("a.jsonl.lz4", b"\x04\x22\x4d\x18", "is compressed by lz4"),
+        ("a", b"LZIP\1", "is compressed by lzip"),
+        ("a", b"\x1f\x9d\x90", "is compressed by compress"),
+        ("a.jsonl.br", b"anything", "is packed"),
+    ],
+)
+def test_file_packed_in_another_way_is_refused_by_name(
+    tmp_path: Path, name: str, start: bytes, said: str, opened: OpenFile
+) -> None:
+    file = opened(write(tmp_path / name, start + bytes(99)))
+    with pytest.raises(ConfigError, match=rf"{said}, which is not read here: unpack it"):
+        list(file.lines())
+
+
+@pytest.mark.parametrize("module", ["bz2", "lzma"])
+def test_python_without_a_module_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, opened: OpenFile
+) -> None:
+    path = write(tmp_path / "file", {"bz2": bz2, "lzma": lzma}[module].compress(TEXT))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"without {module}: unpack it"):
+        list(opened(path).lines())
 
 
 def test_lines_begin_behind_a_bom(tmp_path: Path, opened: OpenFile) -> None:
@@ -166,19 +209,21 @@ def test_pipe_has_no_size(tmp_path: Path, opened: OpenFile) -> None:
     os.close(reader)
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, zstd.compress])
+@pytest.mark.parametrize("compress", PACKERS)
 def test_torn_file_says_how_far_it_was_read(
-    tmp_path: Path, compress: object, opened: OpenFile
+    tmp_path: Path, compress: Callable[[bytes], bytes], opened: OpenFile
 ) -> None:
-    assert callable(compress)
     data = compress(b"".join(b"line %d\n" % i for i in range(1000)))
     file = opened(write(tmp_path / "file", data[:-9]))
     with pytest.raises(ConfigError, match=r"ends in the middle .* \d+ lines .*were read before"):
         list(file.lines())
 
 
-def test_damaged_file_says_so(tmp_path: Path, opened: OpenFile) -> None:
-    data = bytearray(gzip.compress(os.urandom(1000)))
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_damaged_file_says_so(
+    tmp_path: Path, compress: Callable[[bytes], bytes], opened: OpenFile
+) -> None:
+    data = bytearray(compress(os.urandom(1000)))
     data[500] ^= 255
     file = opened(write(tmp_path / "file", bytes(data)))
     with pytest.raises(ConfigError, match="compressed data is damaged"):

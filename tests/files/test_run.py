@@ -364,22 +364,6 @@ def test_other_table_in_the_place_of_the_first_is_refused(
     assert run_file(both, out.with_suffix(""), engine=engine).n_before == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("out.jsonl.gz", "answers are not written compressed"),
-        ("out.csv", "output_format='csv'"),
-        ("out.parquet", "output_format='parquet'"),
-    ],
-)
-def test_name_that_promises_another_format_is_refused(
-    engine: Engine, source: Path, name: str, words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        run_file(source, source.with_name(name), engine=engine)
-    run_file(source, source.with_name("o.csv"), engine=engine, output_format="cbatch")
-
-
 def test_refused_options_are_told_without_an_id_of_the_engine(
     engine: Engine, tmp_path: Path, out: Path
 ) -> None:

@@ -37,6 +37,8 @@ def format_of(path: str, format: str = "auto") -> str:
         ("a.ndjson", OBJECT, "jsonl"),
         ("a.json", CBATCH, "cbatch"),
         ("a.jsonl.gz", OPENAI, "openai"),
+        ("a.jsonl.bz2", OPENAI, "openai"),
+        ("a.csv.xz", "text\nx", "csv"),
         ("a", CBATCH, "cbatch"),
         ("a.jsonl", f"\n\nbroken\n{OPENAI}", "openai"),
         ("a.jsonl", "broken", "cbatch"),
