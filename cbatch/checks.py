@@ -123,11 +123,34 @@ def check_seconds(name: str, value: object) -> float:
     return cast("float", number)
 
 
+def check_wait(name: str, value: object) -> float | None:
+    """Return how many seconds to wait, none where the time is over already; None for ever.
+
+    Raises:
+        ConfigError: not a number.
+    """
+    number = number_of(value)
+    is_nan = isinstance(number, float) and math.isnan(number)
+    if value is not None and (number is None or is_nan):
+        raise ConfigError(f"{name} must be a number of seconds, not {shown(value)}")
+    if number is None or number > MAX_TIME_S:
+        return None
+    return 0.0 if number < 0 else float(number)
+
+
 def check_bool(name: str, value: object) -> bool | None:
     """Return a flag."""
     flag = flag_of(value)
     if value is not None and flag is None:
         raise ConfigError(f"{name} must be True or False, not {shown(value)}")
+    return flag
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return a flag that has to be one; None is refused."""
+    flag = check_bool(name, value)
+    if flag is None:
+        raise ConfigError(f"{name} must be True or False, not None")
     return flag
 
 

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from anyio.lowlevel import checkpoint
 
-from cbatch.checks import check_seconds
+from cbatch.checks import (
+    MAX_INT,
+    check_flag,
+    check_int,
+    check_path,
+    check_seconds,
+    check_wait,
+    reading,
+    shown,
+)
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
@@ -27,13 +36,16 @@ from cbatch.errors import (
 from cbatch.messages import (
     LookAhead,
     Prompt,
+    as_id,
     as_prompt,
     as_prompts,
     is_source,
 )
 from cbatch.options import RunOptions
+from cbatch.plain import flag_of
 from cbatch.response import BatchResponse
 from cbatch.runtime.compiler import Compiler
+from cbatch.runtime.ids import RequestId
 from cbatch.runtime.intake import Intake, is_in_event_loop
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
@@ -102,12 +114,14 @@ class Engine:
         Raises:
             ConfigError: an option is wrong.
         """
+        if not isinstance(schedule, ScheduleOptions | None):
+            raise ConfigError(f"schedule must be ScheduleOptions, not {shown(schedule)}")
         self._options, self._settled = RunOptions.of(options), Settled()
         self._schedule = schedule or ScheduleOptions()
-        self._threaded = threaded
+        self._threaded = check_flag("threaded", threaded)
         self._opener = opener
         self._cache_dir = None if cache_dir is None else _folder(cache_dir)
-        self._cache_mib = cache_mib
+        self._cache_mib = check_int("cache_mib", cache_mib, 1, MAX_INT) or 1
         self._made: _Parts | None = None
         self._opening = threading.RLock()
         self._exactness_found = ""
@@ -155,10 +169,11 @@ class Engine:
 
         Raises:
             ModelLoadError, ConfigError, IncompatibleLlamaError: see `load`.
-            EngineClosedError: it was closed before it was loaded.
+            EngineClosedError: it is closed, also where it never was loaded.
         """
         with self._opening:
             if self._made is not None:
+                self._made.loop.check_open()
                 return
             if self._opener is None:
                 raise EngineClosedError("the engine was closed before it was loaded")
@@ -304,13 +319,15 @@ class Engine:
         self._loop.check_open()
         run_options = run_options_of(self, options)
         ends_s = time.perf_counter() + check_seconds("max_time_s", max_time_s)
-        before = self.stats() if progress else None
+        view = check_view(progress)
+        before = self.stats() if view else None
         if is_source(prompts):
-            source = iter(cast("Iterable[Prompt]", prompts))
+            with reading("prompts"):
+                source = iter(cast("Iterable[Prompt]", prompts))
             run = self._parts.intake.feed(source, run_options, ends_s, self._mailbox)
         else:
             run = self._parts.intake.queue(as_prompts(prompts), run_options, ends_s, self._mailbox)
-        return BatchResponse(run.ids, run.mailbox, self._show(run, progress, before))
+        return BatchResponse(run.ids, run.mailbox, self._show(run, view, before))
 
     def submit(
         self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
@@ -348,7 +365,7 @@ class Engine:
         Returns:
             False where no such request is in flight.
         """
-        return bool(self._loop.cancel([id]))
+        return bool(self._loop.cancel([_asked(id)]))
 
     def pause(self, id: str) -> bool:
         """Stop one request where it is; it keeps its slot and cells until somebody else needs them.
@@ -356,7 +373,7 @@ class Engine:
         Returns:
             False where no such request is in flight, or it is paused already.
         """
-        return self._loop.pause(id)
+        return self._loop.pause(_asked(id))
 
     def resume(self, id: str) -> bool:
         """Let a paused request go on; nothing is computed again while its cells are kept.
@@ -364,7 +381,7 @@ class Engine:
         Returns:
             False where no such request is in flight, or it is not paused.
         """
-        return self._loop.resume(id)
+        return self._loop.resume(_asked(id))
 
     def cancel_all(self) -> int:
         """Cancel every request that is in flight now, queued or running, and read no further prompts of their runs.
@@ -389,7 +406,7 @@ class Engine:
         Where it raises, that is logged and it is called no more; requests do not notice.
         """
         if into is not None and not callable(into):
-            raise ConfigError(f"record_steps takes a function or None, not {into!r}")
+            raise ConfigError(f"record_steps takes a function or None, not {shown(into)}")
         self._loop.call(partial(setattr, self._loop, "recorder", into))
 
     def step(self) -> bool:
@@ -458,10 +475,33 @@ def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | Non
     return settled
 
 
+def check_view(progress: object) -> bool | View:
+    """Return what shows how far a batch is: True for the view of this place, False for none.
+
+    Raises:
+        ConfigError: neither, and no `View`.
+    """
+    with reading("progress"):
+        if progress is None or flag_of(progress) is not None:
+            return bool(progress)
+        if all(map(callable, (getattr(progress, name, None) for name in _OF_VIEW))):
+            check_wait("interval_s", getattr(progress, "interval_s", None))
+            return cast("View", progress)
+    raise ConfigError(f"progress must be True, False or a View, not {shown(progress)}")
+
+
+_OF_VIEW = ("say", "show", "finish")
+
+
+def _asked(id: object) -> str:
+    """Return the id that a caller asks by; one that was handed out is itself, for it means one request."""
+    return id if isinstance(id, RequestId) else as_id(id)
+
+
 def _folder(named: str | os.PathLike[str]) -> Path:
     from cbatch.store import cells_folder  # numpy is slow to import
 
-    return cells_folder(named)
+    return cells_folder(check_path("cache_dir", named))
 
 
 def load(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-from cbatch.checks import check_bool, check_depth, reading, shown
+from cbatch.checks import check_depth, check_flag, reading, shown
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 from cbatch.plain import flag_of, int_of, is_table, list_of, plain, text_of
@@ -85,8 +85,7 @@ class LookAhead:
             raise ConfigError(
                 f"look_ahead is a list of prompts with their options, not {type(self.prompts).__name__}"
             )
-        if check_bool("is_all", self.is_all) is None:
-            raise ConfigError("is_all must be True or False, not None")
+        check_flag("is_all", self.is_all)
         for pair in pairs:
             prompt, options = pair if isinstance(pair, tuple) and len(pair) == 2 else (pair, None)
             if not (isinstance(prompt, BatchPrompt) and isinstance(options, RunOptions)):

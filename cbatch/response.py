@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
+from cbatch.checks import check_flag, check_wait
 from cbatch.errors import BatchError, CBatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -142,8 +143,11 @@ class Inbox(Protocol):
     async def next_result_async(self) -> BatchResult | None:
         """Do as `next_result` does, in an event loop."""
 
-    def wait(self, timeout: float | None) -> list[BatchResult]:
-        """Wait for every item and return the results in input order; TimeoutError after `timeout` seconds."""
+    def wait(self, timeout: float | None, n_most: int | None = None) -> list[BatchResult]:
+        """Wait for every item and return the results in input order; TimeoutError after `timeout` seconds.
+
+        Where there are more than `n_most` items, it does not wait for them.
+        """
 
     async def wait_async(self) -> list[BatchResult]:
         """Do as `wait` does, in an event loop."""
@@ -298,20 +302,15 @@ class BatchResponse:
         Ctrl-C cancels this batch and leaves the engine usable.
 
         Args:
-            timeout: most seconds to wait; the batch goes on after a TimeoutError.
+            timeout: most seconds to wait, for ever where it is infinite; the batch goes on after a TimeoutError.
             return_errors: return failed items in place instead of raising.
 
         Raises:
             BatchError: an item failed, or reading the prompts did; all results are attached.
             TimeoutError: not every item ended in time.
         """
-        try:
-            results = self._mailbox.wait(timeout)
-        except KeyboardInterrupt:
-            self._mailbox.cancel()
-            self._close_display()
-            raise
-        return self._checked(results, return_errors=return_errors)
+        returns_errors = check_flag("return_errors", return_errors)
+        return self._checked(self._wait(timeout), return_errors=returns_errors)
 
     def result(self, *, timeout: float | None = None) -> BatchResult:
         """Wait for the only item of a batch of one; its own error is raised, not a BatchError.
@@ -320,14 +319,16 @@ class BatchResponse:
             ConfigError: the batch has more than one item.
             TimeoutError: it did not end in time.
         """
-        if len(self._ids) != 1:
+        results = self._wait(timeout, n_most=1)
+        if len(self._ids) <= 1:
+            results = self._checked(results, return_errors=True)
+        if len(self._ids) != 1 or len(results) != 1:  # a generator's may have been given out
             raise ConfigError(
                 f"result() is for a batch of one; this one has {len(self._ids)}: use results()"
             )
-        [result] = self.results(timeout=timeout, return_errors=True)
-        if result.error is not None:
-            raise result.error
-        return result
+        if results[0].error is not None:
+            raise results[0].error
+        return results[0]
 
     def cancel(self) -> int:
         """Cancel every item of this batch that has not ended; return how many."""
@@ -341,6 +342,14 @@ class BatchResponse:
     def n_unread(self) -> int:
         """Results that `as_completed` gives out without waiting."""
         return self._mailbox.n_unread
+
+    def _wait(self, timeout: float | None, n_most: int | None = None) -> list[BatchResult]:
+        try:
+            return self._mailbox.wait(check_wait("timeout", timeout), n_most)
+        except KeyboardInterrupt:
+            self._mailbox.cancel()
+            self._close_display()
+            raise
 
     def _chunks(self) -> Reader[BatchOutputChunk]:
         box = self._mailbox

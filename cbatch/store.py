@@ -7,7 +7,6 @@ and its fingerprint together.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import secrets
@@ -33,13 +32,14 @@ from cbatch.cell_file import (
     set_used,
 )
 from cbatch.errors import CacheError, ConfigError
+from cbatch.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.cell_file import Fingerprint
 
-_logger = logging.getLogger("cbatch.store")
+_log = Log("cbatch.store")
 
 _LEFT_OVER_S = 3600.0
 
@@ -226,7 +226,7 @@ class CacheStore:
         try:
             self._trim(kept)
         except OSError as error:
-            _logger.warning("%s cannot be listed: %s", self._folder, error.strerror)
+            _log.warn("%s cannot be listed: %s", self._folder, error.strerror)
 
     def _trim(self, kept: str) -> None:
         """Remove the least recently used files until the rest is small enough."""
@@ -383,7 +383,7 @@ def _is_gone(path: Path) -> bool:
     """Remove a file where that is permitted; tell whether there is none now."""
     error = _tried_to_remove(path)
     if error is not None:
-        _logger.warning("%s cannot be removed: %s", path, error.strerror)
+        _log.warn("%s cannot be removed: %s", path, error.strerror)
     return error is None
 
 

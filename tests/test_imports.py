@@ -15,6 +15,7 @@ ORDER = (
     {
         "errors",
         "plain",
+        "logs",
         "checks",
         "options",
         "engine_options",
@@ -36,7 +37,7 @@ LAYER = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 
 FACE = {"errors", "plain", "checks", "options", "engine_options", "messages", "response", "tools"}
 
-BACKEND_SEES = {"errors", "options", "engine_options", "messages", "core.plan"}
+BACKEND_SEES = {"errors", "checks", "logs", "options", "engine_options", "messages", "core.plan"}
 
 NOT_IN_CORE = {
     "asyncio", "anyio", "concurrent", "ctypes", "datetime", "io", "llama_cpp", "logging", "multiprocessing", "numpy",

@@ -20,6 +20,7 @@ from cbatch.backend.model import LlamaModel, Placement, open_model
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.backend.shipped import shipped_model
 from cbatch.backend.sizing import check_fits, find_room, settle
+from cbatch.checks import check_path, reading
 from cbatch.errors import ConfigError
 from cbatch.messages import LookAhead
 
@@ -67,7 +68,7 @@ def describe_model(
 
 
 def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str, Any]:
-    model = shipped_model() if model is None else model
+    model = _checked(model)
     with _opened(model, options, has_weights=asks_probe) as loaded, closing(loaded):
         room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
         settled = settle(loaded, options, room)
@@ -115,9 +116,7 @@ def _sizes(loaded: LlamaModel, options: EngineOptions, room: Room) -> dict[str, 
 def _load(
     model: Any, options: EngineOptions, look_ahead: LookAhead | None
 ) -> tuple[LlamaBackend, Callable[[], str]]:
-    model = shipped_model() if model is None else model
-    if not isinstance(model, str | os.PathLike | llama_cpp.Llama):
-        raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
+    model = _checked(model)
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     with _opened(model, options) as loaded:
@@ -125,6 +124,15 @@ def _load(
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
         return _make_backend(loaded, settled)
+
+
+def _checked(model: object) -> object:
+    if isinstance(model, llama_cpp.Llama):
+        return model
+    if not isinstance(model, str | os.PathLike | None):
+        raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
+    with reading("model"):
+        return shipped_model() if model is None else check_path("model", model)
 
 
 @contextmanager

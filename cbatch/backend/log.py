@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.library import library
+from cbatch.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +46,7 @@ class LlamaLog:
         self._n_users = 0
         self._level, self._partial = logging.INFO, b""
         self._recent: deque[str] = deque(maxlen=20)
-        self._logger = logging.getLogger("cbatch.llama")
+        self._log = Log("cbatch.llama")
 
     @property
     def ring(self) -> int:
@@ -63,7 +64,7 @@ class LlamaLog:
         Debug lines are kept only if the logger `cbatch.llama` wants them now.
         """
         with self._lock:
-            has_debug = self._logger.isEnabledFor(logging.DEBUG)
+            has_debug = self._log.has_debug
             self._lib.cbatch_log_set_debug(self._ring, has_debug)
             self._n_users += 1
             if self._n_users == 1:
@@ -86,7 +87,7 @@ class LlamaLog:
             found = [line for level, line in lines if level >= logging.WARNING]
             self._recent.extend(found)
         for level, line in lines:
-            self._logger.log(level, "%s", line)
+            self._log.write(level, "%s", line)
         return found
 
     def _take_lines(self) -> Iterator[tuple[int, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import mmap
 import os
@@ -21,6 +20,7 @@ from cbatch.backend.gguf_check import Cursor, DamagedError, check_file, read_hea
 from cbatch.backend.shipped import shipped_model
 from cbatch.backend.vocab import LlamaVocab
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
+from cbatch.logs import Log
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _SAMPLING_KEYS = {
 }
 # Source: include/llama.h, enum llama_split_mode.
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
-_log = logging.getLogger("cbatch")
+_log = Log("cbatch")
 _N_MAGIC = 8  # bytes of a GGUF before its counts: its name and version
 _N_QUOTED = 3  # llama.cpp says the cause first, then that loading failed
 
@@ -200,7 +200,7 @@ def open_model(
     )
     params.no_alloc = not has_weights
     if use_extra_bufts is None and has_weights and not has_sound_amx(shipped_model()):
-        _log.warning("%s", AMX_ADVICE)
+        _log.warn("%s", AMX_ADVICE)
         use_extra_bufts = False
     if use_extra_bufts is not None:
         params.use_extra_bufts = use_extra_bufts
@@ -220,7 +220,7 @@ def place(params: Any, placement: Placement) -> None:
     """
     add_servers(placement.rpc_servers)
     if placement.n_gpu_layers and not list_devices():
-        _log.warning(
+        _log.warn(
             "n_gpu_layers=%d has no effect: llama.cpp sees no device but the CPU; "
             "llama-cpp-python has to be built for the GPU",
             placement.n_gpu_layers,

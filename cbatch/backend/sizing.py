@@ -5,7 +5,6 @@ What was said is taken as said; the rest follows from the bytes of a cell and a 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -22,6 +21,7 @@ from cbatch.backend.layout import footprint, read_layout
 from cbatch.backend.memory import has_states
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL
 from cbatch.errors import CBatchError, ModelLoadError
+from cbatch.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ SHARE_FOR_UNIFIED = 2 / 3
 0 … 1,024 common tokens and 8 … 128 of output; see docs/performance.md."""
 
 _MIB = 2**20
-_log = logging.getLogger("cbatch")
+_log = Log("cbatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ def _tell(sizes: Sizes, wanted: Sizes, room: Room) -> None:
     """Log sizes that are less than they would be with more memory."""
     if sizes == wanted:
         return
-    _log.warning(
+    _log.warn(
         "%d slots of %d tokens, for %d of %d would take %s MiB and the memory budget is %s MiB: "
         "memory_mib sets another, cache_type_k and cache_type_v='q8_0' need about half",
         sizes.n_slots,

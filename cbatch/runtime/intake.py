@@ -114,7 +114,7 @@ class Intake:
     def extend(self, result: BatchResult, n_tokens: int, make_mailbox: MakeMailbox) -> Run:
         """Submit what goes on from a result. See `Engine.extend`."""
         origin = origin_of(result, self.sequences.owner)
-        check_extension(result, n_tokens)
+        n_tokens = check_extension(result, n_tokens)
         now, id = time.perf_counter(), own_id(origin.request.id)
         with self._submitting:
             check_own((id,), self._loop.routes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import os
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.core.status import Status
 from cbatch.errors import EngineClosedError, QueueFullError
+from cbatch.logs import Log
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.delivery import deliver
 from cbatch.runtime.disk import Disk
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_log = logging.getLogger("cbatch")
+_log = Log("cbatch")
 
 _LONGEST_SLEEP_S = 3600.0
 """A wait of years is more than a lock can count; waking once an hour costs nothing."""
@@ -322,7 +322,7 @@ class Loop:
                 self.recorder(record)
         except Exception:
             self.recorder = None
-            _log.exception("the function given to record_steps raised and is called no more")
+            _log.fail("the function given to record_steps raised and is called no more")
 
     def pump(self) -> bool:
         """Do one step in an engine without a thread, in the thread of whoever waits; see `step`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -190,14 +191,15 @@ class Mailbox:
         await self._wait_async(self._has_result)
         return self._take_result()
 
-    def wait(self, timeout: float | None) -> list[BatchResult]:
-        """Wait for every item and return the results in input order.
+    def wait(self, timeout: float | None, n_most: int | None = None) -> list[BatchResult]:
+        """Wait for every item, or for one more than `n_most`, and return the results in input order.
 
         Raises:
             TimeoutError: `timeout` seconds passed first.
         """
         self._gather()
-        self._wait(self._has_all, timeout)
+        n_enough = math.inf if n_most is None else n_most
+        self._wait(lambda: self._n_items > n_enough or self._has_all(), timeout)
         return [self._results[i] for i in sorted(self._results)]
 
     async def wait_async(self) -> list[BatchResult]:

@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from cbatch.checks import check_wait
 from cbatch.errors import CBatchError
+from cbatch.logs import Log
 
 if TYPE_CHECKING:
     from cbatch.core.stats import EngineStats
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 LIVE_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 5.0
+_log = Log("cbatch")
+
 _SEPARATOR = " · "
 _LEAST_BAR, _MOST_BAR, _BAR_STEP = 8, 20, 4
 """Columns of a bar, and how it grows: in steps, so that it does not tremble with the digits beside it."""
@@ -234,7 +238,13 @@ class Progress:
         return self._last
 
     def _watch(self) -> None:
-        while not self._is_over.wait(self._view.interval_s):
+        try:
+            self._show()
+        except Exception:  # a view is not cbatch's own
+            _log.fail("the view of a batch's progress raised and is shown no more")
+
+    def _show(self) -> None:
+        while not self._is_over.wait(check_wait("interval_s", self._view.interval_s)):
             snapshot = self.snapshot()
             if snapshot.counts.is_over:
                 break  # nobody reads to the end

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cbatch.checks import MAX_INT, shown
 from cbatch.core.plan import N_TARGETS_MAX
 from cbatch.core.request import Origin
 from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.plain import int_of
 from cbatch.response import BatchResult
 
 if TYPE_CHECKING:
@@ -146,14 +148,15 @@ def origin_of(result: BatchResult, owner: str) -> Origin:
     return origin
 
 
-def check_extension(result: BatchResult, n_tokens: int) -> None:
-    """Refuse to go on from what has ended by itself.
+def check_extension(result: BatchResult, n_tokens: int) -> int:
+    """Return the number of tokens to go on for; refuse to go on from what has ended by itself.
 
     Raises:
         ConfigError: `n_tokens` is no number of tokens, or the result has an end.
     """
-    if isinstance(n_tokens, bool) or not isinstance(n_tokens, int) or n_tokens < 1:
-        raise ConfigError(f"extend takes a number of tokens, at least 1, not {n_tokens!r}")
+    n_more = int_of(n_tokens)
+    if n_more is None or not 1 <= n_more <= MAX_INT:
+        raise ConfigError(f"extend takes a number of tokens, 1 … {MAX_INT}, not {shown(n_tokens)}")
     if result.error is not None:
         raise ConfigError(
             f"result {result.id!r} ended by {result.finish_reason!r} with an error, which leaves nothing to go on "
@@ -168,3 +171,4 @@ def check_extension(result: BatchResult, n_tokens: int) -> None:
         raise ConfigError(
             f"result {result.id!r} had tokens taken out of its window: what it was computed from is gone"
         )
+    return n_more
