@@ -261,7 +261,9 @@ class Engine:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """What answers depend on besides prompt and options, by name: model, adapters, chat template.
+        """What answers depend on besides prompt and options, by name: model, adapters, chat template, settings.
+
+        No part of it is what changes but the last bits, as company does: slots, threads, sizes, devices.
 
         Reads some 32 MiB of the model's file, the first time.
         """
@@ -269,12 +271,13 @@ class Engine:
         try:
             said = dict(backend.fingerprint(tuple((name, 1.0) for name in backend.adapters)))
         except OSError:  # shared by an object that does not know its file, or changed since
-            said = {"model": "unknown"}
+            said = {"model": "unknown", "adapters": ", ".join(backend.adapters)}
         template = hashlib.sha256(backend.vocab.template.encode()).hexdigest()
         return {
             "model": said.get("model") or json.dumps(said, sort_keys=True),
             "adapters": said.get("adapters", ""),
             "chat template": template[:16],
+            **backend.answer_settings,
         }
 
     def count_tokens(

@@ -136,6 +136,10 @@ class Backend(Protocol):
     def adapters(self) -> Sequence[str]:
         """The names of LoRA adapters that a plan may ask for."""
 
+    @property
+    def answer_settings(self) -> Mapping[str, str]:
+        """Which settings answers depend on, beyond the rounding that differs with company too; by readable names."""
+
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells computed with `adapters` depend on, by readable names. From any thread; may read files."""
 

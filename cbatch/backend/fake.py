@@ -116,6 +116,7 @@ class FakeBackend:
         self._kv = FakeCells(n_slots, n_window, self.memory, self._start, faults.swap)
         self.cells, self.saved = self._kv.cells, self._kv.saved
         self.adapters: tuple[str, ...] = ()
+        self.answer_settings: dict[str, str] = {}
         self.now_s = 0.0
         self.n_steps = 0
         self.n_rebuilt = 0

@@ -12,6 +12,8 @@ from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.context import ROPE_VALUES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cbatch.backend.model import LlamaModel
     from cbatch.engine_options import EngineOptions
 
@@ -22,10 +24,20 @@ _N_SAMPLES = 256
 _N_SAMPLE_BYTES = 2**16
 _N_HEAD_BYTES = 2**24
 
+_OF_CELLS = ("cache_type_k", "cache_type_v", "flash_attn")
+
+_DEVICES = (
+    "n_gpu_layers",
+    "offload_kqv",
+    "split_mode",
+    "main_gpu",
+    "tensor_split",
+    "rpc_servers",
+)
+"""Engine options that say where a model is computed: kernels of another device round differently."""
+
 _SETTINGS = (
-    "cache_type_k",
-    "cache_type_v",
-    "flash_attn",
+    *_OF_CELLS,
     "exact",
     "rope_scaling",
     *ROPE_VALUES,
@@ -51,6 +63,33 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
         "llama-cpp-python": llama_cpp.__version__,
         **said,
     }
+
+
+def answer_settings(options: EngineOptions, n_piece: int) -> dict[str, str]:
+    """Return the settings that change what a model answers, by name, in words for people.
+
+    What changes but the rounding, as company does, is none of them, unless the options are exact.
+
+    Args:
+        options: those of the context.
+        n_piece: tokens in the pieces of a prompt, where the options are exact.
+    """
+    return {
+        "exact": "False" if not options.exact else _exactly(options, n_piece),
+        **{name: str(getattr(options, name)) for name in _OF_CELLS},
+        "rope": _said(options, ("rope_scaling", *ROPE_VALUES)) or "the model's own",
+    }
+
+
+def _exactly(options: EngineOptions, n_piece: int) -> str:
+    devices = _said(options, _DEVICES)
+    places = f", {devices}" if devices else ""
+    return f"True (pieces of {n_piece}, llama-cpp-python {llama_cpp.__version__}{places})"
+
+
+def _said(options: EngineOptions, names: Sequence[str]) -> str:
+    values = ((name, getattr(options, name)) for name in names)
+    return ", ".join(f"{name}={value}" for name, value in values if value is not None)
 
 
 def rope_factors(model: LlamaModel, n_ctx_seq: int) -> str:

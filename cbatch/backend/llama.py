@@ -13,7 +13,12 @@ import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.context import available_cores, make_context, slot_window
-from cbatch.backend.fingerprint import fingerprint, model_parts, rope_factors
+from cbatch.backend.fingerprint import (
+    answer_settings,
+    fingerprint,
+    model_parts,
+    rope_factors,
+)
 from cbatch.backend.grammar import Guides, LlamaGrammars
 from cbatch.backend.library import handshake
 from cbatch.backend.log import llama_log
@@ -430,6 +435,12 @@ class LlamaBackend:
     def adapters(self) -> Sequence[str]:
         """The names of LoRA adapters that a plan may ask for."""
         return () if self._adapters is None else self._adapters.names
+
+    @property
+    def answer_settings(self) -> Mapping[str, str]:
+        """What answers depend on besides the model; see `Backend.answer_settings`."""
+        said = answer_settings(self._options, self.n_piece)
+        return {**said, "rope factors": self._rope_factors}
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""

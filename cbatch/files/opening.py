@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OUTPUT_FORMAT = "output format"
 """The setting with which no run can go on where it differs: a file has one format."""
 
-_NOTHING = "nothing"
+_NOT_NOTED = "not noted"
 
 
 class ChangedError(ConfigError):
@@ -189,7 +189,7 @@ def _differences(manifest: Manifest, wanted: _Wanted) -> Iterator[tuple[str, str
     """Yield what is not as it was: its name, and words for it."""
     before = manifest.settings()
     for name in sorted({*before, *wanted.settings}):
-        was, is_now = before.get(name, _NOTHING), wanted.settings.get(name, _NOTHING)
+        was, is_now = before.get(name, _NOT_NOTED), wanted.settings.get(name, _NOT_NOTED)
         if was != is_now:
             yield name, f"{name} was {was}, is {is_now}"
     files = manifest.files()

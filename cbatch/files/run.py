@@ -100,7 +100,7 @@ def run_file(
             )
         )
         settled = run_options_of(runner, defaults)
-        said = _settings_of(runner, reading, target, defaults, asked)
+        said = _settings_of(runner, reading, target, settled, asked)
         ledger = stack.enter_context(
             target.opened(said, force=asked.force, retry_errors=asked.retry_errors)
         )

@@ -12,7 +12,13 @@ import llama_cpp
 import pytest
 
 from cbatch.backend import fingerprint as subject
-from cbatch.backend.fingerprint import file_digest, fingerprint, model_parts, rope_factors
+from cbatch.backend.fingerprint import (
+    answer_settings,
+    file_digest,
+    fingerprint,
+    model_parts,
+    rope_factors,
+)
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.model import open_model
 from cbatch.engine_options import EngineOptions
@@ -195,6 +201,34 @@ def test_settings_that_cells_do_not_depend_on_change_nothing(
     synth: SynthFactory, given: dict[str, int]
 ) -> None:
     assert of(synth("test"), **given) == of(synth("test"))
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"cache_type_k": "q8_0"}, {"cache_type_k"}),
+        ({"cache_type_v": "q8_0"}, {"cache_type_v"}),
+        ({"flash_attn": "off"}, {"flash_attn"}),
+        ({"rope_freq_base": 5e5}, {"rope"}),
+        ({"rope_scaling": "yarn", "yarn_orig_ctx": 4096}, {"rope"}),
+        ({"exact": True}, {"exact"}),
+        ({"parallel": 3, "n_ctx": 4096, "n_threads": 7, "n_gpu_layers": 3, "n_ubatch": 64}, set()),
+        ({"kv": "unified", "offload_kqv": False, "swap_mib": 1, "policy": "shortest"}, set()),
+    ],
+)
+def test_answers_depend_on_what_changes_more_than_the_rounding(
+    given: dict[str, Any], names: set[str]
+) -> None:
+    plain, other = answer_settings(EngineOptions(), 0), answer_settings(EngineOptions(**given), 0)
+    assert {name for name in plain if plain[name] != other[name]} == names
+
+
+@pytest.mark.parametrize("given", [{"n_gpu_layers": 3}, {"offload_kqv": False}])
+def test_exact_answers_depend_on_what_changes_the_rounding(given: dict[str, Any]) -> None:
+    exact = answer_settings(EngineOptions(exact=True), 512)
+    assert exact != answer_settings(EngineOptions(exact=True), 64)
+    assert exact != answer_settings(EngineOptions(exact=True, **given), 512)
+    assert exact == answer_settings(EngineOptions(exact=True, parallel=3, n_threads=7), 512)
 
 
 def test_backend_adds_its_pieces_and_nothing_of_its_memory(make: MakeBackend) -> None:

@@ -81,6 +81,28 @@ def test_other_options_are_refused_with_both_values(source: Path, test_model: Pa
     assert "--force" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--cache-type-k", "q8_0"), "cache_type_k was f16, is q8_0"),
+        (("--cache-type-v", "f32"), "cache_type_v was f16, is f32"),
+        (("--flash-attn", "off"), "flash_attn was auto, is off"),
+        (("--chat-template", "chatml"), "chat template was"),
+        (("--parallel", 3, "--ctx-per-seq", 512, "--policy", "shortest"), ""),
+    ],
+)
+def test_settings_that_change_answers_are_refused_and_others_not(
+    source: Path, test_model: Path, more: tuple[object, ...], words: str
+) -> None:
+    out = source.with_name("out.jsonl")
+    run(source, test_model, "-o", out, "--limit", 5)
+    before = out.read_bytes()
+    done = run(source, test_model, "-o", out, *more)
+    assert done.exit_code == (2 if words else 1)  # for its last line is wrong
+    assert words in done.stderr
+    assert (out.read_bytes() == before) == bool(words)
+
+
 def test_errors_and_retries_have_their_own_file(source: Path, test_model: Path) -> None:
     out, errors = source.with_name("out.jsonl"), source.with_name("errors.jsonl")
     for args in ((), ("--retry-errors",)):

@@ -138,6 +138,44 @@ def test_other_settings_are_refused_and_forced_ones_run_what_they_change(
     assert {r["usage"]["completion_tokens"] for r in records(out)} == {2}
 
 
+def make_set(**settings: str) -> Engine:
+    backend = FakeBackend(4, 128, 64)
+    backend.answer_settings = settings
+    return Engine(backend, options=SHORT, threaded=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ({"exact": "False"}, {"exact": "True"}, "exact was False, is True"),
+        ({"cache_type_k": "f16"}, {"cache_type_k": "q8_0"}, "cache_type_k was f16, is q8_0"),
+        ({}, {"cache_type_v": "f16"}, "cache_type_v was not noted, is f16"),
+    ],
+)
+def test_settings_of_the_engine_that_answers_depend_on_are_refused_by_name(
+    source: Path, out: Path, before: dict[str, str], now: dict[str, str], words: str
+) -> None:
+    with make_set(**before) as engine:
+        run_file(source, out, engine=engine, limit=50)
+    with make_set(**now) as engine:
+        with pytest.raises(ConfigError, match=words):
+            run_file(source, out, engine=engine)
+        assert len(records(out)) == 50
+        forced = run_file(source, out, engine=engine, force=True)
+        assert (forced.n_before, forced.n_done) == (0, 100)
+
+
+def test_other_options_of_the_engine_are_refused(source: Path, out: Path) -> None:
+    for options, is_refused in ((SHORT, False), ({**SHORT, "max_tokens": 2}, True)):
+        with Engine(FakeBackend(4, 128, 64), options=options, threaded=False) as engine:
+            if is_refused:
+                with pytest.raises(ConfigError, match="max_tokens=3.*max_tokens=2"):
+                    run_file(source, out, engine=engine)
+            else:
+                run_file(source, out, engine=engine)
+    assert {r["usage"]["completion_tokens"] for r in records(out)} == {3}
+
+
 def test_changed_line_alone_runs_again(engine: Engine, source: Path, out: Path) -> None:
     run_file(source, out, engine=engine)
     source.write_text(source.read_text().replace('question 7"', 'another question"'))
