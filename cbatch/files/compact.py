@@ -1,7 +1,9 @@
 """An output written anew: without the bytes of records that were superseded, or in another order.
 
-It may be killed anywhere. The part beside the output is whole on the disk before the manifest says, in the transaction
-that moves the records, that it takes the output's place; who opens the manifest then finishes that.
+It may be killed anywhere, and what it leaves may be copied with or without what is not the output and its manifest. The
+part beside the output is whole on the disk before the manifest says that it takes the output's place; where each record
+is then stands beside where it was, until that is done. Who opens the manifest finishes it, or goes on with the output
+as it was where the part is gone.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cbatch.files import disk
 from cbatch.files.disk import told
-from cbatch.files.output import part_of
+from cbatch.files.output import is_whole, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
 
 _BUFFER = 2**20
 
+_MOVED = (
+    "SELECT moved.start, records.size, records.crc FROM moved JOIN records USING (record) "
+    "WHERE records.file = ? AND moved.start != records.start"
+)
+_MOVE = (
+    "UPDATE records SET start = (SELECT start FROM moved WHERE moved.record = records.record) "
+    "WHERE file = ?"
+)
+
 Order = Literal["start", "number"]
 
 
@@ -29,19 +40,14 @@ def rewrite(manifest: Manifest, output: Output, order: Order = "start") -> None:
     """Write an output anew, record by record, in the order of their places in it or of their items."""
     with told(output.part):
         try:
-            n_bytes = _write_part(manifest, output, order)
+            _write_part(manifest, output, order)
         except OSError:
             output.part.unlink(missing_ok=True)
             raise
-    row = replace(output.row, size=n_bytes, synced=n_bytes, is_replaced=True)
+    row = replace(output.row, is_replaced=True)
     with manifest.transaction(is_durable=True):
-        manifest.execute(
-            "UPDATE records SET start = (SELECT start FROM temp.moved WHERE moved.record = records.record) "
-            "WHERE file = ?",
-            row.file,
-        )
-        manifest.execute("DROP TABLE temp.moved")
         manifest.put_file(row)
+    manifest.fold()
     row = finish(manifest, row)
     output.reopen()
     output.committed(row)
@@ -56,10 +62,26 @@ def finish(manifest: Manifest, row: FileRow) -> FileRow:
             return row
         if part.exists():
             disk.replace(part, row.path)
+        is_done = _is_as_moved(manifest, row)
     row = replace(row, is_replaced=False)
-    with manifest.transaction():
+    if is_done:
+        size = len(row.header) + manifest.count(row.file).n_bytes
+        row = replace(row, size=size, synced=size)
+    with manifest.transaction(is_durable=True):
+        if is_done:
+            manifest.execute(_MOVE, row.file)
+        manifest.execute("DROP TABLE moved")
         manifest.put_file(row)
+    manifest.fold()
     return row
+
+
+def _is_as_moved(manifest: Manifest, row: FileRow) -> bool:
+    """Whether an output is the one that was written anew: who has copied it without its part has the one before."""
+    if not row.path.exists():
+        return False
+    with row.path.open("rb") as file:
+        return all(is_whole(file.fileno(), *place) for place in manifest.rows(_MOVED, row.file))
 
 
 def in_order(manifest: Manifest, output: Output, order: Order) -> Generator[tuple[int, int, int]]:
@@ -81,29 +103,26 @@ def copied(output: Output, records: Iterator[tuple[int, int, int]]) -> Iterator[
     yield from output.pieces(begin, end - begin)
 
 
-def write_all(fd: int, pieces: Iterator[bytes]) -> int:
-    """Write an empty file, on the disk when this returns; return its bytes."""
+def write_all(fd: int, pieces: Iterator[bytes]) -> None:
+    """Write an empty file, on the disk when this returns."""
     n_bytes = 0
     for block in _blocks(pieces):
         disk.write_at(fd, block, n_bytes)
         n_bytes += len(block)
     disk.sync(fd)
-    return n_bytes
 
 
-def _write_part(manifest: Manifest, output: Output, order: Order) -> int:
+def _write_part(manifest: Manifest, output: Output, order: Order) -> None:
     """Write the part, and a table of where each record starts in it."""
     with manifest.transaction():
-        manifest.execute("DROP TABLE IF EXISTS temp.moved")
-        manifest.execute(
-            "CREATE TEMP TABLE moved (record INTEGER PRIMARY KEY, start INTEGER NOT NULL)"
-        )
+        manifest.execute("DROP TABLE IF EXISTS moved")
+        manifest.execute("CREATE TABLE moved (record INTEGER PRIMARY KEY, start INTEGER NOT NULL)")
         places = _places(manifest, output, order)
-        manifest.execute_many("INSERT INTO temp.moved VALUES (?, ?)", places)
+        manifest.execute_many("INSERT INTO moved VALUES (?, ?)", places)
     fd = disk.create(output.part)
     try:
         disk.take_access(fd, output.path)
-        return write_all(fd, _with_header(output, in_order(manifest, output, order)))
+        write_all(fd, _with_header(output, in_order(manifest, output, order)))
     finally:
         os.close(fd)
 

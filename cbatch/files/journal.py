@@ -282,6 +282,7 @@ class Journal:
                     self._manifest.put_file(row)
             for output, row in zip(self._outputs, rows, strict=True):
                 output.row = row
+            self._manifest.fold()
         self._sync_at = self._clock() + self._sync_s
 
     def drop_unclaimed(self, *, is_by_number: bool = False) -> int:

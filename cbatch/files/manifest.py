@@ -26,8 +26,8 @@ _APPLICATION = 0x63626174  # "cbat"
 _PAGE = 1024
 """Bytes of a page: ids come in any order, and each new one changes a page of the index, which is written whole."""
 _CACHE_KIB = 4096
-_CHECKPOINT = 16 * 1024
-"""Pages of the log: 16 MiB, so that a page is changed more often than it is moved."""
+_CHECKPOINT = 1024
+"""Pages of the log from which on it is folded: 1 MiB, which a disk that is nearly full has left."""
 
 _ENDINGS = ("", "-wal", "-shm", "-journal")
 """Of a manifest's files: the manifest, and what SQLite keeps beside it."""
@@ -147,12 +147,14 @@ class Manifest:
             ("synchronous", "NORMAL"),
             ("cache_size", -_CACHE_KIB),
             ("wal_autocheckpoint", _CHECKPOINT),
+            ("journal_size_limit", _CHECKPOINT * _PAGE),
         ):
             self._db.execute(f"PRAGMA {name} = {value}")
         if self.is_new:
             with self.transaction():
                 for statement in _SCHEMA:
                     self._db.execute(statement)
+        self.fold()
 
     def _check(self) -> bool:
         """Return whether it is empty; refuse what is not ours."""
@@ -241,9 +243,13 @@ class Manifest:
         try:
             yield
             self.commit()
-        except BaseException:
+        except BaseException as error:
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 self._db.execute("ROLLBACK")
+            if isinstance(
+                error, OutputError
+            ):  # the log may have grown for nothing, and there is no space
+                self.fold()
             raise
         finally:
             if is_durable:
@@ -253,6 +259,14 @@ class Manifest:
     def commit(self) -> None:
         """End a transaction."""
         self.execute("COMMIT")
+
+    def fold(self) -> None:
+        """Move what the log has into the manifest itself, where who copies the manifest alone finds it.
+
+        Where that cannot be, the log keeps it.
+        """
+        with suppress(sqlite3.OperationalError):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
         """Let go of the file and of the lock, also where somebody has not read all rows."""

@@ -83,6 +83,7 @@ def _opened(wanted: _Wanted, *notes: str) -> Opened:
     found = Opened(Manifest(manifest_of(wanted.output), wanted.output), notes=list(notes))
     with _closing_on_error(found) as stack:
         _resume(found, wanted) if _is_ours(found, wanted) else _begin(found, wanted)
+        found.manifest.fold()
         stack.pop_all()
     return found
 
@@ -109,6 +110,7 @@ def reopened(output: Path) -> Opened:
                 place = row.path if row.file else output
                 found.outputs.append(Output(finish(found.manifest, replace(row, path=place))))
         _check_and_repair(found)
+        found.manifest.fold()
         stack.pop_all()
     return found
 

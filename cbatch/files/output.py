@@ -186,7 +186,7 @@ class Output:
         """Forget the records that are not whole, in a transaction of the caller; return how many."""
         n_cut = manifest.execute(_CUT_OFF, self.row.file, os.fstat(self._fd).st_size).rowcount
         behind = manifest.rows(_BEHIND, self.row.file, self.row.synced)
-        torn = [(record,) for record, *place in behind if not self._is_whole(*place)]
+        torn = [(record,) for record, *place in behind if not is_whole(self._fd, *place)]
         manifest.execute_many("DELETE FROM records WHERE record = ?", torn)
         [end] = manifest.execute(
             "SELECT max(start + size) FROM records WHERE file = ?", self.row.file
@@ -202,7 +202,7 @@ class Output:
             return "its beginning is not as it was written"
         for statement in _SAMPLES:
             for start, size, crc, number in manifest.rows(statement, self.row.file):
-                if not self._is_whole(start, size, crc):
+                if not is_whole(self._fd, start, size, crc):
                     return (
                         f"what stands at byte {start:,} is not the record of item {number % GONE:,}"
                     )
@@ -223,16 +223,22 @@ class Output:
 
     def pieces(self, start: int, size: int) -> Iterator[bytes]:
         """Yield these bytes piece by piece."""
-        end = start + size
-        while start < end and (piece := os.pread(self._fd, min(_PIECE, end - start), start)):
-            yield piece
-            start += len(piece)
+        return _pieces(self._fd, start, size)
 
-    def _is_whole(self, start: int, size: int, crc: int) -> bool:
-        found, n_read = 0, 0
-        for piece in self.pieces(start, size):
-            found, n_read = zlib.crc32(piece, found), n_read + len(piece)
-        return (n_read, found) == (size, crc)
+
+def is_whole(fd: int, start: int, size: int, crc: int) -> bool:
+    """Whether this record stands here in a file."""
+    found, n_read = 0, 0
+    for piece in _pieces(fd, start, size):
+        found, n_read = zlib.crc32(piece, found), n_read + len(piece)
+    return (n_read, found) == (size, crc)
+
+
+def _pieces(fd: int, start: int, size: int) -> Iterator[bytes]:
+    end = start + size
+    while start < end and (piece := os.pread(fd, min(_PIECE, end - start), start)):
+        yield piece
+        start += len(piece)
 
 
 def part_of(path: Path) -> Path:

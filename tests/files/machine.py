@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 OUTPUTS = ("out", "errors")
 MANIFEST = ("out.manifest", "out.manifest-wal")
-STEPS = {"write_at", "truncate", "sync", "replace", "sync_folder", "commit"}
+_OF_MANIFEST = ("commit", "fold")
+STEPS = {"write_at", "truncate", "sync", "replace", "sync_folder", *_OF_MANIFEST}
 
-Loss = Literal["nothing", "half a write", "tails", "blocks", "log"]
-LOSSES: tuple[Loss, ...] = ("nothing", "half a write", "tails", "blocks", "log")
-"""What else is lost: of outputs, what no `sync` was waited for, cut off or zeros; of the manifest, the same; names."""
+Loss = Literal["nothing", "half a write", "tails", "blocks", "log", "all but copies"]
+LOSSES: tuple[Loss, ...] = ("nothing", "half a write", "tails", "blocks", "log", "all but copies")
+"""What else is lost: of outputs, what no `sync` was waited for, cut off or zeros; of the manifest, the same; names; or
+what is neither an output nor the manifest itself, as where somebody copies these alone."""
 
 
 class Killed(BaseException):
@@ -48,9 +50,9 @@ class Machine:
     def is_killed(self, do: Callable[[Path], object]) -> bool:
         """Do something to the folder; return whether it came to the step."""
         with pytest.MonkeyPatch.context() as patch:
-            for name in STEPS - {"commit"}:
-                patch.setattr(disk, name, self._watched(name, getattr(disk, name)))
-            patch.setattr(Manifest, "commit", self._watched("commit", Manifest.commit))
+            for name in STEPS:
+                place = Manifest if name in _OF_MANIFEST else disk
+                patch.setattr(place, name, self._watched(name, getattr(place, name)))
             try:
                 do(self.folder)
             except Killed:
@@ -85,10 +87,10 @@ class Machine:
             for old, (new, _) in self.renamed.items():
                 self.synced[old] = self.synced.pop(new, 0)
             self.renamed.clear()
-        elif name == "commit":
+        elif name in _OF_MANIFEST:
             [manifest] = args
             assert isinstance(manifest, Manifest)
-            if manifest.execute("PRAGMA synchronous").fetchone() == (2,):
+            if name == "fold" or manifest.execute("PRAGMA synchronous").fetchone() == (2,):
                 self.manifest = self._manifest_now()
 
     def _manifest_now(self) -> dict[str, bytes]:
@@ -102,7 +104,12 @@ class Machine:
             assert isinstance(data, bytes)
             assert isinstance(start, int)
             os.pwrite(fd, data[: len(data) // 2], start)
-        shutil.copytree(self.folder, self.picture)
+        copied = (
+            (*OUTPUTS, MANIFEST[0]) if self.loss == "all but copies" else os.listdir(self.folder)
+        )
+        self.picture.mkdir()
+        for file in set(copied) & set(os.listdir(self.folder)):
+            shutil.copy2(self.folder / file, self.picture / file)
         if self.loss in ("tails", "blocks", "log"):
             self._lose_names()
         if self.loss in ("tails", "blocks"):
