@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -239,6 +240,77 @@ def test_close_twice_is_harmless(tmp_path: Path) -> None:
 def test_manifest_is_one_file_when_closed(tmp_path: Path) -> None:
     fill(tmp_path, "a")
     assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
+
+
+# ---- the log of the manifest ----
+
+
+def in_any_order(n_items: int) -> list[str]:
+    return [f"request-{i * 7919 % n_items}" for i in range(n_items)]
+
+
+def log_of(folder: Path) -> int:
+    path = folder / "out.manifest-wal"
+    return path.stat().st_size if path.exists() else 0
+
+
+def test_log_of_the_manifest_stays_small(quick_path: Path) -> None:
+    most = 0
+    with open_journal(quick_path, sync_s=1e9) as journal:
+        for number, id in enumerate(in_any_order(10_000)):
+            assert journal.claim(id, DIGEST, number) == "new"
+            journal.add(number, id, DIGEST, b"x" * 50, is_error=False)
+            if number % 16 == 0:
+                journal.commit()
+                most = max(most, log_of(quick_path))
+    assert 2**19 < most < 1.25 * 2**20
+
+
+@pytest.mark.parametrize("names", [["out", "out.manifest"], ["out", "out.manifest", "errors"]])
+def test_output_and_manifest_copied_after_a_kill_go_on(tmp_path: Path, names: list[str]) -> None:
+    now_s = 0.0
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    with open_journal(tmp_path, clock=lambda: now_s, sync_s=5) as journal:
+        write(journal, *map(str, range(90)), start=0)
+        journal.commit()
+        now_s = 6.0
+        write(journal, *map(str, range(90, 100)), start=90)
+        journal.commit()  # which waits for the disk
+        write(journal, "101", start=101)
+        journal.commit()
+        for name in names:
+            shutil.copy(tmp_path / name, copy / name)
+    with open_journal(copy) as journal:
+        assert [journal.claim(str(n), DIGEST, n) for n in range(100)] == ["done"] * 100
+        write(journal, "101", start=101)
+    assert lines(copy / "out") == lines(tmp_path / "out")
+
+
+def test_log_that_a_killed_run_left_is_folded_as_the_next_one_starts(tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    with open_journal(tmp_path, sync_s=1e9) as journal:
+        write(journal, *map(str, range(1000)))
+        journal.commit()
+        shutil.copytree(tmp_path, killed)
+    assert log_of(killed) > 2**15
+    with open_journal(killed) as journal:
+        assert (journal.n_done, log_of(killed)) == (1000, 0)
+
+
+def test_transaction_that_fails_leaves_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Manifest) -> None:
+        raise self._failed(sqlite3.OperationalError("database or disk is full"))
+
+    with open_journal(tmp_path) as journal:
+        write(journal, *map(str, range(10_000)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifest, "commit", fail)
+            with pytest.raises(OutputError):
+                journal.commit()
+        assert log_of(tmp_path) == 0
 
 
 # ---- a full disk ----
