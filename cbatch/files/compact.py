@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Literal
 
 from cbatch.files import disk
 from cbatch.files.disk import told
-from cbatch.files.output import is_whole, part_of
+from cbatch.files.output import changed, is_whole, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+    from pathlib import Path
 
     from cbatch.files.manifest import FileRow, Manifest
     from cbatch.files.output import Output
@@ -74,6 +75,16 @@ def finish(manifest: Manifest, row: FileRow) -> FileRow:
         manifest.put_file(row)
     manifest.fold()
     return row
+
+
+def fits(manifest: Manifest, row: FileRow, path: Path) -> bool:
+    """Whether what a manifest knows of an output is true of the file at this place, as far as some records show."""
+    row = replace(row, path=path)
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        is_as_before = changed(file.fileno(), row, manifest) is None
+    return is_as_before or (row.is_replaced and _is_as_moved(manifest, row))
 
 
 def _is_as_moved(manifest: Manifest, row: FileRow) -> bool:

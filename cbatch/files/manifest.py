@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -259,6 +259,18 @@ class Manifest:
     def commit(self) -> None:
         """End a transaction."""
         self.execute("COMMIT")
+
+    def copy(self, place: Path) -> None:
+        """Make a manifest of all that is in this one at another place, in place of what is there."""
+        part = place.with_name(f".{place.name}.part")
+        os.close(disk.create(part))
+        with closing(sqlite3.connect(part, isolation_level=None)) as copy:
+            self._db.backup(copy)
+            for row in self.files().values():
+                path = _relative(row.path, place.parent)
+                copy.execute("UPDATE files SET path = ? WHERE file = ?", (path, row.file))
+        disk.take_access(part, self._output)
+        disk.replace(part, place)
 
     def fold(self) -> None:
         """Move what the log has into the manifest itself, where who copies the manifest alone finds it.

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files import disk
-from cbatch.files.compact import finish, rewrite
+from cbatch.files.compact import finish, fits, rewrite
 from cbatch.files.disk import told
+from cbatch.files.home import bring_manifest, point_to
 from cbatch.files.lines import shown
 from cbatch.files.manifest import FileRow, Manifest, ManifestError, manifest_of, remove_manifest
 from cbatch.files.output import Output, check_file
+from cbatch.files.places import real
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 OUTPUT_FORMAT = "output format"
 """The setting with which no run can go on where it differs: a file has one format."""
@@ -70,18 +71,22 @@ def opened(
         check_file(path)
     wanted = _Wanted(real(output), errors and real(errors), settings, header, force)
     _check_errors(wanted)
+    manifest = bring_manifest(output)
     try:
-        return _opened(wanted)
+        found = _opened(wanted, manifest)
     except ManifestError as error:
         if not force:
             raise
-        remove_manifest(manifest_of(wanted.output))
-        return _opened(wanted, f"{error.what}: all begins anew")
+        remove_manifest(manifest)
+        found = _opened(wanted, manifest, f"{error.what}: all begins anew")
+    point_to(output, manifest_of(output), manifest)
+    return found
 
 
-def _opened(wanted: _Wanted, *notes: str) -> Opened:
-    found = Opened(Manifest(manifest_of(wanted.output), wanted.output), notes=list(notes))
+def _opened(wanted: _Wanted, manifest: Path, *notes: str) -> Opened:
+    found = Opened(Manifest(manifest, wanted.output), notes=list(notes))
     with _closing_on_error(found) as stack:
+        _find_moved_errors(found.manifest, wanted)
         _resume(found, wanted) if _is_ours(found, wanted) else _begin(found, wanted)
         found.manifest.fold()
         stack.pop_all()
@@ -96,8 +101,7 @@ def reopened(output: Path) -> Opened:
         OutputError: the disk is full.
     """
     check_file(output)
-    output = real(output)
-    path = manifest_of(output)
+    path, output = bring_manifest(output), real(output)
     if not (path.is_file() and output.is_file()):
         raise _no_manifest(output)
     found = Opened(Manifest(path, output))
@@ -108,11 +112,20 @@ def reopened(output: Path) -> Opened:
         for row in files.values():
             if row.size is not None:
                 place = row.path if row.file else output
+                _check_there(place, found.manifest, row, output)
                 found.outputs.append(Output(finish(found.manifest, replace(row, path=place))))
         _check_and_repair(found)
         found.manifest.fold()
         stack.pop_all()
     return found
+
+
+def _check_there(path: Path, manifest: Manifest, row: FileRow, output: Path) -> None:
+    """Refuse to go on without a file whose records would be forgotten."""
+    if not path.exists() and manifest.count(row.file).n_records:
+        raise ConfigError(
+            f"{path}: is not there, and has records of {output}: put it back, or give the command of its run again"
+        )
 
 
 def _no_manifest(output: Path) -> ConfigError:
@@ -134,11 +147,6 @@ def _closing_on_error(found: Opened) -> ExitStack:
     return stack
 
 
-def real(path: Path) -> Path:
-    """Return a path without links: two names of one file have one manifest."""
-    return Path(os.path.realpath(path))
-
-
 def _check_errors(wanted: _Wanted) -> None:
     """Refuse one file for both."""
     if wanted.errors is None:
@@ -150,6 +158,17 @@ def _check_errors(wanted: _Wanted) -> None:
             f"{wanted.errors}: is the output or its manifest: give another file for errors, or none to have them in "
             "the output"
         )
+
+
+def _find_moved_errors(manifest: Manifest, wanted: _Wanted) -> None:
+    """Take a file for that of errors, wherever that was, where it has the records of that."""
+    row = manifest.files().get(1)
+    if row is None or wanted.errors in (None, row.path) or not manifest.count(1).n_records:
+        return
+    assert wanted.errors is not None  # for it is not None
+    if fits(manifest, row, wanted.errors):
+        with manifest.transaction():
+            manifest.put_file(replace(row, path=wanted.errors))
 
 
 # ---- whether a run goes on ----

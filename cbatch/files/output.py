@@ -197,16 +197,7 @@ class Output:
 
     def changed(self, manifest: Manifest) -> str | None:
         """Return what somebody else has changed in it, as far as some of its records show; None: nothing."""
-        n_header = len(self.row.header)
-        if self.size > n_header and self.read(0, n_header) != self.row.header:
-            return "its beginning is not as it was written"
-        for statement in _SAMPLES:
-            for start, size, crc, number in manifest.rows(statement, self.row.file):
-                if not is_whole(self._fd, start, size, crc):
-                    return (
-                        f"what stands at byte {start:,} is not the record of item {number % GONE:,}"
-                    )
-        return None
+        return changed(self._fd, self.row, manifest)
 
     def cut(self) -> None:
         """Cut off what is not committed; without any record it is as it began."""
@@ -217,13 +208,21 @@ class Output:
             with told(self.path):
                 disk.truncate(self._fd, self.size)
 
-    def read(self, start: int, size: int) -> bytes:
-        """Return these bytes, fewer where the file ends."""
-        return b"".join(self.pieces(start, size))
-
     def pieces(self, start: int, size: int) -> Iterator[bytes]:
         """Yield these bytes piece by piece."""
         return _pieces(self._fd, start, size)
+
+
+def changed(fd: int, row: FileRow, manifest: Manifest) -> str | None:
+    """Return what is not as it was written in a file, as far as some of its records show; None: nothing."""
+    n_header = len(row.header)
+    if (row.size or 0) > n_header and os.pread(fd, n_header, 0) != row.header:
+        return "its beginning is not as it was written"
+    for statement in _SAMPLES:
+        for start, size, crc, number in manifest.rows(statement, row.file):
+            if not is_whole(fd, start, size, crc):
+                return f"what stands at byte {start:,} is not the record of item {number % GONE:,}"
+    return None
 
 
 def is_whole(fd: int, start: int, size: int, crc: int) -> bool:

@@ -61,6 +61,11 @@ def is_stdout_at(status: os.stat_result) -> bool:
         return False
 
 
+def real(path: Path) -> Path:
+    """Return a path without links: two names of one file have one manifest."""
+    return Path(os.path.realpath(path))
+
+
 def check_place(path: Path) -> None:
     """Check that a file can be written here.
 
@@ -71,9 +76,10 @@ def check_place(path: Path) -> None:
         return
     if path.is_dir():
         raise ConfigError(f"{path}: is a directory: give a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} does not exist")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    folder = real(path).parent if path.is_symlink() else path.parent
+    if not folder.is_dir():
+        raise ConfigError(f"{path}: the folder {folder} does not exist")
+    if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{path}: no permission to write there")
 
 

@@ -13,14 +13,13 @@ from cbatch.files.compact import copied, in_order, rewrite, write_all
 from cbatch.files.detect import is_columnar
 from cbatch.files.disk import mode_of, told, whole
 from cbatch.files.encoders import check_name
+from cbatch.files.home import manifest_at, records_at
 from cbatch.files.item import bytes_of
-from cbatch.files.manifest import manifest_of
-from cbatch.files.opening import OUTPUT_FORMAT, closing_all, put_away, real, reopened
+from cbatch.files.opening import OUTPUT_FORMAT, closing_all, put_away, reopened
 from cbatch.files.output import check_file
-from cbatch.files.places import check_new
+from cbatch.files.places import check_new, real
 from cbatch.files.seen import scratch
 from cbatch.files.source import open_source
-from cbatch.files.written import records_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -94,9 +93,9 @@ def _in_columns(output: Path) -> Sorted:
         raise ConfigError(
             f"{output}: is not there: a run makes it at its end, in the order of the requests"
         )
-    if not manifest_of(records_of(output)).is_file():
+    if not manifest_at(records_at(output)).is_file():
         raise ConfigError(f"{output}: {_NOTHING_TO_SORT}")
-    found = reopened(records_of(output))
+    found = reopened(records_at(output))
     with closing_all(found):
         return _counts(found.manifest, 0)
 
@@ -125,7 +124,7 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
     """
     check_file(target)
     target = real(target)
-    if target in (real(output), manifest_of(real(output))):
+    if target in (real(output), manifest_at(output)):
         raise ConfigError(
             f"{target}: is the output itself: to sort it in place, give no other file"
         )
@@ -151,7 +150,7 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
     """
     if is_columnar(output):
         raise ConfigError(f"{output}: {_NOTHING_TO_SORT}; for another file, copy it")
-    has_manifest = manifest_of(real(output)).exists()
+    has_manifest = manifest_at(output).exists()
     if has_manifest == bool(by):
         raise ConfigError(
             f"{output}: has a manifest, which knows the order: leave the input away (--by)"

@@ -12,12 +12,12 @@ from cbatch.errors import ConfigError
 from cbatch.files.detect import COLUMNAR
 from cbatch.files.disk import create, take_access, told
 from cbatch.files.encoders import Finisher, check_name, encoder, output_format
+from cbatch.files.home import manifest_at, point_to, records_at, records_of
 from cbatch.files.journal import Journal
-from cbatch.files.manifest import manifest_of
 from cbatch.files.pipe import Pipe
 from cbatch.files.places import opened
 from cbatch.files.sort import sort_in_place
-from cbatch.files.written import is_file_place, records_of
+from cbatch.files.written import is_file_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,7 +64,7 @@ class Target:
     @property
     def records(self) -> Path:
         """The file that records are added to; a format of columns is made of it at the end."""
-        return records_of(self.path) if self.format in COLUMNAR else self.path
+        return records_at(self.path) if self.format in COLUMNAR else self.path
 
     def check(self, *, force: bool) -> None:
         """Check that records can be written, long before the first one is there.
@@ -75,8 +75,8 @@ class Target:
         if self.format in COLUMNAR:
             self._check_columnar()
         path = self.errors if self.is_pipe else self.path
-        is_known = not self.is_pipe and manifest_of(self.records).exists()
-        if path and path.is_file() and not force and not is_known:
+        is_known = not self.is_pipe and manifest_at(self.records).exists()
+        if path and path.is_file() and path.stat().st_size and not force and not is_known:
             raise ConfigError(
                 f"{path}: exists already and is not of cbatch, or its manifest is gone: give another file, or "
                 "--force to replace it"
@@ -104,7 +104,9 @@ class Target:
             with self._piped() as pipe:
                 yield pipe
             return
-        self._keep_private()
+        if self.records != self.path:
+            self._keep_private()
+            point_to(self.path, records_of(self.path), self.records)
         with Journal.open(
             self.records,
             errors=self.errors,

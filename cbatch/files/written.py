@@ -7,10 +7,10 @@ import stat
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
+from cbatch.files.home import records_of
 from cbatch.files.manifest import files_of_manifest, manifest_of
-from cbatch.files.opening import real
 from cbatch.files.output import part_of
-from cbatch.files.places import check_place, is_dash, is_stdout_at, status_of
+from cbatch.files.places import check_place, is_dash, is_stdout_at, real, status_of
 from cbatch.files.report import is_report
 from cbatch.files.trace import is_trace
 
@@ -21,14 +21,10 @@ if TYPE_CHECKING:
     from cbatch.files.settings import FileOptions
 
 
-def records_of(output: Path) -> Path:
-    """Return where the records are of an output that is made of them at the end."""
-    return output.with_name(f"{output.name}.records")
-
-
 def files_of(output: Path) -> list[Path]:
     """Return every file that a run may write for an output; that one comes first."""
-    records = (output, records_of(output))
+    names = dict.fromkeys((output, real(output)))
+    records = [file for name in names for file in (name, records_of(name))]
     manifests = [file for path in records for file in files_of_manifest(manifest_of(path))]
     return [*records, *manifests, *map(part_of, records)]
 
