@@ -18,12 +18,14 @@ from cbatch.backend.grammar import Guides
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
+from cbatch.files.run import run_file
 from cbatch.messages import BatchPrompt
 from tests import structure_runs
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from cbatch.core.plan import Binding, Chunk
     from cbatch.options import Grammar
@@ -72,6 +74,22 @@ def test_bad_grammar_fails_alone_and_the_next_request_runs(engine: Engine) -> No
     assert "unclosed group" in str(bad.error)
     assert (good.error, free.error) == (None, None)
     assert engine.submit("D", options={"max_tokens": 2}).result().error is None
+
+
+def test_schema_that_ends_its_compiler_fails_its_line_of_a_file_alone(
+    engine: Engine, tmp_path: Path
+) -> None:
+    schemas = [
+        {"const": 1},
+        {"const": -(2**63)},
+        {"type": "number", "multipleOf": -15793585},
+        PERSON,
+    ]
+    options = [{"json_schema": s, "max_tokens": 80} for s in schemas]
+    lines = [json.dumps({"prompt": "A", "options": o}) for o in options]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    summary = run_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl", engine=engine)
+    assert (summary.n_done, summary.n_failed, summary.n_left) == (4, 2, 0)
 
 
 def test_bad_grammar_leaves_the_options_of_the_next_request_as_they_were(engine: Engine) -> None:

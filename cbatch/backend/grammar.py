@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.trial import try_grammar
+from cbatch.backend.schema_numbers import find_bad_number
+from cbatch.backend.trial import GrammarTrial
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Guidance, Slot
-from cbatch.errors import GrammarError
+from cbatch.errors import EngineClosedError, GrammarError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ _N_GBNF_RULES_MAX = 256
 _N_PLAIN_LENGTH = 2**15
 _N_PLAIN_PARTS = 250
 _N_PLAIN_CROSSED = 3
-"""Characters, lines or keys, and patterns up to which a grammar is compiled without being tried first."""
+"""Characters, lines or keys, and patterns up to which a grammar is compiled where none can be tried first."""
 
 _N_TEAM_MIN = 4
 """Threads from which on masks are computed by several: with two, of which the decoder's other one spins on for a while,
@@ -72,19 +73,34 @@ class LlamaGrammars:
 
     def __init__(self, model: LlamaModel) -> None:
         self._model = model
+        self._trial = GrammarTrial(_LIMITS)
         self._tokenizer: Any = None
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Compile a grammar; see `Grammars.compile`."""
-        import llguidance  # slow to import
-
+        """Compile a grammar; see `Grammars.compile`. It is tried in a process of its own first."""
         source = _source(grammar)
-        if is_suspicious(grammar) and (problem := try_grammar(_of_bytes(source), _LIMITS)):
-            raise GrammarError(grammar.kind, _readable(problem))
-        limits = llguidance.LLParserLimits(**_LIMITS)
+        self._trial.start()
         with self._model.busy:  # which is not freed meanwhile
             if self._tokenizer is None:
                 self._tokenizer = make_tokenizer(self._model)
+        self._try(grammar, source)
+        return self._compile(grammar, source)
+
+    def _try(self, grammar: Grammar, source: str) -> None:
+        problem = self._trial.find_problem(_of_bytes(source))
+        if self._trial.problem and is_suspicious(grammar):
+            why = f"that cannot be done here: {self._trial.problem}"
+            problem = f"it must be tried in a process of its own first, and {why}"
+        if problem:
+            raise GrammarError(grammar.kind, _readable(problem))
+
+    def _compile(self, grammar: Grammar, source: str) -> Constraint:
+        import llguidance  # slow to import
+
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        with self._model.busy:
+            if self._tokenizer is None:
+                raise EngineClosedError(f"{self._model.name} is closed")
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
             _check(grammar, matcher)
             n_words = (self._tokenizer.vocab_size + 31) // 32
@@ -95,6 +111,7 @@ class LlamaGrammars:
     def close(self) -> None:
         """Let go of the tokenizer. Before the model is closed; nothing may be compiled or followed afterwards."""
         self._tokenizer = None
+        self._trial.close()
 
 
 def make_tokenizer(model: LlamaModel) -> Any:
@@ -136,6 +153,8 @@ def _source(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
     try:
+        if problem := find_bad_number(grammar):
+            raise ValueError(problem)
         if grammar.kind == "json_schema":
             source = LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
         elif grammar.kind == "regex":
@@ -152,7 +171,7 @@ def is_suspicious(grammar: Grammar) -> bool:
     """Whether a grammar is large, or crosses patterns, which llguidance's own limits do not always stop.
 
     A chain of 1,200 references overflows the stack; 20,000 properties take 30 s; so do 30 patterns in one `allOf`, and
-    15 expressions joined by `&`. Measured, llguidance 1.9.1.
+    15 expressions joined by `&`; `multipleOf` with seven digits and a bound never ends. Measured, llguidance 1.9.1.
     """
     text = grammar.text
     n_crossed = text.count("&") + text.count("~") if grammar.kind == "lark" else 0
@@ -163,6 +182,7 @@ def is_suspicious(grammar: Grammar) -> bool:
         or text.count('":') > _N_PLAIN_PARTS
         or text.count('"$ref"') > _N_PLAIN_PARTS
         or n_patterns + n_crossed > _N_PLAIN_CROSSED
+        or "multipleOf" in text
     )
 
 

@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cbatch.backend.grammar import Constraint, Guides, LlamaGrammars, is_suspicious
+from cbatch.backend.grammar import _LIMITS, Constraint, Guides, LlamaGrammars
 from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.trial import GrammarTrial
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Guidance, Slot
 from cbatch.errors import EngineClosedError, GrammarError
 from cbatch.options import GREEDY, Grammar, RunOptions
+from tests import schema_fuzz
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,8 +35,10 @@ def model(test_model: Path) -> Iterator[LlamaModel]:
 
 
 @pytest.fixture(scope="module")
-def grammars(model: LlamaModel) -> LlamaGrammars:
-    return LlamaGrammars(model)
+def grammars(model: LlamaModel) -> Iterator[LlamaGrammars]:
+    made = LlamaGrammars(model)
+    yield made
+    made.close()
 
 
 def compiled(grammars: LlamaGrammars, **options: Any) -> Constraint:
@@ -181,12 +185,15 @@ def test_broken_row_stays_broken(grammars: LlamaGrammars) -> None:
 def test_grammar_that_outgrows_its_limits_fails_its_row(
     model: LlamaModel, grammars: LlamaGrammars
 ) -> None:
-    made = guides(compiled(grammars, regex="((a{1000}){1000}){1000}"))
+    ways = " | ".join('"a"' + " s" * n for n in range(60))
+    made = guides(
+        compiled(grammars, grammar=f'start: "b"{{60}} s\ns: {ways} | ""\n')
+    )  # behind what is tried
     start = time.perf_counter()
     guided: dict[Slot, Guidance] = {}
-    for _ in range(20):
+    for _ in range(80):
         found = may_follow(made, model.vocab.n_vocab)
-        guided = made.follow([row()], [[found[0] if found else 0]])[1]
+        guided = made.follow([row()], [[found[-1] if found else 0]])[1]
         if guided.get(SLOT, Guidance()).problem:
             break
     assert guided[SLOT].problem
@@ -316,18 +323,125 @@ NASTY: dict[str, Grammar] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["json_schema", "regex"])
-def test_usual_grammar_is_compiled_without_a_trial(kind: Any) -> None:
-    text = json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(50)}})
-    assert not is_suspicious(Grammar(kind, text))
-
-
-def test_grammar_that_must_be_tried_and_cannot_be_is_refused(
-    grammars: LlamaGrammars, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named", ["/nowhere/python", "", "/bin/true"])
+def test_where_nothing_can_be_tried_only_usual_grammars_are_compiled(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(GrammarError, match="cannot be done here"):
-        grammars.compile(NASTY["crossed terminals"])
+    monkeypatch.setattr("sys.executable", named)
+    grammars = LlamaGrammars(model)
+    usual = json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(50)}})
+    for _ in range(2):
+        assert grammars.compile(Grammar("json_schema", usual))
+        with pytest.raises(GrammarError, match="cannot be done here"):
+            grammars.compile(NASTY["crossed terminals"])
+        with pytest.raises(GrammarError, match="cannot be done here"):
+            grammars.compile(Grammar("json_schema", '{"type":"number","multipleOf":-15793585}'))
+    grammars.close()
+
+
+# ---- what would end the process ----
+
+LEAST = -(2**63)
+DEADLY: dict[str, dict[str, Any]] = {
+    "const": {"json_schema": {"const": LEAST}},
+    "one above": {"json_schema": {"const": LEAST + 512}},
+    "enum": {"json_schema": {"enum": ["a", LEAST]}},
+    "both bounds": {"json_schema": {"type": "integer", "minimum": LEAST, "maximum": LEAST}},
+    "saturating bounds": {
+        "json_schema": {"type": "integer", "minimum": 11 * LEAST, "maximum": 11 * LEAST}
+    },
+    "nested": {"json_schema": {"properties": {"a": {"items": {"enum": [[{"b": LEAST}]]}}}}},
+    "as a float": {"json_schema": '{"type":"integer","minimum":-1e19,"maximum":-1e19}'},
+    "format": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": LEAST}}}
+    },
+    "in lark": {"grammar": f'start: "a" %json {{"const": {LEAST}}}'},
+    "multiple without end": {"json_schema": {"type": "number", "multipleOf": -15793585}},
+}
+
+
+@pytest.mark.parametrize("options", DEADLY.values(), ids=DEADLY.keys())
+def test_grammar_that_ends_its_compiler_is_refused_and_the_next_one_compiles(
+    grammars: LlamaGrammars, options: dict[str, Any]
+) -> None:
+    with pytest.raises(GrammarError):
+        compiled(grammars, **options)
+    assert compiled(grammars, regex="a")
+
+
+@pytest.mark.parametrize("options", DEADLY.values(), ids=DEADLY.keys())
+def test_trial_alone_finds_what_ends_the_compiler(options: dict[str, Any]) -> None:
+    from llguidance import LLMatcher
+
+    trial, structure = GrammarTrial(_LIMITS), RunOptions(**options).structure
+    assert structure is not None
+    is_lark = structure.kind == "lark"
+    make = LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_json_schema
+    assert trial.find_problem(make(structure.text))
+    assert not trial.find_problem(LLMatcher.grammar_from_regex("a"))
+    trial.close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "integer", "maximum": 99223372036854775808}, "99223372036854775808 .maximum."),
+        ({"type": "integer", "maximum": 1e19}, "1e.19 .maximum."),
+        ({"type": "number", "minimum": -1e300}, "-1e.300 .minimum."),
+        ({"const": 9007199254740993}, "9007199254740993 .const."),
+        ({"enum": [1, [2, {"a": 18446744073709551615}]]}, "18446744073709551615 .a."),
+        ({"items": {"multipleOf": 2**64}}, "18446744073709551616 .multipleOf."),
+        ({"properties": {"default": {"const": 2**53 + 1}}}, "9007199254740993 .const."),
+        ({"const": 10**400}, "of 401 digits"),
+    ],
+)
+def test_number_that_would_become_another_is_refused_by_name(
+    grammars: LlamaGrammars, schema: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(GrammarError, match=said):
+        compiled(grammars, json_schema=schema)
+    with pytest.raises(GrammarError, match=said):
+        compiled(grammars, grammar=f"start: %json {json.dumps(schema)}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        ({"const": 2**63 - 1}, "9223372036854775807"),
+        ({"const": 2**53}, "9007199254740992"),
+        ({"const": -(2**63) + 1024}, "-9223372036854774784"),
+        ({"const": 1e30}, "1" + "0" * 30),
+        ({"const": True, "default": 2**70, "examples": [2**70]}, "true"),
+    ],
+)
+def test_number_at_the_edge_is_followed_exactly(
+    model: LlamaModel, grammars: LlamaGrammars, schema: dict[str, Any], answer: str
+) -> None:
+    made, text = guides(compiled(grammars, json_schema=schema)), b""
+    for _ in range(len(answer)):
+        token = may_follow(made, model.vocab.n_vocab)[-1]
+        said = made.follow([row()], [[token]])[1].get(SLOT, Guidance())
+        text += b"".join(map(model.vocab.piece, (token, *said.forced)))
+        if said.is_complete:
+            break
+    assert text.decode() == answer
+
+
+def test_trial_that_was_closed_starts_again() -> None:
+    trial, source = GrammarTrial(_LIMITS), '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
+    for _ in range(2):
+        trial.start()
+        trial.close()
+        trial.close()
+        assert not trial.find_problem(source)
+    trial.close()
+
+
+def test_schemas_of_every_kind_end_no_process() -> None:
+    outcome = schema_fuzz.run(7, n_cases=120)
+    assert outcome.found == []
+    assert outcome.n_cases == 120
+    assert {"refused", "complete", "followed"} <= outcome.counts.keys()
 
 
 @pytest.mark.parametrize("grammar", NASTY.values(), ids=NASTY.keys())
