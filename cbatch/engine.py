@@ -373,6 +373,8 @@ class Engine:
     def pause(self, id: str) -> bool:
         """Stop one request where it is; it keeps its slot and cells until somebody else needs them.
 
+        One that waits for room in the queue needs none while it is paused: others pass it.
+
         Returns:
             False where no such request is in flight, or it is paused already.
         """

@@ -25,18 +25,19 @@ from cbatch.errors import (
     ConfigError,
     DeadlineError,
     DecodeError,
+    DuplicateIdError,
     EngineClosedError,
     PromptTooLongError,
     QueueFullError,
     RequestCancelledError,
 )
 from cbatch.messages import BatchPrompt
+from cbatch.response import BatchResponse
 from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
 from tests.runtime.backends import PATIENCE_S, GatedBackend, all_results, in_thread, streams
 
 if TYPE_CHECKING:
     from cbatch.core.plan import StepPlan, StepResult
-    from cbatch.response import BatchResponse
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "seed": 1}
 ENDLESS = 10**6
@@ -290,6 +291,102 @@ def test_cancel_of_one_that_waits_makes_room_for_another(make: MakeEngine) -> No
     response = run()
     engine.cancel("a")
     assert ends(response) == [("length", 1)]
+
+
+Crowd = Callable[..., tuple[Engine, Callable[[], BatchResponse]]]
+
+
+@pytest.fixture
+def crowd(make: MakeEngine) -> Crowd:
+    """Return what makes an engine where `a` runs for ever and `b` and `c` wait for room, and waits for these."""
+
+    def make_crowd(**options: Any) -> tuple[Engine, Callable[[], BatchResponse]]:
+        engine = make(n_window=ENDLESS, max_queue=0)
+        engine.run(prompts("a"))
+        newcomers = prompts("b", "c", **{"max_tokens": 2, **options})
+        wait = in_thread(lambda: engine.run(newcomers))
+        wait_until(lambda: len(engine._loop._outside) >= 2)
+        return engine, wait
+
+    return make_crowd
+
+
+def test_one_that_waits_for_room_can_be_cancelled(crowd: Crowd) -> None:
+    engine, wait = crowd()
+    assert engine.cancel("b") is True
+    assert engine.cancel("b") is False
+    assert engine.resume("c") is False
+    engine.cancel("a")
+    response = wait()
+    assert ends(response) == [("cancelled", 0), ("length", 2)]
+    assert isinstance(all_results(response)[0].error, RequestCancelledError)
+    assert engine.stats().n_finished == {"cancelled": 2, "length": 1}
+
+
+def test_id_of_one_that_was_cancelled_while_it_waited_for_room_is_free(crowd: Crowd) -> None:
+    engine, wait = crowd()
+    with pytest.raises(DuplicateIdError):
+        engine.run(prompts("b"))
+    assert engine.cancel("b")
+    again = in_thread(lambda: engine.run(prompts("b", max_tokens=3)))
+    wait_until(lambda: "b" in engine._loop._outside)
+    engine.cancel("a")
+    assert ends(wait()) == [("cancelled", 0), ("length", 2)]
+    assert ends(again()) == [("length", 3)]
+
+
+def test_all_that_wait_for_room_are_cancelled_with_all_others(crowd: Crowd) -> None:
+    engine, wait = crowd()
+    assert engine.cancel_all() == 3
+    assert ends(wait()) == [("cancelled", 0)] * 2
+    assert (engine._loop.routes, engine._loop._outside, books(engine)) == ({}, {}, (0, 0, []))
+
+
+def test_one_that_waits_for_room_can_be_paused_and_others_pass_it(crowd: Crowd) -> None:
+    engine, wait = crowd()
+    assert engine.pause("b") is True
+    assert engine.pause("b") is False
+    engine.cancel("a")
+    response = wait()
+    reader = response.as_completed()
+    assert next(reader).id == "c"
+    assert engine.stats().n_held == 1
+    assert engine.resume("b") is True
+    assert [(r.id, r.finish_reason) for r in reader] == [("b", "length")]
+
+
+def test_choices_that_wait_for_room_are_cancelled_together(crowd: Crowd) -> None:
+    engine, wait = crowd(n=2)
+    assert engine.cancel("b")
+    engine.cancel("a")
+    cancelled, whole = all_results(wait())
+    assert [c.finish_reason for c in cancelled.choices] == ["cancelled"] * 2
+    assert [c.finish_reason for c in whole.choices] == ["length"] * 2
+
+
+@pytest.mark.parametrize("way", [BatchResponse.cancel, BatchResponse.wind_down])
+def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
+    way: Callable[[BatchResponse], object],
+) -> None:
+    schedule = ScheduleOptions(max_queue=0)
+    with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
+        engine.run(prompts("a"))
+        response = engine.run(iter(prompts("b", "c")))
+        wait_until(lambda: "b" in engine._loop._outside)
+        way(response)
+        assert ends(response) == [("cancelled", 0)]
+
+
+def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
+    schedule = ScheduleOptions(max_queue=0)
+    with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
+        response = engine.run(iter(prompts("a", "b", "c")))
+        wait_until(lambda: "b" in engine._loop._outside)
+        response.wind_down()
+        wait_until(lambda: all(t.name != "cbatch-feed" for t in threading.enumerate()))
+        assert engine.stats().n_running == 1
+        response.cancel()
+        assert [r.error is None for r in all_results(response)] == [True, False]
 
 
 def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> None:

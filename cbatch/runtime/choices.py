@@ -41,10 +41,6 @@ class Choices:
     def __init__(self, mailbox: Mailbox, place: int, id: str, options: RunOptions) -> None:
         """Make one; `place` is the request's in its batch, `id` what its caller knows it by."""
         self.mailbox, self.id = mailbox, id
-        self.is_cancelled = False
-        """Whether choices that come in late, for want of room in the queue, end at once."""
-        self.is_paused = False
-        """Whether those wait until they are resumed."""
         self._place, self._n = place, options.n or 1
         self._results: list[BatchResult | None] = [None] * options.n_choices
         self._held: dict[int, BatchOutputChunk] = {}

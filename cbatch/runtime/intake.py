@@ -179,8 +179,7 @@ class Intake:
             if isinstance(error, EngineClosedError):
                 run.mailbox.end_feed()
         # everybody may have left meanwhile, too early for this one to be cancelled with the others
-        if not run.mailbox.is_fed:
-            self._loop.cancel_batch_soon(run.mailbox)
+        run.mailbox.end_late()
 
     def _named(
         self, run: Run, item: Any, place: int

@@ -23,7 +23,7 @@ from cbatch.runtime.delivery import deliver
 from cbatch.runtime.disk import Disk
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.records import UNSEEN, record_of, seen_in
-from cbatch.runtime.routes import choices_of, drop, find, ids_of, member_ids
+from cbatch.runtime.routes import drop, find, ids_of, member_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -89,6 +89,8 @@ class Loop:
         self._n_timers = count()
         self._room_freed = threading.Condition()
         self._n_wanting_room = 0
+        self._outside: dict[str, SequenceDriver] = {}
+        """By id, those that wait for room in the queue."""
 
     def start(self) -> None:
         """Start the owner thread."""
@@ -120,45 +122,77 @@ class Loop:
     def submit_as_room_comes(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences, never so many that more than `n_limit` wait for a slot; return when the last one is in.
 
-        One whose time is over meanwhile needs no room: it comes in to end.
+        One whose time is over meanwhile needs no room, nor one that is cancelled or paused: it comes in for that.
         """
-
         todo = deque(drivers)
         until_s = min((d.request.deadline_s for d in todo), default=math.inf)
+        self._outside.update((d.request.id, d) for d in todo)
 
         def submit_some() -> int:
             nonlocal todo, until_s
             now, n_room = self._clock(), self._queue_room(n_limit)[1]
-            some = [todo.popleft() for _ in range(min(n_room, len(todo)))]
+            some = self._first_outside(todo, n_room)
             if until_s <= now:
                 some += [d for d in todo if d.request.deadline_s <= now]
                 todo = deque(d for d in todo if d.request.deadline_s > now)
                 until_s = min((d.request.deadline_s for d in todo), default=math.inf)
-            self._submit(some)
+            self._take_in(some)
             return len(some)
 
         while todo:
-            if not self.call(submit_some):
-                self._wait_for_room(n_limit, until_s)
+            if not self.call(submit_some) and todo:
+                self._wait_for_room(todo[0], n_limit, until_s)
+
+    def _first_outside(self, todo: deque[SequenceDriver], n_max: int) -> list[SequenceDriver]:
+        """Take the first of those that still wait for room out of `todo`, and all before them that do not."""
+        found: list[SequenceDriver] = []
+        while todo and (len(found) < n_max or not self._is_outside(todo[0])):
+            driver = todo.popleft()
+            if self._is_outside(driver):
+                found.append(driver)
+        return found
+
+    def _is_outside(self, driver: SequenceDriver) -> bool:
+        return self._outside.get(driver.request.id) is driver
+
+    def _take_in(self, drivers: Iterable[SequenceDriver]) -> None:
+        """Queue those of these that wait for room, whether there is any or not."""
+        newcomers = [d for d in drivers if self._is_outside(d)]
+        for driver in newcomers:
+            del self._outside[driver.request.id]
+        if newcomers:
+            self._submit(newcomers)
+            with self._room_freed:  # who has brought them may wait for nothing else
+                self._room_freed.notify_all()
+
+    def _take_in_members(self, id: str) -> list[str]:
+        """Return the ids of the sequences that answer a request, after those that wait for room have come in."""
+        members = member_ids(self.routes, id)
+        self._take_in([d for m in members if (d := self._outside.get(m))])
+        return members
 
     def forget(self, routes: Mapping[str, Route]) -> None:
         """End what came in of requests whose submission was broken off, and give up the rest. From any thread."""
 
         def forget() -> None:
-            lives = [id for id, route in routes.items() if self.routes.get(id) is route]
+            lives = {id: route for id, route in routes.items() if self.routes.get(id) is route}
+            for id in lives:
+                self._outside.pop(id, None)
             in_flight = self._scheduler.batcher.in_flight
             self._cancel([id for id in lives if id in in_flight])
             storing = self._scheduler.batcher.storing
-            drop(self.routes, {id: route for id, route in routes.items() if id not in storing})
+            drop(self.routes, {id: route for id, route in lives.items() if id not in storing})
 
         try:
             self._post(forget)
         except EngineClosedError:
             if self._thread is not None:
                 self._thread.join()  # which ends what came in
+            self._outside.clear()
             drop(self.routes, routes)
 
-    def _wait_for_room(self, n_limit: int, until_s: float) -> None:
+    def _wait_for_room(self, first: SequenceDriver, n_limit: int, until_s: float) -> None:
+        """Wait until there is room for the first of some that wait, or it has come in without."""
         if self._thread is None:
             self.pump()
             return
@@ -166,7 +200,12 @@ class Loop:
         with self._room_freed:
             self._n_wanting_room += 1
             self._room_freed.wait_for(
-                lambda: self._is_closed or self._queue_room(n_limit)[1] > 0, timeout
+                lambda: (
+                    self._is_closed
+                    or self._queue_room(n_limit)[1] > 0
+                    or not self._is_outside(first)
+                ),
+                timeout,
             )
             self._n_wanting_room -= 1
 
@@ -210,26 +249,24 @@ class Loop:
 
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
-        return self._order(id, self._scheduler.batcher.pause, is_paused=True)
+        return self._order(id, self._pause)
 
     def resume(self, id: str) -> bool:
         """Let a paused request go on; False where it is not in flight or not paused."""
-        return self._order(id, self._scheduler.batcher.resume, is_paused=False)
+        return self._order(id, self._resume)
 
-    def _order(self, id: str, do: Callable[[str], bool], *, is_paused: bool) -> bool:
+    def _pause(self, id: str) -> bool:
+        return sum(map(self._scheduler.batcher.pause, self._take_in_members(id))) > 0
+
+    def _resume(self, id: str) -> bool:
+        return sum(map(self._scheduler.batcher.resume, member_ids(self.routes, id))) > 0
+
+    def _order(self, id: str, do: Callable[[str], bool]) -> bool:
         life = find(self.routes, id)
         if life is None:
             return False
 
-        def order() -> bool:
-            if self.routes.get(id) is not life:
-                return False
-            target, is_new = life.target, False
-            if isinstance(target, Choices):
-                is_new, target.is_paused = target.is_paused is not is_paused, is_paused
-            return sum(map(do, member_ids(self.routes, id))) > 0 or is_new
-
-        return self.call(order)
+        return self.call(lambda: self.routes.get(id) is life and do(id))
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `action` done by the owner when its clock says `when_s`. From any thread."""
@@ -252,17 +289,11 @@ class Loop:
     def _has_begun(self, id: str) -> bool:
         """Whether a request, or a choice of it where it has several, ever had a slot."""
         target = self.routes[id].target
-        if not isinstance(target, Choices):
-            return self._has_run(id)
-        in_flight = self._scheduler.batcher.in_flight  # where those are not that wait for room
-        return any(
-            m not in self.routes or (m in in_flight and in_flight[m].has_run)
-            for m in target.member_ids
-        )
+        return any(map(self._has_run, target.member_ids if isinstance(target, Choices) else [id]))
 
     def _has_run(self, id: str) -> bool:
         driver = self._scheduler.batcher.in_flight.get(id)
-        return driver is None or driver.has_run
+        return id not in self._outside and (driver is None or driver.has_run)
 
     def cancel_batch_soon(self, mailbox: Mailbox) -> None:
         """End what a batch has in flight before the next plan; does not wait; a closed engine has ended it already."""
@@ -459,27 +490,15 @@ class Loop:
     def _submit(self, drivers: Sequence[SequenceDriver]) -> None:
         self._scheduler.stats.n_submitted += len(drivers)
         self._scheduler.batcher.submit(drivers)
-        self._settle_late([d.request.id for d in drivers])
         if self._is_closed:
             self._end_requests()
-
-    def _settle_late(self, ids: Sequence[str]) -> None:
-        """Cancel or pause choices of requests that were so while these waited for room in the queue."""
-        late = [(id, target) for id in ids if (target := choices_of(self.routes, id))]
-        for id, target in late:
-            if target.is_paused:
-                self._scheduler.batcher.pause(id)
-        if cancelled := [id for id, target in late if target.is_cancelled]:
-            self._cancel(cancelled)
 
     def _cancel(self, ids: Sequence[str]) -> int:
         """Cancel requests, with all their choices; return how many of them were in flight."""
         now, n_cancelled = self._clock(), 0
         for id in ids:
-            target, place, _ = self.routes[id]
-            if isinstance(target, Choices) and place < 0:
-                target.is_cancelled = True
-            done = [self._scheduler.batcher.cancel(m, now) for m in member_ids(self.routes, id)]
+            members = self._take_in_members(id)
+            done = [self._scheduler.batcher.cancel(m, now) for m in members]
             n_cancelled += any(done)
         self._deliver(())
         return n_cancelled

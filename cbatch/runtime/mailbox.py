@@ -95,6 +95,7 @@ class Mailbox:
         self._cancel, self._pump = cancel, pump
         self._cancel_soon = cancel_soon or cancel
         self._cancel_waiting_soon = cancel_waiting_soon or self._cancel_soon
+        self._end_late: Callable[[Mailbox], object] | None = None
         self._results: dict[int, BatchResult] = {}
         self._n_items = self._n_open = n_items
         self._n_failed = self._n_cancelled = 0
@@ -149,6 +150,16 @@ class Mailbox:
             self.is_fed, self.source_error, self.feed = False, error, None
             sleepers = self._wake()
         _ring(sleepers)
+
+    def break_off(self, error: BaseException | None = None) -> None:
+        """End the feed for a batch whose items are all cancelled now; else as `end_feed`."""
+        self._end_late = self._cancel_soon
+        self.end_feed(error)
+
+    def end_late(self) -> None:
+        """Do to an item that came in as the feed ended what was done to the others: nothing, where they go on."""
+        if self._end_late is not None:
+            self._end_late(self)
 
     def has_room(self) -> bool:
         """Whether one more item may be fed: slots and reader have work for long enough otherwise."""
@@ -210,11 +221,12 @@ class Mailbox:
 
     def cancel(self) -> int:
         """Cancel the items that have not ended, read no more of them; return how many."""
-        self.end_feed()
+        self.break_off()
         return self._cancel(self)
 
     def wind_down(self) -> None:
         """Cancel the items that have not begun, read no more of them; what runs goes on. Does not wait."""
+        self._end_late = self._end_late or self._cancel_waiting_soon
         self.end_feed()
         if not self._has_all():
             self._cancel_waiting_soon(self)
@@ -227,7 +239,7 @@ class Mailbox:
     def leave(self) -> None:
         """Cancel what has not ended without waiting for it: the slots are free before the next plan."""
         if os.getpid() == self._pid and not self._has_all():
-            self.end_feed()
+            self.break_off()
             self._cancel_soon(self)
 
     def _take_chunk(self) -> BatchOutputChunk | None:

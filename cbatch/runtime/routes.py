@@ -45,9 +45,3 @@ def member_ids(routes: Mapping[str, Route], id: str) -> list[str]:
     """Return the ids of the sequences that answer a request."""
     target, place, _ = routes[id]
     return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
-
-
-def choices_of(routes: Mapping[str, Route], id: str) -> Choices | None:
-    """Return what gathers the choices of a request, or None where it has one."""
-    route = routes.get(id)
-    return route.target if route is not None and isinstance(route.target, Choices) else None
