@@ -119,8 +119,10 @@ class File:
         self._metadata, self._lists = metadata, lists
 
     def has(self, word: str) -> bool:
-        """Whether a key of the architecture has this word in it."""
-        return any(word in key for key in self._metadata if key.startswith(f"{self.architecture}."))
+        """Whether a key of the architecture with this word in it is more than 0: llama.cpp writes all keys, with 0."""
+        own = f"{self.architecture}."
+        named = (key for key in self._metadata if key.startswith(own) and word in key)
+        return any(self.number(key.removeprefix(own)) for key in named)
 
     def number(self, key: str, default: int = 0) -> int:
         """Return a count; `default` where the file has none."""
@@ -162,8 +164,8 @@ def layout_of(file: File, *, has_states: bool) -> Layout:
 
 def _widths(file: File, key: str, default: int) -> frozenset[int]:
     """Return the width of a head, and that in layers which look back over some positions only."""
-    n_width = file.number(key, default)
-    return frozenset((n_width, file.number(f"{key}_swa", n_width)))
+    n_width = file.number(key) or default
+    return frozenset((n_width, file.number(f"{key}_swa") or n_width))
 
 
 def _layers_with_cells(file: File, n_layers: int) -> int:

@@ -41,6 +41,11 @@ _SAMPLING_KEYS = {
 }
 # Source: include/llama.h, enum llama_split_mode.
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
+# As files have them; llama.cpp writes "unspecified", which is −1, as an unsigned number.
+_UNPOOLED = tuple(
+    str(kind % 2**32)
+    for kind in (llama_cpp.LLAMA_POOLING_TYPE_NONE, llama_cpp.LLAMA_POOLING_TYPE_UNSPECIFIED)
+)
 _log = Log("cbatch")
 _N_MAGIC = 8  # bytes of a GGUF before its counts: its name and version
 _N_QUOTED = 3  # llama.cpp says the cause first, then that loading failed
@@ -294,7 +299,7 @@ def _why_not_generative(pointer: Any) -> str | None:
     # gemma-embedding says nothing in its metadata. Source: src/models/gemma-embedding.cpp
     if metadata.get(f"{arch}.attention.causal") == "false" or arch == "gemma-embedding":
         return f"a model with non-causal attention ({arch}) cannot generate text"
-    if metadata.get(f"{arch}.pooling_type", "0") != "0":
+    if metadata.get(f"{arch}.pooling_type", _UNPOOLED[0]) not in _UNPOOLED:
         return f"an embedding or reranking model ({arch}, it pools) cannot generate text"
     vocab = llama_cpp.llama_model_get_vocab(pointer)
     if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:

@@ -13,6 +13,7 @@ import pytest
 
 import cbatch
 from cbatch.backend.gguf_check import check_file
+from cbatch.backend.layout import read_layout
 from cbatch.backend.model import Placement, open_model
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 
@@ -176,6 +177,36 @@ def test_split_model_loads_by_its_first_file(synth: SynthFactory) -> None:
     assert "first part" in _refusal(synth("test", metadata={"split.no": 1, "split.count": 2}))
 
 
+# --- files that llama.cpp writes itself ---
+
+
+@pytest.mark.parametrize("shape", ["test", "mamba"])
+def test_model_that_llama_wrote_loads_and_is_the_same(
+    synth: SynthFactory, tmp_path: Path, shape: str
+) -> None:
+    path = tmp_path / "again.gguf"
+    model = open_model(synth(shape))
+    llama_cpp.llama_model_save_to_file(model.pointer, str(path).encode())
+    again = open_model(path)
+    assert again.metadata[f"{again.architecture}.pooling_type"] == "4294967295"  # unspecified
+    assert read_layout(again) == read_layout(model)
+    again.close()
+    model.close()
+    options = {"temperature": 0, "max_tokens": 8}
+    answers = []
+    for file in (synth(shape), path):
+        with cbatch.load(file, parallel=2) as engine:
+            answers.append(engine.submit("Once", options=options).result().token_ids)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("kind", [0, 2**32 - 1])
+def test_pooling_that_is_none_or_not_specified_is_no_reason_against_a_model(
+    synth: SynthFactory, kind: int
+) -> None:
+    open_model(synth("test", metadata={"llama.pooling_type": kind})).close()
+
+
 # --- models that cannot generate text ---
 
 
@@ -183,7 +214,7 @@ def test_split_model_loads_by_its_first_file(synth: SynthFactory) -> None:
     ("metadata", "reason"),
     [
         ({"llama.attention.causal": False}, "non-causal"),
-        ({"llama.pooling_type": 1}, "pools"),
+        *(({"llama.pooling_type": kind}, "pools") for kind in (1, 2, 3, 4)),
         ({"general.type": "adapter"}, "of type 'adapter'"),
         ({"tokenizer.ggml.model": "none"}, "without a vocabulary"),
         ({"general.architecture": "gemma-embedding"}, "refuses"),
