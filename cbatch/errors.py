@@ -44,14 +44,15 @@ class RequestError(CBatchError):
 
 
 class PromptTooLongError(RequestError):
-    """Prompt and cap together need more positions than one slot's window has."""
+    """The prompt, with `strict_max_tokens` prompt and cap together, needs more positions than one slot's window has."""
 
     def __init__(self, n_prompt: int, n_limit: int, n_output: int = 1) -> None:
         """Keep the numbers: `n_prompt` tokens asked to be followed by `n_output`, `n_limit` in the window."""
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
+        lower = "lower max_tokens or leave strict_max_tokens out, " if n_output > 1 else ""
         super().__init__(
             f"the prompt has {n_prompt} tokens and asks for {n_output} more, but one slot's window holds {n_limit}: "
-            "shorten it, lower max_tokens, raise ctx_per_seq or n_ctx, or share n_ctx among fewer slots (parallel) "
+            f"shorten it, {lower}raise ctx_per_seq or n_ctx, or share n_ctx among fewer slots (parallel) "
             "or in one pool (kv='unified')"
         )
 

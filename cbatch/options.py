@@ -124,12 +124,6 @@ class Breakers:
     strings: tuple[str, ...]
 
 
-_REFUSED = {
-    "parallel_tool_calls": "how many calls an answer has is for the model and its template to say; "
-    "for exactly one, name a function in tool_choice"
-}
-"""Options of OpenAI's that are known and not to be had, with the reason."""
-
 _STRUCTURE = ("json_schema", "response_format", "regex", "grammar")
 """Options that say what an answer must match: one request has one of them."""
 
@@ -147,12 +141,14 @@ class RunOptions:
     """Options of one request; `None` means "not said here", and the nearest that says it wins.
 
     Args:
-        max_tokens: most tokens to generate, ≥ 1; not said: to the end of the slot's window. 0 with `echo` or
-            `prompt_logprobs`: the prompt alone.
+        max_tokens: most tokens to generate, ≥ 1; not said, or more than the slot's window has room for: to its end,
+            with a warning where more was said. 0 with `echo` or `prompt_logprobs`: the prompt alone.
         max_completion_tokens: OpenAI's newer name for `max_tokens`; give one of them.
+        strict_max_tokens: refuse a prompt that does not fit the window together with all of `max_tokens`.
         stop: a string, or several, that end the answer; not part of it unless `include_stop`.
         stop_token_ids: token ids that end the answer, besides the model's own.
-        include_stop: keep the stop string that ended the answer in its text.
+        include_stop: keep the stop string or token that ended the answer: in its text, and, as the model's own end
+            token, in its tokens and their `logprobs`.
         ignore_eos: go on past the model's end-of-generation tokens.
         temperature: ≥ 0; 0 is greedy. Not said: the model's `general.sampling.temp`, else 0.8.
         top_k: keep the k most probable tokens, 0 keeps all. Not said: the model's, else 40.
@@ -204,6 +200,8 @@ class RunOptions:
         adapter: LoRA adapter to answer with, by the name it was loaded by, or a mapping of names to scales.
         tools: functions that the model may call, as OpenAI's API has them; its calls are in the result.
         tool_choice: "none", "auto", "required" or one function by name. Not said: auto.
+        parallel_tool_calls: False for one call at most: where a call is required the answer has no second one, where it
+            is not the first is kept. Not said: True.
         chat_template_kwargs: variables for the chat template, such as `enable_thinking`.
         reasoning_format: "auto" splits what was thought off the text where the template marks it, "none" leaves it.
             Not said: auto.
@@ -223,6 +221,7 @@ class RunOptions:
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    strict_max_tokens: bool | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop: bool | None = None
@@ -263,6 +262,7 @@ class RunOptions:
     adapter: str | Mapping[str, float] | None = None
     tools: Sequence[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     reasoning_format: Literal["auto", "none"] | None = None
     skip_special_tokens: bool | None = None
@@ -276,8 +276,6 @@ class RunOptions:
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""
         for name, value in options.items():
-            if name in _REFUSED:
-                raise UnsupportedOptionError(name, reason=_REFUSED[name])
             if name not in _NAMES and not isinstance(value, _Copied):
                 raise UnsupportedOptionError(name, sorted(_NAMES))
         return super().__new__(cls)
@@ -300,7 +298,7 @@ class RunOptions:
         self._check_sampling()
         self._check(check_int, "priority", -MAX_PRIORITY, MAX_PRIORITY)
         self._check(check_seconds, "timeout_s")
-        for name in ("include_stop", "ignore_eos", "save_cache", "cache_required", "prefill_only"):
+        for name in _SWITCHES:
             self._check(check_bool, name)
         self._check(check_text, "cache_key", MAX_KEY_LENGTH)
         self._check(check_int, "n_keep", -1, MAX_INT)
@@ -309,7 +307,6 @@ class RunOptions:
         for name, check in _OF_TOOLS:
             self._check(check, name)
         self._check(check_choice, "reasoning_format", (None, "auto", "none"))
-        self._check(check_bool, "skip_special_tokens")
         self._check_choices()
         self._check_logprobs()
         self._check_structure()
@@ -383,7 +380,6 @@ class RunOptions:
         self._settle("logprobs", flag)
         self._check(check_int, "top_logprobs", 0, MAX_LOGPROBS)
         self._check(check_int, "prompt_logprobs", 0, MAX_LOGPROBS)
-        self._check(check_bool, "echo")
         if self.top_logprobs and self.logprobs is False:
             raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
 
@@ -563,7 +559,7 @@ def _name(given: object) -> str:
         UnsupportedOptionError: it is no text, or no name that can be given.
     """
     name = text_of(given)
-    if name is None or name not in _NAMES.union(_REFUSED):
+    if name is None or name not in _NAMES:
         raise UnsupportedOptionError(shown(given) if name is None else name, sorted(_NAMES))
     return name
 
@@ -632,6 +628,17 @@ def _bias(name: str, value: object) -> float:
     return float(bias)
 
 
+_SWITCHES = (
+    "strict_max_tokens",
+    "include_stop",
+    "ignore_eos",
+    "echo",
+    "save_cache",
+    "cache_required",
+    "prefill_only",
+    "parallel_tool_calls",
+    "skip_special_tokens",
+)
 _CHOICE_FLOATS = (
     ("temperature", 0.0, 1e4),
     ("top_p", 0.0, 1.0),

@@ -345,7 +345,8 @@ def error_between_neighbours(watched: Watched, item: Any) -> CBatchError:
 def test_item_over_the_window_gets_the_numbers(
     watched: Watched, n_prompt: int, max_tokens: int | None
 ) -> None:
-    item = BatchPrompt(tokens=[300] * n_prompt, options={"max_tokens": max_tokens})
+    options = {"max_tokens": max_tokens, "strict_max_tokens": True}
+    item = BatchPrompt(tokens=[300] * n_prompt, options=options)
     error = error_between_neighbours(watched, item)
     assert isinstance(error, PromptTooLongError)
     assert (error.n_prompt, error.n_limit, error.n_output) == (n_prompt, 256, max_tokens or 1)

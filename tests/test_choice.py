@@ -184,7 +184,7 @@ def test_bias_changes_the_first_token_and_later_ones_in_company_too(engine: cbat
     assert not set(edited) & set(free)
 
 
-# ---- what is reported ----
+# ---- @@what is reported ----
 
 
 def test_logprobs_of_an_answer_are_those_of_each_step(

@@ -447,11 +447,22 @@ def test_what_is_no_number_of_tokens_is_refused(any_way: Place, n_tokens: Any) -
 def test_window_counts_prompt_and_both_parts(any_way: Place) -> None:
     engine = any_way.engine(n_window=64)
     first = any_way.result(engine, text_of(40), max_tokens=10)
+    capped = extended(any_way, engine, first, 15)
+    assert (capped.finish_reason, capped.token_ids) == ("window", expected(text_of(40), 24))
+    assert capped.warnings == ("max_tokens is 24, not 25: the prompt has 40 and the window 64",)
+    result = extended(any_way, engine, first, 14)
+    assert (result.finish_reason, result.token_ids) == ("length", expected(text_of(40), 24))
+    late = extended(any_way, engine, result, 1)
+    assert isinstance(late.error, PromptTooLongError)
+    assert (late.error.n_prompt, late.error.n_output, late.error.n_limit) == (40, 25, 64)
+
+
+def test_strict_cap_holds_for_both_parts(any_way: Place) -> None:
+    engine = any_way.engine(n_window=64)
+    first = any_way.result(engine, text_of(40), max_tokens=10, strict_max_tokens=True)
     late = extended(any_way, engine, first, 15)
     assert isinstance(late.error, PromptTooLongError)
     assert (late.error.n_prompt, late.error.n_output, late.error.n_limit) == (40, 25, 64)
-    result = extended(any_way, engine, first, 14)
-    assert (result.finish_reason, result.token_ids) == ("length", expected(text_of(40), 24))
 
 
 def test_id_in_flight_is_refused_until_it_has_ended(any_way: Place) -> None:

@@ -287,6 +287,37 @@ def test_batch_that_asks_alike_compiles_once() -> None:
     assert {r.finish_reason for r in results} == {"tool_calls"}
 
 
+TWICE = [*SAID[:-1], *SAID[SAID.index(CALL) :]]
+
+
+@pytest.mark.parametrize(("is_parallel", "n_calls"), [(None, 2), (True, 2), (False, 1)])
+def test_answer_that_is_free_has_one_call_where_no_more_are_wanted(
+    is_parallel: bool | None, n_calls: int
+) -> None:
+    options = {"tools": [TIME], "parallel_tool_calls": is_parallel}
+    with closing(Engine(Speaker(TWICE), threaded=False)) as engine:
+        result = engine.run([[USER]], options=options).result()
+    assert (len(result.tool_calls), len(result.warnings)) == (n_calls, 2 - n_calls)
+    assert (result.text, result.finish_reason) == ("Wait.", "tool_calls")
+
+
+@pytest.mark.parametrize(("is_parallel", "n"), [(None, 16), (True, 16), (False, 1)])
+def test_answer_that_must_call_has_no_room_for_a_second_call(
+    is_parallel: bool | None, n: int
+) -> None:
+    engine, notes = noting()
+    with closing(engine):
+        ask(engine, tools=[TIME], tool_choice="required", parallel_tool_calls=is_parallel).result()
+    [grammar] = notes.asked
+    assert ("call){0,15}" in grammar.text) == (n == 16)
+
+
+def test_switch_for_several_calls_does_no_harm_without_tools() -> None:
+    with closing(Engine(Speaker(SAID), threaded=False)) as engine:
+        result = engine.run(["raw"], options={"parallel_tool_calls": False}).result()
+    assert result.text == PLAIN
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_call_that_is_not_demanded_binds_nothing(choice: str) -> None:
     engine, notes = noting()
@@ -451,3 +482,15 @@ def test_schema_that_cannot_be_compiled_fails_its_item_alone() -> None:
     assert isinstance(failed.error, GrammarError)
     assert str(failed.error).startswith("tool_choice: ")
     assert free.error is None
+
+
+def test_shipped_model_makes_one_call_where_no_more_are_wanted() -> None:
+    options = {"temperature": 1.5, "max_tokens": 300, "parallel_tool_calls": False}
+    with cbatch.load(
+        parallel=8, ctx_per_seq=512, chat_template=call_runs.template("hermes")
+    ) as engine:
+        results = engine.run(call_runs.prompts(16, call_runs.TOOLS[:3]), options=options).results()
+    called = [len(r.tool_calls) for r in results if r.finish_reason == "tool_calls"]
+    assert called
+    assert set(called) == {1}
+    assert not any(r.warnings for r in results)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.tools import arguments_schema
@@ -129,12 +129,6 @@ def test_demanded_call_beside_another_structure_is_refused_naming_both(
 def test_demanded_call_beside_the_format_of_text_is_taken() -> None:
     options = RunOptions(tools=[TIME], tool_choice="required", response_format={"type": "text"})
     assert options.demanded_tools.names == ("get_time",)
-
-
-def test_parallel_tool_calls_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UnsupportedOptionError, match="name a function in tool_choice") as caught:
-        RunOptions.of({"parallel_tool_calls": False})
-    assert caught.value.option == "parallel_tool_calls"
 
 
 def test_choice_without_its_tool_is_refused() -> None:

@@ -92,7 +92,7 @@ def test_window_full_of_prompt_generates_nothing_and_is_refused_with_the_numbers
     engine = any_way.engine(n_window=W, n_piece=n_piece)
     items = [item(text_of(W), max_tokens=cap) for cap in (None, 1, 7)]
     results = any_way.results(engine.run(items))
-    assert [too_long(r) for r in results] == [(W, 6, W), (W, 1, W), (W, 7, W)]
+    assert [too_long(r) for r in results] == [(W, 1, W)] * 3
     assert engine.stats().n_steps == 0
 
 
@@ -115,17 +115,28 @@ def test_window_full_of_prompt_alone_fits_and_one_more_does_not(any_way: Place) 
 
 
 @pytest.mark.parametrize("cap", [1, 2, 40, W - 1])
-def test_prompt_and_cap_fill_the_window_and_one_more_is_refused(any_way: Place, cap: int) -> None:
+def test_prompt_and_cap_fill_the_window_and_a_greater_cap_gives_way(
+    any_way: Place, cap: int
+) -> None:
     engine, tokens = any_way.engine(n_window=W), text_of(W - cap)
-    fits = any_way.result(engine, tokens, max_tokens=cap)
+    fits = any_way.result(engine, tokens, max_tokens=cap, strict_max_tokens=True)
     assert (fits.finish_reason, fits.token_ids) == ("length", expected(tokens, cap))
-    late = any_way.result(engine, tokens, max_tokens=cap + 1)
+    assert fits.warnings == ()
+    more = any_way.result(engine, tokens, max_tokens=cap + 1)
+    assert (more.finish_reason, more.token_ids) == ("window", fits.token_ids)
+    assert more.warnings == (
+        f"max_tokens is {cap}, not {cap + 1}: the prompt has {W - cap} and the window {W}",
+    )
+    late = any_way.result(engine, tokens, max_tokens=cap + 1, strict_max_tokens=True)
     assert too_long(late) == (W - cap, cap + 1, W)
 
 
-def test_cap_of_the_greatest_number_is_refused_and_nobody_else_suffers(any_way: Place) -> None:
+def test_strict_cap_of_the_greatest_number_is_refused_and_nobody_else_suffers(
+    any_way: Place,
+) -> None:
     engine = any_way.engine(n_window=W)
-    items = [item(text_of(9)), item(text_of(9), max_tokens=2**31 - 1), item(text_of(9, 3))]
+    greatest: dict[str, Any] = {"max_tokens": 2**31 - 1, "strict_max_tokens": True}
+    items = [item(text_of(9)), item(text_of(9), **greatest), item(text_of(9, 3))]
     first, late, last = any_way.results(engine.run(items))
     assert too_long(late) == (9, 2**31 - 1, W)
     assert [first.token_ids, last.token_ids] == [expected(text_of(9)), expected(text_of(9, 3))]
@@ -137,7 +148,7 @@ def test_texts_chats_and_generators_are_measured_alike(any_way: Place) -> None:
     engine = any_way.engine(n_window=W)
     prompts: list[Any] = ["x" * (W - 5), [{"role": "user", "content": "x" * W}], "x" * (W - 6)]
     for given in (prompts, iter(prompts)):
-        late, chat, fits = any_way.results(engine.run(given))
+        late, chat, fits = any_way.results(engine.run(given, options={"strict_max_tokens": True}))
         assert too_long(late) == (W - 5, 6, W)
         assert too_long(chat) == (W + 5, 6, W)
         assert fits.finish_reason == "length"
@@ -150,7 +161,7 @@ def test_window_is_as_long_for_what_a_cache_begins(any_way: Place) -> None:
     any_way.result(first, text_of(W), **saved, prefill_only=True)
     first.close()
     engine = any_way.engine(n_window=W)
-    assert too_long(any_way.result(engine, text_of(W), **read)) == (W, 6, W)
+    assert too_long(any_way.result(engine, text_of(W), **read)) == (W, 1, W)
     again = any_way.result(engine, text_of(W), **read, prefill_only=True)
     assert (again.finish_reason, again.usage.cached_tokens) == ("length", W - 1)
     fits = any_way.result(engine, text_of(W - 6), **read)
@@ -160,18 +171,18 @@ def test_window_is_as_long_for_what_a_cache_begins(any_way: Place) -> None:
 def test_window_is_as_long_for_what_a_beginning_in_memory_begins(any_way: Place) -> None:
     engine = any_way.engine(n_window=W)
     any_way.result(engine, text_of(W), prefill_only=True)
-    assert too_long(any_way.result(engine, text_of(W))) == (W, 6, W)
+    assert too_long(any_way.result(engine, text_of(W))) == (W, 1, W)
     fits = any_way.result(engine, text_of(W - 6))
     assert (fits.token_ids, fits.usage.cached_tokens) == (expected(text_of(W - 6)), W - 7)
 
 
 def test_window_of_a_pool_is_the_slots_own(any_way: Place) -> None:
     engine = any_way.engine(n_window=W, memory=pool(3 * W))
-    fits, late = any_way.results(
+    fits, capped = any_way.results(
         engine.run([item(text_of(W - 6)), item(text_of(W - 6), max_tokens=7)])
     )
-    assert fits.token_ids == expected(text_of(W - 6))
-    assert too_long(late) == (W - 6, 7, W)
+    assert fits.token_ids == capped.token_ids == expected(text_of(W - 6))
+    assert (fits.finish_reason, capped.finish_reason) == ("length", "window")
 
 
 def test_answer_without_a_cap_ends_at_the_window_unless_it_moves(any_way: Place) -> None:
@@ -179,8 +190,33 @@ def test_answer_without_a_cap_ends_at_the_window_unless_it_moves(any_way: Place)
     items = [item(text_of(20), max_tokens=W - 20), item(text_of(20), n_discard=0)]
     results = any_way.results(engine.run(items))
     assert [r.usage.context_shifts for r in results] == [0, 0]
-    late = any_way.result(engine, text_of(20), max_tokens=W - 19, n_discard=0)
-    assert too_long(late) == (20, W - 19, W)
+    capped = any_way.result(engine, text_of(20), max_tokens=W - 19, n_discard=0)
+    assert (capped.finish_reason, len(capped.token_ids)) == ("window", W - 20)
+
+
+@pytest.mark.parametrize("admission", ["reserve", "optimistic"])
+def test_caps_above_the_window_are_all_served_from_a_pool(any_way: Place, admission: str) -> None:
+    engine = any_way.engine(3, W, memory=pool(2 * W), schedule={"admission": admission})
+    items = [item(text_of(20, i), max_tokens=32_000) for i in range(5)]
+    for i, result in enumerate(any_way.results(engine.run(items))):
+        assert (result.finish_reason, len(result.token_ids)) == ("window", W - 20)
+        assert result.token_ids == expected(text_of(20, i), W - 20)
+        assert len(result.warnings) == 1
+
+
+def test_each_of_several_answers_is_capped_and_says_so(any_way: Place) -> None:
+    engine = any_way.engine(n_window=W)
+    result = any_way.result(engine, text_of(W - 9), max_tokens=32_000, n=2)
+    assert [c.finish_reason for c in result.choices] == ["window", "window"]
+    warning = f"max_tokens is 9, not 32000: the prompt has {W - 9} and the window {W}"
+    assert result.warnings == result.choices[1].warnings == (warning,)
+
+
+def test_strict_cap_is_no_reason_against_a_window_that_moves(any_way: Place) -> None:
+    engine = any_way.engine(2, W)
+    options: dict[str, Any] = {"max_tokens": 2 * W, "n_discard": 20, "strict_max_tokens": True}
+    result = any_way.result(engine, text_of(9), **options)
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 2 * W)
 
 
 # ---- a window that moves on ----
@@ -355,9 +391,10 @@ def test_request_may_switch_off_the_moving_window_of_the_run(any_way: Place) -> 
     moving = {"n_keep": 4, "n_discard": 8, "max_tokens": 2 * W}
     still: list[dict[str, Any]] = [{}, {"max_tokens": W - 9}]
     items = [item(text_of(9)), *(item(text_of(9), n_discard=0, **said) for said in still)]
-    moved, refused, fits = any_way.results(engine.run(items, options=moving))
-    assert len(moved.token_ids) == 2 * W
-    assert too_long(refused) == (9, 2 * W, W)
+    moved, capped, fits = any_way.results(engine.run(items, options=moving))
+    assert (moved.finish_reason, len(moved.token_ids)) == ("length", 2 * W)
+    assert moved.warnings == ()
+    assert (capped.finish_reason, capped.token_ids) == ("window", fits.token_ids)
     assert fits.token_ids == expected(text_of(9), W - 9)
 
 

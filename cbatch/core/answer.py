@@ -136,6 +136,7 @@ class AnswerReader:
         tools: that may be called; without any, no calls are looked for.
         splits_reasoning: whether what was thought is no part of the text.
         opened: the last message, where it is the assistant's and the answer goes on from it.
+        n_calls_max: most calls to return: those behind them are taken out of the text, with a warning.
     """
 
     format: AnswerFormat
@@ -143,6 +144,7 @@ class AnswerReader:
     tools: Tools
     splits_reasoning: bool = True
     opened: str = ""
+    n_calls_max: int | None = None
 
     def read(
         self,
@@ -206,7 +208,7 @@ class AnswerReader:
             text = text.strip()
         elif start:
             text = text.lstrip()
-        return Answer(text, reasoning, tuple(found.calls), (*warnings, *_odd(found, self.tools)))
+        return Answer(text, reasoning, self._allowed(found), (*warnings, *self._odd(found)))
 
     def _split_reasoning(
         self, written: _Written, thought: tuple[Span, int] | None
@@ -256,10 +258,24 @@ class AnswerReader:
             else:
                 said.append(written.without(*span))
         found.calls = calls
-        warnings = list(_odd(found, self.tools))
+        warnings = list(self._odd(found))
         if thoughts and not said and not calls:
             warnings.append(_CUT_THINKING)
-        return Answer("".join(said), "\n".join(thoughts), tuple(calls), tuple(warnings))
+        return Answer("".join(said), "\n".join(thoughts), self._allowed(found), tuple(warnings))
+
+    def _allowed(self, found: FoundCalls) -> tuple[Call, ...]:
+        """Return as many of the calls as may be made."""
+        return tuple(found.calls[: self.n_calls_max])
+
+    def _odd(self, found: FoundCalls) -> Iterator[str]:
+        """Yield what is odd about the calls, those included that are left out."""
+        if found.n_malformed:
+            yield "what begins as a tool call could not be read as one: it is left in the text"
+        for name in dict.fromkeys(call.name for call in self._allowed(found)):
+            if name not in self.tools.names:
+                yield f"the tool {name!r} is called, which is not among those of the request"
+        if n_left := len(found.calls) - len(self._allowed(found)):
+            yield f"parallel_tool_calls is False: the first call is kept, {n_left} behind it left out"
 
 
 def _channel_messages(text: str) -> Iterator[tuple[str, Span]]:
@@ -277,11 +293,3 @@ def _channel_messages(text: str) -> Iterator[tuple[str, Span]]:
             head, body = mark.start(), None
     if body is not None:
         yield text[head : body.start()], (body.end(), len(text))
-
-
-def _odd(found: FoundCalls, tools: Tools) -> Iterator[str]:
-    if found.n_malformed:
-        yield "what begins as a tool call could not be read as one: it is left in the text"
-    for name in dict.fromkeys(call.name for call in found.calls):
-        if name not in tools.names:
-            yield f"the tool {name!r} is called, which is not among those of the request"

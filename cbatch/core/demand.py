@@ -63,8 +63,7 @@ class Demand:
 
     def learn(self, driver: SequenceDriver) -> None:
         """Take in how much of its cap a sequence needed that ended by itself."""
-        is_capped = driver.request.options.max_tokens is not None and driver.n_cap > 0
-        if is_capped and driver.finish_reason in ("stop", "length"):
+        if driver.is_capped and driver.n_cap > 0 and driver.finish_reason in ("stop", "length"):
             self.ratio += (driver.n_output / driver.n_cap - self.ratio) / _N_REMEMBERED
 
     def raise_ratio(self) -> None:
@@ -76,6 +75,6 @@ class Demand:
         n_most = max(0, min(n_left, driver.n_window - driver.n_tokens))
         if is_certain:
             return n_most
-        if driver.request.options.max_tokens is None:
+        if not driver.is_capped:
             return min(n_most, self._ledger.n_pool // self._ledger.n_slots)
         return min(n_most, math.ceil(self.ratio * n_left))

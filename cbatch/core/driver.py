@@ -170,6 +170,11 @@ class SequenceDriver:
         return self.text.stop
 
     @property
+    def is_capped(self) -> bool:
+        """Whether its output has a cap that was asked for: else what the window holds is its end."""
+        return self.n_cap == self.request.options.max_tokens
+
+    @property
     def n_left(self) -> int:
         """Tokens that may still be sampled."""
         return self.n_cap - len(self.output)
@@ -246,13 +251,14 @@ class SequenceDriver:
 
         Raises:
             RequestFailedError: the prompt has no token.
-            PromptTooLongError: prompt and cap do not fit the window. Nothing has changed then.
+            PromptTooLongError: the prompt does not fit the window, or not with all of a strict cap. Nothing has
+                changed then.
         """
         options = self.request.options
         n_prompt, cap = len(tokens), 0 if options.prefill_only else options.max_tokens
         if not n_prompt:
             raise PromptError("the prompt is empty: it has no token")
-        n_least = 1 if cap is None else min(1, cap) if options.n_discard else cap
+        n_least = self._n_least(cap)
         if n_prompt + n_least > n_window:
             raise PromptTooLongError(n_prompt, n_window, n_least)
         self.tokens = [*tokens, *self.request.output]
@@ -261,7 +267,20 @@ class SequenceDriver:
         self.prompt_tail = tokens[-N_TAIL:] if self.reader else ()
         self.n_window = n_window
         endless = MAX_OUTPUT if options.n_discard else n_window - n_prompt
-        self.n_cap = endless if cap is None else cap
+        self.n_cap = endless if cap is None else min(cap, endless)
+        if cap is not None and cap > endless:
+            self.warnings.append(
+                f"max_tokens is {endless}, not {cap}: the prompt has {n_prompt} and the window {n_window}"
+            )
+
+    def _n_least(self, cap: int | None) -> int:
+        """Return how much output there must be room for: all that may come, or one token more than it goes on from."""
+        options, n_next = self.request.options, 1
+        if not options.n_discard:
+            n_next += len(self.request.output)
+            if options.strict_max_tokens and cap is not None:
+                return cap
+        return n_next if cap is None else min(cap, n_next)
 
     def keep_in_window(self, n_default: int) -> None:
         """Settle what may be taken out of the window: all but `n_keep` tokens, or `n_default` where nothing is said."""
@@ -565,8 +584,7 @@ class SequenceDriver:
         if self.text.is_stopped or self.has_end_token or is_complete:
             self.finish("stop", now)
         elif self.n_left <= 0:
-            is_capped = self.request.options.max_tokens is not None
-            self.finish("length" if is_capped else "window", now)
+            self.finish("length" if self.is_capped else "window", now)
 
     def _move(self, event: Event) -> None:
         status = TRANSITIONS.get((self.status, event))

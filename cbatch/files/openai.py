@@ -51,7 +51,6 @@ IGNORED = frozenset(
 
 _HARMLESS = {
     "stream": (False,),
-    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "suffix": ("",),
 }

@@ -41,7 +41,8 @@ class Chats:
             return None
         opened = _opened_text(messages)
         pieces = self._shown_pieces if is_shown else self._pieces
-        return AnswerReader(self._format, pieces, tools, splits, opened)
+        n_calls_max = 1 if options.parallel_tool_calls is False else None
+        return AnswerReader(self._format, pieces, tools, splits, opened, n_calls_max)
 
     def demand(self, item: BatchPrompt, options: RunOptions) -> Grammar | None:
         """Return what an answer must match that has to call tools; the last few are kept, for all of a batch ask alike.
@@ -53,7 +54,8 @@ class Chats:
         tools = options.demanded_tools
         if not tools:
             return None
-        is_one, thinking = isinstance(options.tool_choice, Mapping), self._thinking(item, options)
+        is_one = isinstance(options.tool_choice, Mapping) or options.parallel_tool_calls is False
+        thinking = self._thinking(item, options)
         key = (json.dumps(tools), is_one, thinking)
         if key not in self._demands:
             if len(self._demands) >= _N_DEMANDS:

@@ -211,7 +211,8 @@ def test_long_queue_behind_one_that_does_not_fit_is_not_looked_through() -> None
 def test_tokens_that_never_fit_are_refused_on_submission(memory: Memory | None) -> None:
     rig = make_scheduler(2, n_window=64, memory=memory)
     rig.submit(
-        make_request("bad", [1] * 60, max_tokens=5), make_request("good", [1] * 60, max_tokens=4)
+        make_request("bad", [1] * 60, max_tokens=5, strict_max_tokens=True),
+        make_request("good", [1] * 60, max_tokens=4),
     )
     [bad] = rig.batcher.take_ended()
     assert isinstance(bad.error, PromptTooLongError)

@@ -126,6 +126,30 @@ def test_calls_are_taken_out_of_the_text_behind_the_thinking() -> None:
     assert answer.reasoning == f"I could {CALL}"
 
 
+LEFT_OUT = ("parallel_tool_calls is False: the first call is kept, 1 behind it left out",)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "said"),
+    [
+        (HERMES, f"Wait.\n{CALL}\n{CALL.replace('get_time', 'get_rich')}", "Wait."),
+        ("", '[{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]', ""),
+        (
+            CHANNELS,
+            "<|channel|>commentary to=functions.get_time<|message|>{}<|call|>"
+            "<|start|>assistant<|channel|>commentary to=functions.get_time<|message|>{}<|call|>",
+            "",
+        ),
+    ],
+)
+def test_one_call_of_several_is_kept_and_the_others_are_no_text(
+    template: str, text: str, said: str
+) -> None:
+    reader = AnswerReader(answer_format(template), BYTES, TOOLS, n_calls_max=1)
+    answer = reader.read(text, list(text.encode()), ())
+    assert answer == Answer(said, "", (Call("get_time", "{}"),), LEFT_OUT)
+
+
 def test_text_of_a_call_that_cannot_be_read_is_kept_with_a_warning() -> None:
     text = ' Well: <tool_call>{"name": </tool_call>'
     answer = AnswerReader(answer_format(HERMES), BYTES, TOOLS).read(text, list(text.encode()), ())

@@ -84,14 +84,16 @@ def test_prompt_and_cap_that_fill_the_window_are_admitted() -> None:
 def test_prompt_and_cap_past_the_window_raise_and_change_nothing(
     n_prompt: int, cap: int | None
 ) -> None:
-    driver = make_driver(max_tokens=cap)
+    driver = make_driver(max_tokens=cap, strict_max_tokens=True)
     before = snapshot(driver)
     with pytest.raises(PromptTooLongError) as caught:
         driver.prepare(list(range(n_prompt)), N_WINDOW)
     error = caught.value
     assert (error.n_prompt, error.n_limit, error.n_output) == (n_prompt, N_WINDOW, cap or 1)
-    for way_out in ("16", "max_tokens", "ctx_per_seq", "parallel"):
+    for way_out in ("16", "ctx_per_seq", "parallel"):
         assert way_out in str(error)
+    assert ("lower max_tokens" in str(error)) == ("strict_max_tokens" in str(error))
+    assert ("lower max_tokens" in str(error)) == (error.n_output > 1)
     assert snapshot(driver) == before
 
 

@@ -58,6 +58,7 @@ class Item:
     cap: int | None
     ignore_eos: bool
     include_stop: bool
+    is_strict: bool
     stop_token_at: int | None
     stop_text_at: tuple[tuple[int, int], ...]
     cancel_after: int | None
@@ -143,6 +144,7 @@ ITEMS = st.builds(
     cap=st.one_of(st.none(), st.integers(1, 12), st.integers(1, 40), st.integers(40, 150)),
     ignore_eos=st.booleans(),
     include_stop=st.booleans(),
+    is_strict=st.booleans(),
     stop_token_at=_rarely(st.integers(0, 12)),
     stop_text_at=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=2).map(tuple),
     cancel_after=_rarely(st.integers(0, 6)),
@@ -324,6 +326,7 @@ def _request(rig: Rig, id: str, item: Item) -> Request:
         max_tokens=item.cap,
         ignore_eos=item.ignore_eos,
         include_stop=item.include_stop,
+        strict_max_tokens=item.is_strict,
         stop=stops,
         stop_token_ids=stream[at : at + 1] if at is not None else [],
         priority=item.priority,
@@ -347,7 +350,10 @@ def alone(rig: Rig, request: Request) -> Outcome:
     options = request.options
     if options.prefill_only:
         return Outcome("length", (), "", 0)
-    cap = options.max_tokens or rig.backend.n_window - len(tokenize(rig.backend, request.prompt))
+    n_room = rig.backend.n_window - len(tokenize(rig.backend, request.prompt))
+    cap = options.max_tokens or n_room
+    if not options.n_discard:
+        cap = min(cap, n_room)
     stream = rig.alone(request, cap)
     for n in range(1, len(stream) + 1):
         is_end = stream[n - 1] in request.stop_tokens
@@ -368,7 +374,7 @@ def alone(rig: Rig, request: Request) -> Outcome:
         return Outcome("stop", tuple(stream), _text(rig, stream), len(stream))
     if len(stream) < cap:  # it cannot be followed
         return Outcome("error", tuple(stream), _text(rig, stream), len(stream))
-    reason: FinishReason = "window" if options.max_tokens is None else "length"
+    reason: FinishReason = "length" if cap == options.max_tokens else "window"
     return Outcome(reason, tuple(stream), _text(rig, stream), len(stream))
 
 
@@ -439,7 +445,9 @@ def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) ->
         assert not rig.drivers[request.id].has_run
         return
     assert item.grammar != "x" or isinstance(result.error, PromptTooLongError)
-    n_least = 0 if options.prefill_only else 1 if options.n_discard else options.max_tokens or 1
+    n_least = 0 if options.prefill_only else 1
+    if options.strict_max_tokens and not (options.prefill_only or options.n_discard):
+        n_least = options.max_tokens or 1
     if n_prompt + n_least > rig.backend.n_window:
         assert isinstance(result.error, PromptTooLongError)
         assert (result.error.n_prompt, result.error.n_limit) == (n_prompt, rig.backend.n_window)

@@ -97,7 +97,7 @@ def test_request_is_an_item_with_its_options(tmp_path: Path) -> None:
     [
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"},
         {"stream": False, "stream_options": {"include_usage": True}},
-        {"parallel_tool_calls": True, "modalities": ["text"]},
+        {"modalities": ["text"]},
         {"temperature": None, "tools": None, "audio": None},
         {"messages": [{**MESSAGES[0], "name": None, "tool_calls": None}]},
     ],
@@ -129,7 +129,7 @@ def test_completion_takes_text_or_tokens(
     ("body", "code", "param", "said"),
     [
         ({"stream": True}, "invalid_request", "stream", "stream must be False in a batch file"),
-        ({"parallel_tool_calls": False}, "invalid_request", "parallel_tool_calls", "must be True"),
+        ({"parallel_tool_calls": "no"}, "invalid_request", "parallel_tool_calls", "True or False"),
         ({"messages": None}, "invalid_request", "messages", "messages is missing"),
         ({"messages": []}, "invalid_request", None, "the prompt is empty"),
         ({"messages": ["x"]}, "invalid_request", "messages", "must be a mapping"),
