@@ -34,6 +34,7 @@ from cbatch.errors import (
     EngineClosedError,
 )
 from cbatch.messages import (
+    BatchPrompt,
     LookAhead,
     Prompt,
     as_id,
@@ -501,6 +502,15 @@ _OF_VIEW = ("say", "show", "finish")
 def _asked(id: object) -> str:
     """Return the id that a caller asks by; one that was handed out is itself, for it means one request."""
     return id if isinstance(id, RequestId) else as_id(id)
+
+
+def checked_tokens(engine: Engine, prompt: BatchPrompt, options: RunOptions) -> int:
+    """Return how many tokens a prompt has; `options` are those of `run_options_of`. Computes nothing.
+
+    Raises:
+        CBatchError: what a run would refuse it for.
+    """
+    return engine._parts.intake.sequences.checked(prompt, options)
 
 
 def _folder(named: str | os.PathLike[str]) -> Path:

@@ -124,8 +124,9 @@ class LlamaModel:
 
     @property
     def file_type(self) -> str:
-        """What most weights are stored as, such as "q4_k_m"; "unknown" where the file is silent."""
-        return _file_types().get(self.metadata.get("general.file_type", ""), "unknown")
+        """What most weights are stored as, such as "q4_k_m"; by its tensors where the file is silent."""
+        found = llama_cpp.llama_model_ftype(self.pointer) & ~llama_cpp.LLAMA_FTYPE_GUESSED
+        return _file_types().get(found, "unknown")
 
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
@@ -359,11 +360,11 @@ def _read_text(read: Callable[..., int], *args: Any) -> str:
 
 
 @cache
-def _file_types() -> Mapping[str, str]:
-    """Return the names of `general.file_type` by its value as text, from llama.cpp's constants."""
+def _file_types() -> Mapping[int, str]:
+    """Return the names of file types by their values, from llama.cpp's constants."""
     prefix = "LLAMA_FTYPE_"
     return {
-        str(getattr(llama_cpp, name)): name.removeprefix(prefix)
+        getattr(llama_cpp, name): name.removeprefix(prefix)
         .removeprefix("MOSTLY_")
         .removeprefix("ALL_")
         .lower()

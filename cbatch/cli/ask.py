@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import cbatch
-from cbatch.cli.main import ExitCode, say, write
+from cbatch.cli.main import ExitCode, write
 from cbatch.cli.options import (
     Adapters,
     CacheTypeK,
@@ -36,6 +37,7 @@ from cbatch.cli.options import (
     option,
     said,
 )
+from cbatch.cli.words import say, shown
 from cbatch.engine_options import EngineOptions
 from cbatch.files.places import stdin
 
@@ -159,7 +161,9 @@ class Conversation:
 def _open(
     model: Path | None, options: cbatch.RunOptions, settings: Mapping[str, Any]
 ) -> cbatch.Engine:
-    with Console(stderr=True).status(f"loading {name_of(model)}"):  # seen on a terminal only
+    console = Console(stderr=True)
+    with console.status(escape(shown(f"loading {name_of(model)}"))):  # seen on a terminal only
+        console.show_cursor()  # who stops the process gets a terminal with its cursor
         return cbatch.load(model, options=options, **settings)
 
 

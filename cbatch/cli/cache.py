@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.cells import cell_len, set_cell_size
 
-from cbatch.cli.main import Command, ExitCode, say, shown, write
+from cbatch.cli.main import Command, ExitCode, write
 from cbatch.cli.options import option
+from cbatch.cli.words import say, shown
 from cbatch.errors import ConfigError
 from cbatch.files.places import stdin, stdout
 

@@ -1,12 +1,9 @@
 """Progress for programs: JSON lines on stderr."""
 
-import json
-import os
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from cbatch.cli.main import say
+from cbatch.cli.words import tell, tell_at_once
 from cbatch.runtime.progress import PLAIN_INTERVAL_S, Snapshot
 
 
@@ -17,25 +14,24 @@ class EventView:
 
     def say(self, line: str) -> None:
         """Tell something that stays."""
-        _say(event="note", text=line)
+        tell("note", text=line)
 
     def tell(self, kind: str, found: Any) -> None:
         """Tell the values of a dataclass."""
-        _say(event=kind, **{f.name: getattr(found, f.name) for f in fields(found)})
+        tell(kind, **{f.name: getattr(found, f.name) for f in fields(found)})
 
     def show(self, snapshot: Snapshot) -> None:
         """Tell how far it is."""
-        _say(event="progress", **as_json(snapshot))
+        tell("progress", **as_json(snapshot))
 
     def finish(self, snapshot: Snapshot) -> None:
         """Tell what was done."""
-        _say(event="summary", **as_json(snapshot))
+        tell("summary", **as_json(snapshot))
 
 
 def note_at_once(words: str) -> None:
     """Tell something in the midst of anything, what is being printed too."""
-    with suppress(OSError):
-        os.write(2, f"{_line(event='note', text=words)}\n".encode())
+    tell_at_once("note", text=words)
 
 
 def as_json(s: Snapshot) -> dict[str, Any]:
@@ -54,13 +50,6 @@ def as_json(s: Snapshot) -> dict[str, Any]:
         "cached_tokens": s.n_cached_tokens,
         "output_tokens": s.n_output_tokens,
         "elapsed_s": round(s.elapsed_s, 3),
+        "ending": counts.ending,
         "left_s": None if s.left_s is None else round(s.left_s, 1),
     }
-
-
-def _say(**values: Any) -> None:
-    say(_line(**values))
-
-
-def _line(**values: Any) -> str:
-    return json.dumps(values)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cbatch.cli.main import shown, write
+from cbatch.cli.main import write
 from cbatch.cli.options import (
     CacheTypeK,
     CacheTypeV,
@@ -24,6 +24,7 @@ from cbatch.cli.options import (
     option,
     said,
 )
+from cbatch.cli.words import shown
 from cbatch.engine_options import EngineOptions
 from cbatch.files.places import stdout
 

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from enum import Enum, IntEnum
 from functools import partial
 from typing import Annotated, Any, NoReturn
@@ -19,7 +19,11 @@ from typer.core import TyperCommand, TyperGroup
 
 import cbatch
 from cbatch.cli.options import option
+from cbatch.cli.words import event_line, say, tell
 from cbatch.files.places import stdout
+
+_YES = ("1", "true", "t", "yes", "y", "on")
+"""What a flag from the environment may say. Source: click's `BoolParamType`."""
 
 _BOXES_WIDTH = 64
 """Columns below which the boxes of the help would cut the names of options."""
@@ -45,25 +49,37 @@ class LogLevel(str, Enum):
 
 
 class LogLines(logging.Handler):
-    """Prints log records as lines on stderr, past a live display."""
+    """Prints log records on stderr, past a live display: as lines, or as events where all else is said so."""
+
+    def __init__(self, interrupts: "Interrupts") -> None:
+        super().__init__()
+        self._command = interrupts
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one."""
         try:
-            say(self.format(record))
+            say(self._event(record) if self._command.says_events else self.format(record))
         except Exception:
             self.handleError(record)
+
+    @staticmethod
+    def _event(record: logging.LogRecord) -> str:
+        said = {"level": record.levelname.lower(), "logger": record.name}
+        return event_line("log", **said, text=record.getMessage())
 
 
 class Interrupts:
     """Makes the first Ctrl-C a KeyboardInterrupt and keeps those after it from what it set going: closing a model.
 
-    Who has waited `PATIENCE_S` for that ends the process with one more.
+    Who has waited `PATIENCE_S` for that ends the process with one more. It is at hand in every command, so it also
+    knows whether the command speaks to a program.
     """
 
     PATIENCE_S = 3.0
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.says_events = False
+        """Whether errors and the log are JSON lines (`--json`)."""
         self._clock = clock
         self._first_s: float | None = None
         self._is_installed = False
@@ -98,7 +114,17 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, in boxes where there is room for them."""
         if not _write_narrow_help(self, ctx, formatter):
-            super().format_help(ctx, formatter)
+            with _leaving_with_the_reader():
+                super().format_help(ctx, formatter)
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **more: Any) -> Any:
+        """Read the options; what is wrong with them is said as all else is, so that is known first."""
+        interrupts = None if parent is None else parent.find_root().obj
+        if interrupts is not None and any(p.name == "json" for p in self.params):
+            variable = f"{parent.auto_envvar_prefix}_{str(info_name).upper()}_JSON"
+            asked = "--json" in args or os.environ.get(variable, "").lower() in _YES
+            interrupts.says_events = asked
+        return super().make_context(info_name, args, parent, **more)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -116,7 +142,8 @@ class Group(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, in boxes where there is room for them."""
         if not _write_narrow_help(self, ctx, formatter):
-            super().format_help(ctx, formatter)
+            with _leaving_with_the_reader():
+                super().format_help(ctx, formatter)
 
     def get_params(self, ctx: Any) -> Any:
         """Return the root's options; a variable must not install completion."""
@@ -140,18 +167,26 @@ class Group(TyperGroup):
             with ctx.obj:
                 return super().invoke(ctx)
         except (Exception, KeyboardInterrupt) as error:
-            self._end(error, is_debugged=ctx.params["debug"])
+            self._end(error, is_debugged=ctx.params["debug"], says_events=ctx.obj.says_events)
 
     @staticmethod
-    def _end(error: BaseException, *, is_debugged: bool) -> NoReturn:
-        if _is_typers_own(error):
+    def _end(error: BaseException, *, is_debugged: bool, says_events: bool = False) -> NoReturn:
+        if isinstance(error, BrokenPipeError) and not error.filename:
+            leave_stdout()
+            raise typer.Exit(ExitCode.DONE) from None
+        if _is_typers_own(error) and not (says_events and hasattr(error, "format_message")):
             _name_variable(error)
             raise error
-        if is_debugged:
-            traceback.print_exception(error)
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        say(f"cbatch: {'interrupted' if is_interrupt else _words(error)}")
-        raise typer.Exit(ExitCode.INTERRUPTED if is_interrupt else ExitCode.STOPPED) from None
+        code = ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.STOPPED
+        words = "interrupted" if isinstance(error, KeyboardInterrupt) else _words(error)
+        if says_events:
+            trace = {"traceback": "".join(traceback.format_exception(error))} if is_debugged else {}
+            tell("error", text=words, exit_code=code.value, **trace)
+        else:
+            if is_debugged:
+                traceback.print_exception(error)
+            say(f"cbatch: {words}")
+        raise typer.Exit(code) from None
 
 
 def make_app(*commands: Callable[..., None]) -> typer.Typer:
@@ -172,21 +207,6 @@ def make_app(*commands: Callable[..., None]) -> typer.Typer:
     return app
 
 
-def shown(text: str) -> str:
-    """Return a text as it is, or as Python writes it where a terminal would obey it."""
-    return text if text.isprintable() else repr(text)
-
-
-def say(line: str) -> None:
-    """Print a line for the person at the terminal, who may have left; stdout is for answers.
-
-    What a terminal would obey is written as Python writes it: paths and names in errors may come from anybody.
-    """
-    with suppress(OSError):
-        harmless = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in line)
-        typer.echo("".join(harmless), err=True)
-
-
 def write(text: str) -> None:
     """Write to stdout at once; a reader who has left ends the command.
 
@@ -198,9 +218,15 @@ def write(text: str) -> None:
         file.write(text.encode(errors="replace"))
         file.flush()
     except BrokenPipeError:
-        # What is left in the buffer goes nowhere. Source: Python's docs, note on SIGPIPE in `signal`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        leave_stdout()
         raise typer.Exit(ExitCode.DONE) from None
+
+
+def leave_stdout() -> None:
+    """Let what is left for a reader who has left go nowhere. Source: Python's docs, note on SIGPIPE in `signal`."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stdout().fileno())
+    os.close(null)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -211,7 +237,7 @@ def _show_version(is_asked: bool) -> None:
 
 def _show_log(ctx: typer.Context, level: LogLevel) -> None:
     """Show the library's log from this level on, until the command has ended."""
-    logger, lines = logging.getLogger("cbatch"), LogLines()
+    logger, lines = logging.getLogger("cbatch"), LogLines(ctx.obj)
     lines.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logger.addHandler(lines)
     ctx.call_on_close(lambda: logger.removeHandler(lines))
@@ -257,6 +283,15 @@ def _root(
         _show_log(ctx, log_level)
 
 
+@contextmanager
+def _leaving_with_the_reader() -> Iterator[None]:
+    """End as any command does where rich finds that the reader has left. Source: rich's `Console.on_broken_pipe`."""
+    try:
+        yield
+    except SystemExit:
+        raise typer.Exit(ExitCode.DONE) from None
+
+
 def _write_narrow_help(command: Any, ctx: Any, formatter: Any) -> bool:
     """Write the help as plain lines on a narrow terminal; False on a wide one."""
     n_columns = shutil.get_terminal_size().columns
@@ -269,8 +304,8 @@ def _write_narrow_help(command: Any, ctx: Any, formatter: Any) -> bool:
 
 
 def _is_typers_own(error: BaseException) -> bool:
-    """Whether typer shows it and ends by itself: usage errors, exits, and a reader of stdout who has left."""
-    return isinstance(error, typer.Abort | BrokenPipeError) or hasattr(error, "exit_code")
+    """Whether typer shows it and ends by itself: usage errors and exits."""
+    return isinstance(error, typer.Abort) or hasattr(error, "exit_code")
 
 
 def _name_variable(error: Any) -> None:
@@ -298,6 +333,9 @@ def _variable(ctx: Any, parameter: Any) -> str:
 
 
 def _words(error: BaseException) -> str:
+    if hasattr(error, "format_message"):
+        _name_variable(error)
+        return str(error.format_message())
     if isinstance(error, cbatch.CBatchError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,5 +1,7 @@
 """`cbatch run`: batch files in, a file of records out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +10,7 @@ import typer
 import cbatch
 from cbatch.cli.demo import run_demo
 from cbatch.cli.events import EventView, note_at_once
-from cbatch.cli.main import ExitCode, say
+from cbatch.cli.main import ExitCode, leave_stdout
 from cbatch.cli.options import (
     Adapters,
     CacheDir,
@@ -40,6 +42,7 @@ from cbatch.cli.options import (
     option,
     said,
 )
+from cbatch.cli.words import say
 from cbatch.engine_options import EngineOptions
 from cbatch.files.check import CheckSummary, check_file
 from cbatch.files.estimate import Estimate, estimate_file
@@ -172,7 +175,7 @@ def run(
     max_time_s: Annotated[
         float | None,
         option(
-            help="Seconds for the whole batch; what is not done then ends as it is.",
+            help="Stop after so many seconds; what is not done then is left for the next run.",
             default="as long as it takes",
         ),
     ] = None,
@@ -232,7 +235,8 @@ def run(
     target = STDOUT if output is None else output
     view = _view(target, is_quiet=quiet, is_json=json)
     if demo:
-        run_demo(target, view, model, options, settings, is_shown=output is None, force=force)
+        with _ending_with_the_reader(view):
+            run_demo(target, view, model, options, settings, is_shown=output is None, force=force)
         return
     call = {
         "model": model,
@@ -264,11 +268,28 @@ def _answer(source: list[str], target: Path, view: View, call: dict[str, Any]) -
     """Run the items, and say how it ended."""
     stopper = Stopper(note_at_once if isinstance(view, EventView) else None, takes_all=True)
     try:
-        summary = run_file(source, target, progress=view, stop=stopper, **call)
+        with _ending_with_the_reader(view):
+            summary = run_file(source, target, progress=view, stop=stopper, **call)
     except Interrupted as error:
         _tell(view, f"cbatch: {error.summary.resume_hint}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     _end(summary, view)
+
+
+@contextmanager
+def _ending_with_the_reader(view: View) -> Iterator[None]:
+    """End with a word where the reader of stdout leaves; a named pipe that is left is told as any other file."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        if error.filename:
+            raise
+        leave_stdout()
+        _tell(
+            view,
+            "cbatch: the reader of stdout has left, so the run ends here; -o FILE keeps what is done",
+        )
+        raise typer.Exit(ExitCode.DONE) from None
 
 
 def _look(source: list[str], view: View, *, is_dry_run: bool, call: dict[str, Any]) -> None:

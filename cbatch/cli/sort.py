@@ -1,13 +1,13 @@
 """`cbatch sort`: the answers to a batch file in the order of its requests."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cbatch.cli.main import ExitCode, say
+from cbatch.cli.main import ExitCode, leave_stdout
 from cbatch.cli.options import option
+from cbatch.cli.words import say
 from cbatch.errors import ConfigError
 from cbatch.files.places import is_dash, stdout
 
@@ -74,6 +74,5 @@ def _write_sorted(output: Path, by: list[Path]) -> None:
                 file.write(piece)
             file.flush()
         except BrokenPipeError:
-            # What is left in the buffer goes nowhere. Source: Python's docs, note on SIGPIPE in `signal`.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+            leave_stdout()
             raise typer.Exit(ExitCode.DONE) from None

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cbatch.cli.main import say
 from cbatch.cli.options import option
+from cbatch.cli.words import say
 from cbatch.errors import ConfigError
 from cbatch.files.places import check_new, is_dash
 

@@ -7,13 +7,15 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cbatch.engine import run_options_of
-from cbatch.errors import CBatchError
+from cbatch.engine import checked_tokens, run_options_of
+from cbatch.errors import CBatchError, PromptTooLongError
 from cbatch.files.engines import engine_for
+from cbatch.files.item import ItemError, in_own_words
 from cbatch.files.reading import Reading
 from cbatch.files.seen import Seen
 from cbatch.files.settings import split_settings
 from cbatch.options import RunOptions
+from cbatch.runtime.sequences import UNNAMED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,17 +128,27 @@ def check_file(
 def _look(
     item: Item, engine: Engine, options: RunOptions, seen: Seen, summary: CheckSummary
 ) -> None:
-    if error := seen.error_of(item):
-        summary.refuse(item, error.code, error.message)
-        return
+    found = seen.error_of(item) or why_refused(item, engine, options)
+    if isinstance(found, int):
+        summary.add(item, found)
+    else:
+        summary.refuse(item, found.code, found.message)
+
+
+def why_refused(item: Item, engine: Engine, options: RunOptions) -> ItemError | int:
+    """Return why the engine would refuse an item, which has no error of its own; else its prompt's tokens.
+
+    Args:
+        item: as it was read.
+        engine: that is to run it.
+        options: that hold where it says nothing, the engine's own among them.
+    """
     assert item.prompt is not None  # for there is no error
     try:
-        n_tokens = engine.count_tokens(item.prompt, options=options)
+        return checked_tokens(engine, item.prompt, options)
+    except PromptTooLongError as long:
+        more = f" and may have {long.n_output:,} more" if long.n_output > 1 else ""
+        words = f"the prompt has {long.n_prompt:,} tokens{more}, and a slot holds {long.n_limit:,}"
+        return ItemError("prompt_too_long", words)
     except CBatchError as refusal:
-        summary.refuse(item, "refused", str(refusal))
-        return
-    if n_tokens >= engine.n_window:
-        words = f"the prompt has {n_tokens:,} tokens, and a slot holds {engine.n_window:,}"
-        summary.refuse(item, "prompt_too_long", words)
-        return
-    summary.add(item, n_tokens)
+        return ItemError("refused", str(in_own_words(refusal, UNNAMED)))

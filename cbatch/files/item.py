@@ -13,6 +13,7 @@ from cbatch.files.figures import cut
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from cbatch.errors import CBatchError
     from cbatch.messages import BatchPrompt
 
 
@@ -104,6 +105,14 @@ def _duplicate_id(item: Item) -> ItemError:
     elif item.id.startswith(_UNLABELLED):
         twice += ", or a request without an id is answered under it"
     return ItemError("duplicate_custom_id", f"{twice}: ids must be unique", "custom_id")
+
+
+def in_own_words(error: CBatchError, id: str) -> CBatchError:
+    """Return an error without the id by which the engine knows the item."""
+    start = f"request {id!r}: "
+    if type(error) is ConfigError and str(error).startswith(start):
+        return ConfigError(str(error).removeprefix(start))
+    return error
 
 
 def label(item: Item) -> str:

@@ -9,14 +9,15 @@ from itertools import chain
 from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
+from cbatch.files.item import ItemError
 from cbatch.files.source import open_source
-from cbatch.files.spool import Spool, checked
+from cbatch.files.spool import Spool, checked, refusal_of
 from cbatch.files.window import MAX_CHARS, length
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
     from typing import TypeAlias
 
@@ -158,6 +159,16 @@ class Reading:
         for item in self.source:
             self._n_read += 1
             yield item
+
+    def check(self, why: Callable[[Item], ItemError | int]) -> None:
+        """Stop at the first item, of an input that is checked whole, for which `why` finds an error.
+
+        Raises:
+            ConfigError: which one, and why.
+        """
+        for item in self._spool.as_read() if self._spool is not None else ():
+            if isinstance(error := why(item), ItemError):
+                raise refusal_of(item, error)
 
     @property
     def n_items(self) -> int | None:

@@ -204,7 +204,7 @@ class StepBooks:
         self.spans = SpanStore(min(N_SPANS, N_SPANS_PER_SLOT * n_slots))
         self.itl_s = Percentiles()
         self.n_runs = self.n_steps = self.n_failed_steps = 0
-        self.n_prompt = self.n_output = self.n_active_max = 0
+        self.n_prompt = self.n_output = self.n_active_max = self.n_active_steps = 0
         self.phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._slots, self._n_tracked = SlotSpans(), 8 * n_slots
         self._last_token_s: dict[str, float] = {}
@@ -213,6 +213,11 @@ class StepBooks:
     def total_s(self) -> float:
         """From the first step to the end of the last."""
         return 0.0 if self.start_s is None else self.end_s - self.start_s
+
+    @property
+    def mean_slots(self) -> float:
+        """Slots in use, on average over the steps, as the summary of a run says."""
+        return self.n_active_steps / max(self.n_steps, 1)
 
     def add(self, record: StepRecord) -> None:
         """Enter a run."""
@@ -234,6 +239,7 @@ class StepBooks:
         self.n_prompt += n_prompt
         self.n_output += n_output
         self.n_active_max = max(self.n_active_max, record.n_rows)
+        self.n_active_steps += record.n_rows * record.n_steps
         self._count_time(record, n_prompt, n_output)
 
     def _count_time(self, record: StepRecord, n_prompt: int, n_output: int) -> None:

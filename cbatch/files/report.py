@@ -170,7 +170,6 @@ def _headline(recorder: RunRecorder) -> Markup:
 def _throughput_numbers(recorder: RunRecorder) -> list[_Number]:
     steps, results = recorder.steps, recorder.results
     total_s = steps.total_s or 1e-9
-    slots = sum(b.slots_s for b in steps.buckets) / total_s
     cached = percent(results.n_cached, results.n_prompt)
     failed = f"{count(results.n_failed)} failed" if results.n_failed else "none failed"
     return [
@@ -182,7 +181,7 @@ def _throughput_numbers(recorder: RunRecorder) -> list[_Number]:
             "Prompts", count(steps.n_prompt / total_s), "tok/s", f"{count(steps.n_prompt)} tokens"
         ),
         _Number("From cache", cached, detail=f"of prompt tokens, in {count(results.n_hits)} items"),
-        _Number("Slots in use", count(slots), f"of {recorder.n_slots}", "on average"),
+        _Number("Slots in use", count(steps.mean_slots), f"of {recorder.n_slots}", "on average"),
     ]
 
 
@@ -265,6 +264,8 @@ def _curves(recorder: RunRecorder) -> Markup:
         points = [(start_s, value(work, seconds)) for start_s, seconds, work in pieces]
         limit = recorder.n_slots if name == _SLOTS else None
         mean = sum(value(work, steps.total_s) for _, _, work in pieces)
+        if name == _SLOTS:
+            mean = steps.mean_slots
         note = f"mean {count(mean)}, most {count(max(v for _, v in points))}"
         chart = curve_chart(Curve(points, color, limit), axis, f"{name} over time: {note}")
         figures.append(_figure(name, chart, note))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.engine import run_options_of
 from cbatch.errors import ConfigError
+from cbatch.files.check import why_refused
 from cbatch.files.digest import Digests
 from cbatch.files.encoders import NoEncoder
 from cbatch.files.engines import engine_for
@@ -100,6 +101,8 @@ def run_file(
             )
         )
         settled = run_options_of(runner, defaults)
+        if asked.strict:
+            reading.check(lambda item: why_refused(item, runner, settled))
         said = _settings_of(runner, reading, target, settled, asked)
         ledger = stack.enter_context(
             target.opened(said, force=asked.force, retry_errors=asked.retry_errors)

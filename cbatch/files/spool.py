@@ -15,7 +15,7 @@ from cbatch.files.seen import Seen
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from cbatch.files.item import Item
+    from cbatch.files.item import Item, ItemError
 
 
 class Spool:
@@ -42,9 +42,15 @@ class Spool:
 
     def __iter__(self) -> Iterator[Item]:
         """Yield every item, once."""
-        for start in self._starts:
-            self._file.seek(start)
-            yield cast("Item", pickle.load(self._file))
+        return map(self._at, self._starts)
+
+    def as_read(self) -> Iterator[Item]:
+        """Yield every item in the order in which they came; others may be reading too."""
+        return map(self._at, sorted(self._starts))
+
+    def _at(self, start: int) -> Item:
+        self._file.seek(start)
+        return cast("Item", pickle.load(self._file))
 
     def close(self) -> None:
         """Remove the copy."""
@@ -60,5 +66,10 @@ def checked(items: Iterable[Item]) -> Iterator[Item]:
     with closing(Seen()) as seen:
         for item in items:
             if error := seen.error_of(item):
-                raise ConfigError(f"{item.place}: {error.message} ({error.code})")
+                raise refusal_of(item, error)
             yield item
+
+
+def refusal_of(item: Item, error: ItemError) -> ConfigError:
+    """Return what ends a run that stops at the first wrong item."""
+    return ConfigError(f"{item.place}: {error.message} ({error.code})")

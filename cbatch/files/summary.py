@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING
 
-Ending: TypeAlias = Literal["done", "limit", "time", "asked", "now"]
-"""Why a run ended: all was read and has its record; `limit`, `max_time_s`; a signal, once or twice."""
+from cbatch.runtime.endings import ENDINGS
+
+if TYPE_CHECKING:
+    from cbatch.runtime.endings import Ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,5 @@ class RunSummary:
         if self.is_complete:
             return ""
         return (
-            f"{_REASONS[self.ending]}: run the same command again to go on; what is done stays done"
+            f"{ENDINGS[self.ending]}: run the same command again to go on; what is done stays done"
         )
-
-
-_REASONS: dict[Ending, str] = {
-    "done": "not every item has its record",
-    "limit": "stopped at the limit",
-    "time": "stopped for want of time",
-    "asked": "interrupted, what ran was finished",
-    "now": "interrupted",
-}

@@ -8,11 +8,12 @@ import time
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
-from cbatch.errors import ConfigError, EngineError
+from cbatch.errors import EngineError
 from cbatch.files.digest import placed
-from cbatch.files.item import duplicate, item_key, label, rival_key
+from cbatch.files.item import duplicate, in_own_words, item_key, label, rival_key
 from cbatch.files.summary import RunSummary
 from cbatch.files.window import Entry, Window, length
 from cbatch.options import RunOptions
@@ -23,15 +24,14 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from cbatch.engine import Engine
-    from cbatch.errors import CBatchError
     from cbatch.files.digest import Digests
     from cbatch.files.encoders import Encoder
     from cbatch.files.item import Item
     from cbatch.files.journal import Claim
     from cbatch.files.stop import Stopper
-    from cbatch.files.summary import Ending
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResponse, BatchResult, Reader
+    from cbatch.runtime.endings import Ending
 
     Ended: TypeAlias = "tuple[Item, BatchResult | None]"
     """An item that ended, and its result; None where the item itself is wrong."""
@@ -145,6 +145,8 @@ class Work:
         self._refused: list[Item] = []
         self._n_added = 0
         self._start_s, self._ends_s = 0.0, math.inf
+        self._ended: Ending | None = None
+        self._is_at_limit = False
         self._lock = threading.Lock()
         self._created = int(time.time())
 
@@ -167,10 +169,13 @@ class Work:
 
     def _fill(self) -> None:
         while self._window.has_room and not self.has_read_all and not self._stop.is_asked:
+            is_dry = self._is_dry()
             if self.tally.n_started >= self._limit:
+                self._is_at_limit = self._is_at_limit or is_dry or self._has_more()
+            if self._is_at_limit:
                 self._window.end()
                 return
-            if len(self._window) and self._is_dry():
+            if len(self._window) and is_dry:
                 return
             item = next(self._items, None)
             if item is None:
@@ -179,6 +184,13 @@ class Work:
             else:
                 with self._stop.guarded(), self._lock:
                     self._take_in(item)
+
+    def _has_more(self) -> bool:
+        """Whether there is another item, which stays where it is: a limit that leaves nothing has stopped nothing."""
+        item = next(self._items, None)
+        if item is not None:
+            self._items = chain((item,), self._items)
+        return item is not None
 
     def _take_in(self, item: Item) -> None:
         tally, way = self.tally, self._way
@@ -241,7 +253,9 @@ class Work:
             self._stop.on_ask = None
             with self._stop.guarded():
                 self.commit()
-        return self.summary(ending)
+        summary = self.summary(ending)
+        self._ended = summary.ending
+        return summary
 
     def check_end(self, engine: Engine) -> None:
         """Tell, when all results were taken, the end of items from that of the engine.
@@ -285,7 +299,7 @@ class Work:
                 return ended
             self._count(result)
             if result.error is not None:
-                result = replace(result, error=_in_own_words(result))
+                result = replace(result, error=in_own_words(result.error, result.id))
             way, is_error = self._way, result.error is not None
             record = way.encoder.result(entry.item, result, created=self._created, model=way.model)
             self._add(entry.item, entry.digest, record, is_error=is_error)
@@ -341,6 +355,7 @@ class Work:
             tally.n_given_back,
             n_about,
             tally.n_before,
+            self._ended,
         )
 
     def _ending(self) -> Ending:
@@ -368,14 +383,6 @@ class Work:
             cached_tokens=tally.cached_tokens,
             elapsed_s=time.perf_counter() - self._start_s,
         )
-
-
-def _in_own_words(result: BatchResult) -> CBatchError | None:
-    """Return a result's error without the id by which the engine knew the item."""
-    error, start = result.error, f"request {result.id!r}: "
-    if type(error) is ConfigError and str(error).startswith(start):
-        return ConfigError(str(error).removeprefix(start))
-    return error
 
 
 def _tell_nobody(item: Item, result: BatchResult | None) -> None:

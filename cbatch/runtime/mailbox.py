@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.errors import CBatchError
+    from cbatch.runtime.endings import Ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Counts:
     """How many items there are by an estimate, where nobody knows."""
     n_before: int = 0
     """Of those that are done: by an earlier run."""
+    ending: Ending | None = None
+    """Why a run over a file ended; None while it goes on, and of other batches."""
 
     @property
     def share(self) -> float | None:

@@ -21,6 +21,7 @@ from rich.text import Text
 from cbatch.checks import check_wait
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
+from cbatch.runtime.endings import ENDINGS
 
 if TYPE_CHECKING:
     from cbatch.core.stats import EngineStats
@@ -143,6 +144,8 @@ class LiveView:
         text = Text(fitted_line(snapshot, room))
         text.truncate(room, overflow="ellipsis")
         self._live.start()
+        # who stops the process, or kills it, gets a terminal with its cursor
+        self._console.show_cursor()
         self._live.update(text, refresh=True)
 
     def finish(self, snapshot: Snapshot) -> None:
@@ -205,7 +208,7 @@ class Progress:
         self._first = self._last = before
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cbatch-progress", daemon=True)
-        atexit.register(self.close)  # a live line hides the cursor
+        atexit.register(self.close)  # a live line is in the way of what comes behind it
         self._thread.start()
 
     def close(self) -> None:
@@ -291,6 +294,7 @@ def summary_lines(s: Snapshot) -> str:
         f"out     {s.n_output_tokens:,} tokens, {s.output_tps:,.0f} tokens/s",
         f"slots   {s.n_active_max} of {s.n_slots} at most, {s.mean_slots:.1f} on average",
         f"time    {s.elapsed_s:.2f} s",
+        *([f"ended   {ENDINGS[counts.ending]}"] if counts.ending not in (None, "done") else []),
     ]
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from dataclasses import replace
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.options import Grammar
     from cbatch.response import BatchResult
+
+
+UNNAMED = "-"
+"""What errors call a request that is looked at and not run."""
 
 
 class Settled:
@@ -102,6 +107,14 @@ class SequenceMaker:
         """Return how many tokens a prompt has; from any thread. Raises as `tokenize` does."""
         options = self._settled.over(RunOptions.of(item.options), run_options)
         return len(tokenize(self._backend.vocab, item, options))
+
+    def checked(self, item: BatchPrompt, run_options: RunOptions) -> int:
+        """Return how many tokens a prompt has; from any thread. Raises what would end it before it runs."""
+        driver, *_ = self.of_prompt(item, UNNAMED, run_options, 0.0, math.inf)
+        self._batcher.prompts.prepare(driver)
+        if driver.refusal is not None:
+            raise driver.refusal
+        return driver.n_given
 
     def _request(
         self,

@@ -274,3 +274,16 @@ def test_info_of_a_window_beyond_counting_is_one_line(test_model: Path) -> None:
     assert result.exit_code == 2
     assert "llama.cpp counts up to" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("is_said", [True, False])
+def test_file_type_is_told_also_where_the_file_is_silent(
+    synth: SynthFactory, tmp_path: Path, type: str, is_said: bool
+) -> None:
+    model = synth("test", type=type)
+    if not is_said:
+        data = model.read_bytes()
+        model = tmp_path / "silent.gguf"
+        model.write_bytes(data.replace(b"general.file_type", b"general.file_typo"))
+    assert f"file type      {type}\n" in invoke("info", model).stdout

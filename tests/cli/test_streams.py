@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,10 +126,10 @@ def test_what_cannot_be_said_stops_no_work(
 
 @posix
 @pytest.mark.parametrize(
-    ("args", "code"), [(("info",), 0), (("--help",), 1), (("--version",), 1)], ids=str
+    "args", [("info",), ("--help",), ("--version",), ("run", "--help")], ids=str
 )
 def test_reader_who_leaves_ends_every_command_quietly(
-    test_model: Path, args: tuple[str, ...], code: int
+    test_model: Path, args: tuple[str, ...]
 ) -> None:
     model = (test_model,) if args == ("info",) else ()
     with start(*args, *model) as process:
@@ -136,7 +137,146 @@ def test_reader_who_leaves_ends_every_command_quietly(
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-    assert process.returncode == code
+    assert process.returncode == 0
+
+
+@posix
+@pytest.mark.parametrize("args", [(), ("--json",), ("--quiet",), ("--demo",)], ids=str)
+def test_reader_who_leaves_ends_a_run_with_a_word(
+    write_input: WriteInput, test_model: Path, args: tuple[str, ...]
+) -> None:
+    source = () if "--demo" in args else (write_input(*[{"prompt": "a", "options": SHORT}] * 2000),)
+    with start("run", *source, "-o", "-", "-m", test_model, *SMALL, *args) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 0
+    assert "the reader of stdout has left" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    if "--json" in args:
+        assert {line["event"] for line in parse(said)} <= {"note", "progress", "summary"}
+
+
+@posix
+def test_reader_who_leaves_a_named_pipe_is_an_error_with_its_name(
+    write_input: WriteInput, tmp_path: Path, test_model: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    source = write_input(*[{"prompt": "a", "options": SHORT}] * 2000)
+    with start("run", source, "-o", pipe, "-m", test_model, *SMALL, "--quiet") as process:
+        with pipe.open("rb") as reader:
+            reader.readline()
+        _, said = process.communicate()
+    assert (process.returncode, said.decode()) == (2, f"cbatch: {pipe}: Broken pipe\n")
+
+
+# ---- what programs read ----
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("run", "none.jsonl", "-o", "-"), "none.jsonl: cannot be read: No such file"),
+        (("run", "none.jsonl"), "give --output"),
+        (("run", "in.jsonl", "-o", "-", "--parallel", "x"), "--parallel"),
+        (("run", "in.jsonl", "-o", "-", "--nonsense"), "No such option: --nonsense"),
+        (("info", "none.gguf"), "none.gguf"),
+    ],
+    ids=str,
+)
+def test_fatal_errors_are_events_for_programs(args: tuple[str, ...], words: str) -> None:
+    done = invoke(*args, "--json")
+    [event] = parse(done.stderr)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert (event["event"], event["exit_code"]) == ("error", 2)
+    assert words in event["text"]
+    assert invoke(*args).stderr.count("{") == 0
+
+
+def test_variable_of_the_environment_makes_errors_events_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CBATCH_RUN_JSON", "1")
+    [event] = parse(invoke("run", "none.jsonl", "-o", "-").stderr)
+    assert event["event"] == "error"
+
+
+def test_traceback_and_interrupt_are_in_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    [event] = parse(invoke("--debug", "run", "none.jsonl", "-o", "-", "--json").stderr)
+    assert "ConfigError" in event["traceback"]
+
+    def press(*args: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cbatch.backend.load.describe_model", press)
+    done = invoke("info", "any.gguf", "--json")
+    assert done.exit_code == 130
+    assert parse(done.stderr) == [{"event": "error", "text": "interrupted", "exit_code": 130}]
+
+
+def test_log_is_events_for_programs(write_input: WriteInput, test_model: Path) -> None:
+    source = write_input({"prompt": "a", "options": SHORT})
+    asked = ("run", source, "-o", "-", "-m", test_model, *SMALL, "--json")
+    events = parse(invoke("--log-level", "debug", *asked).stderr)
+    logs = [event for event in events if event["event"] == "log"]
+    assert logs
+    assert {"level", "logger", "text"} <= logs[0].keys()
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_limit_that_stopped_a_run_is_in_summary_and_events(
+    write_input: WriteInput, tmp_path: Path, test_model: Path, n: int
+) -> None:
+    source = write_input(*[{"prompt": "a", "options": SHORT}] * 3)
+    asked = ("run", source, "-m", test_model, *SMALL, "--limit", n)
+    done = invoke(*asked, "-o", tmp_path / "a.jsonl")
+    assert done.exit_code == 0
+    assert ("ended   stopped at the limit" in done.stderr) == (n < 3)
+    assert ("run the same command again" in done.stderr) == (n < 3)
+    events = parse(invoke(*asked, "-o", tmp_path / "b.jsonl", "--json").stderr)
+    [summary] = [event for event in events if event["event"] == "summary"]
+    assert summary["ending"] == ("limit" if n < 3 else "done")
+
+
+def test_time_that_stopped_a_run_is_in_its_summary(
+    write_input: WriteInput, tmp_path: Path, test_model: Path
+) -> None:
+    source = write_input(*[ENDLESS] * 3)
+    asked = (*SMALL, "--ctx-per-seq", 30_000, "--max-time-s", 0.2, "--json")
+    done = invoke("run", source, "-m", test_model, "-o", tmp_path / "a.jsonl", *asked)
+    [summary] = [event for event in parse(done.stderr) if event["event"] == "summary"]
+    assert (done.exit_code, summary["ending"]) == (0, "time")
+
+
+@posix
+@pytest.mark.parametrize("how", ["run", "ask"])
+def test_live_line_never_hides_the_cursor(
+    write_input: WriteInput, tmp_path: Path, test_model: Path, how: str
+) -> None:
+    import pty
+
+    source = write_input(*[{"prompt": "a", "options": {"max_tokens": 20}}] * 2000)
+    args = ("ask", "Hi") if how == "ask" else ("run", source, "-o", tmp_path / "out.jsonl")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "cbatch.cli", *map(str, (*args, "-m", test_model))]
+    terminal = {**os.environ, "PYTHONPATH": str(CLI), "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=theirs, env=terminal
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        with suppress(OSError):  # the terminal's end
+            while piece := os.read(ours, 4096):
+                seen += piece
+                hidden, shown = seen.rfind(b"\x1b[?25l"), seen.rfind(b"\x1b[?25h")
+                if how == "run" and shown > hidden >= 0:
+                    process.kill()  # nothing is there to show the cursor again
+    os.close(ours)
+    assert b"\x1b[?25l" in seen
+    assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
 
 
 def test_bad_line_on_stdin_is_named(test_model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from cbatch.files.estimate import estimate_file
 from cbatch.files.run import run_file, stream_file
 from cbatch.files.sort import Sorted, sort_in_place
 from cbatch.files.stop import Interrupted, Stopper
-from cbatch.runtime.progress import SilentView
+from cbatch.runtime.progress import PlainView, SilentView, summary_lines
 from tests.files.runs import SHORT, answers, make_engine, records, write_requests
 from tests.places import can_all
 
@@ -699,3 +700,71 @@ def test_report_and_trace_name_items_by_number_and_escaped_id(engine: Engine, ou
     seen = {name.split("-", 1)[1] for name in names}  # without what tells runs of one engine apart
     assert seen == {r"1 'a\n<b>\u202e'", f"2 '{'x' * 39}…'", "3"}
     assert r"1 'a\n&lt;b&gt;\u202e'" in report.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "the prompt has 200 tokens and may have 3 more, and a slot holds 128"),
+        ({"max_tokens": 100}, "the prompt has 40 tokens and may have 100 more, and a slot holds"),
+        ({"tool_choice": "required"}, "tool_choice='required' needs tools"),
+        ({"adapter": "none"}, "none"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_what_the_engine_would_refuse_ends_a_strict_run_before_it_begins(
+    engine: Engine,
+    tmp_path: Path,
+    out: Path,
+    options: dict[str, Any],
+    words: str,
+    is_shuffled: bool,
+) -> None:
+    source = write_requests(tmp_path / "in.jsonl", 20)
+    wrong = {"tokens": [5] * (40 if options else 200), "options": options}
+    with source.open("a") as file:
+        file.write(f"{json.dumps(wrong)}\n{json.dumps({'tokens': [5] * 300})}\n")
+    asked: dict[str, Any] = {"engine": engine, "shuffle": is_shuffled}
+    with pytest.raises(ConfigError, match=rf"in\.jsonl, line 21: .*{words}"):
+        run_file(source, out, strict=True, **asked)
+    assert not out.exists()
+    found = check_file(source, engine=engine)
+    assert [line.split(": ")[0] for line in found.first] == [
+        f"{source}, line {n}" for n in (21, 22)
+    ]
+    assert words in found.first[0]
+    summary = run_file(source, out, **asked)
+    assert summary.n_failed == 2
+
+
+def test_strict_run_without_a_wrong_item_answers_all(
+    engine: Engine, source: Path, out: Path
+) -> None:
+    assert run_file(source, out, engine=engine, strict=True, shuffle=True).is_complete
+    assert len(answers(out)) == 100
+
+
+@pytest.mark.parametrize(("limit", "ending"), [(99, "limit"), (100, "done"), (101, "done")])
+def test_limit_that_leaves_nothing_has_stopped_nothing(
+    engine: Engine, source: Path, out: Path, limit: int, ending: str
+) -> None:
+    summary = run_file(source, out, engine=engine, limit=limit)
+    assert (summary.ending, summary.n_done) == (ending, min(limit, 100))
+    assert len(answers(out)) == min(limit, 100)
+    assert run_file(source, out, engine=engine).n_done == 100 - min(limit, 100)
+
+
+def test_report_and_summary_say_the_same_of_the_slots(
+    engine: Engine, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, report = write_requests(tmp_path / "in.jsonl", 5), tmp_path / "report.html"
+    with source.open("a") as file:
+        file.write(json.dumps({"prompt": "long", "options": {"max_tokens": 90}}) + "\n")
+    view = PlainView(summary_lines)
+    run_file(source, out, engine=engine, report=report, progress=view)
+    said = re.search(r"slots .* at most, ([\d.]+) on average", capsys.readouterr().err)
+    shown = re.search(r"Slots in use</dt><dd class=\"value\">([\d.]+)<", report.read_text())
+    curve = re.search(r"Slots in use over time: mean ([\d.]+),", report.read_text())
+    found = [float(match[1]) for match in (said, shown, curve) if match]
+    assert found == [found[0]] * 3
