@@ -170,7 +170,7 @@ def test_other_options_of_the_engine_are_refused(source: Path, out: Path) -> Non
     for options, is_refused in ((SHORT, False), ({**SHORT, "max_tokens": 2}, True)):
         with Engine(FakeBackend(4, 128, 64), options=options, threaded=False) as engine:
             if is_refused:
-                with pytest.raises(ConfigError, match="max_tokens=3.*max_tokens=2"):
+                with pytest.raises(ConfigError, match=r"max_tokens=3.*max_tokens=2"):
                     run_file(source, out, engine=engine)
             else:
                 run_file(source, out, engine=engine)
