@@ -184,7 +184,7 @@ def test_bias_changes_the_first_token_and_later_ones_in_company_too(engine: cbat
     assert not set(edited) & set(free)
 
 
-# ---- @@what is reported ----
+# ---- what is reported ----
 
 
 def test_logprobs_of_an_answer_are_those_of_each_step(
@@ -250,3 +250,38 @@ def test_grammar_and_bans_that_leave_no_token_are_named_as_the_reason(
     assert said[0].startswith("regex: no token is left to go on with: logit_bias")
     assert said[1].startswith("no token is left to sample: logit_bias")
     assert results[2].error is None
+
+
+def test_closing_end_token_is_told_with_its_logprob_where_it_is_asked_for(
+    engine: cbatch.Engine,
+) -> None:
+    [end, *_] = engine._backend.vocab.end_tokens
+    item = BatchPrompt(tokens=PROMPT)
+    options: dict[str, Any] = {"logit_bias": {end: 1e4}, "temperature": 0, "logprobs": 2}
+    plain, whole = (
+        engine.submit(item, options={**options, "echo": echo, "include_stop": include}).result()
+        for echo, include in ((False, False), (True, True))
+    )
+    assert (plain.text, plain.token_ids, plain.logprobs) == ("", (), ())
+    assert whole.token_ids == (*PROMPT, end)
+    assert whole.logprobs is not None
+    assert [t.token_id for t in whole.logprobs] == [*PROMPT, end]
+    assert whole.logprobs[-1].logprob < -1
+    assert len(whole.logprobs[-1].top) == 2
+    assert (whole.finish_reason, whole.stop_reason) == ("stop", None)
+    assert whole.usage.completion_tokens == plain.usage.completion_tokens == 1
+
+
+def test_number_of_a_token_is_the_very_one_it_has_among_the_likeliest(
+    engine: cbatch.Engine,
+) -> None:
+    options = {**LONG, "echo": True, "logprobs": 20, "temperature": 1.5, "seed": 3}
+    result = engine.submit(BatchPrompt(tokens=PROMPT, options=options)).result()
+    found = [
+        (token.logprob, top.logprob)
+        for token in result.logprobs or ()
+        for top in token.top
+        if top.token_id == token.token_id
+    ]
+    assert len(found) > 20
+    assert all(logprob == top for logprob, top in found)

@@ -5,6 +5,7 @@ Source: OpenAI's API reference, batch: the request input and output objects.
 
 from __future__ import annotations
 
+import math
 from codecs import getincrementaldecoder
 from hashlib import blake2b
 from itertools import accumulate
@@ -346,13 +347,31 @@ def _completion_choice(index: int, result: BatchResult) -> dict[str, Any]:
 
 
 def _completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    tops = [{token_text(top): logprob_of(top) for top in token.top} for token in tokens]
+    has_tops = any(token.top for token in tokens)
     return {
         "tokens": [token_text(token) for token in tokens],
-        "token_logprobs": [logprob_of(token) for token in tokens],
-        "top_logprobs": tops if any(tops) else None,
+        "token_logprobs": [logprob_of(_alternative(token)) for token in tokens],
+        "top_logprobs": [_tops(token) for token in tokens] if has_tops else None,
         "text_offset": _offsets(tokens),
     }
+
+
+def _alternative(token: TokenLogprob) -> TokenLogprob:
+    """Return a token as it stands among the likeliest, where it is one of them: its number is the very same then."""
+    return next((top for top in token.top if top.token_id == token.token_id), token)
+
+
+def _tops(token: TokenLogprob) -> dict[str, float | None] | None:
+    """Return the likeliest tokens, and behind them the one that is there, by their text; None where none has a number.
+
+    Of several with one text the likelier is kept.
+    """
+    if math.isnan(token.logprob):
+        return None
+    found: dict[str, float | None] = {}
+    for each in (*token.top, token):
+        found.setdefault(token_text(each), logprob_of(each))
+    return found
 
 
 def _offsets(tokens: Sequence[TokenLogprob]) -> list[int]:

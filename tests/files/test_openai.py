@@ -330,6 +330,9 @@ TOKENS = (
 )
 
 
+LIKELIEST = (TokenLogprob(1, b"a", -0.1), TokenLogprob(2, b"b", -2.0))
+
+
 def test_logprobs_of_a_chat_round_trip_through_openais_types(tmp_path: Path) -> None:
     body = body_of(tmp_path, replace(ANSWER, text="Hiä!", logprobs=TOKENS), logprobs=True)
     found = ChatCompletion.model_validate(body, strict=True)
@@ -357,8 +360,35 @@ def test_logprobs_of_a_completion_round_trip_through_openais_types(tmp_path: Pat
     assert logprobs.top_logprobs == [
         {"Hi": -0.5, "bytes:\\xc3": -9999.0},
         {"bytes:\\xc3": -0.25},
-        {},
+        {"bytes:\\xa4\\x21": -0.125},
     ]
+
+
+@pytest.mark.parametrize(
+    ("token", "logprob", "tops"),
+    [
+        (TokenLogprob(1, b"a", -0.1, LIKELIEST), -0.1, {"a": -0.1, "b": -2.0}),
+        (TokenLogprob(2, b"b", -2.0000001, LIKELIEST), -2.0, {"a": -0.1, "b": -2.0}),
+        (TokenLogprob(3, b"c", -7.0, LIKELIEST), -7.0, {"a": -0.1, "b": -2.0, "c": -7.0}),
+        (TokenLogprob(4, b"a", -7.0, LIKELIEST), -7.0, {"a": -0.1, "b": -2.0}),
+    ],
+    ids=["likeliest", "its alternative's number", "outside", "another of the same text"],
+)
+def test_sampled_token_of_a_completion_is_among_the_likeliest(
+    tmp_path: Path, token: TokenLogprob, logprob: float, tops: dict[str, float]
+) -> None:
+    result = replace(ANSWER, logprobs=(token,))
+    found = body_of(tmp_path, result, prompt="x", logprobs=2)["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [logprob]
+    assert [*found["top_logprobs"][0].items()] == [*tops.items()]  # the likeliest first
+
+
+def test_first_token_of_an_echoed_prompt_has_neither_number_nor_likeliest(tmp_path: Path) -> None:
+    tokens = (TokenLogprob(1, b"x", nan), TokenLogprob(3, b"c", -7.0, LIKELIEST))
+    body = body_of(tmp_path, replace(ANSWER, logprobs=tokens), prompt="x", logprobs=2, echo=True)
+    found = body["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [None, -7.0]
+    assert found["top_logprobs"] == [None, {"a": -0.1, "b": -2.0, "c": -7.0}]
 
 
 def test_echoed_prompt_begins_without_a_logprob(tmp_path: Path) -> None:
