@@ -351,7 +351,7 @@ class Engine:
             n_tokens: most tokens to add, at least 1.
 
         Raises:
-            ConfigError: a result of another engine, one that ended by itself, or no number of tokens.
+            ConfigError: a result of another engine, one that ended by itself or is altered, or no number of tokens.
             DuplicateIdError: its id is in flight.
             EngineClosedError: the engine is closed.
         """

@@ -24,6 +24,7 @@ from cbatch.errors import (
     QueueFullError,
     RequestCancelledError,
 )
+from cbatch.response import TokenLogprob, Usage
 from cbatch.store import CacheStore
 from tests.helpers import A_SECOND_A_STEP
 from tests.places import (
@@ -417,6 +418,44 @@ def test_result_of_another_engine_is_refused(any_way: Place) -> None:
     result = any_way.result(any_way.engine(), text_of(40))
     with pytest.raises(ConfigError, match="not of this engine"):
         any_way.engine().extend(result, 5)
+
+
+ALTERED: dict[str, dict[str, Any]] = {
+    "token_ids": {"token_ids": (1, 2, 3)},
+    "ids that there are not": {"token_ids": (2**40, -5)},
+    "no ids": {"token_ids": ()},
+    "a list": {"token_ids": [1, 2]},
+    "nothing": {"token_ids": None},
+    "finish_reason": {"finish_reason": "timeout"},
+    "usage": {"usage": Usage(0, 0)},
+    "no usage": {"usage": None},
+    "logprobs": {"logprobs": ()},
+    "logprobs that are none": {"logprobs": (5,) * 6},
+    "no logprobs": {"logprobs": None},
+    "prompt_logprobs": {"prompt_logprobs": (None, 5)},
+    "choices": {"choices": 5, "token_ids": 5},
+    "tops": {"logprobs": (TokenLogprob(1, b"", 0.0, 5),) * 6},  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_altered_result_is_refused_and_costs_nobody_else_anything(
+    any_way: Place, name: str
+) -> None:
+    engine = any_way.engine()
+    result = any_way.result(engine, text_of(40), logprobs=0)
+    altered = replace(result, **ALTERED[name])
+    with pytest.raises(ConfigError, match=r"another .* than the engine gave it"):
+        engine.extend(altered, 5)
+    assert engine._loop.routes == {}
+    assert extended(any_way, engine, result, 5).token_ids == expected(text_of(40), 11)
+
+
+def test_fields_that_nothing_goes_on_from_may_be_altered(any_way: Place) -> None:
+    engine = any_way.engine()
+    result = any_way.result(engine, text_of(40))
+    shown = replace(result, id="shown", text=result.text.upper(), seed=9, warnings=("odd",))
+    assert extended(any_way, engine, shown, 5).token_ids == expected(text_of(40), 11)
 
 
 def test_result_of_a_prompt_that_was_never_queued_is_refused(any_way: Place) -> None:

@@ -43,13 +43,15 @@ def result_of(driver: SequenceDriver) -> BatchResult:
     n_new = driver.n_output - len(driver.request.output)
     answer = driver.answer or Answer("".join(driver.text.parts))
     text, tokens = _echo(driver)
+    token_ids = (*tokens, *driver.output[: driver.text.n_fed])
+    usage = Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts)
     return BatchResult(
         id=driver.request.id,
         text=text + answer.text,
-        token_ids=(*tokens, *driver.output[: driver.text.n_fed]),
+        token_ids=token_ids,
         finish_reason=driver.finish_reason,
         error=driver.error,
-        usage=Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts),
+        usage=usage,
         timings=driver.clock.timings(driver.n_begun, n_new),
         seed=driver.request.sampling.seed,
         warnings=(*driver.warnings, *answer.warnings),
@@ -58,7 +60,7 @@ def result_of(driver: SequenceDriver) -> BatchResult:
         logprobs=_logprobs(driver),
         prompt_logprobs=_prompt_logprobs(driver),
         stop_reason=driver.stop_reason,
-        origin=Origin(driver.request, driver.number),
+        origin=Origin(driver.request, driver.number, token_ids, driver.finish_reason, usage),
     )
 
 

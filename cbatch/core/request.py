@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet, Breakers, Grammar, RunOptions, Sampling
-    from cbatch.response import TokenLogprob
+    from cbatch.response import FinishReason, TokenLogprob, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a result comes from: what there is to go on from."""
+    """Where a result comes from: what there is to go on from, whatever was made of the result since."""
 
     request: Request
     number: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage

@@ -121,7 +121,7 @@ class Choices:
     def _renamed(self, result: BatchResult) -> BatchResult:
         origin = result.origin
         if isinstance(origin, Origin):
-            origin = Origin(self._as_asked(origin.request), origin.number)
+            origin = replace(origin, request=self._as_asked(origin.request))
         return replace(result, id=self.id, origin=origin)
 
     def _as_asked(self, request: Request) -> Request:

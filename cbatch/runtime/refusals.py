@@ -9,9 +9,11 @@ from cbatch.core.plan import N_TARGETS_MAX
 from cbatch.core.request import Origin
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.plain import int_of
-from cbatch.response import BatchResult
+from cbatch.response import BatchResult, TokenLogprob
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cbatch.backend import Backend, Vocab
     from cbatch.core.plan import Memory
     from cbatch.engine_options import ScheduleOptions
@@ -134,18 +136,47 @@ def origin_of(result: BatchResult, owner: str) -> Origin:
     """Return where a result comes from that an engine is asked to extend; `owner` is that engine's mark.
 
     Raises:
-        ConfigError: it is not of this engine, or no one answer.
+        ConfigError: it is not of this engine, no one answer, or not as the engine returned it.
     """
     if not isinstance(result, BatchResult):
         raise ConfigError(f"extend takes a BatchResult, not {type(result).__name__}")
-    if result.choices:
+    if isinstance(result.choices, tuple) and result.choices:
         raise ConfigError(
             f"result {result.id!r} has {len(result.choices)} choices: extend one of them"
         )
     origin = result.origin
     if not isinstance(origin, Origin) or origin.request.owner != owner:
         raise ConfigError(f"result {result.id!r} is not of this engine: it cannot be extended")
+    for name in _altered(result, origin):
+        raise ConfigError(
+            f"result {result.id!r} has another {name} than the engine gave it: extend a result as it was returned"
+        )
     return origin
+
+
+def _altered(result: BatchResult, origin: Origin) -> Iterator[str]:
+    """Yield the fields that a request would go on from and that are not as they were."""
+    for name in ("token_ids", "finish_reason", "usage"):
+        found, given = getattr(result, name), getattr(origin, name)
+        if type(found) is not type(given) or found != given:
+            yield name
+    n_prompt = origin.usage.prompt_tokens
+    asked = origin.request.n_logprobs is not None
+    if not _are_logprobs(result.logprobs, len(origin.token_ids), is_asked=asked):
+        yield "logprobs"
+    if result.prompt_logprobs and not _are_logprobs(result.prompt_logprobs, n_prompt):
+        yield "prompt_logprobs"
+
+
+def _are_logprobs(found: object, n_tokens: int, *, is_asked: bool = True) -> bool:
+    """Whether these are log-probabilities of so many tokens; none are where none was asked for."""
+    if found is None:
+        return not is_asked
+    if not isinstance(found, tuple) or len(found) != n_tokens:
+        return False
+    return all(
+        t is None or (isinstance(t, TokenLogprob) and isinstance(t.top, tuple)) for t in found
+    )
 
 
 def check_extension(result: BatchResult, n_tokens: int) -> int:

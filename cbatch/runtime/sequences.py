@@ -170,14 +170,14 @@ def _choice(request: Request, i: int) -> Request:
 def extended(origin: Origin, id: str, result: BatchResult, n_tokens: int, now: float) -> Request:
     """Return a request for up to `n_tokens` more, submitted `now`, that goes on from the result of another."""
     old = origin.request
-    n_echoed = result.usage.prompt_tokens if old.options.echo else 0
-    n_all = len(result.token_ids[n_echoed:]) + n_tokens
+    n_echoed = origin.usage.prompt_tokens if old.options.echo else 0
+    output = origin.token_ids[n_echoed:]
     return replace(
         _with_prompt(old, result),
         id=id,
-        options=RunOptions(max_tokens=n_all, prefill_only=False).over(old.options),
+        options=RunOptions(max_tokens=len(output) + n_tokens, prefill_only=False).over(old.options),
         deadline_s=now + check_seconds("timeout_s", old.options.timeout_s),
-        output=result.token_ids[n_echoed:],
+        output=output,
         output_logprobs=(result.logprobs or ())[n_echoed:],
         continues=origin.number,
     )
