@@ -125,6 +125,14 @@ def run(
     retry_errors: Annotated[
         bool, option("--retry-errors", help="Run again what has failed before.", panel=_FILES)
     ] = False,
+    adopt: Annotated[
+        bool,
+        option(
+            "--adopt",
+            help="Make a lost manifest again, of the JSON lines in the output, and go on.",
+            panel=_FILES,
+        ),
+    ] = False,
     force: Annotated[
         bool,
         option(
@@ -251,6 +259,7 @@ def run(
         "shuffle": shuffle,
         "strict": strict,
         "retry_errors": retry_errors,
+        "adopt": adopt,
         "force": force,
         "window": window,
         "report": report,

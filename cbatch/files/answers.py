@@ -103,7 +103,9 @@ class TableEncoder:
         """Return what stands before the first record."""
         return self._writer.header()
 
-    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+    def result(
+        self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
+    ) -> bytes:
         """Return a result as a whole record."""
         return self._record(item, answer(result))
 

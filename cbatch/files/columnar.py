@@ -153,7 +153,9 @@ class ColumnarEncoder:
         """Return what stands before the first record: nothing."""
         return b""
 
-    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+    def result(
+        self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
+    ) -> bytes:
         """Return a result as a record."""
         return self._record(item, answer(result))
 

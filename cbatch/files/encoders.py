@@ -30,12 +30,15 @@ class Encoder(Protocol):
     def header(self) -> bytes:
         """Return what stands before the first record."""
 
-    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+    def result(
+        self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
+    ) -> bytes:
         """Return the record of an item that was asked, failed or not.
 
         Args:
             item: as it was read.
             result: what became of it; its id is not looked at.
+            digest: of what was asked, for formats that repeat it.
             created: seconds since 1970.
             model: the name of the model, where the request named none.
         """
@@ -59,7 +62,9 @@ class NoEncoder:
         """Return nothing."""
         return b""
 
-    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+    def result(
+        self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
+    ) -> bytes:
         """Return nothing."""
         return b""
 

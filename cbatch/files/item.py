@@ -130,6 +130,16 @@ def unlabelled(number: int) -> str:
     return f"{_UNLABELLED}{number}"
 
 
+def key_of_id(id: str, *, has_rows: bool) -> str:
+    """Return what an item is claimed by that is answered under this id; see `item_key`.
+
+    An id of lines that one without an id would be answered under is taken for that of such a line.
+    """
+    if has_rows or re.fullmatch(rf"{_UNLABELLED}[1-9][0-9]*", id):
+        return f"\0{id.removeprefix(_UNLABELLED)}"
+    return f"\0:{id}" if id.startswith("\0") else id
+
+
 def item_key(item: Item) -> str:
     """Return what to claim an item by: the user's name for it, else its number behind what no key of a name has."""
     if not item.is_labelled:

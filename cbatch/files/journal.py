@@ -10,13 +10,11 @@ import threading
 import time
 import zlib
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cbatch.files.compact import rewrite
 from cbatch.files.digest import placed
-from cbatch.files.item import bytes_of
-from cbatch.files.manifest import GONE
+from cbatch.files.manifest import GONE, INSERT, record_key
 from cbatch.files.opening import closing_all, opened, put_away
 
 if TYPE_CHECKING:
@@ -27,9 +25,6 @@ if TYPE_CHECKING:
 
 SYNC_S = 5.0
 """Seconds between two waits for the disk: what a loss of power may cost."""
-
-_LONG_ID = 24
-"""Bytes up to which an id is its own key: ids that are counted up then change pages of the index that lie together."""
 
 _N_MOVED = 1024
 """Records of moved items that are remembered until they are renumbered in one go."""
@@ -43,8 +38,6 @@ _SLICE = "SELECT key, record, file, is_error FROM records WHERE key > ? AND key 
 _ALL = ((b"", b"\xff" * 12),)
 _BY_NUMBER = ((b"\0", b"\0:"), (b"\xfe", b"\xff"))
 """Keys of items without an id, and of those that came second: what is known by its place in the input alone."""
-# A commit that Ctrl-C has cut off behind the manifest's own is repeated as a whole.
-_INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 _Row: TypeAlias = "tuple[int, bytes, bytes, int, int, int, int, int, bool]"
 """A record as the columns of the table."""
@@ -248,7 +241,7 @@ class Journal:
         rows = [output.write() for output in self._outputs]
         with self._manifest.transaction():
             self._manifest.execute_many(_DELETE, [(f.record,) for f in self._superseded])
-            self._manifest.execute_many(_INSERT, self._added)
+            self._manifest.execute_many(INSERT, self._added)
             self._manifest.execute_many(
                 "UPDATE records SET number = ? WHERE record = ?", self._moved
             )
@@ -353,12 +346,6 @@ class Journal:
             if output.row.file in self._with_gaps:
                 rewrite(self._manifest, output)
         put_away(self._found)
-
-
-def record_key(id: str) -> bytes:
-    """Return what stands for an id: its own bytes where they are few, else a digest; 0xFF is in no text."""
-    text = bytes_of(id)
-    return text if len(text) <= _LONG_ID else b"\xff" + blake2b(text, digest_size=11).digest()
 
 
 def duplicate_key(key: bytes, number: int) -> bytes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cbatch.checks import MAX_DEPTH, is_too_deep
 from cbatch.files.figures import cut
 from cbatch.files.item import WRONG, Item, ItemError, LineError, unlabelled, what_is_wrong
+from cbatch.files.known import Known, digest_in
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import Timings, Usage
@@ -251,15 +252,29 @@ class LineEncoder:
         """Return what stands before the first record: nothing."""
         return b""
 
-    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+    def result(
+        self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
+    ) -> bytes:
         """Return a result as a line."""
-        return dump({**result_as_json(result), "id": item.id})
+        return dump({**result_as_json(result), "id": item.id, "digest": digest.hex()})
 
     def error(self, item: Item, error: ItemError) -> bytes:
         """Return the line of an item that could not be asked."""
         said = {"type": "ConfigError", "message": f"{item.place}: {error.message}"}
         more = {"code": error.code, **({"param": error.param} if error.param else {})}
         return dump({"id": item.id, "text": "", "finish_reason": "error", "error": said | more})
+
+    def known(self, record: Mapping[str, object]) -> Known | None:
+        """Return what a record tells of itself; None: it is the error of an item that was never asked.
+
+        Raises:
+            LineError: it is none of cbatch's.
+        """
+        id, error = record.get("id"), record.get("error")
+        digest = digest_in(record.get("digest"))
+        if not isinstance(id, str) or not (digest or (error and "digest" not in record)):
+            raise LineError("no_record", "is no answer of cbatch")
+        return Known(id, digest, error is not None) if digest else None
 
 
 def result_as_json(result: BatchResult) -> dict[str, object]:

@@ -9,11 +9,13 @@ import os
 import sqlite3
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files import disk
+from cbatch.files.item import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -63,7 +65,19 @@ _SCHEMA = (
 )
 
 
-class ManifestError(ConfigError):
+# A commit that Ctrl-C has cut off behind the manifest's own is repeated as a whole.
+INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+"""Of the columns of a record; it takes the place of another under its key."""
+
+_LONG_ID = 24
+"""Bytes up to which an id is its own key: ids that are counted up then change pages of the index that lie together."""
+
+
+class LostError(ConfigError):
+    """There are records, and no manifest that fits them."""
+
+
+class ManifestError(LostError):
     """The manifest is not one that this cbatch can go on with; it may be replaced."""
 
     def __init__(self, what: str, ways_out: str) -> None:
@@ -351,6 +365,12 @@ class Manifest:
         return int(self.execute("SELECT coalesce(max(record), 0) FROM records").fetchone()[0])
 
 
+def record_key(id: str) -> bytes:
+    """Return what stands for an id: its own bytes where they are few, else a digest; 0xFF is in no text."""
+    text = bytes_of(id)
+    return text if len(text) <= _LONG_ID else b"\xff" + blake2b(text, digest_size=11).digest()
+
+
 def manifest_of(output: Path) -> Path:
     """Return where the manifest of an output is."""
     return output.with_name(f"{output.name}.manifest")
@@ -379,5 +399,6 @@ def _reason(error: Exception) -> str:
 def _damaged(path: Path, problem: object) -> ManifestError:
     return ManifestError(
         f"{path}: is damaged, or no manifest of cbatch ({problem})",
-        "put it back, give another output, or replace it with its output (--force)",
+        "put it back, have it made again of JSON lines (--adopt), give another output, or replace it with its output "
+        "(--force)",
     )

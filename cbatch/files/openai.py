@@ -24,6 +24,7 @@ from cbatch.errors import (
     UnsupportedOptionError,
 )
 from cbatch.files.item import WRONG, Item, ItemError, LineError, bytes_of, unlabelled, what_is_wrong
+from cbatch.files.known import Known, digest_in
 from cbatch.files.lines import (
     OptionsOf,
     dump,
@@ -37,7 +38,7 @@ from cbatch.files.lines import (
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.response import BatchResult, TokenLogprob
 
@@ -218,20 +219,37 @@ class OpenAIEncoder:
         """Return what stands before the first record: nothing."""
         return b""
 
-    def result(self, item: Item, result: BatchResult, *, created: int, model: str) -> bytes:
+    def result(
+        self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
+    ) -> bytes:
         """Return a result as a line: answered, refused, or never run."""
         if result.error is not None:
-            return _failed(item, _error_of(result.error), _status(result.error))
+            return _failed(item, _error_of(result.error), _status(result.error), digest.hex())
         url, asked_model = _call_of(item)
         key = _key(item.id)
         body = _chat_body if url == CHAT else _completion_body
-        return _answer(item, 200, body(key, result, created, asked_model or model))
+        said = body(key, result, created, asked_model or model)
+        return _answer(item, 200, said, digest.hex())
 
     def error(self, item: Item, error: ItemError) -> bytes:
         """Return the line of an item that could not be asked."""
         status = 400 if error.code in _ANSWERED else None
         message = f"{item.place}: {error.message}"
-        return _failed(item, ItemError(error.code, message, error.param), status)
+        return _failed(item, ItemError(error.code, message, error.param), status, _key(item.id))
+
+    def known(self, record: Mapping[str, object]) -> Known | None:
+        """Return what a record tells of itself; None: it is the error of an item that was never asked.
+
+        Raises:
+            LineError: it is none of cbatch's.
+        """
+        id, response = record.get("custom_id"), record.get("response")
+        if not isinstance(id, str) or record.get("id") != f"batch_req_{_key(id)}":
+            raise LineError("no_record", "is no answer of cbatch in OpenAI's format")
+        if not isinstance(response, dict):
+            return None
+        digest = digest_in(str(response.get("request_id")).removeprefix("req_"))
+        return Known(id, digest, response.get("status_code") != 200) if digest else None
 
 
 def _call_of(item: Item) -> Call:
@@ -246,12 +264,11 @@ def _key(id: str) -> str:
     return blake2b(bytes_of(id), digest_size=12).hexdigest()
 
 
-def _answer(item: Item, status: int, body: dict[str, Any]) -> bytes:
-    key = _key(item.id)
-    response = {"status_code": status, "request_id": f"req_{key}", "body": body}
+def _answer(item: Item, status: int, body: dict[str, Any], request: str) -> bytes:
+    response = {"status_code": status, "request_id": f"req_{request}", "body": body}
     return dump(
         {
-            "id": f"batch_req_{key}",
+            "id": f"batch_req_{_key(item.id)}",
             "custom_id": item.id,
             "response": response,
             "error": None,
@@ -259,7 +276,7 @@ def _answer(item: Item, status: int, body: dict[str, Any]) -> bytes:
     )
 
 
-def _failed(item: Item, error: ItemError, status: int | None) -> bytes:
+def _failed(item: Item, error: ItemError, status: int | None, request: str) -> bytes:
     """Return the line of an item that a server would answer with `status`; None: would not answer."""
     if status is None:
         return dump(
@@ -276,7 +293,7 @@ def _failed(item: Item, error: ItemError, status: int | None) -> bytes:
         "param": error.param,
         "code": _ANSWERED.get(error.code, error.code),
     }
-    return _answer(item, status, {"error": said})
+    return _answer(item, status, {"error": said}, request)
 
 
 def _error_of(error: CBatchError) -> ItemError:

@@ -12,7 +12,14 @@ from cbatch.files.compact import finish, fits, rewrite
 from cbatch.files.disk import told
 from cbatch.files.home import bring_manifest, point_to
 from cbatch.files.lines import shown
-from cbatch.files.manifest import FileRow, Manifest, ManifestError, manifest_of, remove_manifest
+from cbatch.files.manifest import (
+    FileRow,
+    LostError,
+    Manifest,
+    ManifestError,
+    manifest_of,
+    remove_manifest,
+)
 from cbatch.files.output import Output, check_file
 from cbatch.files.places import real
 
@@ -26,15 +33,15 @@ OUTPUT_FORMAT = "output format"
 _NOT_NOTED = "not noted"
 
 
-class ChangedError(ConfigError):
+class ChangedError(LostError):
     """An output is not as it was written."""
 
     def __init__(self, path: Path, problem: str) -> None:
         """Keep what is not as it was, in words."""
         self.what = f"{path}: was changed since cbatch wrote it: {problem}"
         super().__init__(
-            f"{self.what}. Put it back as it was, give another output, or begin anew (--force); for the order of the "
-            "input there is `cbatch sort`"
+            f"{self.what}. Put it back as it was, have its JSON lines adopted as they are (--adopt), give another "
+            "output, or begin anew (--force); for the order of the input there is `cbatch sort`"
         )
 
 
@@ -277,9 +284,9 @@ def _check_unused(row: FileRow, *, force: bool) -> None:
     except OSError as error:
         raise ConfigError(f"{row.path}: cannot be read: {error.strerror}") from error
     if not row.header.startswith(found.rstrip(b"\0")) and not force:
-        raise ConfigError(
-            f"{row.path}: exists and has no manifest of cbatch that knows of it: give another file, or replace it "
-            "(--force)"
+        raise LostError(
+            f"{row.path}: exists and has no manifest of cbatch that knows of it: give another file, have the manifest "
+            "made again of JSON lines (--adopt), or replace it (--force)"
         )
 
 

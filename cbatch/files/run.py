@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 N_WINDOW_PER_SLOT = 8
 """Items read ahead for each slot, besides the four that the engine has in hand."""
 
-_OF_OUTPUT = ("output_format", "errors", "retry_errors", "force", "report", "trace")
+_OF_OUTPUT = ("output_format", "errors", "retry_errors", "adopt", "force", "report", "trace")
 """Options that a run without an output has no use for."""
 
 

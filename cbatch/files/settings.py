@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import check_int, check_seconds
 from cbatch.engine_options import EngineOptions
+from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +33,7 @@ class FileOptions:
         shuffle_seed: the same number gives the same order.
         strict: check the whole input before anything runs, and stop at the first bad item.
         retry_errors: run items anew that ended with an error.
+        adopt: make the manifest again of JSON lines that are there, where it is lost or does not fit, and go on.
         force: go on although settings differ from those of the earlier run, or replace a file that is not cbatch's.
         window: items that are read ahead to be put in a better order; None: 8 a slot.
         max_time_s: seconds for the whole run; what is not done then is left for the next one.
@@ -53,6 +55,7 @@ class FileOptions:
     shuffle_seed: int = 0
     strict: bool = False
     retry_errors: bool = False
+    adopt: bool = False
     force: bool = False
     window: int | None = None
     max_time_s: float | None = None
@@ -64,6 +67,10 @@ class FileOptions:
         check_int("limit", self.limit, 1, 2**63 - 1)
         check_int("window", self.window, 1, MAX_WINDOW)
         check_seconds("max_time_s", self.max_time_s)
+        if self.adopt and self.force:
+            raise ConfigError(
+                "adopt keeps the records that are there, and force may replace them: give one of them"
+            )
         for name in ("errors", "report", "trace"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))

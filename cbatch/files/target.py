@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
+from cbatch.files.adopt import Adopter, adopt
 from cbatch.files.detect import COLUMNAR
 from cbatch.files.disk import create, take_access, told
 from cbatch.files.encoders import Finisher, check_name, encoder, output_format
 from cbatch.files.home import manifest_at, point_to, records_at, records_of
 from cbatch.files.journal import Journal
+from cbatch.files.known import Traceable
+from cbatch.files.manifest import LostError
 from cbatch.files.pipe import Pipe
 from cbatch.files.places import opened
 from cbatch.files.sort import sort_in_place
@@ -22,6 +26,7 @@ from cbatch.files.written import is_file_place
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from cbatch.files.detect import Format
     from cbatch.files.encoders import Encoder
     from cbatch.files.settings import FileOptions
     from cbatch.files.source import Source
@@ -36,25 +41,29 @@ class Target:
         errors: of the file of errors; None: they are in the output.
         format: of the output.
         encoder: writes it.
+        adopter: knows its records again, where a manifest is to be made of them if it is lost.
     """
 
     path: Path
     errors: Path | None
     format: str
     encoder: Encoder
+    adopter: Adopter | None = None
 
     @classmethod
     def of(cls, output: str | Path, source: Source, options: FileOptions) -> Target:
         """Return the outputs that were asked for.
 
         Raises:
-            ConfigError: a format that there is not, or that the name of the output contradicts.
+            ConfigError: a format that there is not, that the name of the output contradicts, or that cannot be adopted.
         """
         path, asked = Path(output), options.output_format or "auto"
         format = output_format(source, asked, path)
         for file in filter(None, (path, options.errors)):
             check_name(file, format, is_asked=asked != "auto")
-        return cls(path, options.errors, format, encoder(format, source))
+        writer = encoder(format, source)
+        adopter = _adopter(path, format, writer, source) if options.adopt else None
+        return cls(path, options.errors, format, writer, adopter)
 
     @property
     def is_pipe(self) -> bool:
@@ -76,10 +85,11 @@ class Target:
             self._check_columnar()
         path = self.errors if self.is_pipe else self.path
         is_known = not self.is_pipe and manifest_at(self.records).exists()
-        if path and path.is_file() and path.stat().st_size and not force and not is_known:
+        may_begin = force or is_known or self.adopter is not None
+        if path and path.is_file() and path.stat().st_size and not may_begin:
             raise ConfigError(
-                f"{path}: exists already and is not of cbatch, or its manifest is gone: give another file, or "
-                "--force to replace it"
+                f"{path}: exists already and is not of cbatch, or its manifest is gone: give another file, --adopt to "
+                "have the manifest made again of JSON lines, or --force to replace it"
             )
 
     def _check_columnar(self) -> None:
@@ -107,15 +117,28 @@ class Target:
         if self.records != self.path:
             self._keep_private()
             point_to(self.path, records_of(self.path), self.records)
-        with Journal.open(
+        with self._journal(settings, force=force, retry_errors=retry_errors) as journal:
+            yield journal
+
+    def _journal(self, settings: Mapping[str, str], *, force: bool, retry_errors: bool) -> Journal:
+        open_journal = partial(
+            Journal.open,
             self.records,
             errors=self.errors,
             settings=settings,
             header=self.encoder.header(),
             force=force,
             retry_errors=retry_errors,
-        ) as journal:
-            yield journal
+        )
+        try:
+            return open_journal()
+        except LostError:
+            if self.adopter is None:
+                raise
+        note = adopt(list(filter(None, (self.path, self.errors))), settings, self.adopter)
+        journal = open_journal()
+        journal.notes = (note, *journal.notes)
+        return journal
 
     def _keep_private(self) -> None:
         """Let those alone read the records of an earlier output of columns who may read that."""
@@ -139,3 +162,17 @@ class Target:
         if isinstance(self.encoder, Finisher):
             sort_in_place(self.records)
             self.encoder.finish(self.records, self.path)
+
+
+def _adopter(path: Path, format: Format, encoder: Encoder, source: Source) -> Adopter:
+    """Return what knows the records of an output again.
+
+    Raises:
+        ConfigError: they do not tell what they answer, or are not kept.
+    """
+    if not is_file_place(path) or not isinstance(encoder, Traceable):
+        raise ConfigError(
+            f"{path}: only files of openai's or cbatch's lines tell what they answer, and this is {format}: leave "
+            "--adopt out"
+        )
+    return Adopter(encoder, has_rows=source.columns is not None)

@@ -301,7 +301,9 @@ class Work:
             if result.error is not None:
                 result = replace(result, error=in_own_words(result.error, result.id))
             way, is_error = self._way, result.error is not None
-            record = way.encoder.result(entry.item, result, created=self._created, model=way.model)
+            record = way.encoder.result(
+                entry.item, result, digest=entry.digest, created=self._created, model=way.model
+            )
             self._add(entry.item, entry.digest, record, is_error=is_error)
         if self._n_added >= N_COMMIT:
             self.commit()

@@ -69,6 +69,6 @@ def records(*paths: str, to: str = "auto", result: BatchResult = ANSWER, **said:
         return encode.header() + b"".join(
             encode.error(item, item.error)
             if item.error
-            else encode.result(item, result, created=1, model="the model")
+            else encode.result(item, result, digest=bytes(16), created=1, model="the model")
             for item in source
         )

@@ -51,7 +51,7 @@ def finished(target: Path, *paths: str, to: str = "auto", only: set[int] | None 
         encode = encoder(source.format if to == "auto" else to, source)
         assert isinstance(encode, ColumnarEncoder)
         lines = [
-            encode.result(item, ANSWER, created=1, model="m")
+            encode.result(item, ANSWER, digest=bytes(16), created=1, model="m")
             for item in source
             if only is None or item.number in only
         ]
@@ -140,7 +140,9 @@ def test_text_becomes_columns_of_text(tmp_path: Path) -> None:
     with open_source(path) as source:
         encode = encoder("parquet", source)
         lines = [
-            encode.error(i, i.error) if i.error else encode.result(i, ANSWER, created=1, model="m")
+            encode.error(i, i.error)
+            if i.error
+            else encode.result(i, ANSWER, digest=bytes(16), created=1, model="m")
             for i in source
         ]
     assert isinstance(encode, ColumnarEncoder)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files import disk
-from cbatch.files.journal import Journal, duplicate_key, record_key
-from cbatch.files.manifest import Manifest
+from cbatch.files.journal import Journal, duplicate_key
+from cbatch.files.manifest import Manifest, record_key
 from cbatch.files.sort import sort_in_place
 from tests.files.journals import HEADER, SETTINGS, asked, open_journal, records, run_pass
 

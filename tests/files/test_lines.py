@@ -159,6 +159,7 @@ def test_result_is_a_line_with_the_items_id(tmp_path: Path) -> None:
             "last_token_s": 0.25,
         },
         "seed": 5,
+        "digest": "00" * 16,
     }
 
 

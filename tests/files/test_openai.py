@@ -264,7 +264,7 @@ def test_answer_is_the_documented_line(tmp_path: Path) -> None:
         "custom_id": "a",
         "response": {
             "status_code": 200,
-            "request_id": f"req_{key}",
+            "request_id": f"req_{'00' * 16}",
             "body": {
                 "id": f"chatcmpl-{key}",
                 "object": "chat.completion",
