@@ -51,7 +51,7 @@ def test_run_answers_every_kind_of_prompt(
     lines = {line["id"]: line for line in parse(out.read_bytes())}
     assert sorted(lines) == ["chat", "ids", "line-2"]
     assert list(lines["line-2"]) == [
-        *("id", "text", "finish_reason", "error", "usage", "timings", "seed"),
+        *("id", "text", "finish_reason", "error", "usage", "timings", "seed", "digest"),
     ]
     assert lines["line-2"]["seed"] == 7
     for line in lines.values():
