@@ -12,7 +12,7 @@ from cbatch.errors import ConfigError
 from cbatch.plain import list_of, plain, plain_for_json, text_of
 
 Tool: TypeAlias = Mapping[str, Any]
-ToolChoice: TypeAlias = "str | Mapping[str, Any]"
+ToolChoice: TypeAlias = str | Mapping[str, Any]
 
 TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "tool_choice", "functions", "function_call", "add_generation_prompt"}

@@ -26,6 +26,7 @@ from cbatch.cli.options import (
     MinP,
     ModelPath,
     Seed,
+    Set,
     Stop,
     Temperature,
     Threads,
@@ -72,6 +73,7 @@ def ask(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
+    set: Set = None,
 ) -> None:
     """Answer one question as a chat; the answer goes to stdout as it comes.
 
@@ -91,6 +93,7 @@ def ask(
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,
+        sets=set,
     )
     settings = said(
         parallel=1,

@@ -5,11 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
+from cbatch.cli.sets import set_options
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 
 _MODEL = "Model"
 _ANSWERS = "Answers"
+_SCHEDULE = "Who runs when"
+_DEVICES = "Memory and devices"
 
 
 def option(
@@ -83,7 +86,97 @@ MemoryMib = Annotated[
 ]
 Policy = Annotated[
     str,
-    option(help="Who comes next: fcfs, priority, shortest or round_robin.", panel=_MODEL),
+    option(help="Who comes next: fcfs, priority, shortest or round_robin.", panel=_SCHEDULE),
+]
+Quantum = Annotated[
+    int | None, option(help="Tokens of a turn in round_robin.", default="64", panel=_SCHEDULE)
+]
+AgeingS = Annotated[
+    float | None,
+    option(
+        help="Seconds of waiting that count as a point of priority.", default="10", panel=_SCHEDULE
+    ),
+]
+Admission = Annotated[
+    str | None,
+    option(
+        help="In a unified pool: optimistic, or reserve for the worst case.",
+        default="optimistic",
+        panel=_SCHEDULE,
+    ),
+]
+MaxQueue = Annotated[
+    int | None, option(help="Most requests that wait.", default="any number", panel=_SCHEDULE)
+]
+WhenFull = Annotated[
+    str | None,
+    option(help="With --max-queue: wait, or reject items.", default="wait", panel=_SCHEDULE),
+]
+PrefillBudget = Annotated[
+    int | None,
+    option(
+        help="Most prompt tokens in a step that also decodes.", default="as fits", panel=_SCHEDULE
+    ),
+]
+PrefillChunk = Annotated[
+    int | None,
+    option(
+        help="Most prompt tokens of one request in a step.",
+        default="what a step holds",
+        panel=_SCHEDULE,
+    ),
+]
+ItlMs = Annotated[
+    float | None,
+    option(
+        help="Milliseconds a step to aim at, instead of --prefill-budget.",
+        default="none",
+        panel=_SCHEDULE,
+    ),
+]
+SwapMib = Annotated[
+    int | None,
+    option(help="Host memory for cells of who lost its slot.", default="1024", panel=_SCHEDULE),
+]
+NoSharePrefixes = Annotated[
+    bool,
+    option("--no-share-prefixes", help="Compute common beginnings anew.", panel=_SCHEDULE),
+]
+NBatch = Annotated[
+    int | None, option(help="Most tokens in a step.", default="2048", panel=_DEVICES)
+]
+NUbatch = Annotated[
+    int | None, option(help="Most tokens in a run of the graph.", default="512", panel=_DEVICES)
+]
+CacheMib = Annotated[
+    int | None, option(help="Most that --cache-dir may hold.", default="10240", panel=_DEVICES)
+]
+NoMmap = Annotated[
+    bool, option("--no-mmap", help="Read the model instead of mapping it.", panel=_DEVICES)
+]
+Mlock = Annotated[bool, option("--mlock", help="Keep the weights in memory.", panel=_DEVICES)]
+NoOffloadKqv = Annotated[
+    bool, option("--no-offload-kqv", help="Keep the cells off the GPU.", panel=_DEVICES)
+]
+SplitMode = Annotated[
+    str | None,
+    option(
+        help="Over several GPUs: none, layer, row or tensor.",
+        default="llama.cpp's: layer",
+        panel=_DEVICES,
+    ),
+]
+MainGpu = Annotated[
+    int | None, option(help="The GPU of --split-mode none.", default="0", panel=_DEVICES)
+]
+TensorSplit = Annotated[
+    str | None,
+    option(
+        metavar="SHARES",
+        help="Shares of the GPUs, such as 3,1.",
+        default="by free memory",
+        panel=_DEVICES,
+    ),
 ]
 Exact = Annotated[
     bool,
@@ -156,6 +249,15 @@ Stop = Annotated[
 IgnoreEos = Annotated[
     bool, option("--ignore-eos", help="Go on where the model would end.", panel=_ANSWERS)
 ]
+Set = Annotated[
+    list[str] | None,
+    option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any option of a request, such as n=3, or json_schema=@FILE; may be given again.",
+        panel=_ANSWERS,
+    ),
+]
 
 
 def said(**values: Any) -> dict[str, Any]:
@@ -179,13 +281,32 @@ def name_of(model: Path | None) -> str:
     return "the model that ships inside" if model is None else str(model)
 
 
+def shares_of(text: str | None) -> list[float] | None:
+    """Return the numbers of `3,1`."""
+    if text is None:
+        return None
+    try:
+        return [float(share) for share in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"tensor_split must be numbers with commas between, not {text!r}"
+        ) from None
+
+
 def answer_options(
-    adapters: dict[str, str] | None, *, stop: list[str] | None, ignore_eos: bool, **values: Any
+    adapters: dict[str, str] | None,
+    *,
+    stop: list[str] | None,
+    ignore_eos: bool,
+    sets: list[str] | None = None,
+    **values: Any,
 ) -> RunOptions:
     """Return the options of the answers panel; an empty list and an absent flag say nothing.
 
-    An adapter that is alone answers all.
+    An adapter that is alone answers all, unless `sets`, each `name=value`, has another.
     """
-    adapter = next(iter(adapters)) if adapters and len(adapters) == 1 else None
-    given = said(adapter=adapter, stop=stop or None, ignore_eos=ignore_eos or None, **values)
+    given = said(stop=stop or None, ignore_eos=ignore_eos or None, **values)
+    given |= set_options(sets or (), given)
+    if adapters and len(adapters) == 1:
+        given.setdefault("adapter", next(iter(adapters)))
     return RunOptions.of(given)

@@ -1,0 +1,130 @@
+"""`--set name=value`: any option of a request, its value read by the option's type."""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from cbatch.checks import shown
+from cbatch.errors import ConfigError
+from cbatch.options import RunOptions
+
+FROM_FILE = ("json_schema", "response_format", "grammar", "tools", "chat_template_kwargs")
+"""Options that are rarely short: `@FILE` stands for what is in a file."""
+
+_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_DIGITS = {"1": True, "0": False}
+_WORDS: Mapping[type, str] = MappingProxyType(
+    {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        list: "a JSON list",
+        dict: "a JSON object",
+    }
+)
+
+
+def set_options(given: Collection[str], taken: Collection[str]) -> dict[str, Any]:
+    """Return options by name.
+
+    Args:
+        given: each `name=value`.
+        taken: names that the command line says otherwise.
+
+    Raises:
+        ConfigError: an unknown name, one that is said twice, or a value that is not of its type.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise ConfigError(f"--set {text}: give a name and a value: --set temperature=0.5")
+        _check_name(name, taken, found)
+        found[name] = _value_of(name, value)
+    return found
+
+
+def _check_name(name: str, taken: Collection[str], found: Collection[str]) -> None:
+    known = _kinds()
+    if name not in known:
+        near = get_close_matches(name, known, n=3) or sorted(known)
+        raise ConfigError(f"--set {name}: there is no such option; there is: {', '.join(near)}")
+    if name in taken:
+        raise ConfigError(
+            f"--set {name}: is said by --{name.replace('_', '-')} too: give one of them"
+        )
+    if name in found:
+        raise ConfigError(f"--set {name}: is said twice: give it once")
+
+
+def _value_of(name: str, text: str) -> Any:
+    kinds = _kinds()[name]
+    if text.startswith("@") and name in FROM_FILE:
+        text = _read(name, text[1:])
+    for kind, read in ((bool, _flag), (int, _whole), (float, _number), (list, _json)):
+        wanted = kinds & {list, dict} if kind is list else kinds & {kind}
+        if wanted and (value := read(text, kinds)) is not None:
+            return value
+    if str in kinds:
+        return text
+    what = " or ".join(_WORDS[kind] for kind in _WORDS if kind in kinds)
+    raise ConfigError(f"--set {name}: must be {what}, not {shown(text)}")
+
+
+def _flag(text: str, kinds: Collection[type]) -> bool | None:
+    known = _FLAGS if int in kinds else _FLAGS | _DIGITS
+    return known.get(text.lower())
+
+
+def _whole(text: str, kinds: Collection[type]) -> int | None:
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,99}", text) else None
+
+
+def _number(text: str, kinds: Collection[type]) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _json(text: str, kinds: Collection[type]) -> Any:
+    """Return a list or an object; None for what is none of those that are wanted."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if type(value) in kinds and isinstance(value, list | dict) else None
+
+
+def _read(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")
+    except OSError as error:
+        raise ConfigError(f"--set {name}: {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--set {name}: {path}: not UTF-8: {error.reason}") from error
+
+
+@cache
+def _kinds() -> dict[str, frozenset[type]]:
+    """Return what each option may be."""
+    hints = get_type_hints(RunOptions)
+    names = [f.name for f in fields(RunOptions)]
+    return {name: frozenset(map(_kind_of, get_args(hints[name]))) for name in names}
+
+
+def _kind_of(hint: Any) -> type:
+    """Return the plain type of one member of a union."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        return str
+    if hint in (bool, int, float, str) or origin is None:
+        return hint if isinstance(hint, type) else str
+    return dict if issubclass(origin, Mapping) else list
