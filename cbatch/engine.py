@@ -32,6 +32,7 @@ from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
     ConfigError,
     EngineClosedError,
+    RequestCancelledError,
 )
 from cbatch.messages import (
     BatchPrompt,
@@ -47,7 +48,7 @@ from cbatch.plain import flag_of
 from cbatch.response import BatchResponse
 from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.ids import RequestId
-from cbatch.runtime.intake import Intake, is_in_event_loop
+from cbatch.runtime.intake import CANCELLED_EARLY, CLOSED_EARLY, Intake, is_in_event_loop
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
 from cbatch.runtime.refusals import check_adapters
@@ -185,7 +186,7 @@ class Engine:
         with self._opening:
             self._opener = None
         if self._made is not None:
-            self._parts.intake.end()
+            self._parts.intake.end(EngineClosedError(CLOSED_EARLY))
             self._made.loop.close()
             self._finalizer.detach()  # now, not before: Ctrl-C may have struck first
 
@@ -392,10 +393,12 @@ class Engine:
     def cancel_all(self) -> int:
         """Cancel every request that is in flight now, queued or running, and read no further prompts of their runs.
 
+        Who reads the results of a generator's prompts gets a `RequestCancelledError` behind those that were read.
+
         Returns:
             How many were in flight.
         """
-        self._parts.intake.end()
+        self._parts.intake.end(RequestCancelledError(CANCELLED_EARLY))
         return self._loop.cancel(list(self._loop.routes))
 
     def stats(self) -> EngineStats:

@@ -69,7 +69,7 @@ class DuplicateIdError(RequestError):
 
 
 class RequestCancelledError(RequestError):
-    """The request was cancelled, or its engine closed, before it got a slot."""
+    """The request was cancelled, or its engine closed, before it got a slot; or a generator's before it was read."""
 
 
 class DeadlineError(RequestError):

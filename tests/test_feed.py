@@ -18,6 +18,7 @@ from cbatch.errors import (
     DuplicateIdError,
     EngineClosedError,
     PromptError,
+    RequestCancelledError,
 )
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResult
@@ -241,11 +242,144 @@ def test_ctrl_c_inside_the_generator_by_hand_is_ctrl_c() -> None:
 
 def test_engine_that_dies_while_it_is_fed_tells_the_reader() -> None:
     backend = FailingBackend(N_SLOTS, 64, 16, error=MemoryError("gone"), fail_at=5)
-    with Engine(backend, options=SHORT) as engine:
-        results = [r for r in engine.run(Source().prompts()).as_completed() if r.error]
-    assert results
-    assert {type(r.error) for r in results} == {EngineClosedError}
+    with Engine(backend, options=SHORT) as engine, pytest.raises(EngineClosedError) as caught:
+        list(engine.run(Source().prompts()).as_completed())
+    assert caught.value.__cause__ is backend.error
     assert_no_feed()
+
+
+def test_engine_that_dies_while_its_generator_hangs_tells_the_reader() -> None:
+    go = threading.Event()
+
+    def hanging() -> Iterator[str]:
+        yield "one"
+        assert go.wait(PATIENCE_S)
+
+    backend = FailingBackend(N_SLOTS, 64, 16, error=MemoryError("gone"), fail_at=1)
+    with Engine(backend, options=SHORT) as engine:
+        with pytest.raises(BatchError, match="gone") as caught:
+            all_results(engine.run(hanging()))
+        [result] = caught.value.results
+        assert isinstance(result.error, EngineClosedError)
+    go.set()
+    assert_no_feed()
+
+
+# ---- an engine that is closed, or cancels all, in the midst ----
+
+N_BEFORE = 9
+"""Prompts that are read before the end."""
+
+
+def close(engine: Engine) -> None:
+    engine.close()
+
+
+def cancel_all(engine: Engine) -> None:
+    engine.cancel_all()
+
+
+class Ender:
+    """A thousand prompts, of which the tenth ends the work of its engine."""
+
+    def __init__(self, engine: Engine, end: Callable[[Engine], None]) -> None:
+        self._engine, self._end = engine, end
+
+    def __iter__(self) -> Iterator[str]:
+        for i in range(1000):
+            if i == N_BEFORE:
+                self._end(self._engine)
+            yield f"prompt {i}"
+
+
+ENDS = [
+    pytest.param(close, EngineClosedError, "closed before all prompts were read", id="close"),
+    pytest.param(cancel_all, RequestCancelledError, "cancel_all", id="cancel_all"),
+]
+
+
+@pytest.mark.parametrize("as_completed", [True, False])
+@pytest.mark.parametrize(("end", "error", "words"), ENDS)
+def test_reader_is_told_of_the_end_behind_what_was_read(
+    engine: Engine,
+    end: Callable[[Engine], None],
+    error: type[Exception],
+    words: str,
+    as_completed: bool,
+) -> None:
+    response = engine.run(Ender(engine, end))
+    reader = response.as_completed() if as_completed else iter(response)
+    ended: list[str] = []
+
+    def read() -> None:
+        for item in reader:
+            ended.extend([item.id] * (item.finish_reason is not None))
+
+    with pytest.raises(error, match=words):
+        read()
+    assert sorted(ended) == [str(i) for i in range(N_BEFORE)]
+
+
+@pytest.mark.parametrize("return_errors", [True, False])
+@pytest.mark.parametrize(("end", "error", "words"), ENDS)
+def test_results_are_attached_to_the_error_of_the_end(
+    engine: Engine,
+    end: Callable[[Engine], None],
+    error: type[Exception],
+    words: str,
+    return_errors: bool,
+) -> None:
+    response = engine.run(Ender(engine, end))
+    with pytest.raises(BatchError, match=words) as caught:
+        response.results(timeout=PATIENCE_S, return_errors=return_errors)
+    assert isinstance(caught.value.__cause__, error)
+    assert [r.id for r in caught.value.results] == [str(i) for i in range(N_BEFORE)]
+    assert {r.finish_reason for r in caught.value.results} <= {"length", "cancelled"}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+@pytest.mark.parametrize(("end", "error", "words"), ENDS)
+async def test_reader_in_an_event_loop_is_told_of_the_end(
+    end: Callable[[Engine], None], error: type[Exception], words: str
+) -> None:
+    ids: list[str] = []
+
+    async def read(reader: Any) -> None:
+        async for item in reader:
+            ids.extend([item.id] * (item.finish_reason is not None))
+
+    for way in ("chunks", "as_completed", "await"):
+        with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as engine:
+            response = engine.run(Ender(engine, end))
+            if way == "await":
+                with pytest.raises(BatchError, match=words) as caught:
+                    await response
+                assert isinstance(caught.value.__cause__, error)
+                assert len(caught.value.results) == N_BEFORE
+                continue
+            with pytest.raises(error, match=words):
+                await read(response if way == "chunks" else response.as_completed())
+    assert sorted(ids) == sorted([str(i) for i in range(N_BEFORE)] * 2)
+
+
+def test_generator_that_was_read_to_its_end_ends_with_what_was_cancelled(threaded: Engine) -> None:
+    source = Source(3)
+    response = threaded.run(source.prompts(), options={"max_tokens": None})
+    assert source.has_ended.wait(PATIENCE_S)
+    assert_no_feed()
+    n_cancelled = threaded.cancel_all()
+    results = all_results(response)
+    assert [r.finish_reason for r in results].count("cancelled") == n_cancelled
+    assert len(results) == 3
+
+
+def test_batch_that_its_own_reader_cancels_ends_without_an_error(engine: Engine) -> None:
+    response = engine.run(Source().prompts())
+    reader = response.as_completed()
+    next(reader)
+    response.cancel()
+    assert {r.finish_reason for r in reader} <= {"cancelled", "length"}
 
 
 # ---- leaving ----
@@ -340,7 +474,9 @@ def test_close_while_a_reader_waits_for_a_generator_that_hangs_tells_it_once() -
     wait = in_thread(lambda: all_results(engine.run(hanging())))
     assert arrived.wait(PATIENCE_S)
     engine.close()
-    assert [r.id for r in wait()] == ["0"]
+    with pytest.raises(BatchError, match="closed before all prompts were read") as caught:
+        wait()
+    assert [r.id for r in caught.value.results] == ["0"]
     go.set()
     assert_no_feed()
 

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from cbatch.errors import ConfigError
+from cbatch.errors import BatchError, ConfigError, EngineClosedError, RequestCancelledError
 from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
 from cbatch.files.rows import Asking, RowPrompts
 from cbatch.files.tables import check_columns, item_of_row
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cbatch.files.item import Item
     from cbatch.messages import BatchPrompt
     from cbatch.options import RunOptions
-    from cbatch.response import BatchResult
+    from cbatch.response import BatchResponse, BatchResult
 
 T = TypeVar("T")
 
@@ -36,6 +36,9 @@ class _Frame(Protocol):
     """What is asked of a table."""
 
     columns: Sequence[str]
+
+    def __len__(self) -> int:
+        """How many rows it has."""
 
     def rows(self) -> Iterator[dict[str, object]]:
         """Yield every row."""
@@ -57,7 +60,8 @@ def run_table(
     """Ask a prompt for each row of a table; return the table with the answers' columns, rows in their order.
 
     The columns: response, finish_reason, error, prompt_tokens, completion_tokens; with a number where the table has
-    such a name. A row that cannot be asked, or fails, has its `error`; the others go on.
+    such a name. A row that cannot be asked, or fails, has its `error`; the others go on. So has one that was not asked
+    because the engine was closed, or `cancel_all` called, before its turn.
 
     Args:
         table: a `pandas.DataFrame` or a `pyarrow.Table`; it is not changed.
@@ -76,8 +80,9 @@ def run_table(
     prompt_of = RowPrompts(Asking(template, system, is_raw), frame.columns, "table")
     items: list[Item | None] = []
     asked = _prompts(frame, prompt_of, items)
-    results = engine.run(asked, options=options, progress=progress).results(return_errors=True)
-    answers = _answers(items, results)
+    results, end = _results(engine.run(asked, options=options, progress=progress))
+    answers = _answers(items, results, f"not asked: {end}")
+    answers += [no_answer(f"not asked: {end}")] * (len(frame) - len(answers))
     added = zip(added_names(frame.columns), ANSWERS.values(), strict=True)
     columns = [_Column(*named, [row[i] for row in answers]) for i, named in enumerate(added)]
     return frame.with_columns(columns)  # type: ignore[no-any-return]
@@ -94,14 +99,29 @@ def _prompts(
             yield item.prompt
 
 
+def _results(response: BatchResponse) -> tuple[list[BatchResult], BaseException | None]:
+    """Return the results of the rows that were asked, and what has ended the asking where not all were."""
+    try:
+        return response.results(return_errors=True), None
+    except BatchError as error:
+        if not isinstance(error.__cause__, EngineClosedError | RequestCancelledError):
+            raise
+        return error.results, error.__cause__
+
+
 def _answers(
-    items: Sequence[Item | None], results: Sequence[BatchResult]
+    items: Sequence[Item | None], results: Sequence[BatchResult], left_out: str
 ) -> list[tuple[object, ...]]:
+    """Return what becomes of the rows that were read; the last of them may not have been asked."""
     left = iter(results)
-    return [
-        no_answer(item.error.message) if item is not None and item.error else answer(next(left))
-        for item in items
-    ]
+    answers: list[tuple[object, ...]] = []
+    for item in tuple(items):  # which may still be read, in another thread
+        if item is not None and item.error:
+            answers.append(no_answer(item.error.message))
+        else:
+            result = next(left, None)
+            answers.append(no_answer(left_out) if result is None else answer(result))
+    return answers
 
 
 def _frame(table: Any) -> _Frame:
@@ -121,6 +141,9 @@ class _PandasFrame:
     def __init__(self, table: Any) -> None:
         self._table, self._pandas = table, sys.modules["pandas"]
         self.columns: Sequence[str] = [str(name) for name in table.columns]
+
+    def __len__(self) -> int:
+        return len(self._table)
 
     def rows(self) -> Iterator[dict[str, object]]:
         for values in self._table.itertuples(index=False, name=None):
@@ -143,6 +166,9 @@ class _ArrowFrame:
     def __init__(self, table: Any) -> None:
         self._table = table
         self.columns: Sequence[str] = table.column_names
+
+    def __len__(self) -> int:
+        return len(self._table)
 
     def rows(self) -> Iterator[dict[str, object]]:
         for batch in self._table.to_batches(max_chunksize=_N_ROWS):

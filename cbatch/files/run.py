@@ -82,6 +82,7 @@ def run_file(
         Interrupted: a signal ended it. It is a KeyboardInterrupt and has the `summary`.
         OutputError: a record cannot be written. What was committed stays.
         EngineError: the model cannot be loaded, or its engine cannot go on.
+        RequestCancelledError: somebody has called `cancel_all` of the engine that was given.
     """
     asked, load_settings = split_settings(settings)
     defaults, view = RunOptions.of(options), _view(progress)
@@ -140,7 +141,8 @@ def stream_file(
 ) -> FileStream:
     """Run every item of batch files and give out pairs of an item and its result as they end; nothing is written.
 
-    An item that is wrong comes with None. Who leaves early cancels what is in flight.
+    An item that is wrong comes with None; one that was cancelled, or for which no time was left, with its result. Who
+    leaves early cancels what is in flight.
 
     Args:
         source: see `run_file`.
@@ -152,6 +154,7 @@ def stream_file(
     Raises:
         ConfigError: a setting is wrong, or the input cannot be read.
         EngineError: in the midst of it, the engine cannot go on, or somebody has closed it.
+        RequestCancelledError: in the midst of it, somebody has called the engine's `cancel_all`.
     """
     asked, load_settings = split_settings(settings)
     for name in (*load_settings, *_OF_OUTPUT):
@@ -184,19 +187,23 @@ class FileStream:
         """Yield each pair."""
         with self._open, closing(self._start()) as results:
             for result in results:
-                yield from self._work.take(result)
+                yield from self._work.take(result, gives_left=True)
             yield from ((item, None) for item in self._work.take_refused())
-            self._work.check_end(self._engine)
+            self._check_engine()
 
     async def __aiter__(self) -> AsyncIterator[Ended]:
         """Yield each pair, in an event loop."""
         with self._open, closing(self._start()) as results:
             async for result in results:
-                for ended in self._work.take(result):
+                for ended in self._work.take(result, gives_left=True):
                     yield ended
             for item in self._work.take_refused():
                 yield item, None
-            self._work.check_end(self._engine)
+            self._check_engine()
+
+    def _check_engine(self) -> None:
+        if self._work.is_cut_off:
+            self._engine.stats()  # raises where somebody has closed it
 
     def _start(self) -> Reader[BatchResult]:
         return self._work.start(self._engine, self._max_time_s).as_completed()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
-from cbatch.errors import EngineError
+from cbatch.errors import EngineError, RequestCancelledError
 from cbatch.files.digest import placed
 from cbatch.files.item import duplicate, in_own_words, item_key, label, rival_key
 from cbatch.files.summary import RunSummary
@@ -236,6 +236,7 @@ class Work:
 
         Raises:
             EngineError: the engine cannot go on.
+            RequestCancelledError: somebody has cancelled items, or all, by the engine.
             CBatchError, OSError: the input cannot be read on, or a record cannot be written.
         """
         response = self.start(engine, max_time_s)
@@ -244,7 +245,12 @@ class Work:
         try:
             with closing(response.as_completed()) as results:
                 self._take_all(response, results, on_ended or _tell_nobody)
-            self.check_end(engine)
+            if self.is_cut_off:
+                engine.stats()  # raises where it was closed
+                n_left = self.tally.n_given_back
+                raise RequestCancelledError(
+                    f"{n_left:,} items were cancelled and have no record: run it again to go on"
+                )
         except KeyboardInterrupt:
             if not self._stop.is_now:
                 raise
@@ -257,15 +263,11 @@ class Work:
         self._ended = summary.ending
         return summary
 
-    def check_end(self, engine: Engine) -> None:
-        """Tell, when all results were taken, the end of items from that of the engine.
-
-        Raises:
-            EngineClosedError: somebody has closed it.
-        """
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether somebody has cancelled items, or closed the engine: asked when all results were taken."""
         is_all = self.has_read_all and self.tally.n_items == self.tally.n_settled
-        if self._ending() == "done" and not is_all:
-            engine.stats()
+        return self._ending() == "done" and not is_all
 
     def _take_all(
         self, response: BatchResponse, results: Reader[BatchResult], on_ended: OnEnded
@@ -283,8 +285,12 @@ class Work:
         for item in self.take_refused():
             on_ended(item, None)
 
-    def take(self, result: BatchResult) -> list[Ended]:
+    def take(self, result: BatchResult, *, gives_left: bool = False) -> list[Ended]:
         """Add the record of a result; return what has ended since the last call, wrong items among it.
+
+        Args:
+            result: of one item.
+            gives_left: return it also where it is left for another run; else such items are counted alone.
 
         Raises:
             EngineError: the engine has stopped: nothing is wrong with the item.
@@ -296,7 +302,7 @@ class Work:
                 raise result.error
             if self._is_left(entry, result):
                 self.tally.n_given_back += 1
-                return ended
+                return [*ended, _named(entry, result)] if gives_left else ended
             self._count(result)
             if result.error is not None:
                 result = replace(result, error=in_own_words(result.error, result.id))
@@ -307,7 +313,7 @@ class Work:
             self._add(entry.item, entry.digest, record, is_error=is_error)
         if self._n_added >= N_COMMIT:
             self.commit()
-        return [*ended, (entry.item, replace(result, id=entry.item.id))]
+        return [*ended, _named(entry, result)]
 
     def take_refused(self) -> list[Item]:
         """Return the items that turned out to be wrong since the last call."""
@@ -385,6 +391,11 @@ class Work:
             cached_tokens=tally.cached_tokens,
             elapsed_s=time.perf_counter() - self._start_s,
         )
+
+
+def _named(entry: Entry, result: BatchResult) -> Ended:
+    """Return an item with its result, which has the item's id."""
+    return entry.item, replace(result, id=entry.item.id)
 
 
 def _tell_nobody(item: Item, result: BatchResult | None) -> None:

@@ -44,9 +44,9 @@ class Feed:
         finally:
             self._is_reading.release()
 
-    def end(self) -> None:
-        """Read no more; what was read goes on."""
-        self._mailbox.end_feed()
+    def end(self, error: BaseException) -> None:
+        """Read no more, for what was read is being ended; the batch's reader gets `error` behind that."""
+        self._mailbox.break_off(error)
 
     def _run(self) -> None:
         while self._mailbox.wait_for_room():

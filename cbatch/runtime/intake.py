@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from cbatch.runtime.loop import Loop
 
 
+CLOSED_EARLY = "the engine was closed before all prompts were read"
+CANCELLED_EARLY = "cancel_all() ended the batch before all prompts were read"
+
 _N_FORGOTTEN = 64
 """Keys of requests that ended that may be remembered beyond those in flight."""
 
@@ -86,6 +89,7 @@ class Intake:
         self._n_feeds = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
+        loop.on_end = self._end_with_loop
 
     def queue(
         self,
@@ -177,7 +181,7 @@ class Intake:
         except CBatchError as error:
             run.mailbox.deliver(*refused(run.mailbox.ids[place], place, error))
             if isinstance(error, EngineClosedError):
-                run.mailbox.end_feed()
+                run.mailbox.end_feed(error)
         # everybody may have left meanwhile, too early for this one to be cancelled with the others
         run.mailbox.end_late()
 
@@ -269,10 +273,13 @@ class Intake:
         for feed in list(self._feeds.values()):
             feed.fill()
 
-    def end(self) -> None:
-        """Read no more prompts one by one; what was read goes on."""
+    def end(self, error: CBatchError) -> None:
+        """Read no more prompts one by one, for what was read is being ended; their readers get `error` behind that."""
         for feed in list(self._feeds.values()):
-            feed.end()
+            feed.end(error)
+
+    def _end_with_loop(self, cause: EngineClosedError | None) -> None:
+        self.end(cause or EngineClosedError(CLOSED_EARLY))
 
 
 def _end_feed(mailbox: weakref.ref[Mailbox]) -> None:

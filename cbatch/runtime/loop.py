@@ -69,6 +69,8 @@ class Loop:
     ) -> None:
         self.routes: dict[str, Route] = {}
         self.recorder: Callable[[StepRecord], object] | None = None
+        self.on_end: Callable[[EngineClosedError | None], object] | None = None
+        """Called once when it ends, before the requests in flight are; with the error where one has ended it."""
         self._backend, self._scheduler, self._clock = backend, scheduler, clock
         self._deliver = partial(deliver, self.routes, scheduler)
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -513,6 +515,8 @@ class Loop:
             self._is_interrupted
         ):  # nobody knows what slots hold: it must not go to disk as what they should
             self._scheduler.start_over()
+        if self.on_end is not None:
+            self.on_end(None if self._error is None else self._failure(self._error))
         self._end_requests()
         self._disk.close()
         if self._compiler is not None:

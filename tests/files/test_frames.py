@@ -10,10 +10,13 @@ import pytest
 import cbatch
 from cbatch.errors import ConfigError
 from cbatch.files.frames import run_table
+from tests.files.runs import make_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from cbatch.core.stats import StepRecord
 
 ADDED = ["response", "finish_reason", "error", "prompt_tokens", "completion_tokens"]
 
@@ -97,3 +100,30 @@ def test_table_that_cannot_be_asked_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         run_table(table, engine=engine)
+
+
+@pytest.mark.parametrize("table", [pa.table, pd.DataFrame])
+@pytest.mark.parametrize("end", [cbatch.Engine.close, cbatch.Engine.cancel_all])
+def test_rows_that_nobody_came_to_have_an_error_and_the_others_their_answers(
+    table: Callable[[dict[str, list[str]]], Any], end: Callable[[cbatch.Engine], object]
+) -> None:
+    n_runs = 0
+
+    def end_in_the_midst(record: StepRecord) -> None:
+        nonlocal n_runs
+        n_runs += 1
+        if n_runs == 12:
+            end(ours)
+
+    rows = table({"prompt": [f"row {i}" for i in range(100)]})
+    with make_engine(2) as ours:
+        ours.record_steps(end_in_the_midst)
+        out = run_table(rows, engine=ours, options={"max_tokens": 4})
+    found = out.to_pandas() if isinstance(out, pa.Table) else out
+    assert len(found) == 100
+    reasons = list(found["finish_reason"])
+    assert reasons[0] == "length"
+    assert reasons[-1] == "error"
+    assert "not asked: " in found["error"].iloc[-1]
+    assert list(found["prompt"]) == [f"row {i}" for i in range(100)]
+    assert len(set(reasons[: reasons.index("error")]) - {"length", "cancelled"}) == 0

@@ -13,7 +13,13 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
-from cbatch.errors import ConfigError, EngineClosedError, OutputError, UnsupportedOptionError
+from cbatch.errors import (
+    ConfigError,
+    EngineClosedError,
+    OutputError,
+    RequestCancelledError,
+    UnsupportedOptionError,
+)
 from cbatch.files.check import check_file
 from cbatch.files.estimate import estimate_file
 from cbatch.files.run import run_file, stream_file
@@ -506,6 +512,65 @@ def test_stream_tells_that_the_engine_was_closed(source: Path) -> None:
     engine.close()
     with pytest.raises(EngineClosedError):
         list(pairs)
+
+
+@pytest.mark.parametrize("n", [4, 100], ids=["all are read", "more are to be read"])
+def test_run_whose_items_are_cancelled_says_so_and_goes_on_later(
+    tmp_path: Path, out: Path, n: int
+) -> None:
+    source, engine = write_requests(tmp_path / "in.jsonl", n, max_tokens=60), make_engine()
+    has_cancelled = False
+
+    def cancel(item: Item, result: BatchResult | None) -> None:
+        nonlocal has_cancelled
+        if not has_cancelled:
+            has_cancelled = engine.cancel_all() > 0
+
+    source.write_text(json.dumps({"id": "first", "prompt": "a"}) + "\n" + source.read_text())
+    with pytest.raises(RequestCancelledError, match="cancel"):
+        run_file(source, out, engine=engine, on_result=cancel)
+    assert has_cancelled
+    n_before = len(records(out))
+    assert 1 <= n_before <= n
+    assert run_file(source, out, engine=engine).n_before == n_before
+    assert len(answers(out)) == n + 1
+    engine.close()
+
+
+def test_stream_gives_out_what_was_cancelled(engine: Engine, tmp_path: Path) -> None:
+    source = write_requests(tmp_path / "in.jsonl", 6, max_tokens=100)
+    reasons: list[str] = []
+    for item, result in stream_file(source, engine):
+        assert result is not None
+        assert result.id == item.id
+        reasons.append(result.finish_reason)
+        engine.cancel_all()
+    assert len(reasons) == 6
+    assert "cancelled" in reasons
+
+
+def test_stream_gives_out_what_there_was_no_time_for(tmp_path: Path) -> None:
+    source = write_requests(tmp_path / "in.jsonl", 6, max_tokens=100)
+    with make_engine() as engine:
+        pairs = list(stream_file(source, engine, max_time_s=1e-6))
+        assert {result.finish_reason for _, result in pairs if result} == {"timeout"}
+        assert len(pairs) == engine.stats().n_submitted > 0
+
+
+def test_stream_tells_that_all_was_cancelled_behind_what_was_read(
+    engine: Engine, source: Path
+) -> None:
+    given: list[str] = []
+
+    def read() -> None:
+        for item, result in stream_file(source, engine):
+            assert result is not None
+            given.append(item.id)
+            engine.cancel_all()
+
+    with pytest.raises(RequestCancelledError, match="before all prompts were read"):
+        read()
+    assert len(given) == engine.stats().n_submitted
 
 
 @pytest.mark.anyio
