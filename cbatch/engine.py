@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from anyio.lowlevel import checkpoint
@@ -52,13 +54,12 @@ from cbatch.runtime.intake import CANCELLED_EARLY, CLOSED_EARLY, Intake, is_in_e
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
 from cbatch.runtime.refusals import check_adapters
+from cbatch.runtime.request_log import RequestLog
 from cbatch.runtime.sequences import Settled, tokenize
 from cbatch.runtime.to_end import do_to_end
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
     from types import TracebackType
 
     from cbatch.backend import Backend
@@ -101,6 +102,7 @@ class Engine:
         opener: Callable[[], tuple[Backend, Exactness]] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_mib: int = 10_240,
+        model_name: str = "",
     ) -> None:
         """Take over `backend`, or what `opener` returns when it is first needed; `close` frees it.
 
@@ -112,6 +114,7 @@ class Engine:
             opener: loads a backend; returns it and what finds out its exactness.
             cache_dir: folder of cells kept on disk; None for the user's own.
             cache_mib: most that is kept there; then what is unused for longest goes.
+            model_name: what the log calls the model.
 
         Raises:
             ConfigError: an option is wrong.
@@ -122,6 +125,7 @@ class Engine:
         self._schedule = schedule or ScheduleOptions()
         self._threaded = check_flag("threaded", threaded)
         self._opener = opener
+        self._log = RequestLog(model_name)
         self._cache_dir = None if cache_dir is None else _folder(cache_dir)
         self._cache_mib = check_int("cache_mib", cache_mib, 1, MAX_INT) or 1
         self._made: _Parts | None = None
@@ -438,6 +442,7 @@ class Engine:
             self._cancel_batch_soon,
             n_ahead=n_ahead,
             cancel_waiting_soon=self._cancel_waiting_soon,
+            log=self._log,
         )
 
     def _cancel_batch(self, mailbox: Mailbox) -> int:
@@ -577,10 +582,17 @@ def load(
         opener=opener,
         cache_dir=engine_options.cache_dir,
         cache_mib=engine_options.cache_mib,
+        model_name=_name_of(model),
     )
     if not is_in_event_loop():
         engine.open()
     return engine
+
+
+def _name_of(model: Any) -> str:
+    """Return what the log calls a model: its file's name; "cbatch" for the one that ships inside."""
+    path = getattr(model, "model_path", model)
+    return Path(os.fsdecode(path)).stem if isinstance(path, str | os.PathLike) else "cbatch"
 
 
 def _open_backend(

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from contextlib import suppress
+
+FIELDS = "cbatch"
+"""Attribute of a record that has the values of its line, by name."""
+
+_WORD = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
 
 class Log:
@@ -16,6 +23,17 @@ class Log:
     def has_debug(self) -> bool:
         """Whether lines for debugging are wanted now."""
         return self._logger.isEnabledFor(logging.DEBUG)
+
+    @property
+    def has_info(self) -> bool:
+        """Whether lines on what is done are wanted now."""
+        return self._logger.isEnabledFor(logging.INFO)
+
+    def tell(self, event: str, **values: object) -> None:
+        """Log what happened with its values, `name=value` each, at level INFO; they are the record's `FIELDS` too."""
+        with suppress(Exception):
+            said = " ".join(f"{name}={_shown(value)}" for name, value in values.items())
+            self._logger.info("%s %s", event, said, extra={FIELDS: values}, stacklevel=2)
 
     def write(self, level: int, text: str, *args: object) -> None:
         """Log a line, as `logging.Logger.log` does."""
@@ -31,3 +49,11 @@ class Log:
         """Log an error, with the exception that is being handled."""
         with suppress(Exception):
             self._logger.exception(text, stacklevel=2)
+
+
+def _shown(value: object) -> str:
+    """Return a value as one word; text that is none as JSON, so that no name can make up other values or lines."""
+    if value is None:
+        return "-"
+    text = str(value)
+    return text if _WORD.fullmatch(text) else json.dumps(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing, contextmanager
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.adapters import Adapters
@@ -22,7 +23,10 @@ from cbatch.backend.shipped import shipped_model
 from cbatch.backend.sizing import check_fits, find_room, settle
 from cbatch.checks import check_path, reading
 from cbatch.errors import ConfigError
+from cbatch.logs import Log
 from cbatch.messages import LookAhead
+
+_log = Log("cbatch")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,11 +123,41 @@ def _load(
     model = _checked(model)
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
+    start_s = perf_counter()
     with _opened(model, options) as loaded:
         room = find_room(loaded, options)
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
-        return _make_backend(loaded, settled)
+        backend, ask = _make_backend(loaded, settled)
+        if _log.has_info:
+            _log.tell("loaded", **_facts(loaded, settled, room, backend), load_s=_since(start_s))
+        return backend, ask
+
+
+def _facts(
+    loaded: LlamaModel, options: EngineOptions, room: Room, backend: LlamaBackend
+) -> dict[str, object]:
+    """Return what the log says of a model that is loaded."""
+    sizes = _sizes(loaded, options, room)
+    return {
+        "model": loaded.name,
+        "architecture": loaded.architecture,
+        "file_type": loaded.file_type,
+        "weight_bytes": loaded.n_bytes,
+        "slots": backend.n_slots,
+        "window": backend.n_window,
+        "cells": sizes["n_cells"],
+        "kv": backend.memory.kind,
+        "cache_type_k": options.cache_type_k,
+        "cache_type_v": options.cache_type_v,
+        "memory_bytes": sizes["n_memory_bytes"],
+        "batch": backend.n_batch,
+        "threads": backend.n_threads,
+    }
+
+
+def _since(start_s: float) -> float:
+    return round(perf_counter() - start_s, 3)
 
 
 def _checked(model: object) -> object:

@@ -21,6 +21,7 @@ import cbatch
 from cbatch.cli.options import option
 from cbatch.cli.words import event_line, say, tell
 from cbatch.files.places import stdout
+from cbatch.logs import FIELDS
 
 _YES = ("1", "true", "t", "yes", "y", "on")
 """What a flag from the environment may say. Source: click's `BoolParamType`."""
@@ -65,7 +66,7 @@ class LogLines(logging.Handler):
     @staticmethod
     def _event(record: logging.LogRecord) -> str:
         said = {"level": record.levelname.lower(), "logger": record.name}
-        return event_line("log", **said, text=record.getMessage())
+        return event_line("log", **said, text=record.getMessage(), **getattr(record, FIELDS, {}))
 
 
 class Interrupts:

@@ -76,6 +76,7 @@ class Mailbox:
         *,
         n_ahead: int | None = None,
         cancel_waiting_soon: Callable[[Mailbox], object] | None = None,
+        log: Callable[[Sequence[tuple[int, BatchResult]]], object] | None = None,
     ) -> None:
         """Make an empty one.
 
@@ -86,6 +87,7 @@ class Mailbox:
             cancel_soon: the same as `cancel` but does not wait for it to be done.
             n_ahead: makes the batch a fed one, with at most so many items that were not given out yet.
             cancel_waiting_soon: the same as `cancel_soon` but spares what has begun.
+            log: is told of the results, before a reader is.
         """
         self.is_streamed = False
         self.is_fed = n_ahead is not None
@@ -99,6 +101,7 @@ class Mailbox:
         self._cancel_soon = cancel_soon or cancel
         self._cancel_waiting_soon = cancel_waiting_soon or self._cancel_soon
         self._end_late: Callable[[Mailbox], object] | None = None
+        self._log = log
         self._results: dict[int, BatchResult] = {}
         self._n_items = self._n_open = n_items
         self._n_failed = self._n_cancelled = 0
@@ -119,6 +122,8 @@ class Mailbox:
             chunks: in order; the last one of an item has a finish reason.
             results: (place in the batch, result) of the items that ended.
         """
+        if self._log is not None:
+            self._log(results)
         with self._changed:
             self._chunks.extend(chunks)
             for i, result in results:
