@@ -60,7 +60,8 @@ class ScheduleOptions:
         prefill_budget: most prompt tokens in a step that also decodes. Not said: what keeps such a step within twice
             the measured time of one that only decodes, where somebody reads the output as it comes.
         prefill_chunk: most prompt tokens of one sequence in a step; not said: as many as the step holds.
-        itl_ms: aim of milliseconds a step, from which the budget for prompts follows, instead of `prefill_budget`.
+        itl_ms: aim of milliseconds for a step that also decodes, from which the budget for prompts follows, instead of
+            `prefill_budget`.
         swap_mib: host memory for the cells of sequences that lost their slot; what does not fit is computed again.
         share_prefixes: compute a beginning that prompts have in common once, and take it over from each other.
 

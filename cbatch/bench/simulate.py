@@ -405,7 +405,9 @@ def _prompt(n_tokens: int) -> BatchPrompt:
 
 @lru_cache(maxsize=4096)
 def _run_options(n_output: int, priority: int) -> RunOptions:
-    return RunOptions(max_tokens=n_output, priority=priority, ignore_eos=True)
+    return RunOptions(
+        max_tokens=n_output, strict_max_tokens=True, priority=priority, ignore_eos=True
+    )
 
 
 def _no_text(_: int) -> bytes:

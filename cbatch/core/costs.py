@@ -16,16 +16,24 @@ class StepCosts:
         self._decode_s = [0.0] * (n_rows_max + 1)  # by width; 0 where none was seen
         self._token_s = 0.0
         self._copy_s = 0.0
+        self.has_decoded = False
+        """Whether a step was seen that only decoded."""
+        self.n_free = 0
+        """The most prompt tokens of a step that was no longer than one that only decodes."""
 
     def learn_decode(self, n_rows: int, seconds: float) -> None:
         """Take in what one step of `n_rows` decoding rows took."""
+        self.has_decoded = True
         self._decode_s[n_rows] = _smooth(self._decode_s[n_rows], seconds)
 
     def learn_mixed(self, n_rows: int, n_prompt: int, seconds: float) -> None:
         """Take in what a step of `n_rows` decoding rows and `n_prompt` prompt tokens took."""
         decode_s = self.decode_s(n_rows) if n_rows else 0.0
-        if decode_s is not None and seconds > decode_s:
-            self._token_s = _smooth(self._token_s, (seconds - decode_s) / n_prompt)
+        if seconds > (decode_s or 0.0):
+            if decode_s is not None:
+                self._token_s = _smooth(self._token_s, (seconds - decode_s) / n_prompt)
+        else:
+            self.n_free = max(self.n_free, n_prompt)
 
     def learn_copy(self, n_cells: int, seconds: float) -> None:
         """Take in what copying so many cells from slot to slot took."""

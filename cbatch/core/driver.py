@@ -145,6 +145,11 @@ class SequenceDriver:
         return len(self.tokens) - self.n_computed
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether one token of its output is pending, and nothing else."""
+        return self.n_pending == 1 and self.n_computed >= self.n_prompt
+
+    @property
     def n_output(self) -> int:
         """Tokens sampled so far."""
         return len(self.output)

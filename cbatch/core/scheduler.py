@@ -284,13 +284,13 @@ class ContinuousBatchScheduler:
     def _budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int:
         """Return how many prompt tokens may join `n_rows` decoding rows."""
         room, asked = self._n_batch - n_rows, self.options.prefill_budget
-        if not n_rows:
+        if not any(d.is_decoding for d in order):
             return room
         if asked is None:
             asked = self._measured_budget(order, n_rows)
         if asked is None:
             return room
-        return min(room, max(asked, self._n_piece))
+        return min(room, max(asked, self._n_piece)) if asked else 0
 
     def _measured_budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int | None:
         """Return what keeps the step within the time it may take, by what steps took so far.
@@ -300,13 +300,15 @@ class ContinuousBatchScheduler:
         """
         if self.options.itl_ms is not None:
             limit_s = self.options.itl_ms * 1e-3
-        elif any(d.is_watched and d.n_pending == 1 for d in order):
+        elif any(d.is_watched and d.is_decoding for d in order):
             decode_s = self.costs.decode_s(n_rows) or 0.0
             limit_s = MIXED_OVER_DECODE * max(decode_s, self.costs.seen_s(len(order)))
         else:
             return None
+        if not self.costs.has_decoded:
+            return 0  # this step tells what decoding takes
         n_tokens = self.costs.n_prompt_within(n_rows, limit_s)
-        return None if n_tokens is None else max(N_PROMPT_MIN, n_tokens)
+        return max(N_PROMPT_MIN, 2 * self.costs.n_free if n_tokens is None else n_tokens)
 
     def _n_steps(self, chunks: Sequence[Chunk], running: Sequence[SequenceDriver]) -> int:
         """Return how often this plan can be done: while no row ends, no turn ends, and nobody is left out."""

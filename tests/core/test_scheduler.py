@@ -152,11 +152,15 @@ def test_short_prompt_passes_a_long_one_that_came_first() -> None:
 @pytest.mark.parametrize(("n_prompt", "is_refused"), [(56, False), (57, True)])
 def test_prompt_and_cap_fill_the_window_and_no_more(n_prompt: int, is_refused: bool) -> None:
     rig = make_scheduler(n_window=64)
-    rig.submit(make_request(prompt=[1] * n_prompt, max_tokens=8))
+    rig.submit(
+        make_request("strict", [1] * n_prompt, max_tokens=8, strict_max_tokens=True),
+        make_request("free", [1] * n_prompt, max_tokens=8),
+    )
     drive(rig)
-    result = rig.results["a"]
+    result, free = rig.results["strict"], rig.results["free"]
     assert isinstance(result.error, PromptTooLongError) == is_refused
     assert result.usage.completion_tokens == (0 if is_refused else 8)
+    assert free.usage.completion_tokens == (7 if is_refused else 8)
 
 
 def test_no_cap_fills_exactly_the_window() -> None:

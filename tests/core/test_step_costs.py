@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.costs import StepCosts
+from cbatch.core.outcome import result_of
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
 if TYPE_CHECKING:
@@ -214,6 +215,59 @@ def test_aim_for_a_step_decides_how_much_of_a_prompt_joins(is_watched: bool) -> 
     chunks, seconds = load(rig, 500)
     assert max(seconds) <= 1.5 * 1.05
     assert 20 <= min(chunks[:-1]) <= max(chunks) <= 45
+
+
+# ---- from the first step on ----
+
+LIMITS: dict[str, tuple[dict[str, Any], float]] = {
+    "aim": ({"itl_ms": 1500}, 1.5),
+    "reader": ({}, 2 * COST(2, 0)),
+    "budget": ({"prefill_budget": 40}, COST(2, 39)),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("n_first", [1, 2, 64])
+def test_first_steps_of_an_engine_are_no_longer_than_later_ones(name: str, n_first: int) -> None:
+    options, limit_s = LIMITS[name]
+    rig = make_scheduler(4, 8192, 2048, cost=COST, **options)
+    rig.submit(
+        make_request("short", range(n_first), max_tokens=400),
+        make_request("long", [7] * 4000, max_tokens=5),
+    )
+    rig.drivers["short"].is_watched = name == "reader"
+    while "long" not in rig.results:
+        is_decoding = rig.drivers["short"].n_output > 0
+        start_s = rig.now
+        bare_step(rig)
+        assert not is_decoding or rig.now - start_s <= 1.05 * limit_s
+        for driver in rig.batcher.take_ended():
+            rig.results[driver.request.id] = result_of(driver)
+    assert rig.drivers["short"].finish_reason is None
+
+
+def test_prompt_waits_one_step_where_nobody_knows_what_decoding_takes() -> None:
+    rig = make_scheduler(2, 4096, 1024, cost=COST, itl_ms=1500)
+    rig.submit(make_request("short", [3], max_tokens=100), make_request("long", [7] * 2000))
+    shapes = [[len(c.tokens) for c in bare_step(rig).chunks] for _ in range(3)]
+    assert shapes[0] == [1, 1023]
+    assert shapes[1] == [1]
+    assert shapes[2][0] == 1
+    assert 16 <= shapes[2][1] <= 50
+
+
+@pytest.mark.parametrize("options", [{"itl_ms": 10}, {}])
+def test_prompts_that_cost_nothing_are_not_held_up(options: dict[str, Any]) -> None:
+    rig = make_scheduler(2, 8192, 2048, cost=StepCost(), **options)
+    rig.submit(make_request("short", [3], max_tokens=400))
+    rig.drivers["short"].is_watched = True
+    bare_step(rig)
+    rig.submit(make_request("long", [7] * 4000, max_tokens=5))
+    n_steps = 0
+    while not rig.drivers["long"].n_output:
+        bare_step(rig)
+        n_steps += 1
+    assert n_steps <= 12
 
 
 def test_aim_below_what_decoding_takes_still_lets_prompts_in() -> None:
