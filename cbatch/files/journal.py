@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cbatch.files.compact import rewrite
 from cbatch.files.digest import placed
-from cbatch.files.manifest import GONE, INSERT, record_key
+from cbatch.files.manifest import GONE, INSERT, NUMBERED, record_key
 from cbatch.files.opening import closing_all, opened, put_away
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.files.opening import Opened
+    from cbatch.files.origin import Origin
 
 SYNC_S = 5.0
 """Seconds between two waits for the disk: what a loss of power may cost."""
@@ -36,7 +37,7 @@ _SET_ASIDE = "UPDATE records SET number = number | ? WHERE record = ?"
 _SLICE = "SELECT key, record, file, is_error FROM records WHERE key > ? AND key < ? ORDER BY key LIMIT 4096"
 
 _ALL = ((b"", b"\xff" * 12),)
-_BY_NUMBER = ((b"\0", b"\0:"), (b"\xfe", b"\xff"))
+_BY_NUMBER = (NUMBERED, (b"\xfe", b"\xff"))
 """Keys of items without an id, and of those that came second: what is known by its place in the input alone."""
 
 _Row: TypeAlias = "tuple[int, bytes, bytes, int, int, int, int, int, bool]"
@@ -113,12 +114,13 @@ class Journal:
         self._has_doubles = found.manifest.execute(_ANY_DOUBLE).fetchone() is not None
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913  # what a run asks for, each by its name
         cls,
         output: Path,
         *,
         errors: Path | None = None,
         settings: Mapping[str, str],
+        origin: Origin | None = None,
         header: bytes = b"",
         force: bool = False,
         retry_errors: bool = False,
@@ -132,6 +134,7 @@ class Journal:
             errors: where those of errors go; None: to the output too.
             settings: what must be as it was for a run to go on, in words for people. A difference in
                 "output format" is one that nothing can go on with.
+            origin: the input; None: whichever it is, it is the one that was.
             header: what both files begin with.
             force: go on although settings differ, and begin anew where that cannot be.
             retry_errors: claim items anew whose record is an error.
@@ -139,11 +142,13 @@ class Journal:
             sync_s: seconds between them.
 
         Raises:
-            ConfigError: another run writes there; settings differ; a file is there that is not of cbatch, or was
-                changed; it cannot be written.
+            ConfigError: another run writes there; settings differ; the input is another one; a file is there that is
+                not of cbatch, or was changed; it cannot be written.
             OutputError: the disk is full.
         """
-        found = opened(output, errors=errors, settings=settings, header=header, force=force)
+        found = opened(
+            output, errors=errors, settings=settings, origin=origin, header=header, force=force
+        )
         return cls(found, retry_errors=retry_errors, clock=clock, sync_s=sync_s)
 
     def __enter__(self) -> Journal:

@@ -69,6 +69,9 @@ _SCHEMA = (
 INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 """Of the columns of a record; it takes the place of another under its key."""
 
+NUMBERED = (b"\0", b"\0:")
+"""Between these are the keys of items without an id; see `item_key`."""
+
 _LONG_ID = 24
 """Bytes up to which an id is its own key: ids that are counted up then change pages of the index that lie together."""
 

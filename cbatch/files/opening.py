@@ -20,6 +20,7 @@ from cbatch.files.manifest import (
     manifest_of,
     remove_manifest,
 )
+from cbatch.files.origin import NAMES as ORIGIN_NAMES
 from cbatch.files.output import Output, check_file
 from cbatch.files.places import real
 
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from cbatch.files.origin import Origin
+
 OUTPUT_FORMAT = "output format"
 """The setting with which no run can go on where it differs: a file has one format."""
 
-_NOT_NOTED = "not noted"
+_NOTHING = "nothing"
 
 
 class ChangedError(LostError):
@@ -61,8 +64,13 @@ class _Wanted:
     output: Path
     errors: Path | None
     settings: Mapping[str, str]
+    origin: Origin | None
     header: bytes
     force: bool
+
+    def noted(self) -> dict[str, str]:
+        """Return what a manifest keeps of it."""
+        return {**self.settings, **(self.origin.noted() if self.origin else {})}
 
     def rows(self) -> list[FileRow]:
         """Return the files that are to be there, not begun."""
@@ -71,12 +79,18 @@ class _Wanted:
 
 
 def opened(
-    output: Path, *, errors: Path | None, settings: Mapping[str, str], header: bytes, force: bool
+    output: Path,
+    *,
+    errors: Path | None,
+    settings: Mapping[str, str],
+    origin: Origin | None,
+    header: bytes,
+    force: bool,
 ) -> Opened:
     """Return the outputs of a run, ready to be added to; see `Journal.open`."""
     for path in filter(None, (output, errors)):
         check_file(path)
-    wanted = _Wanted(real(output), errors and real(errors), settings, header, force)
+    wanted = _Wanted(real(output), errors and real(errors), settings, origin, header, force)
     _check_errors(wanted)
     manifest = bring_manifest(output)
     try:
@@ -210,14 +224,19 @@ def _fits(manifest: Manifest, wanted: _Wanted) -> bool:
             f"{wanted.output}: was written with other settings: {said}. Give those, or another output, or force it "
             "(--force): items that the difference concerns run again"
         )
+    if not wanted.force and wanted.origin and (other := wanted.origin.difference(manifest)):
+        raise ConfigError(
+            f"{wanted.output}: has the answers of another input: {other}. Give that input, or another output, or force "
+            "it (--force): answers then take the places of those that are there"
+        )
     return OUTPUT_FORMAT not in differences
 
 
 def _differences(manifest: Manifest, wanted: _Wanted) -> Iterator[tuple[str, str]]:
     """Yield what is not as it was: its name, and words for it."""
-    before = manifest.settings()
+    before = {n: value for n, value in manifest.settings().items() if n not in ORIGIN_NAMES}
     for name in sorted({*before, *wanted.settings}):
-        was, is_now = before.get(name, _NOT_NOTED), wanted.settings.get(name, _NOT_NOTED)
+        was, is_now = before.get(name, _NOTHING), wanted.settings.get(name, _NOTHING)
         if was != is_now:
             yield name, f"{name} was {was}, is {is_now}"
     files = manifest.files()
@@ -243,7 +262,7 @@ def _begin(found: Opened, wanted: _Wanted) -> None:
     with manifest.transaction():
         for file in manifest.files():
             manifest.forget(file)
-        manifest.set_settings(wanted.settings)
+        manifest.set_settings(wanted.noted())
         for row in rows:
             if row.path in known:
                 # until it is cut off, what a run that was killed has left in it is known to be ours
@@ -322,7 +341,7 @@ def _open_known(found: Opened, wanted: _Wanted) -> None:
     if new := [output for output in found.outputs if output.row.size is None]:
         _make_empty(manifest, new)
     with manifest.transaction():
-        manifest.set_settings(wanted.settings)
+        manifest.set_settings(wanted.noted())
 
 
 def _leave(found: Opened, row: FileRow) -> None:

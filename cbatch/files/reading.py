@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,7 @@ class Reading:
             without=without,
         )
         self._spool: Spool | None = None
-        self._n_read = 0
+        self._n_read = self._n_looked = 0
         self._has_ended = False
         self._arrivals: Arrivals | None = None
         try:
@@ -189,10 +189,28 @@ class Reading:
 
         Of a pipe that is what comes at once: who writes there may wait for the first answers.
         """
-        first = list(self._first(n_most))
-        self.items = chain(first, self.items)
+        first = self._look(n_most)
         prompts = [item.prompt for item in first if item.prompt is not None]
         return ahead_of(prompts, defaults, is_all=self._has_ended)
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether `peek` need not wait for somebody to write."""
+        return not self.is_piped or self._n_looked > 0
+
+    def peek(self) -> list[Item]:
+        """Return the items that were looked at, else what comes first, of a pipe one item; they stay in `items`."""
+        if not self._n_looked:
+            return self._look(1 if self.is_piped else N_LOOKED_AHEAD)
+        first = list(islice(self.items, self._n_looked))
+        self.items = chain(first, self.items)
+        return first
+
+    def _look(self, n_most: int) -> list[Item]:
+        first = list(self._first(n_most))
+        self._n_looked = len(first)
+        self.items = chain(first, self.items)
+        return first
 
     def _first(self, n_most: int) -> Iterator[Item]:
         """Yield so many items, fewer where they are long; note whether these were all."""

@@ -16,7 +16,9 @@ from cbatch.files.check import why_refused
 from cbatch.files.digest import Digests
 from cbatch.files.encoders import NoEncoder
 from cbatch.files.engines import engine_for
+from cbatch.files.item import item_key
 from cbatch.files.opening import OUTPUT_FORMAT
+from cbatch.files.origin import Origin
 from cbatch.files.pipe import Pipe
 from cbatch.files.reading import N_LOOKED_AHEAD, Reading
 from cbatch.files.recording import Recording
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
     from cbatch.engine import Engine
-    from cbatch.files.encoders import Encoder
     from cbatch.files.reading import Paths
     from cbatch.files.summary import RunSummary
     from cbatch.files.work import Ended, Ledger, OnEnded
@@ -105,10 +106,16 @@ def run_file(
         if asked.strict:
             reading.check(lambda item: why_refused(item, runner, settled))
         said = _settings_of(runner, reading, target, settled, asked)
+        digests = _digests(runner, settled)
         ledger = stack.enter_context(
-            target.opened(said, force=asked.force, retry_errors=asked.retry_errors)
+            target.opened(
+                said,
+                _origin(reading, target.path, digests),
+                force=asked.force,
+                retry_errors=asked.retry_errors,
+            )
         )
-        way = _way(runner, ledger, target.encoder, settled, model)
+        way = Way(ledger, target.encoder, digests, settled, _name_of(model))
         stop = stop or Stopper()
         work = _work(reading, way, asked, stop, runner, is_own=engine is None)
         for line in (*ledger.notes, *_resumed(ledger)):
@@ -163,7 +170,7 @@ def stream_file(
     settled = run_options_of(engine, options)
     reading = Reading(source, asked)
     nowhere = Pipe(None)
-    way = _way(engine, nowhere, NoEncoder(), settled, None)
+    way = Way(nowhere, NoEncoder(), _digests(engine, settled), settled, _name_of(None))
     work = _work(reading, way, asked, Stopper(), engine, is_own=False)
     return FileStream(engine, work, asked.max_time_s, (reading, nowhere))
 
@@ -222,10 +229,20 @@ def _opened(
     return reading, target
 
 
-def _way(engine: Engine, ledger: Ledger, encoder: Encoder, settled: RunOptions, model: Any) -> Way:
-    depends_on = json.dumps(engine.fingerprint, sort_keys=True)
-    name = Path(str(model)).stem if _model_file(model) else "cbatch"
-    return Way(ledger, encoder, Digests(settled, depends_on), settled, name)
+def _digests(engine: Engine, settled: RunOptions) -> Digests:
+    return Digests(settled, json.dumps(engine.fingerprint, sort_keys=True))
+
+
+def _origin(reading: Reading, output: Path, digests: Digests) -> Origin:
+    def look() -> list[tuple[str, bytes]]:
+        return [(item_key(item), digests(item)) for item in reading.peek()]
+
+    return Origin(reading.source.paths, output, look, is_at_hand=reading.is_at_hand)
+
+
+def _name_of(model: Any) -> str:
+    """Return the model's name, for records."""
+    return Path(str(model)).stem if _model_file(model) else "cbatch"
 
 
 def _work(
@@ -293,15 +310,12 @@ def _settings_of(
     said = {
         f.name: value for f in fields(RunOptions) if (value := getattr(options, f.name)) is not None
     }
-    source = reading.source
     return {
-        "input format": source.format,
+        "input format": reading.source.format,
         OUTPUT_FORMAT: target.format,
         "template": asked.template or "none",
         "system message": asked.system or "none",
         "rows": "text to complete" if asked.is_raw else "chats",
         **engine.fingerprint,
         "options": ", ".join(f"{name}={value!r}" for name, value in said.items()) or "none",
-        # rows are known by their places: those of another table would take the places of its answers
-        **({} if source.columns is None else {"first input": Path(source.paths[0]).name}),
     }

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from cbatch.files.detect import Format
     from cbatch.files.encoders import Encoder
+    from cbatch.files.origin import Origin
     from cbatch.files.settings import FileOptions
     from cbatch.files.source import Source
 
@@ -103,7 +104,12 @@ class Target:
 
     @contextmanager
     def opened(
-        self, settings: Mapping[str, str], *, force: bool, retry_errors: bool
+        self,
+        settings: Mapping[str, str],
+        origin: Origin | None = None,
+        *,
+        force: bool,
+        retry_errors: bool,
     ) -> Iterator[Journal | Pipe]:
         """Open the outputs for the length of the block.
 
@@ -117,15 +123,23 @@ class Target:
         if self.records != self.path:
             self._keep_private()
             point_to(self.path, records_of(self.path), self.records)
-        with self._journal(settings, force=force, retry_errors=retry_errors) as journal:
+        with self._journal(settings, origin, force=force, retry_errors=retry_errors) as journal:
             yield journal
 
-    def _journal(self, settings: Mapping[str, str], *, force: bool, retry_errors: bool) -> Journal:
+    def _journal(
+        self,
+        settings: Mapping[str, str],
+        origin: Origin | None,
+        *,
+        force: bool,
+        retry_errors: bool,
+    ) -> Journal:
         open_journal = partial(
             Journal.open,
             self.records,
             errors=self.errors,
             settings=settings,
+            origin=origin,
             header=self.encoder.header(),
             force=force,
             retry_errors=retry_errors,
@@ -135,7 +149,8 @@ class Target:
         except LostError:
             if self.adopter is None:
                 raise
-        note = adopt(list(filter(None, (self.path, self.errors))), settings, self.adopter)
+        noted = {**settings, **(origin.noted() if origin else {})}
+        note = adopt(list(filter(None, (self.path, self.errors))), noted, self.adopter)
         journal = open_journal()
         journal.notes = (note, *journal.notes)
         return journal

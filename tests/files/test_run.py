@@ -156,7 +156,7 @@ def make_set(**settings: str) -> Engine:
     [
         ({"exact": "False"}, {"exact": "True"}, "exact was False, is True"),
         ({"cache_type_k": "f16"}, {"cache_type_k": "q8_0"}, "cache_type_k was f16, is q8_0"),
-        ({}, {"cache_type_v": "f16"}, "cache_type_v was not noted, is f16"),
+        ({}, {"cache_type_v": "f16"}, "cache_type_v was nothing, is f16"),
     ],
 )
 def test_settings_of_the_engine_that_answers_depend_on_are_refused_by_name(
@@ -395,18 +395,6 @@ def test_output_that_somebody_changes_meanwhile_is_told_and_nothing_is_lost(
         undisturbed = out.with_name("undisturbed")
         run_file(source, undisturbed, engine=engine)
     assert answers(out) == answers(undisturbed)
-
-
-def test_other_table_in_the_place_of_the_first_is_refused(
-    engine: Engine, tmp_path: Path, out: Path
-) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.csv").write_text(f"prompt\n{name}\n")
-    run_file(tmp_path / "a.csv", out.with_suffix(""), engine=engine)
-    with pytest.raises(ConfigError, match=r"first input was a\.csv, is b\.csv"):
-        run_file(tmp_path / "b.csv", out.with_suffix(""), engine=engine)
-    both = [tmp_path / f"{name}.csv" for name in "ab"]
-    assert run_file(both, out.with_suffix(""), engine=engine).n_before == 1
 
 
 def test_refused_options_are_told_without_an_id_of_the_engine(
