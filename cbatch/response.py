@@ -119,8 +119,8 @@ class BatchResult:
     """What ended it beside `finish_reason`: the stop string, or the id where it is one of `stop_token_ids`; None for
     the model's own end, and for every other."""
     choices: tuple[BatchResult, ...] = ()
-    """All answers where several were asked for: this result is the first of them then, or one that failed; its usage
-    counts what all have cost."""
+    """All answers where several were asked for: this result is the first of them then, or one that failed, so that
+    `error` is None only where none of them has one; its usage counts what all have cost."""
     origin: object = field(default=None, repr=False, compare=False)
     """What `Engine.extend` goes on from."""
 

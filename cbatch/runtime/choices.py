@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cbatch.core.request import Origin
+from cbatch.errors import EngineError
 from cbatch.response import BatchOutputChunk, BatchResult, Usage
 
 if TYPE_CHECKING:
@@ -139,15 +140,36 @@ class Choices:
         """Return one result: the first choice's, or that of one that failed, with all of them in it."""
         if not self._has_logprobs:
             kept = [replace(r, logprobs=None) for r in kept]
-        first = next((r for r in kept if r.finish_reason == "error"), kept[0])
+        first = _told_of(kept, all_results)
         usage = Usage(
-            first.usage.prompt_tokens,
+            max(r.usage.prompt_tokens for r in all_results),
             sum(r.usage.completion_tokens for r in all_results),
             _n_cached(all_results),
             sum(r.usage.context_shifts for r in all_results),
         )
         timings = _timings(first, all_results)
         return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)
+
+
+def _told_of(kept: Sequence[BatchResult], all_results: Sequence[BatchResult]) -> BatchResult:
+    """Return the first of those that are kept, as it tells of all: one that failed, before all others.
+
+    A request is cancelled, and out of time, with all its choices, so where one of them was, the request was.
+    """
+    first = min(kept, key=lambda r: (r.error is None, r.finish_reason != "error"))
+    if first.error is not None:
+        return first
+    failed = [r.error for r in all_results if r.error is not None]
+    if failed:
+        n, cause = len(all_results), failed[0]
+        said = f"{len(failed)} of {n} answers failed and were left out, one of them so: {cause}"
+        first = replace(first, warnings=(*first.warnings, said))
+    for result in all_results:
+        if isinstance(result.error, EngineError):
+            return replace(first, finish_reason="error", error=result.error, stop_reason=None)
+        if result.finish_reason in ("cancelled", "timeout"):
+            first = replace(first, finish_reason=result.finish_reason, stop_reason=None)
+    return first
 
 
 def _has_run(result: BatchResult) -> bool:

@@ -27,7 +27,9 @@ from cbatch.files.sort import Sorted, sort_in_place
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.runtime.progress import PlainView, SilentView, summary_lines
 from tests.files.runs import SHORT, answers, make_engine, records, write_requests
+from tests.helpers import A_SECOND_A_STEP
 from tests.places import can_all
+from tests.runtime.backends import GatedBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -316,6 +318,22 @@ def test_what_time_ends_is_left_but_not_what_ends_by_its_own(tmp_path: Path, out
     with make_engine() as engine:
         summary = run_file(source, out, engine=engine, max_time_s=1e-6, force=True)
     assert (summary.ending, summary.n_done, out.read_bytes()) == ("time", 0, b"")
+
+
+def test_answer_that_no_time_was_left_for_is_the_error_of_its_record_and_the_others_are_in_it(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = GatedBackend(1, 128, 64, cost=A_SECOND_A_STEP)
+    monkeypatch.setattr("time.perf_counter", lambda: backend.now_s)
+    source = tmp_path / "in.jsonl"
+    asked = {"id": "r", "prompt": "a question", "options": {"n": 3, "timeout_s": 4.0}}
+    source.write_text(json.dumps(asked) + "\n")
+    with Engine(backend, options=SHORT, threaded=False) as engine:
+        summary = run_file(source, out, engine=engine)
+    [record] = records(out)
+    assert (record["finish_reason"], record["error"]["type"]) == ("timeout", "DeadlineError")
+    assert [bool(choice["text"]) for choice in record["choices"]] == [True, True, False]
+    assert (summary.n_done, summary.n_failed) == (1, 1)
 
 
 def test_engine_that_dies_leaves_its_items(source: Path, out: Path) -> None:

@@ -16,13 +16,20 @@ from cbatch.backend.fake_tokens import fake_logprobs
 from cbatch.core.plan import Memory
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import BatchError, ConfigError, DuplicateIdError, GrammarError
+from cbatch.errors import (
+    BatchError,
+    ConfigError,
+    DeadlineError,
+    DuplicateIdError,
+    EngineClosedError,
+    GrammarError,
+)
 from cbatch.options import RunOptions
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import Mailbox
-from tests.helpers import partitioned
+from tests.helpers import A_SECOND_A_STEP, partitioned
 from tests.places import steps, wait_until
-from tests.runtime.backends import GatedBackend, all_results, in_thread
+from tests.runtime.backends import FailingBackend, GatedBackend, all_results, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +141,7 @@ def test_cancel_ends_all_choices_and_counts_one_request() -> None:
         assert not engine.cancel("x")
         first, second = all_results(response)
         assert [c.finish_reason for c in first.choices] == ["cancelled"] * 3
-        assert (first.finish_reason, first.error) == ("cancelled", None)
+        assert first.finish_reason == "cancelled"
         assert second.finish_reason == "length"
 
 
@@ -227,6 +234,65 @@ def test_one_choice_that_fails_fails_its_item(engine: Engine) -> None:
         engine.run(
             ["a b c"], options={"n": 4, "seed": results.index(broken[0]), "regex": "1:5:7"}
         ).results()
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Return an engine by hand with one slot, whose clock is the backend's: each step takes a second."""
+    backend = GatedBackend(1, 64, 32, cost=A_SECOND_A_STEP)
+    monkeypatch.setattr("time.perf_counter", lambda: backend.now_s)
+    with closing(Engine(backend, options=LONG, threaded=False)) as made:
+        yield made
+
+
+def test_choices_that_no_time_was_left_for_are_the_error_of_their_request(timed: Engine) -> None:
+    asked = [BatchPrompt(prompt="a b c", id="x", options={"n": 4, "timeout_s": 8.0})]
+    [result] = all_results(timed.run(asked))
+    whole, cut, *never = result.choices
+    assert [(c.finish_reason, c.error) for c in (whole, cut)] == [
+        ("length", None),
+        ("timeout", None),
+    ]
+    assert all(isinstance(c.error, DeadlineError) for c in never)
+    assert (result.finish_reason, result.error) == ("timeout", never[0].error)
+    assert result.usage.prompt_tokens == whole.usage.prompt_tokens
+    with pytest.raises(BatchError, match="x: its time was over"):
+        timed.run(asked).results()
+    with pytest.raises(DeadlineError):
+        timed.run(asked).result()
+
+
+@pytest.mark.parametrize("options", [{"n": 2}, {"best_of": 2}])
+@pytest.mark.parametrize("end", ["timeout", "cancel"])
+def test_request_of_which_one_choice_was_cut_off_says_so(
+    timed: Engine, options: dict[str, Any], end: str
+) -> None:
+    time = {"timeout_s": 8.0} if end == "timeout" else {}
+    response = timed.run([BatchPrompt(prompt="a b c", id="x")], options={**options, **time})
+    if end == "cancel":
+        steps(timed, 8)
+        assert timed.cancel("x")
+    [result] = response.results()
+    assert result.finish_reason == ("timeout" if end == "timeout" else "cancelled")
+    assert (result.error, result.stop_reason) == (None, None)
+    assert result.text == result.choices[0].text != ""
+
+
+def test_best_of_candidates_that_never_ran_leave_the_best_of_the_others(timed: Engine) -> None:
+    options = {"best_of": 4, "timeout_s": 8.0}
+    result = timed.submit("a b c", options=options).result()
+    assert (result.finish_reason, result.error, len(result.choices)) == ("timeout", None, 1)
+    [warning] = result.warnings
+    assert "2 of 4 answers failed and were left out, one of them so: its time was over" in warning
+
+
+def test_best_of_whose_engine_dies_is_an_error_of_the_engine() -> None:
+    backend = FailingBackend(1, 64, 32, error=MemoryError("gone"), fail_at=8)
+    engine = Engine(backend, options={**LONG, "best_of": 3})
+    [result] = all_results(engine.submit("a b c"))
+    assert result.finish_reason == "error"
+    assert isinstance(result.error, EngineClosedError)
+    engine.close()
 
 
 def test_fed_batch_with_choices_stays_within_what_it_may_hold() -> None:
@@ -360,6 +426,8 @@ def test_best_of_prefers_what_did_not_fail(engine: Engine) -> None:
     for result in mixed:
         kept = answer(engine, best_of=4, seed=result.choices[0].seed, regex="1:5:7")
         assert kept.error is None
+        n_failed = sum(c.error is not None for c in result.choices)
+        assert f"{n_failed} of 4 answers failed and were left out" in kept.warnings[-1]
 
 
 def test_result_has_taken_as_long_as_the_slowest_answer_whichever_is_kept(engine: Engine) -> None:
