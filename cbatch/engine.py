@@ -32,10 +32,12 @@ from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
+    CBatchError,
     ConfigError,
     EngineClosedError,
     RequestCancelledError,
 )
+from cbatch.interrupts import Postponed
 from cbatch.messages import (
     BatchPrompt,
     LookAhead,
@@ -73,6 +75,12 @@ if TYPE_CHECKING:
 Exactness = Callable[[], str]
 """Finds out what `Engine.exactness` says."""
 
+IsStopped = Callable[[], bool]
+"""Tells whoever loads that nobody wants it any more."""
+
+Opener = Callable[[IsStopped], "tuple[Backend, Exactness]"]
+"""Loads a backend; returns it and what finds out its exactness. What it raises once it is stopped nobody sees."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
@@ -99,7 +107,7 @@ class Engine:
         options: RunOptions | Mapping[str, Any] | None = None,
         schedule: ScheduleOptions | None = None,
         threaded: bool = True,
-        opener: Callable[[], tuple[Backend, Exactness]] | None = None,
+        opener: Opener | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_mib: int = 10_240,
         model_name: str = "",
@@ -130,6 +138,7 @@ class Engine:
         self._cache_mib = check_int("cache_mib", cache_mib, 1, MAX_INT) or 1
         self._made: _Parts | None = None
         self._opening = threading.RLock()
+        self._is_closing = False
         self._exactness_found = ""
         if backend is not None:
             self._start(backend, None)
@@ -177,22 +186,41 @@ class Engine:
             ModelLoadError, ConfigError, IncompatibleLlamaError: see `load`.
             EngineClosedError: it is closed, also where it never was loaded.
         """
-        with self._opening:
+        with Postponed() as signals, self._opening:
             if self._made is not None:
                 self._made.loop.check_open()
                 return
             if self._opener is None:
                 raise EngineClosedError("the engine was closed before it was loaded")
-            self._start(*self._opener())
+            self._load(self._opener, lambda: signals.has_struck or self._is_closing)
+
+    def _load(self, opener: Opener, is_stopped: IsStopped) -> None:
+        """Load and start; once that is to stop, free what was loaded and raise."""
+        try:
+            backend, exactness = opener(is_stopped)
+        except CBatchError:
+            if not is_stopped():
+                raise
+        else:
+            if not is_stopped():
+                self._start(backend, exactness)
+                return
+            backend.close()
+        raise EngineClosedError("loading was broken off")
 
     def close(self) -> None:
-        """End every request and free the model. Running ones end `cancelled`, queued ones with an error."""
-        with self._opening:
-            self._opener = None
-        if self._made is not None:
-            self._parts.intake.end(EngineClosedError(CLOSED_EARLY))
-            self._made.loop.close()
-            self._finalizer.detach()  # now, not before: Ctrl-C may have struck first
+        """End every request and free the model. Running ones end `cancelled`, queued ones with an error.
+
+        A native call cannot be broken off: Ctrl-C meanwhile is raised when all is freed.
+        """
+        with Postponed():
+            self._is_closing = True  # who loads in another thread gives up
+            with self._opening:
+                self._opener = None
+            if self._made is not None:
+                self._made.intake.end(EngineClosedError(CLOSED_EARLY))
+                self._made.loop.close()
+                self._finalizer.detach()
 
     def _start(self, backend: Backend, exactness: Exactness | None) -> None:
         stats, schedule, memory = EngineStats(), self._schedule, backend.memory
@@ -585,7 +613,11 @@ def load(
         model_name=_name_of(model),
     )
     if not is_in_event_loop():
-        engine.open()
+        try:
+            engine.open()
+        except BaseException:  # Ctrl-C may have struck when it was loaded already
+            engine.close()
+            raise
     return engine
 
 
@@ -596,8 +628,8 @@ def _name_of(model: Any) -> str:
 
 
 def _open_backend(
-    model: Any, options: EngineOptions, look_ahead: LookAhead | None
+    model: Any, options: EngineOptions, look_ahead: LookAhead | None, is_stopped: IsStopped
 ) -> tuple[Backend, Exactness]:
     from cbatch.backend.load import load_backend  # llama_cpp is slow to import
 
-    return load_backend(model, options, look_ahead)
+    return load_backend(model, options, look_ahead, is_stopped)

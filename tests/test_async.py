@@ -312,7 +312,7 @@ class HeldOpener:
         self.backend = FakeBackend(2, 64, 64)
         self.has_begun, self._go = threading.Event(), threading.Event()
 
-    def __call__(self) -> tuple[FakeBackend, Callable[[], str]]:
+    def __call__(self, is_stopped: object) -> tuple[FakeBackend, Callable[[], str]]:
         self.has_begun.set()
         assert self._go.wait(PATIENCE_S)
         return self.backend, lambda: "fake"

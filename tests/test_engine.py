@@ -836,7 +836,7 @@ def test_ctrl_c_while_closing_is_raised_when_the_thread_has_ended() -> None:
         from cbatch.engine import Engine
 
         def press_when_closing():
-            while "_join" not in [f.f_code.co_name for f, _ in traceback.walk_stack(sys._current_frames()[main])]:
+            while "_end_thread" not in [f.f_code.co_name for f, _ in traceback.walk_stack(sys._current_frames()[main])]:
                 pass
             ctrl_c.press()
             backend.release()

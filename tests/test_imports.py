@@ -17,6 +17,7 @@ ORDER = (
         "plain",
         "logs",
         "checks",
+        "interrupts",
         "options",
         "engine_options",
         "messages",
@@ -37,7 +38,16 @@ LAYER = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 
 FACE = {"errors", "plain", "checks", "options", "engine_options", "messages", "response", "tools"}
 
-BACKEND_SEES = {"errors", "checks", "logs", "options", "engine_options", "messages", "core.plan"}
+BACKEND_SEES = {
+    "errors",
+    "checks",
+    "interrupts",
+    "logs",
+    "options",
+    "engine_options",
+    "messages",
+    "core.plan",
+}
 
 NOT_IN_CORE = {
     "asyncio", "anyio", "concurrent", "ctypes", "datetime", "io", "llama_cpp", "logging", "multiprocessing", "numpy",

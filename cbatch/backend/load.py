@@ -17,12 +17,13 @@ from cbatch.backend.library import handshake
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import has_states
-from cbatch.backend.model import LlamaModel, Placement, open_model
+from cbatch.backend.model import LlamaModel, Placement, Watch, open_model
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.backend.shipped import shipped_model
 from cbatch.backend.sizing import check_fits, find_room, settle
 from cbatch.checks import check_path, reading
 from cbatch.errors import ConfigError
+from cbatch.interrupts import Postponed
 from cbatch.logs import Log
 from cbatch.messages import LookAhead
 
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
 
 
 def load_backend(
-    model: Any, options: EngineOptions, look_ahead: LookAhead | None = None
+    model: Any,
+    options: EngineOptions,
+    look_ahead: LookAhead | None = None,
+    is_stopped: Callable[[], bool] = bool,
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     """Load `model` and make its context; return the backend and what asks the exactness probe.
 
@@ -46,12 +50,13 @@ def load_backend(
         model: path of a GGUF file, a `llama_cpp.Llama`, or None for the model that ships inside.
         options: what was said; slots, window and kind of memory are settled here, see `cbatch.backend.sizing`.
         look_ahead: prompts that will come, to settle them by.
+        is_stopped: asked now and then; once it is true, nothing more is loaded, and some `CBatchError` is raised.
 
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: `exact` was asked for and the probe found a difference.
     """
-    return run_aside(partial(_load, model, options, look_ahead))
+    return run_aside(partial(_load, model, options, look_ahead, is_stopped))
 
 
 def describe_model(
@@ -68,12 +73,17 @@ def describe_model(
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: more cells than llama.cpp can count.
     """
-    return run_aside(partial(_describe, model, options, asks_probe))
+    with Postponed() as signals:
+        is_stopped = partial(getattr, signals, "has_struck")
+        return run_aside(partial(_describe, model, options, asks_probe, is_stopped))
 
 
-def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str, Any]:
+def _describe(
+    model: Any, options: EngineOptions, asks_probe: bool, is_stopped: Callable[[], bool]
+) -> dict[str, Any]:
     model = _checked(model)
-    with _opened(model, options, has_weights=asks_probe) as loaded, closing(loaded):
+    opened = _opened(model, options, is_stopped, has_weights=asks_probe)
+    with opened as loaded, closing(loaded):
         room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
         settled = settle(loaded, options, room)
         return {
@@ -89,7 +99,7 @@ def _describe(model: Any, options: EngineOptions, asks_probe: bool) -> dict[str,
             "end_tokens": list(loaded.vocab.end_tokens),
             "sampling_defaults": dict(loaded.sampling_defaults),
             **_sizes(loaded, settled, room),
-            "exactness": probe(loaded, settled) if asks_probe else None,
+            "exactness": probe(loaded, settled, is_stopped) if asks_probe else None,
         }
 
 
@@ -118,17 +128,20 @@ def _sizes(loaded: LlamaModel, options: EngineOptions, room: Room) -> dict[str, 
 
 
 def _load(
-    model: Any, options: EngineOptions, look_ahead: LookAhead | None
+    model: Any,
+    options: EngineOptions,
+    look_ahead: LookAhead | None,
+    is_stopped: Callable[[], bool],
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     model = _checked(model)
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     start_s = perf_counter()
-    with _opened(model, options) as loaded:
+    with _opened(model, options, is_stopped) as loaded:
         room = find_room(loaded, options)
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
-        backend, ask = _make_backend(loaded, settled)
+        backend, ask = _make_backend(loaded, settled, is_stopped)
         if _log.has_info:
             _log.tell("loaded", **_facts(loaded, settled, room, backend), load_s=_since(start_s))
         return backend, ask
@@ -171,7 +184,11 @@ def _checked(model: object) -> object:
 
 @contextmanager
 def _opened(
-    model: Any, options: EngineOptions, *, has_weights: bool = True
+    model: Any,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool],
+    *,
+    has_weights: bool = True,
 ) -> Iterator[LlamaModel]:
     """Open a model and keep llama.cpp's log meanwhile; where the block fails, close it."""
     handshake()
@@ -186,7 +203,7 @@ def _opened(
             use_extra_bufts=False if options.exact else None,
             has_weights=has_weights,
             chat_template=options.chat_template,
-            recent_errors=log.drain,
+            watch=Watch(recent_errors=log.drain, is_stopped=is_stopped),
         )
         try:
             yield loaded
@@ -208,11 +225,11 @@ def _placement(options: EngineOptions) -> Placement:
 
 
 def _make_backend(
-    loaded: LlamaModel, options: EngineOptions
+    loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
 ) -> tuple[LlamaBackend, Callable[[], str]]:
-    ask: Callable[[], str] = partial(run_aside, partial(probe, loaded, options))
+    ask: Callable[[], str] = partial(_ask, loaded, options)
     if options.exact:
-        found = probe(loaded, options)
+        found = probe(loaded, options, is_stopped)
         if found != BITWISE:
             raise ConfigError(f"exact=True cannot hold for this model: {found}")
         ask = partial(str, found)
@@ -222,3 +239,9 @@ def _make_backend(
     except BaseException:
         adapters.close()
         raise
+
+
+def _ask(loaded: LlamaModel, options: EngineOptions) -> str:
+    with Postponed() as signals:
+        is_stopped = partial(getattr, signals, "has_struck")
+        return run_aside(partial(probe, loaded, options, is_stopped))

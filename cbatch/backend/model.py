@@ -70,6 +70,19 @@ class Placement:
     rpc_servers: Sequence[str] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What follows a model's loading.
+
+    Args:
+        recent_errors: returns llama.cpp's last error lines, to be quoted.
+        is_stopped: asked for each tensor that is read; once it is true, no more are.
+    """
+
+    recent_errors: RecentErrors | None = None
+    is_stopped: Callable[[], bool] = bool
+
+
 class LlamaModel:
     """Owns a `llama_model *`, or borrows a `llama_cpp.Llama`'s, which it then never frees."""
 
@@ -176,7 +189,7 @@ def open_model(
     use_extra_bufts: bool | None = None,
     has_weights: bool = True,
     chat_template: str | None = None,
-    recent_errors: RecentErrors | None = None,
+    watch: Watch | None = None,
 ) -> LlamaModel:
     """Load a GGUF file, or borrow the model of a `llama_cpp.Llama`.
 
@@ -188,7 +201,7 @@ def open_model(
         use_extra_bufts: whether weights are repacked for the CPU; not said: llama.cpp's default.
         has_weights: read the weights; without, nothing can be computed.
         chat_template: "chatml" or Jinja, instead of the model's own.
-        recent_errors: returns llama.cpp's last error lines, to be quoted.
+        watch: who follows the loading.
 
     Raises:
         ModelLoadError: no such file, damaged, refused by llama.cpp, or unable to generate text.
@@ -212,9 +225,15 @@ def open_model(
         params.use_extra_bufts = use_extra_bufts
     placement = placement or Placement()
     place(params, placement)
+    watch = watch or Watch()
+    params.progress_callback = llama_cpp.llama_progress_callback(
+        lambda share, data: not watch.is_stopped()
+    )
     pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    if not pointer and watch.is_stopped():
+        raise ModelLoadError(f"{path}: loading was broken off")
     if not pointer:
-        raise ModelLoadError(_refusal(path, recent_errors))
+        raise ModelLoadError(_refusal(path, watch.recent_errors))
     return _checked(pointer, str(path), placement=placement, template=template)
 
 

@@ -20,7 +20,7 @@ from cbatch.errors import CBatchError, EngineError
 from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -50,10 +50,11 @@ class Finding:
     difference: float
 
 
-def probe(model: LlamaModel, options: EngineOptions) -> str:
+def probe(model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool) -> str:
     """Return `bitwise`, or `not guaranteed: reason`, for this model under these settings.
 
-    Works on a context of its own, so an engine on the same model is not disturbed. Computes about 4,000 tokens.
+    Works on a context of its own, so an engine on the same model is not disturbed. Computes about 4,000 tokens, and
+    no more of them once `is_stopped` says so.
     """
     n_slots = min(options.n_slots, max(WIDTHS) + 1)
     wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.n_slots
@@ -61,7 +62,7 @@ def probe(model: LlamaModel, options: EngineOptions) -> str:
     small = replace(options, parallel=n_slots, n_ctx=None, ctx_per_seq=n_window)
     try:
         with model.busy:
-            finding = _first_finding(model, small)
+            finding = _first_finding(model, small, is_stopped)
     except CBatchError as error:
         return f"not guaranteed: the probe could not run: {error}"
     if finding is None:
@@ -72,11 +73,13 @@ def probe(model: LlamaModel, options: EngineOptions) -> str:
     )
 
 
-def _first_finding(model: LlamaModel, options: EngineOptions) -> Finding | None:
+def _first_finding(
+    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+) -> Finding | None:
     backend = LlamaBackend(model, options, owns_model=False)
     try:
         n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up
-        return next(_Probe(backend, n_window).findings(), None)
+        return next(_Probe(backend, n_window, is_stopped).findings(), None)
     finally:
         backend.close()
 
@@ -97,8 +100,10 @@ def _cause(finding: Finding, model: LlamaModel, options: EngineOptions) -> str:
 
 
 class _Probe:
-    def __init__(self, backend: LlamaBackend, n_window: int) -> None:
-        self._backend = backend
+    def __init__(
+        self, backend: LlamaBackend, n_window: int, is_stopped: Callable[[], bool]
+    ) -> None:
+        self._backend, self._is_stopped = backend, is_stopped
         dice = random.Random(1)
         n_vocab = backend.vocab.n_vocab
         n_prompt = min(_N_PROMPT, n_window - _N_DECODED - 2)
@@ -200,6 +205,8 @@ class _Probe:
 
     def _run(self, chunks: Sequence[Chunk], i_ours: int) -> Logits:
         """Run one step; return our row's logits (empty where it has no output)."""
+        if self._is_stopped():
+            raise EngineError("it was broken off")
         result = self._backend.run(StepPlan(tuple(chunks)))
         if result.code:
             raise EngineError(f"llama_decode returned {result.code}")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.core.status import Status
 from cbatch.errors import EngineClosedError, QueueFullError
+from cbatch.interrupts import Latch, Postponed
 from cbatch.logs import Log
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.delivery import deliver
@@ -79,6 +80,8 @@ class Loop:
         )
         self._compiler = compiler(self._commands.put) if compiler else None
         self._thread: threading.Thread | None = None
+        self._ended = Latch()
+        """Opened by the thread when it has freed the backend."""
         self._pid = os.getpid()
         self._is_closed = False
         self._error: BaseException | None = None
@@ -189,7 +192,7 @@ class Loop:
             self._post(forget)
         except EngineClosedError:
             if self._thread is not None:
-                self._thread.join()  # which ends what came in
+                self._ended.wait()  # for the thread ends what came in
             self._outside.clear()
             drop(self.routes, routes)
 
@@ -395,7 +398,10 @@ class Loop:
             raise EngineClosedError("the engine is closed") from self._error
 
     def close(self) -> None:
-        """End every request, the thread and the backend. Twice is harmless; from any thread."""
+        """End every request, the thread and the backend. Twice is harmless; from any thread.
+
+        Ctrl-C meanwhile is raised when that is done: the thread must not outlive its model, nor a process its threads.
+        """
         if os.getpid() != self._pid:
             return
         if self._thread is threading.current_thread():  # the engine's last reference died here
@@ -404,16 +410,21 @@ class Loop:
         if self._disk.is_current_thread and self._thread is not None:  # the same, in the keeper's
             self._commands.put(self._mark_closed)
             return
-        with self._closing:
-            if self._thread is not None and self._thread.is_alive():
-                self._commands.put(self._mark_closed)
-                self._backend.interrupt()
-                _join(self._thread)
+        with Postponed(), self._closing:
+            if self._thread is not None:
+                self._end_thread()
             elif not self._is_closed:
                 self._backend.interrupt()
                 with self._turn():
                     self._is_closed = True
                     self._end()
+
+    def _end_thread(self) -> None:
+        """Have the thread end and free the backend; return when it has."""
+        if not self._ended.is_open:
+            self._commands.put(self._mark_closed)
+            self._backend.interrupt()
+        self._ended.wait()
 
     def _post(self, command: Callable[[], object], *, is_urgent: bool = True) -> None:
         self.check_open()
@@ -422,24 +433,28 @@ class Loop:
             if is_urgent:
                 self._backend.interrupt()
             if self._is_closed:  # it ended in between: nobody else will look into the queue
-                self._thread.join()
+                self._ended.wait()
                 with self._closing:
                     self._do_commands()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have an engine without a thread to oneself; first come, first served, but for who has it already."""
+        """Have an engine without a thread to oneself; first come, first served, but for who has it already.
+
+        What Ctrl-C raises is raised when the turn is over: a step that was torn is nobody's to mend.
+        """
         if self._owner == threading.get_ident():
             yield
             return
-        with self._door:
-            self._room.acquire()
-        self._owner = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._owner = None
-            self._room.release()
+        with Postponed():
+            with self._door:
+                self._room.acquire()
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+                self._room.release()
 
     def _restore(self) -> None:
         """After an interrupted run: empty every slot and bind anew what runs, for that may not have been done."""
@@ -456,7 +471,10 @@ class Loop:
         except BaseException as error:
             self._error = error
             self._is_closed = True
-        self._end()
+        try:
+            self._end()
+        finally:
+            self._ended.open()
 
     def _sleep(self) -> None:
         """Wait for a command, or until somebody's time is over."""
@@ -550,18 +568,6 @@ class Loop:
         error = EngineClosedError(f"the engine stopped: {cause}")
         error.__cause__ = cause
         return error
-
-
-def _join(thread: threading.Thread) -> None:
-    """Wait for a thread that ends soon; Ctrl-C meanwhile is raised behind it, for it must not outlive its model."""
-    interrupt: KeyboardInterrupt | None = None
-    while thread.is_alive():
-        try:
-            thread.join()
-        except KeyboardInterrupt as error:  # noqa: PERF203
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
 
 
 def _settle(done: Future[T], command: Callable[[], T]) -> None:

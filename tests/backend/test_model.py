@@ -14,7 +14,7 @@ import pytest
 import cbatch
 from cbatch.backend.gguf_check import check_file
 from cbatch.backend.layout import read_layout
-from cbatch.backend.model import Placement, open_model
+from cbatch.backend.model import Placement, Watch, open_model
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def test_path_with_a_nul_is_refused() -> None:
 def test_refusal_by_llama_quotes_its_last_errors(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x09\0\0\0" + b"\0" * 64)
     with pytest.raises(ModelLoadError, match=r"b \| c \| d$"):
-        open_model(tmp_path / "a.gguf", recent_errors=lambda: ["a", "b", "c", "d"])
+        open_model(tmp_path / "a.gguf", watch=Watch(recent_errors=lambda: list("abcd")))
 
 
 def test_split_model_loads_by_its_first_file(synth: SynthFactory) -> None:
@@ -264,7 +264,7 @@ def test_metadata_that_llama_only_asserts_is_refused(
 
 FUZZ = """
 import random, sys, pathlib
-from cbatch.backend.model import Placement, open_model
+from cbatch.backend.model import Placement, Watch, open_model
 from cbatch.errors import ModelLoadError
 base, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 data, rng, path = base.read_bytes(), random.Random(seed), base.with_name(f"damaged-{seed}.gguf")

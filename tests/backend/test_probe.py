@@ -205,7 +205,7 @@ def test_exactness_is_asked_once() -> None:
     from cbatch.backend.fake import FakeBackend
 
     answers = iter(["bitwise"])
-    with Engine(opener=lambda: (FakeBackend(), lambda: next(answers))) as engine:
+    with Engine(opener=lambda is_stopped: (FakeBackend(), lambda: next(answers))) as engine:
         assert [engine.exactness, engine.exactness] == ["bitwise"] * 2
     with Engine(FakeBackend()) as engine:
         assert engine.exactness == "not guaranteed: this backend has no probe"

@@ -1,0 +1,95 @@
+"""Ctrl-C where it must not tear anything: what a signal raises, raised when a block ends; and waits that survive it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType, TracebackType
+
+_NAMES = ("SIGHUP", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGINT")
+"""Signals whose handlers raise, in programs: Ctrl-C and those that end a program or a wait."""
+
+_LONGEST_WAIT_S = 1.0
+
+
+class Postponed:
+    """A block that nothing breaks off: handlers of signals are called at once, and what they raise is raised behind it.
+
+    Only Python's main thread calls handlers, so in any other the block is an ordinary one.
+    """
+
+    __slots__ = ("_before", "_error")
+
+    def __init__(self) -> None:
+        self._before: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self._error: BaseException | None = None
+
+    @property
+    def has_struck(self) -> bool:
+        """Whether a handler has raised; whoever works in the block should end soon. From any thread."""
+        return self._error is not None
+
+    def __enter__(self) -> Postponed:
+        if threading.current_thread() is threading.main_thread():
+            for number in _numbers():
+                before = signal.getsignal(number)
+                if callable(before):
+                    self._before[number] = before
+                    signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._before[number](number, frame)
+        except BaseException as error:
+            self._error = self._error or error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:  # else somebody has set another meanwhile
+                signal.signal(number, before)
+        struck, self._error = self._error, None
+        if struck is not None:
+            try:
+                raise struck.with_traceback(None)  # its frames would keep alive what is given up
+            finally:
+                del struck
+
+
+def _numbers() -> list[int]:
+    return [number for name in _NAMES if (number := getattr(signal, name, None)) is not None]
+
+
+class Latch:
+    """Opens once, for good; whoever waits may be broken off and wait again.
+
+    `Thread.join` takes a thread for ended when it is broken off (Python 3.11), and an `Event` may keep its lock.
+    """
+
+    __slots__ = ("_lock", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Let everybody through. Once."""
+        self.is_open = True
+        self._lock.release()
+
+    def wait(self) -> None:
+        """Return when it is open."""
+        while not self.is_open:
+            # if Ctrl-C strikes between the two, others wait in vain for the lock, but look again
+            if self._lock.acquire(timeout=_LONGEST_WAIT_S):
+                self._lock.release()
