@@ -1,0 +1,270 @@
+"""Ctrl-C at every moment: raised when nothing is torn by it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cbatch.backend.aside import run_aside
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
+from cbatch.errors import EngineClosedError
+from cbatch.interrupts import Latch, Postponed
+from tests import interrupt_runs
+from tests.runtime.backends import all_results, in_thread, streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from types import FrameType
+
+    from cbatch.core.plan import StepPlan, StepResult
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return interrupt_runs.make_model(tmp_path_factory.mktemp("interrupted"))
+
+
+@pytest.mark.parametrize("scene", interrupt_runs.SCENES)
+def test_ctrl_c_ends_no_process_and_leaves_nothing_behind(scene: str, model: Path) -> None:
+    assert interrupt_runs.run(scene, 0, model) == ""
+    assert interrupt_runs.run(scene, 2, model) == ""
+
+
+# ---- what is postponed ----
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupted(work: Callable[[], object]) -> KeyboardInterrupt:
+    """What `work` raises, which has to be Ctrl-C."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    return caught.value
+
+
+def test_ctrl_c_in_a_block_is_raised_behind_it() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with Postponed() as signals:
+            assert not signals.has_struck
+            press()
+            press()
+            assert signals.has_struck
+            done.append("all")
+        done.append("too much")
+
+    interrupted(work)
+    assert done == ["all"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_a_block_within_a_block_is_raised_behind_both() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with Postponed():
+            with Postponed():
+                press()
+            done.append("outer")
+
+    interrupted(work)
+    assert done == ["outer"]
+
+
+def test_ctrl_c_comes_before_the_error_of_its_block() -> None:
+    def work() -> None:
+        with Postponed():
+            press()
+            raise OSError("no room")
+
+    assert isinstance(interrupted(work).__context__, OSError)
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """Numbers of signals for which a handler of the program's own was called, which raises nothing."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield seen
+    signal.signal(signal.SIGINT, before)
+
+
+def test_handler_that_raises_nothing_is_called_at_once(handled: list[int]) -> None:
+    with Postponed() as signals:
+        press()
+        assert handled == [signal.SIGINT]
+        assert not signals.has_struck
+    press()
+    assert len(handled) == 2
+
+
+def test_handler_set_in_a_block_stays(handled: list[int]) -> None:
+    with Postponed():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="POSIX alone has it")
+def test_other_signals_that_raise_are_postponed_too() -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("too long")
+
+    done: list[str] = []
+
+    def work() -> None:
+        with Postponed():
+            signal.raise_signal(signal.SIGALRM)
+            done.append("all")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with pytest.raises(TimeoutError):
+            work()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert done == ["all"]
+
+
+def test_block_in_another_thread_is_an_ordinary_one() -> None:
+    def enter() -> object:
+        with Postponed():
+            return signal.getsignal(signal.SIGINT)
+
+    assert in_thread(enter)() is signal.default_int_handler
+
+
+# ---- waits ----
+
+
+def test_latch_that_was_waited_for_in_vain_lets_everybody_through() -> None:
+    latch, n_pressed = Latch(), 0
+    waiting = [in_thread(latch.wait) for _ in range(3)]
+    for _ in range(3):
+        timer = threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+        try:
+            timer.start()
+            latch.wait()
+        except KeyboardInterrupt:
+            n_pressed += 1
+    assert n_pressed == 3
+    latch.open()
+    latch.wait()
+    for wait in waiting:
+        wait()
+
+
+def test_ctrl_c_while_work_is_done_aside_is_raised_when_it_has_ended() -> None:
+    main, has_ended = threading.get_ident(), False
+
+    def work() -> None:
+        nonlocal has_ended
+        for _ in range(3):
+            signal.pthread_kill(main, signal.SIGINT)
+        has_ended = True
+
+    with pytest.raises(KeyboardInterrupt):
+        run_aside(work)
+    assert has_ended
+
+
+# ---- engines ----
+
+
+def test_ctrl_c_while_loading_frees_what_was_loaded_and_the_next_use_loads_again() -> None:
+    loaded: list[FakeBackend] = []
+
+    def opener(is_stopped: Callable[[], bool]) -> tuple[FakeBackend, Callable[[], str]]:
+        loaded.append(FakeBackend())
+        if len(loaded) == 1:
+            press()
+            assert is_stopped()
+        return loaded[-1], str
+
+    engine = Engine(opener=opener)
+    with pytest.raises(KeyboardInterrupt):
+        engine.open()
+    assert loaded[0].is_closed
+    assert len(all_results(engine.run(["a"], options={"max_tokens": 2}))) == 1
+    engine.close()
+    assert [b.is_closed for b in loaded] == [True, True]
+
+
+def test_closing_while_another_thread_loads_breaks_that_off() -> None:
+    begun, backend = threading.Event(), FakeBackend()
+
+    def opener(is_stopped: Callable[[], bool]) -> tuple[FakeBackend, Callable[[], str]]:
+        begun.set()
+        while not is_stopped():
+            pass
+        return backend, str
+
+    engine = Engine(opener=opener)
+    wait = in_thread(engine.open)
+    begun.wait()
+    engine.close()
+    with pytest.raises(EngineClosedError, match="broken off"):
+        wait()
+    assert backend.is_closed
+
+
+class Pressing(FakeBackend):
+    """Has Ctrl-C pressed within each run, before and after its work."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.interrupt()
+        if not plan.chunks:
+            return super().run(plan)
+        press()
+        result = super().run(plan)
+        press()
+        return result
+
+
+def test_ctrl_c_in_every_step_by_hand_changes_nothing() -> None:
+    options = {"ignore_eos": True, "max_tokens": 5, "seed": 1}
+    with Engine(FakeBackend(2, 64, 16)) as engine:
+        expected = streams(engine.run(["a", "b", "c"], options=options))
+    engine = Engine(Pressing(2, 64, 16), options=options, threaded=False)
+    response, n_pressed = engine.run(["a", "b", "c"]), 0
+
+    def is_stepped() -> bool:
+        nonlocal n_pressed
+        try:
+            return engine.step()
+        except KeyboardInterrupt:
+            n_pressed += 1
+            return True
+
+    while is_stepped():
+        pass
+    assert n_pressed > 5
+    assert streams(response) == expected
+    engine.close()
+
+
+def test_frames_of_what_was_postponed_are_given_up() -> None:
+    class Kept:
+        pass
+
+    def use(kept: Kept) -> None:
+        with Postponed():
+            press()
+
+    kept = Kept()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        use(kept)
+    del caught
+    assert sys.getrefcount(kept) == 2
