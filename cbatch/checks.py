@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NoReturn, cast
 
@@ -170,7 +170,7 @@ def check_text(name: str, value: object, n_most: int) -> str | None:
     text = text_of(value)
     if text is None or not 0 < len(text) <= n_most:
         raise ConfigError(f"{name} must be a string of 1 … {n_most} characters, not {shown(value)}")
-    _check_whole(name, text)
+    check_whole(name, text)
     return text
 
 
@@ -185,16 +185,27 @@ def strings_of(name: str, value: object) -> tuple[str, ...] | None:
         raise ConfigError(f"{name} must be a string or a list of strings, not {shown(value)}")
     strings = tuple(text for text in texts if text)
     for text in strings:
-        _check_whole(name, text)
+        check_whole(name, text)
     return strings
 
 
-def _check_whole(name: str, text: str) -> None:
-    """Refuse text that no model can write; `json.loads` gives such strings."""
+def check_whole(name: str, text: str) -> None:
+    """Refuse text that no model can write: `json.loads` gives such strings, and command lines that are no UTF-8."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name} holds half of a surrogate pair: {shown(text)}") from None
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{name} holds half of a surrogate pair, or bytes that are no UTF-8, at character {error.start + 1}: "
+            f"{shown(text)}"
+        ) from None
+
+
+def readable(path: str | os.PathLike[str]) -> str:
+    """Return a path as text that can be written anywhere: a byte that is no UTF-8 is `\\xff` in it."""
+    name = os.fspath(path)
+    with suppress(UnicodeEncodeError):  # which no system has given us then
+        return os.fsencode(name).decode("utf-8", "backslashreplace")
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def check_path(name: str, value: object) -> str:

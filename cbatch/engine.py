@@ -23,6 +23,7 @@ from cbatch.checks import (
     check_path,
     check_seconds,
     check_wait,
+    readable,
     reading,
     shown,
 )
@@ -624,7 +625,9 @@ def load(
 def _name_of(model: Any) -> str:
     """Return what the log calls a model: its file's name; "cbatch" for the one that ships inside."""
     path = getattr(model, "model_path", model)
-    return Path(os.fsdecode(path)).stem if isinstance(path, str | os.PathLike) else "cbatch"
+    return (
+        readable(Path(os.fsdecode(path)).stem) if isinstance(path, str | os.PathLike) else "cbatch"
+    )
 
 
 def _open_backend(

@@ -16,6 +16,7 @@ from cbatch.checks import (
     check_int,
     check_path,
     check_text,
+    check_whole,
     reading,
     shown,
 )
@@ -329,6 +330,8 @@ def _template(name: str, value: object) -> str | None:
     text = text_of(value)
     if text is None and value is not None:
         raise ConfigError(f"{name} must be a string, not {shown(value)}")
+    if text is not None:
+        check_whole(name, text)
     return text
 
 

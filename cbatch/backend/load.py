@@ -21,7 +21,7 @@ from cbatch.backend.model import LlamaModel, Placement, Watch, open_model
 from cbatch.backend.probe import BITWISE, probe
 from cbatch.backend.shipped import shipped_model
 from cbatch.backend.sizing import check_fits, find_room, settle
-from cbatch.checks import check_path, reading
+from cbatch.checks import check_path, readable, reading
 from cbatch.errors import ConfigError
 from cbatch.interrupts import Postponed
 from cbatch.logs import Log
@@ -153,7 +153,7 @@ def _facts(
     """Return what the log says of a model that is loaded."""
     sizes = _sizes(loaded, options, room)
     return {
-        "model": loaded.name,
+        "model": readable(loaded.name),
         "architecture": loaded.architecture,
         "file_type": loaded.file_type,
         "weight_bytes": loaded.n_bytes,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import cbatch
+from cbatch.checks import check_whole
 from cbatch.cli.main import ExitCode, write
 from cbatch.cli.options import (
     Adapters,
@@ -108,6 +109,8 @@ def ask(
         chat_template=chat_template,
     )
     EngineOptions.of(settings)
+    if system is not None:
+        check_whole("system", system)
     question = "" if interactive and prompt is None else _first_question(prompt)
     with _open(model, options, settings) as engine:
         conversation = Conversation(engine, system)
@@ -226,6 +229,7 @@ def _first_question(prompt: str | None) -> str:
         prompt = _decode(stdin().read())
     if not prompt.strip():
         raise cbatch.ConfigError("the question is empty: give a PROMPT, or text on stdin")
+    check_whole("the question", prompt)
     return prompt
 
 

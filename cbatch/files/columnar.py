@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cbatch.checks import readable
 from cbatch.errors import ConfigError
 from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
 from cbatch.files.disk import mode_of, whole
@@ -60,18 +61,18 @@ def _opened(path: str, format: str) -> Iterator[tuple[Any, int | None, Iterator[
     """
     pyarrow = _import_pyarrow()
     try:
-        if format == "parquet":
-            with pyarrow.parquet.ParquetFile(path) as file:
+        if format == "parquet":  # by a file of Python's, for pyarrow opens no name that is no UTF-8
+            with open(path, "rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
                 yield file.schema_arrow, file.metadata.num_rows, file.iter_batches(_N_ROWS)
         else:
-            with pyarrow.OSFile(path) as file:
+            with open(path, "rb") as file:
                 is_file = file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
                 file.seek(0)
                 opener = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
                 with opener(file) as reader:
                     yield reader.schema, None, _arrow_batches(reader, is_file=is_file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read as {format}: {error}") from error
+        raise ConfigError(f"{readable(path)}: cannot be read as {format}: {error}") from error
 
 
 def _arrow_batches(reader: Any, *, is_file: bool) -> Iterator[Any]:

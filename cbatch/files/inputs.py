@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
+from cbatch.checks import readable
 from cbatch.errors import ConfigError
 from cbatch.files.places import is_dash, status_of, stdin
 
@@ -83,8 +84,10 @@ def find_files(paths: Iterable[str | os.PathLike[str]], without: Collection[str]
     for name in found:
         key = _identity(name)
         if key in seen:
-            also = f" (as {seen[key]})" if seen[key] != name else ""
-            raise ConfigError(f"{name}: is named twice{also}: its requests would run twice")
+            also = f" (as {readable(seen[key])})" if seen[key] != name else ""
+            raise ConfigError(
+                f"{readable(name)}: is named twice{also}: its requests would run twice"
+            )
         seen[key] = name
     return found
 
@@ -96,7 +99,7 @@ def _expanded(name: str, without: Collection[str]) -> list[str]:
     if without:
         found = [file for file in found if os.path.realpath(file) not in without]
     if not found:
-        raise ConfigError(f"{name}: no file has a name of this pattern")
+        raise ConfigError(f"{readable(name)}: no file has a name of this pattern")
     return [f for f in found if not Path(f).is_dir()] or found
 
 
@@ -108,9 +111,11 @@ def _identity(name: str) -> object:
     try:
         status = os.stat(name)
     except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{readable(name)}: cannot be read: {error.strerror}") from error
     if stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{name}: is a directory: give files, or a pattern such as {name}/*")
+        raise ConfigError(
+            f"{readable(name)}: is a directory: give files, or a pattern such as {name}/*"
+        )
     return status.st_dev, status.st_ino
 
 
@@ -123,7 +128,7 @@ class InputFile:
         Raises:
             ConfigError: there is no such file.
         """
-        self.path, self.name = path, "<stdin>" if is_dash(path) else path
+        self.path, self.name = path, "<stdin>" if is_dash(path) else readable(path)
         self.max_line_bytes = max_line_bytes
         self._ahead: deque[bytes | LongLine] = deque()
         self._raw: io.BufferedReader | None = None

@@ -333,8 +333,8 @@ class Manifest:
             for file, path, *rest in found
         }
 
-    def _absolute(self, path: str) -> Path:
-        return Path(os.path.normpath(self.path.parent / path))
+    def _absolute(self, path: str | bytes) -> Path:
+        return Path(os.path.normpath(self.path.parent / os.fsdecode(path)))
 
     def put_file(self, row: FileRow) -> None:
         """Keep this of an output, in place of what was known of it."""
@@ -390,9 +390,13 @@ def remove_manifest(path: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _relative(path: Path, folder: Path) -> str:
-    """Return a path as seen from a folder, so that both may be moved together."""
-    return os.path.relpath(path, folder)
+def _relative(path: Path, folder: Path) -> str | bytes:
+    """Return a path as seen from a folder, so that both may be moved together; as bytes where it is no UTF-8."""
+    seen = os.path.relpath(path, folder)
+    with suppress(UnicodeEncodeError):
+        seen.encode()
+        return seen
+    return os.fsencode(seen)
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from cbatch.checks import check_whole
 from cbatch.errors import ConfigError
 from cbatch.files.item import LineError
 from cbatch.files.lines import decoded, without_nulls
@@ -40,7 +41,10 @@ class Asking:
     is_raw: bool = False
 
     def __post_init__(self) -> None:
-        """Check that they fit together."""
+        """Check that they are text, and fit together."""
+        for name in ("template", "system"):
+            if (text := getattr(self, name)) is not None:
+                check_whole(name, text)
         if self.is_raw and self.system is not None:
             raise ConfigError(
                 f"system={self.system!r} is for chats, raw prompts have no messages: put it into the template"

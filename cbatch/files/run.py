@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cbatch.checks import readable
 from cbatch.engine import run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.check import why_refused
@@ -120,7 +121,7 @@ def run_file(
         work = _work(reading, way, asked, stop, runner, is_own=engine is None)
         for line in (*ledger.notes, *_resumed(ledger)):
             view.say(line)
-        title = ", ".join(Path(name).name for name in reading.source.paths[:3])
+        title = ", ".join(readable(Path(name).name) for name in reading.source.paths[:3])
         recording = Recording(asked, view.say)
         with (
             recording.of(runner, title, said, on_result) as on_ended,
@@ -242,7 +243,7 @@ def _origin(reading: Reading, output: Path, digests: Digests) -> Origin:
 
 def _name_of(model: Any) -> str:
     """Return the model's name, for records."""
-    return Path(str(model)).stem if _model_file(model) else "cbatch"
+    return readable(Path(str(model)).stem) if _model_file(model) else "cbatch"
 
 
 def _work(
