@@ -316,12 +316,14 @@ class Manifest:
 
     def settings(self) -> dict[str, str]:
         """Return the settings of the runs that wrote here."""
-        return dict(self.rows("SELECT name, value FROM settings"))
+        found = self.rows("SELECT name, value FROM settings")
+        return {name: os.fsdecode(value) for name, value in found}
 
     def set_settings(self, settings: Mapping[str, str]) -> None:
         """Keep these settings alone."""
         self.execute("DELETE FROM settings")
-        self.execute_many("INSERT INTO settings VALUES (?, ?)", settings.items())
+        rows = [(name, _stored(value)) for name, value in settings.items()]
+        self.execute_many("INSERT INTO settings VALUES (?, ?)", rows)
 
     def files(self) -> dict[int, FileRow]:
         """Return what is known of the outputs."""
@@ -391,12 +393,16 @@ def remove_manifest(path: Path) -> None:
 
 
 def _relative(path: Path, folder: Path) -> str | bytes:
-    """Return a path as seen from a folder, so that both may be moved together; as bytes where it is no UTF-8."""
-    seen = os.path.relpath(path, folder)
+    """Return a path as seen from a folder, so that both may be moved together."""
+    return _stored(os.path.relpath(path, folder))
+
+
+def _stored(text: str) -> str | bytes:
+    """Return text as a manifest keeps it; a name that is no UTF-8 as the bytes that it is."""
     with suppress(UnicodeEncodeError):
-        seen.encode()
-        return seen
-    return os.fsencode(seen)
+        text.encode()
+        return text
+    return os.fsencode(text)
 
 
 def _reason(error: Exception) -> str:

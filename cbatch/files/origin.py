@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cbatch.checks import readable
 from cbatch.files.figures import cut
 from cbatch.files.manifest import NUMBERED, record_key
 from cbatch.files.places import is_dash
@@ -70,7 +71,7 @@ class Origin:
         before = manifest.settings()
         was, is_now = before.get(_FIRST, _PIPE), self._first or _PIPE
         if (self._first is None or was != is_now) and not self._begins_as(manifest, before):
-            return f"{_FIRST} was {was}, is {is_now}, and its items are others"
+            return f"{_FIRST} was {readable(was)}, is {readable(is_now)}, and its items are others"
         others = json.loads(before.get(_OTHERS, "[]"))
         if others != self._others[: len(others)] and _has_numbered(manifest):
             return f"{_OTHERS} were {_shown(others)}, are {_shown(self._others)}"
@@ -106,4 +107,4 @@ def _has_numbered(manifest: Manifest) -> bool:
 
 
 def _shown(names: Sequence[str]) -> str:
-    return cut(", ".join(names) or "none", _N_SHOWN)
+    return cut(", ".join(map(readable, names)) or "none", _N_SHOWN)
