@@ -6,6 +6,7 @@ import json
 import os
 from array import array
 from contextlib import closing, contextmanager
+from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from cbatch.checks import readable
 from cbatch.errors import ConfigError
 from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
+from cbatch.files.digest import as_json
 from cbatch.files.disk import mode_of, whole
 from cbatch.files.lines import dump
 from cbatch.files.rows import RowPrompts
@@ -50,6 +52,16 @@ def _import_pyarrow() -> Any:
             'Parquet and Arrow files need pyarrow: pip install "cbatch[parquet]"'
         ) from error
     return pyarrow
+
+
+class _ChangedError(ConfigError):
+    """An input is not as it was read."""
+
+    def __init__(self, path: str, what: str, records: Path) -> None:
+        super().__init__(
+            f"{path}: was changed while the run read it: {what}. No answer is lost, they are in {records}: run the "
+            "same command again, with the file as it is or as it was"
+        )
 
 
 @contextmanager
@@ -104,23 +116,28 @@ class ColumnarReader:
             ConfigError: it cannot be read, or does not fit the template or the files before.
         """
         with _opened(file.path, self._format) as (schema, _, _):
-            types = {field.name: str(field.type) for field in schema}
-            check_columns(schema.names, self.columns or None, file.name)
-        if self._prompt_of is None:
-            self.columns, self._types = tuple(types), types
-            self._prompt_of = RowPrompts(self._asking, self.columns, file.name)
-        for name, type in types.items():
-            if type != self._types[name]:
-                known = self._types[name]
+            if self._prompt_of is None:
+                check_columns(schema.names, None, file.name)
+                self._types = _types_of(schema)
+                self.columns = tuple(self._types)
+                self._prompt_of = RowPrompts(self._asking, self.columns, file.name)
+            self._check(schema, file.name)
+
+    def _check(self, schema: Any, name: str) -> None:
+        """Check that a file has the columns of those before it."""
+        check_columns(schema.names, self.columns, name)
+        for column, type in _types_of(schema).items():
+            if type != (known := self._types[column]):
                 raise ConfigError(
-                    f"{file.name}: column {name!r} is {type}, in the files before {known}"
+                    f"{name}: column {column!r} is {type}, in the files before {known}"
                 )
 
     def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
         """Yield a file's rows; the first has the number `n_before` + 1."""
         assert self._prompt_of is not None  # `look` came before
         n_done = 0
-        with _opened(file.path, self._format) as (_, n_rows, batches):
+        with _opened(file.path, self._format) as (schema, n_rows, batches):
+            self._check(schema, file.name)  # for it may have been replaced since `look`
             for batch in batches:
                 for row in batch.to_pylist():
                     n_done += 1
@@ -133,8 +150,8 @@ class ColumnarReader:
 class ColumnarEncoder:
     """Writes records that `finish` makes a Parquet or Arrow file of.
 
-    A record is the item's number, a tab, and as JSON the values that are added; before them, where the input is not
-    of this kind, the row's own as text.
+    A record is the item's number, a tab, and as JSON the values that are added. Where the input is of this kind the
+    row's digest stands behind them, for its own values are read once more at the end; else they stand before, as text.
     """
 
     def __init__(self, format: str, source: Source) -> None:
@@ -149,6 +166,14 @@ class ColumnarEncoder:
         self._has_rows = source.columns is not None
         self._own = ("id",) if source.columns is None else tuple(source.columns)
         self._added = added_names(self._own)
+        self._fields = self._fields_of_input()
+
+    def _fields_of_input(self) -> list[Any]:
+        """Return the columns of an input of this kind, as they are before it is read."""
+        if not self._input:
+            return []
+        with _opened(self._paths[0], self._input) as (schema, _, _):
+            return [schema.field(name) for name in self._own]
 
     def header(self) -> bytes:
         """Return what stands before the first record: nothing."""
@@ -165,38 +190,45 @@ class ColumnarEncoder:
         return self._record(item, no_answer(f"{item.place}: {error.message}"))
 
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
+        if self._input:
+            return b"%d\t%b" % (item.number, dump([*values, _digest(item.extra)]))
         return b"%d\t%b" % (item.number, dump([*self._values(item), *values]))
 
     def _values(self, item: Item) -> list[str | None]:
-        if self._input:
-            return []
         if not self._has_rows:
             return [item.id]
         row = item.extra if isinstance(item.extra, dict) else {}
         return [None if row.get(name) is None else as_text(row[name]) for name in self._own]
 
-    def finish(self, records: Path, target: Path) -> None:
+    def finish(self, records: Path, target: Path, n_items: int | None = None) -> None:
         """Write the rows that have a record, in the input's order, to a new file.
 
         Args:
             records: the file of records, each item's once, in order; of several for one row the last counts.
             target: is replaced when all is written.
+            n_items: how many there are in the input; None: nobody knows.
 
         Raises:
             ConfigError: the input, which is read once more, is not as it was.
         """
-        with closing(_Records(records)) as found, whole(target, mode=mode_of(records)) as part:
-            self._write(part, found)
+        try:
+            with closing(_Records(records)) as found, whole(target, mode=mode_of(records)) as part:
+                self._write(part, found, n_items)
+        except _ChangedError:
+            raise
+        except ConfigError as error:
+            raise _ChangedError(", ".join(self._paths), str(error), records) from error
 
-    def _write(self, part: Path, found: _Records) -> None:
+    def _write(self, part: Path, found: _Records, n_items: int | None) -> None:
         pyarrow, schema = _import_pyarrow(), self._schema()
+        rows = self._kept_rows(found, n_items) if self._input else self._text_rows(found)
         with part.open("wb") as file:
             if self._format == "parquet":
                 writer = pyarrow.parquet.ParquetWriter(file, schema)
             else:
                 writer = pyarrow.ipc.new_file(file, schema)
             with writer:
-                for columns in self._kept_rows(found) if self._input else self._text_rows(found):
+                for columns in rows:
                     writer.write_batch(pyarrow.record_batch(columns, schema=schema))
             file.flush()
             os.fsync(file.fileno())
@@ -209,31 +241,53 @@ class ColumnarEncoder:
             pyarrow.field(name, types[type])
             for name, type in zip(self._added, ANSWERS.values(), strict=True)
         ]
-        if self._input:
-            with _opened(self._paths[0], self._input) as (schema, _, _):
-                own = [schema.field(name) for name in self._own]
-        else:
-            own = [pyarrow.field(name, types[str]) for name in self._own]
+        own = self._fields or [pyarrow.field(name, types[str]) for name in self._own]
         return pyarrow.schema([*own, *added])
 
-    def _kept_rows(self, found: _Records) -> Iterator[list[Any]]:
+    def _kept_rows(self, found: _Records, n_items: int | None) -> Iterator[list[Any]]:
         """Yield the columns of batches of rows that have a record, with what was added."""
-        n_before, n_columns = 0, len(self._added)
+        n_before = 0
         for path in self._paths:
-            with _opened(path, str(self._input)) as (_, _, batches):
+            with _opened(path, str(self._input)) as (schema, _, batches):
+                types = _types_of(schema)
+                if any(types.get(f.name) != str(f.type) for f in self._fields):
+                    raise _ChangedError(path, "its columns are others", found.path)
                 for batch in batches:
-                    values = [found.of(n_before + i + 1) for i in range(batch.num_rows)]
+                    yield from self._kept(batch, n_before, found, path)
                     n_before += batch.num_rows
-                    rows = [i for i, value in enumerate(values) if value is not None]
-                    if rows:
-                        kept = batch.take(_import_pyarrow().array(rows))
-                        own = [kept.column(name) for name in self._own]
-                        yield [*own, *_turned([v for v in values if v is not None], n_columns)]
+        if n_items not in (None, n_before):
+            what = f"{n_before:,} rows are there, and {n_items:,} were read"
+            raise _ChangedError(", ".join(self._paths), what, found.path)
+
+    def _kept(self, batch: Any, n_before: int, found: _Records, path: str) -> Iterator[list[Any]]:
+        n_columns = len(self._added)
+        rows, values = list[int](), list[list[Any]]()
+        for i, row in enumerate(batch.to_pylist()):
+            value = found.of(n_before + i + 1)
+            if value is None:
+                continue
+            if value[n_columns:] not in ([], [_digest(row)]):
+                what = f"row {n_before + i + 1:,} is not the one that was answered"
+                raise _ChangedError(path, what, found.path)
+            rows.append(i)
+            values.append(value)
+        if rows:
+            kept = batch.take(_import_pyarrow().array(rows))
+            yield [*(kept.column(name) for name in self._own), *_turned(values, n_columns)]
 
     def _text_rows(self, found: _Records) -> Iterator[list[Any]]:
         values = iter(found)
         while rows := list(islice(values, _N_ROWS)):
             yield _turned(rows, len(self._own) + len(self._added))
+
+
+def _types_of(schema: Any) -> dict[str, str]:
+    return {field.name: str(field.type) for field in schema}
+
+
+def _digest(row: object) -> str:
+    """Return what tells a row's values from others."""
+    return blake2b(as_json(row).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _turned(rows: Sequence[Sequence[Any]], n_columns: int) -> list[list[Any]]:
@@ -245,6 +299,7 @@ class _Records:
     """The values in a file of records, in order of numbers: sixteen bytes of memory each."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         numbers, offsets, offset = array("q"), array("q"), 0
         self._file = path.open("rb")
         for line in self._file:

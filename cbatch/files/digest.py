@@ -37,7 +37,7 @@ def _plain(value: object) -> object:
 
 # The order of keys says nothing in a message, but much in a schema: models write its properties in that order.
 _messages = JSONEncoder(sort_keys=True, separators=(",", ":"), default=_plain).encode
-_options = JSONEncoder(separators=(",", ":"), default=_plain).encode
+as_json = JSONEncoder(separators=(",", ":"), default=_plain).encode
 
 
 class Digests:
@@ -67,10 +67,10 @@ class Digests:
         prompt, error = item.prompt, item.error
         if prompt is None:
             said = error and (item.place, error.code, error.message, error.param)
-            return f"error {_options(said)}{_options(item.extra)}"
+            return f"error {as_json(said)}{as_json(item.extra)}"
         asked = _messages((prompt.messages, prompt.prompt, prompt.tokens))
         return (
-            f"{asked}{_options(self._settled(RunOptions.of(prompt.options)))}{_options(item.extra)}"
+            f"{asked}{as_json(self._settled(RunOptions.of(prompt.options)))}{as_json(item.extra)}"
         )
 
     def _settled(self, options: RunOptions) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class Encoder(Protocol):
 class Finisher(Protocol):
     """An encoder whose records become the output at the end of a run."""
 
-    def finish(self, records: Path, target: Path) -> None:
-        """Write the output from a file of records."""
+    def finish(self, records: Path, target: Path, n_items: int | None = None) -> None:
+        """Write the output from a file of records, of an input of so many items."""
 
 
 class NoEncoder:

@@ -132,7 +132,7 @@ def run_file(
         for line in _left_over(ledger) if summary.is_complete else ():
             view.say(line)
     if summary.is_complete:
-        target.finish()
+        target.finish(summary.n_items)
     if summary.ending in ("asked", "now"):
         recording.tell()
         raise Interrupted(summary)

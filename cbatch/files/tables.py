@@ -85,6 +85,9 @@ class CsvReader:
         """Yield a file's rows; the first has the number `n_before` + 1."""
         rows = _CsvRows(file, file.lines(), self._delimiter)
         columns, prompt_of, number = rows.header(), self._prompt_of, n_before
+        check_columns(
+            columns, self.columns, file.name
+        )  # for it may have been replaced since `look`
         assert prompt_of is not None  # `look` came before
         for i_line, cells, error in rows:
             number += 1

@@ -172,11 +172,15 @@ class Target:
             yield pipe
             pipe.close()
 
-    def finish(self) -> None:
-        """Make the output of its records, where it is not made of them as they come."""
+    def finish(self, n_items: int) -> None:
+        """Make the output of its records, of so many items, where it is not made of them as they come.
+
+        Raises:
+            ConfigError: the input is not as it was read.
+        """
         if isinstance(self.encoder, Finisher):
             sort_in_place(self.records)
-            self.encoder.finish(self.records, self.path)
+            self.encoder.finish(self.records, self.path, n_items)
 
 
 def _adopter(path: Path, format: Format, encoder: Encoder, source: Source) -> Adopter:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -12,11 +13,16 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.files.columnar import ColumnarEncoder
 from cbatch.files.encoders import encoder
+from cbatch.files.run import run_file
 from cbatch.files.source import open_source
+from tests.files.runs import make_engine
 from tests.files.samples import ANSWER, error_of, read, records, write
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
+
+    from cbatch.files.item import Item
+    from cbatch.response import BatchResult
 
 DAY = datetime.date(2024, 5, 1)
 TABLE = pa.table(
@@ -210,6 +216,137 @@ def test_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         encode.finish(tmp_path / "records", tmp_path / "out.parquet")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "records"]
+
+
+# ---- an input that changes while a run reads it ----
+
+
+def rows(start: int, n: int, name: str = "q") -> Any:
+    texts = [f"{name} {i}" for i in range(start, start + n)]
+    return pa.table({"text": texts, "n": pa.array(range(start, start + n), pa.int8())})
+
+
+def pairs(out: Path, column: str = "text") -> dict[str, str]:
+    found = load(out)
+    return dict(zip(found[column].to_pylist(), found["response"].to_pylist(), strict=True))
+
+
+BEFORE = rows(0, 30)
+REPLACED = {
+    "others": (rows(30, 30), "row 1 is not the one that was answered"),
+    "some others": (pa.concat_tables([rows(0, 20), rows(50, 10)]), "row 21 is not the one"),
+    "fewer": (rows(0, 15), "15 rows are there, and 30 were read"),
+    "fewer in front": (rows(15, 15), "row 1 is not the one that was answered"),
+    "more": (rows(0, 40), "40 rows are there, and 30 were read"),
+    "another column beside": (
+        BEFORE.set_column(1, "n", pa.array([1] * 30, pa.int8())),
+        "row 1 is not the one",
+    ),
+    "other columns": (BEFORE.rename_columns(["prompt", "n"]), "its columns are others"),
+    "other types": (BEFORE.set_column(1, "n", pa.array(range(30))), "its columns are others"),
+}
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
+@pytest.mark.parametrize("how", REPLACED)
+def test_input_that_was_replaced_pairs_no_answer_with_another_row(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    source, out = tmp_path / name, tmp_path / f"out-{name}"
+    save(source, BEFORE)
+    said: dict[str, Any] = {"template": "{text}"}
+    after, words = REPLACED[how]
+
+    def replace(item: Item, result: BatchResult | None) -> None:
+        if item.number == 7:
+            save(source.with_name(f"new-{name}"), after)
+            source.with_name(f"new-{name}").replace(source)
+
+    with make_engine() as engine:
+        run_file(save(source, BEFORE), tmp_path / f"right-{name}", engine=engine, **said)
+        out.write_bytes(b"of a run before")
+        with pytest.raises(
+            ConfigError, match=f"was changed while the run read it: {words}.*No ans"
+        ):
+            run_file(source, out, engine=engine, on_result=replace, force=True, **said)
+        assert out.read_bytes() == b"of a run before"
+        save(source, BEFORE)  # as it was: every answer is there
+        assert run_file(source, out, engine=engine, **said).n_done == 0
+        assert pairs(out) == pairs(tmp_path / f"right-{name}")
+
+
+def test_input_that_was_replaced_runs_again_where_it_differs(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    said: dict[str, Any] = {"template": "{text}"}
+    after, _ = REPLACED["some others"]
+    with make_engine() as engine:
+        with pytest.raises(ConfigError, match="row 21 is not the one"):
+            run_file(
+                save(source, BEFORE),
+                out,
+                engine=engine,
+                on_result=lambda item, result: save(source, after) if item.number == 30 else None,
+                **said,
+            )
+        assert run_file(source, out, engine=engine, **said).n_done == 10
+        run_file(source, tmp_path / "right.parquet", engine=engine, **said)
+    assert pairs(out) == pairs(tmp_path / "right.parquet")
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_text("no table")])
+def test_input_that_is_gone_at_the_end_costs_no_answer(
+    tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    source, out = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    said: dict[str, Any] = {"template": "{text}"}
+    left = [30]
+
+    def spoil(item: Item, result: BatchResult | None) -> None:
+        left[0] -= 1
+        if not left[0]:
+            change(source)
+
+    with make_engine() as engine:
+        with pytest.raises(
+            ConfigError, match=r"in\.parquet: was changed .*cannot be read as parquet"
+        ):
+            run_file(save(source, BEFORE), out, engine=engine, on_result=spoil, **said)
+        assert run_file(save(source, BEFORE), out, engine=engine, **said).n_done == 0
+    assert load(out).num_rows == 30
+
+
+def test_input_that_is_written_anew_as_it_was_is_the_same(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    rewrite = [lambda: save(source, BEFORE)]
+    with make_engine() as engine:
+        run_file(
+            save(source, BEFORE),
+            out,
+            engine=engine,
+            template="{text}",
+            on_result=lambda item, result: rewrite.pop()() if rewrite else None,
+        )
+    assert load(out).num_rows == 30
+
+
+@pytest.mark.parametrize("name", ["{}.parquet", "{}.csv"])
+def test_further_file_with_other_columns_than_when_the_run_began_ends_it(
+    tmp_path: Path, name: str
+) -> None:
+    def put(letter: str, column: str) -> str:
+        path = tmp_path / name.format(letter)
+        if path.suffix == ".csv":
+            return write(path, f"{column}\n" + "x\n" * 1500)
+        return save(path, pa.table({column: ["x"] * 1500}))
+
+    with open_source([put("a", "text"), put("b", "text")]) as source:
+        items = iter(source)
+        next(items)
+        put("b", "other")
+        with pytest.raises(
+            ConfigError, match=r"its columns are other; those .* before it are text"
+        ):
+            list(items)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(
