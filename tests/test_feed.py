@@ -19,11 +19,13 @@ from cbatch.errors import (
     EngineClosedError,
     PromptError,
     RequestCancelledError,
+    RequestFailedError,
 )
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResult
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT
 from cbatch.runtime.progress import SilentView, Snapshot
+from cbatch.runtime.sequences import SequenceMaker
 from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, all_results, in_thread
 
 if TYPE_CHECKING:
@@ -202,6 +204,24 @@ def test_prompt_that_is_refused_fails_alone_at_its_place(engine: Engine) -> None
     assert response.ids == [r.id for r in results] == ["0", "1", "a", "3", "4", "5", "6"]
     assert results[0].text == results[6].text
     assert engine.stats().n_running == 0
+
+
+def test_prompt_at_which_the_engine_itself_stumbles_fails_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_prompt = SequenceMaker.of_prompt
+
+    def stumbling(self: SequenceMaker, item: BatchPrompt, *given: Any, **more: Any) -> Any:
+        if item.prompt == "bad":
+            raise OSError("the disk is gone")
+        return of_prompt(self, item, *given, **more)
+
+    monkeypatch.setattr(SequenceMaker, "of_prompt", stumbling)
+    one, bad, two = all_results(engine.run(iter(["one", "bad", "two"])))
+    assert (one.error, two.error) == (None, None)
+    assert isinstance(bad.error, RequestFailedError)
+    assert isinstance(bad.error.__cause__, OSError)
+    assert "the disk is gone" in str(bad.error)
 
 
 def broken() -> Iterator[str]:

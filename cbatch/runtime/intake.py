@@ -20,6 +20,7 @@ from cbatch.errors import (
     ConfigError,
     EngineClosedError,
     QueueFullError,
+    RequestFailedError,
 )
 from cbatch.messages import as_prompt
 from cbatch.runtime.choices import Choices
@@ -166,6 +167,7 @@ class Intake:
             self._loop.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
         feed = mailbox.feed = Feed(source, mailbox, partial(self._put, run))
         self._feeds[next(self._n_feeds)] = feed
+        self._loop.check_open()  # it may have ended before it knew of this feed
         if self._is_threaded:
             feed.start()
         return run
@@ -178,8 +180,8 @@ class Intake:
         try:
             drivers, routes = self._named(run, item, place)
             self._submit(drivers, routes, is_fed=True)
-        except CBatchError as error:
-            run.mailbox.deliver(*refused(run.mailbox.ids[place], place, error))
+        except Exception as error:
+            run.mailbox.deliver(*refused(run.mailbox.ids[place], place, _as_failure(error)))
             if isinstance(error, EngineClosedError):
                 run.mailbox.end_feed(error)
         # everybody may have left meanwhile, too early for this one to be cancelled with the others
@@ -280,6 +282,15 @@ class Intake:
 
     def _end_with_loop(self, cause: EngineClosedError | None) -> None:
         self.end(cause or EngineClosedError(CLOSED_EARLY))
+
+
+def _as_failure(error: Exception) -> CBatchError:
+    """Return an error of a prompt as one that its result may have."""
+    if isinstance(error, CBatchError):
+        return error
+    failure = RequestFailedError(f"the prompt could not be taken in: {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def _end_feed(mailbox: weakref.ref[Mailbox]) -> None:
