@@ -46,9 +46,11 @@ def make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> A
 
     Raises:
         ModelLoadError: llama.cpp cannot make it, for want of memory as a rule.
-        ConfigError: more cells than llama.cpp can count, or of a type that this model cannot have.
+        ConfigError: more cells than llama.cpp can count, or of a type that this model cannot have; what YaRN has no use
+            for.
     """
     check_cell_types(model, options)
+    check_yarn(model, options)
     params = _params(model, options, n_threads)
     ctx = llama_cpp.llama_init_from_model(model.pointer, params)
     if not ctx:
@@ -123,6 +125,37 @@ def check_cell_types(model: LlamaModel, options: EngineOptions) -> None:
             f"cache_type_v={options.cache_type_v!r} needs flash attention, which grok models cannot have: "
             "use 'f16', 'bf16' or 'f32'"
         )
+
+
+def check_yarn(model: LlamaModel, options: EngineOptions) -> None:
+    """Refuse what llama.cpp would take and not look at: where YaRN is off its corrections, where it is on its factor.
+
+    Raises:
+        ConfigError: it names the option and what it needs.
+    """
+    is_on = _yarn_ext_factor(model, options) != 0
+    names = (
+        ("yarn_attn_factor",) if is_on else ("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx")
+    )
+    needed = (
+        "yarn_ext_factor=0, else llama.cpp computes it" if is_on else "YaRN: rope_scaling='yarn'"
+    )
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            raise ConfigError(
+                f"{name}={value} has no effect here: it needs {needed}; or leave it out"
+            )
+
+
+def _yarn_ext_factor(model: LlamaModel, options: EngineOptions) -> float:
+    """Return YaRN's mix as llama.cpp settles it. Source: src/llama-context.cpp, the constructor."""
+    said, prefix = model.metadata, f"{model.architecture}.rope.scaling."
+    factor = options.yarn_ext_factor
+    if factor is None:
+        factor = float(said.get(f"{prefix}yarn_ext_factor", "-1"))
+    if factor >= 0:
+        return factor
+    return float((options.rope_scaling or said.get(f"{prefix}type")) == "yarn")
 
 
 def context_cells(model: LlamaModel, options: EngineOptions) -> int:

@@ -53,6 +53,16 @@ def answer(path: Path, **settings: Any) -> tuple[int, ...]:
         return engine.submit(PROMPT).result().token_ids
 
 
+def logprobs(path: Path, **settings: Any) -> list[float]:
+    """Of the prompt's tokens."""
+    prompt = cbatch.BatchPrompt(
+        tokens=PROMPT.tokens, options={"prompt_logprobs": 0, "max_tokens": 0}
+    )
+    with cbatch.load(path, **SMALL, **settings) as engine:
+        found = engine.submit(prompt).result().prompt_logprobs or ()
+    return [token.logprob for token in found if token]
+
+
 # ---- what reaches llama.cpp ----
 
 
@@ -137,6 +147,35 @@ def test_what_is_said_shows_in_the_tokens(
 ) -> None:
     path = synth("test")
     assert (answer(path, **settings) != answer(path)) == is_changed
+
+
+YARN: dict[str, Any] = {"rope_scaling": "yarn", "rope_freq_scale": 0.25}
+YARN_VALUES = {"yarn_beta_fast": 1.0, "yarn_beta_slow": 20.0, "yarn_orig_ctx": 64}
+
+
+@pytest.mark.parametrize("name", YARN_VALUES)
+def test_correction_of_yarn_has_an_effect_or_is_refused(synth: SynthFactory, name: str) -> None:
+    path, said = synth("test"), {name: YARN_VALUES[name]}
+    assert logprobs(path, **YARN, **said) != logprobs(path, **YARN)
+    for settings in ({}, {**YARN, "yarn_ext_factor": 0.0}):
+        with pytest.raises(ConfigError, match=f"{name}=.* needs YaRN: rope_scaling='yarn'"):
+            cbatch.load(path, **SMALL, **settings, **said)
+
+
+def test_factor_of_yarn_has_an_effect_or_is_refused(synth: SynthFactory) -> None:
+    path, said = synth("test"), {"yarn_attn_factor": 3.0}
+    unmixed = {**YARN, "yarn_ext_factor": 0.0}
+    assert logprobs(path, **unmixed, **said) != logprobs(path, **unmixed)
+    assert logprobs(path, **said) != logprobs(path)
+    with pytest.raises(ConfigError, match=r"needs yarn_ext_factor=0, else llama\.cpp computes it"):
+        cbatch.load(path, **SMALL, **YARN, **said)
+
+
+def test_yarn_of_the_model_s_own_takes_corrections(synth: SynthFactory) -> None:
+    own = synth("test", metadata={"llama.rope.scaling.type": "yarn"})
+    cbatch.load(own, **SMALL, yarn_beta_fast=16.0).close()
+    with pytest.raises(ConfigError, match="yarn_attn_factor"):
+        cbatch.load(own, **SMALL, yarn_attn_factor=2.0)
 
 
 @pytest.mark.parametrize("cell_type", CELL_TYPES)
