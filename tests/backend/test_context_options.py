@@ -150,20 +150,20 @@ def test_what_is_said_shows_in_the_tokens(
 
 
 YARN: dict[str, Any] = {"rope_scaling": "yarn", "rope_freq_scale": 0.25}
-YARN_VALUES = {"yarn_beta_fast": 1.0, "yarn_beta_slow": 20.0, "yarn_orig_ctx": 64}
+YARN_VALUES: dict[str, Any] = {"yarn_beta_fast": 1.0, "yarn_beta_slow": 20.0, "yarn_orig_ctx": 64}
 
 
 @pytest.mark.parametrize("name", YARN_VALUES)
 def test_correction_of_yarn_has_an_effect_or_is_refused(synth: SynthFactory, name: str) -> None:
     path, said = synth("test"), {name: YARN_VALUES[name]}
     assert logprobs(path, **YARN, **said) != logprobs(path, **YARN)
-    for settings in ({}, {**YARN, "yarn_ext_factor": 0.0}):
+    for settings in (dict[str, Any](), {**YARN, "yarn_ext_factor": 0.0}):
         with pytest.raises(ConfigError, match=f"{name}=.* needs YaRN: rope_scaling='yarn'"):
             cbatch.load(path, **SMALL, **settings, **said)
 
 
 def test_factor_of_yarn_has_an_effect_or_is_refused(synth: SynthFactory) -> None:
-    path, said = synth("test"), {"yarn_attn_factor": 3.0}
+    path, said = synth("test"), dict[str, Any](yarn_attn_factor=3.0)
     unmixed = {**YARN, "yarn_ext_factor": 0.0}
     assert logprobs(path, **unmixed, **said) != logprobs(path, **unmixed)
     assert logprobs(path, **said) != logprobs(path)
