@@ -14,7 +14,7 @@ from cbatch.files.manifest import NUMBERED, record_key
 from cbatch.files.places import is_dash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cbatch.files.manifest import Manifest
 
@@ -93,6 +93,15 @@ def _place(path: str, folder: Path) -> str | None:
     if is_dash(path) or not Path(path).is_file():
         return None
     return os.path.relpath(os.path.realpath(path), folder)
+
+
+def inputs_of(settings: Mapping[str, str], folder: Path) -> list[str]:
+    """Return the files that an output in this folder was made of; none where one was a pipe."""
+    first, others = settings.get(_FIRST, _PIPE), json.loads(settings.get(_OTHERS, "[]"))
+    if first == _PIPE or any(map(is_dash, others)):
+        return []
+    path = os.path.normpath(folder / first)
+    return [path, *(os.path.normpath(Path(path).parent / other) for other in others)]
 
 
 def _names(paths: Sequence[str]) -> list[str]:
