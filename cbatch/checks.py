@@ -174,6 +174,16 @@ def check_text(name: str, value: object, n_most: int) -> str | None:
     return text
 
 
+def check_string(name: str, value: object) -> str | None:
+    """Return text of any length."""
+    text = text_of(value)
+    if text is None and value is not None:
+        raise ConfigError(f"{name} must be a string, not {shown(value)}")
+    if text is not None:
+        check_whole(name, text)
+    return text
+
+
 def strings_of(name: str, value: object) -> tuple[str, ...] | None:
     """Return the non-empty strings of `value`; an empty stop string would match everywhere and is left out."""
     if value is None:

@@ -553,7 +553,8 @@ def checked_tokens(engine: Engine, prompt: BatchPrompt, options: RunOptions) -> 
 def _folder(named: str | os.PathLike[str]) -> Path:
     from cbatch.store import cells_folder  # numpy is slow to import
 
-    return cells_folder(check_path("cache_dir", named))
+    with reading("cache_dir"):
+        return cells_folder(check_path("cache_dir", named))
 
 
 def load(

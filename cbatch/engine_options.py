@@ -15,8 +15,8 @@ from cbatch.checks import (
     check_float,
     check_int,
     check_path,
+    check_string,
     check_text,
-    check_whole,
     reading,
     shown,
 )
@@ -180,7 +180,7 @@ class EngineOptions(ScheduleOptions):
             self._settle(check_choice, name, get_args(CellType))
         for name in ("exact", "use_mmap", "use_mlock", "offload_kqv"):
             self._settle(check_bool, name)
-        self._settle(_template, "chat_template")
+        self._settle(check_string, "chat_template")
         self._check_places()
         self._check_rope()
         self._check_sizes()
@@ -195,11 +195,15 @@ class EngineOptions(ScheduleOptions):
         Raises:
             UnsupportedOptionError: a name that there is not.
         """
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"settings must be a mapping, not {shown(settings)}")
         known = [f.name for f in fields(cls)]
-        for name in settings:
-            if text_of(name) not in known:
+        with reading("settings"):
+            said = {text_of(name) or shown(name): value for name, value in settings.items()}
+        for name in said:
+            if name not in known:
                 raise UnsupportedOptionError(name, known)
-        return cls(**{str(text_of(name)): value for name, value in settings.items()})
+        return cls(**said)
 
     @property
     def n_slots(self) -> int:
@@ -324,15 +328,6 @@ class EngineOptions(ScheduleOptions):
 def is_quantised(cell_type: str) -> bool:
     """Return whether a type of cells stores blocks of numbers rather than each by itself."""
     return cell_type not in ("f16", "f32", "bf16")
-
-
-def _template(name: str, value: object) -> str | None:
-    text = text_of(value)
-    if text is None and value is not None:
-        raise ConfigError(f"{name} must be a string, not {shown(value)}")
-    if text is not None:
-        check_whole(name, text)
-    return text
 
 
 def _shares(name: str, value: object) -> tuple[float, ...] | None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ def _restored(cls: type[CBatchError], args: tuple[Any, ...], state: dict[str, An
 
 
 def words_of(error: BaseException) -> str:
-    """Return what an error says, or what it is where it says nothing."""
-    return str(error) or type(error).__name__
+    """Return what an error says, or what it is where it says nothing or cannot be asked."""
+    with suppress(Exception):
+        return str(error) or type(error).__name__
+    return type(error).__name__
 
 
 class ConfigError(CBatchError, ValueError):
@@ -142,7 +145,8 @@ class BatchError(CBatchError):
         failed = [r for r in self.results if r.error is not None]
         said = []
         if source_error is not None:
-            said.append(f"reading the prompts ended after {len(self.results)}: {source_error!r}")
+            what = f"{type(source_error).__name__}: {words_of(source_error)}"
+            said.append(f"reading the prompts ended after {len(self.results)}: {what}")
         if failed or not said:
             shown = "; ".join(f"{r.id}: {r.error}" for r in failed[:3])
             more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""

@@ -31,10 +31,8 @@ def int_of(value: object) -> int | None:
         return None if isinstance(value, bool) else int.__index__(value)
     if isinstance(value, Enum):
         return int_of(value.value)
-    if not (hasattr(value, "__index__") and _is_scalar(value)):
-        return None
     try:
-        return operator.index(value)
+        return operator.index(value) if _is_scalar(value, "__index__") else None  # type: ignore[arg-type]
     except Exception:  # a fraction of numpy's, or somebody's own method
         return None
 
@@ -48,10 +46,8 @@ def number_of(value: object) -> float | None:
         return float.__float__(value)
     if isinstance(value, Enum):
         return number_of(value.value)
-    if not (hasattr(value, "__float__") and _is_scalar(value)):
-        return None
     try:
-        return float(value)
+        return float(value) if _is_scalar(value, "__float__") else None  # type: ignore[arg-type]
     except Exception:  # a Decimal that is no number, or somebody's own method
         return None
 
@@ -60,8 +56,11 @@ def flag_of(value: object) -> bool | None:
     """Return True or False, also numpy's; None where it is neither."""
     if isinstance(value, bool):
         return value
-    is_scalar = getattr(value, "shape", None) == ()
-    return bool(value) if is_scalar and _dtype(value) in ("bool", "torch.bool") else None
+    try:
+        is_flag = getattr(value, "shape", None) == () and _dtype(value) in ("bool", "torch.bool")
+        return bool(value) if is_flag else None
+    except Exception:  # somebody's own method
+        return None
 
 
 def list_of(value: object) -> list[object] | None:
@@ -110,9 +109,9 @@ def plain_for_json(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is no type of JSON")
 
 
-def _is_scalar(value: object) -> bool:
-    """Whether a value that says its type and shape is a single number."""
-    dtype = _dtype(value)
+def _is_scalar(value: object, method: str) -> bool:
+    """Whether a value has this method and is, where it says its type and shape, a single number."""
+    dtype = _dtype(value) if hasattr(value, method) else "none"
     return getattr(value, "shape", ()) == () and (dtype == "" or bool(_NUMBER.search(dtype)))
 
 

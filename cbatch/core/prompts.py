@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cbatch.core.prefix import n_common
-from cbatch.errors import CBatchError, RequestFailedError
+from cbatch.errors import CBatchError, RequestFailedError, words_of
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 
@@ -37,7 +37,9 @@ class Prompts:
             driver.refusal = error
         except Exception as error:
             # a template may raise anything: it is this request's own failure
-            driver.refusal = RequestFailedError(f"the prompt could not be prepared: {error}")
+            driver.refusal = RequestFailedError(
+                f"the prompt could not be prepared: {words_of(error)}"
+            )
             driver.refusal.__cause__ = error
 
     def _n_first_message(self, request: Request, tokens: Sequence[int]) -> int:

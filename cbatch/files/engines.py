@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from cbatch.checks import shown
 from cbatch.engine import Engine, load
 from cbatch.errors import ConfigError
 
@@ -12,6 +13,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from cbatch.messages import LookAhead
+
+
+def check_engine(engine: object) -> None:
+    """Check what is to answer.
+
+    Raises:
+        ConfigError: it is no engine.
+    """
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"engine must be an Engine, as load returns it, not {shown(engine)}")
 
 
 @contextmanager
@@ -40,6 +51,7 @@ def engine_for(
         with load(model, threaded=threaded, look_ahead=look_ahead(), **settings) as engine:
             yield engine
         return
+    check_engine(given)
     if model is not None or settings:
         names = ", ".join(settings) or "model"
         raise ConfigError(f"{names}: the engine is loaded already; leave it out, or give no engine")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from cbatch.checks import MAX_INT, check_int, check_seconds
 from cbatch.files.engines import engine_for
 from cbatch.files.facts import peak_bytes
 from cbatch.files.figures import duration
@@ -98,11 +99,13 @@ def estimate_file(
         ConfigError: a setting is wrong, or the input cannot be read.
         EngineError: the model cannot be loaded.
     """
+    n_drawn = check_int("n_sample", n_sample, 1, MAX_INT) or N_SAMPLE
+    most_s = check_seconds("sample_s", sample_s)
     asked, load_settings = split_settings(settings)
     defaults = RunOptions.of(options)
     with ExitStack() as stack:
         reading = stack.enter_context(closing(Reading(source, asked)))
-        prompts, n_items = drawn(reading.items, n_sample, random.Random(asked.shuffle_seed))
+        prompts, n_items = drawn(reading.items, n_drawn, random.Random(asked.shuffle_seed))
         n_items = min(n_items, asked.limit or n_items)
         is_all = n_items == len(prompts)
         runner = stack.enter_context(
@@ -113,7 +116,7 @@ def estimate_file(
         if not prompts:
             return Estimate(n_items, 0, (0.0, 0.0), 0, 0, 0.0)
         start_s = perf_counter()
-        response = runner.run(prompts, options=defaults, max_time_s=sample_s)
+        response = runner.run(prompts, options=defaults, max_time_s=most_s)
         results = response.results(return_errors=True)
         return _extrapolated(results, n_items, perf_counter() - start_s)
 

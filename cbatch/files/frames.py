@@ -6,8 +6,10 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from cbatch.checks import check_flag, check_string
 from cbatch.errors import BatchError, ConfigError, EngineClosedError, RequestCancelledError
 from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
+from cbatch.files.engines import check_engine
 from cbatch.files.rows import Asking, RowPrompts
 from cbatch.files.tables import check_columns, item_of_row
 
@@ -75,9 +77,15 @@ def run_table(
     Raises:
         ConfigError: no table, no row, two columns of one name, or a template that does not fit.
     """
+    check_engine(engine)
+    asking = Asking(
+        check_string("template", template),
+        check_string("system", system),
+        check_flag("is_raw", is_raw),
+    )
     frame = _frame(table)
     check_columns(frame.columns, None, "table")
-    prompt_of = RowPrompts(Asking(template, system, is_raw), frame.columns, "table")
+    prompt_of = RowPrompts(asking, frame.columns, "table")
     items: list[Item | None] = []
     asked = _prompts(frame, prompt_of, items)
     results, end = _results(engine.run(asked, options=options, progress=progress))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from cbatch.checks import check_path, reading
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +21,16 @@ STDOUT = Path("-")
 def is_dash(path: str | Path) -> bool:
     """Whether the path is `-`: stdin or stdout."""
     return str(path) == "-"
+
+
+def file_of(name: str, value: object) -> Path:
+    """Return where a file is, or `-`; the home is in the place of `~`.
+
+    Raises:
+        ConfigError: it can be no path.
+    """
+    with reading(name):
+        return Path(check_path(name, value))
 
 
 def stdin() -> BinaryIO:
@@ -74,6 +86,7 @@ def check_place(path: Path) -> None:
     """
     if is_dash(path):
         return
+    _check_name(path)
     if path.is_dir():
         raise ConfigError(f"{path}: is a directory: give a file")
     folder = real(path).parent if path.is_symlink() else path.parent
@@ -81,6 +94,15 @@ def check_place(path: Path) -> None:
         raise ConfigError(f"{path}: the folder {folder} does not exist")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{path}: no permission to write there")
+
+
+def _check_name(path: Path) -> None:
+    """Refuse what the system takes for no name, such as one that is too long; other errors are told elsewhere."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL):
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def check_apart(path: Path, inputs: Iterable[str | Path]) -> None:

@@ -10,17 +10,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import readable
-from cbatch.engine import run_options_of
+from cbatch.checks import check_path, readable, shown
+from cbatch.engine import check_view, run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.check import why_refused
 from cbatch.files.digest import Digests
 from cbatch.files.encoders import NoEncoder
-from cbatch.files.engines import engine_for
+from cbatch.files.engines import check_engine, engine_for
 from cbatch.files.item import item_key
 from cbatch.files.opening import OUTPUT_FORMAT
 from cbatch.files.origin import Origin
 from cbatch.files.pipe import Pipe
+from cbatch.files.places import file_of
 from cbatch.files.reading import N_LOOKED_AHEAD, Reading
 from cbatch.files.recording import Recording
 from cbatch.files.settings import FileOptions, split_settings
@@ -88,9 +89,11 @@ def run_file(
     """
     asked, load_settings = split_settings(settings)
     defaults, view = RunOptions.of(options), _view(progress)
-    check_places(Path(output), asked, [*_model_file(model), *_adapter_files(load_settings)])
+    place = file_of("output", output)
+    _check_calls(on_result, stop)
+    check_places(place, asked, [*_model_file(model), *_adapter_files(load_settings)])
     with ExitStack() as stack:
-        reading, target = _opened(stack, source, Path(output), asked)
+        reading, target = _opened(stack, source, place, asked)
         if engine is None:
             view.say(f"loading {model or 'the model that ships inside'}")
         n_ahead = asked.window or N_LOOKED_AHEAD
@@ -164,6 +167,7 @@ def stream_file(
         EngineError: in the midst of it, the engine cannot go on, or somebody has closed it.
         RequestCancelledError: in the midst of it, somebody has called the engine's `cancel_all`.
     """
+    check_engine(engine)
     asked, load_settings = split_settings(settings)
     for name in (*load_settings, *_OF_OUTPUT):
         if name in settings:
@@ -263,9 +267,15 @@ def _work(
 
 
 def _view(progress: bool | View) -> View:
-    if isinstance(progress, bool):
-        return choose_view(closing_line, is_quiet=not progress)
-    return progress
+    view = check_view(progress)
+    return choose_view(closing_line, is_quiet=not view) if isinstance(view, bool) else view
+
+
+def _check_calls(on_result: object, stop: object) -> None:
+    if on_result is not None and not callable(on_result):
+        raise ConfigError(f"on_result must be a function, not {shown(on_result)}")
+    if not isinstance(stop, Stopper | None):
+        raise ConfigError(f"stop must be a Stopper, not {shown(stop)}")
 
 
 def _resumed(ledger: Ledger) -> list[str]:
@@ -301,7 +311,7 @@ def _adapter_files(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _model_file(model: Any) -> list[str]:
-    return [str(model)] if isinstance(model, str | Path) else []
+    return [check_path("model", model)] if isinstance(model, str | os.PathLike) else []
 
 
 def _settings_of(

@@ -6,8 +6,10 @@ import json
 import os
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cbatch.checks import check_flag
 from cbatch.errors import ConfigError
 from cbatch.files.compact import copied, in_order, rewrite, write_all
 from cbatch.files.detect import is_columnar
@@ -17,13 +19,12 @@ from cbatch.files.home import manifest_at, records_at
 from cbatch.files.item import bytes_of
 from cbatch.files.opening import OUTPUT_FORMAT, closing_all, put_away, reopened
 from cbatch.files.output import check_file
-from cbatch.files.places import check_new, real
+from cbatch.files.places import check_new, file_of, real
 from cbatch.files.seen import scratch
-from cbatch.files.source import open_source
+from cbatch.files.source import names_of, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from cbatch.files.manifest import Manifest
     from cbatch.files.output import Output
@@ -71,6 +72,7 @@ def sort_in_place(output: Path) -> dict[Path, Sorted]:
         ConfigError: there is no manifest, a run writes there, or a file was changed.
         OutputError: the disk is full.
     """
+    output = file_of("output", output)
     if is_columnar(output):
         return {output: _in_columns(output)}
     found = reopened(output)
@@ -122,6 +124,8 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
         ConfigError: see `sorted_records`, or the target exists or cannot be written.
         OutputError: the disk is full.
     """
+    output, target = file_of("output", output), file_of("target", target)
+    check_flag("force", force)
     check_file(target)
     target = real(target)
     if target in (real(output), manifest_at(output)):
@@ -148,6 +152,7 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
         ConfigError: there is neither manifest nor `by`, or both; a run writes there; a file was changed; a line of an
             output without a manifest has no id.
     """
+    output, by = file_of("output", output), [Path(name) for name in names_of("by", by)]
     if is_columnar(output):
         raise ConfigError(f"{output}: {_NOTHING_TO_SORT}; for another file, copy it")
     has_manifest = manifest_at(output).exists()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+import os
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING
 
+from cbatch.checks import check_path, reading, shown
 from cbatch.errors import ConfigError
 from cbatch.files.detect import COLUMNAR, check_format, first_object, format_of
 from cbatch.files.inputs import MAX_LINE_BYTES, InputFile, find_files
@@ -13,6 +15,7 @@ from cbatch.files.openai import OpenAIParser
 from cbatch.files.readers import LineReader
 from cbatch.files.rows import Asking
 from cbatch.files.tables import CsvReader, ObjectParser, TextParser
+from cbatch.plain import is_table, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -114,13 +117,30 @@ def open_source(
     """
     asking = Asking(template, system, is_raw)
     check_format(format, "auto")
-    given = [paths] if isinstance(paths, str | PurePath) else paths
-    files = [InputFile(name, max_line_bytes) for name in find_files(given, without)]
+    named = find_files(names_of("source", paths), without)
+    files = [InputFile(name, max_line_bytes) for name in named]
     try:
         return _looked_at(files, format, asking, url)
     except BaseException:
         _close(files)
         raise
+
+
+def names_of(name: str, paths: object) -> list[str]:
+    """Return the names of files that somebody gives, alone or in a list.
+
+    Raises:
+        ConfigError: they are none; errors call them `name`.
+    """
+    with reading(name):
+        if isinstance(paths, os.PathLike) or text_of(paths) is not None:
+            return [check_path(name, paths)]
+        is_single = isinstance(paths, Mapping | Set | bytes) or is_table(paths)
+        if not isinstance(paths, Iterable) or is_single or hasattr(paths, "readline"):
+            raise ConfigError(
+                f"{name} must be the name of a file, or a list of names, not {shown(paths)}"
+            )
+        return [check_path(f"{name}[{i}]", path) for i, path in enumerate(paths)]
 
 
 def _looked_at(files: Sequence[InputFile], format: str, asking: Asking, url: str | None) -> Source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cbatch.core.outcome import result_of, take_chunk
-from cbatch.errors import RequestFailedError
+from cbatch.errors import RequestFailedError, words_of
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import refused
 
@@ -58,6 +58,6 @@ def _outcome(
         last = take_chunk(driver)
         return [last] if last else [], [(place, result_of(driver))]
     except Exception as error:
-        failure = RequestFailedError(f"the answer could not be made into text: {error}")
+        failure = RequestFailedError(f"the answer could not be made into text: {words_of(error)}")
         failure.__cause__ = error
         return refused(driver.request.id, place, failure)

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.core.status import Status
-from cbatch.errors import EngineClosedError, QueueFullError
+from cbatch.errors import EngineClosedError, QueueFullError, words_of
 from cbatch.interrupts import Latch, Postponed
 from cbatch.logs import Log
 from cbatch.runtime.choices import Choices
@@ -565,7 +565,7 @@ class Loop:
             batcher.retire(driver)
 
     def _failure(self, cause: BaseException) -> EngineClosedError:
-        error = EngineClosedError(f"the engine stopped: {cause}")
+        error = EngineClosedError(f"the engine stopped: {words_of(cause)}")
         error.__cause__ = cause
         return error
 
