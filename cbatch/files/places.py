@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 STDOUT = Path("-")
 
+_N_BESIDE = 40
+"""Characters by which the name of a file that stands beside an output is longer than its own, at most."""
+
 
 def is_dash(path: str | Path) -> bool:
     """Whether the path is `-`: stdin or stdout."""
@@ -30,7 +33,9 @@ def file_of(name: str, value: object) -> Path:
         ConfigError: it can be no path.
     """
     with reading(name):
-        return Path(check_path(name, value))
+        path = Path(check_path(name, value))
+    _check_name(path)
+    return path
 
 
 def stdin() -> BinaryIO:
@@ -97,12 +102,17 @@ def check_place(path: Path) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """Refuse what the system takes for no name, such as one that is too long; other errors are told elsewhere."""
+    """Refuse what the system takes for no name, such as one that is too long; other errors are told elsewhere.
+
+    Files stand beside it for a while, whose names are longer.
+    """
+    if is_dash(path) or not path.name:
+        return
     try:
-        path.stat()
+        path.with_name(path.name + "x" * _N_BESIDE).stat()
     except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL):
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise ConfigError(f"{path}: cannot be the name of a file: {error.strerror}") from error
 
 
 def check_apart(path: Path, inputs: Iterable[str | Path]) -> None:

@@ -1,0 +1,219 @@
+"""Files and settings of a run that are of the wrong kind: what a user means, or a typed error."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
+from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.files.check import check_file
+from cbatch.files.estimate import estimate_file
+from cbatch.files.frames import run_table
+from cbatch.files.run import run_file, stream_file
+from cbatch.files.settings import FileOptions
+from cbatch.files.sort import sort_in_place, sort_to
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+OPTIONS = {"max_tokens": 2, "ignore_eos": True}
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with closing(Engine(FakeBackend(2, 64, 32), options=OPTIONS)) as made:
+        yield made
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"id": "{i}", "prompt": "a"}}\n' for i in "ab"))
+    return path
+
+
+def ids(path: Path) -> list[str]:
+    return sorted(json.loads(line)["id"] for line in path.read_text().splitlines())
+
+
+# ---- names of files ----
+
+
+@pytest.mark.parametrize("wrong", [5, b"in.jsonl", None, {"in.jsonl"}, "", "a\0b", ["in.jsonl", 5]])
+def test_source_that_is_no_name_is_refused(engine: Engine, tmp_path: Path, wrong: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: run_file(wrong, tmp_path / "out.jsonl", engine=engine),
+        lambda: stream_file(wrong, engine),
+        lambda: check_file(wrong, engine=engine),
+        lambda: estimate_file(wrong, engine=engine),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="source"):
+            call()
+
+
+def test_source_that_is_open_or_a_table_is_refused_by_what_it_is(engine: Engine) -> None:
+    for wrong in (io.StringIO("{}"), pd.DataFrame({"prompt": ["a"]})):
+        with pytest.raises(ConfigError, match="source must be the name of a file"):
+            check_file(wrong, engine=engine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [5, b"out", None, "", "a\0b", ["out"], "x" * 300])
+def test_output_that_is_no_name_is_refused(engine: Engine, source: Path, wrong: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: run_file(source, wrong, engine=engine),
+        lambda: sort_in_place(wrong),
+        lambda: sort_to(wrong, source.with_name("sorted")),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError):
+            call()
+
+
+def test_names_may_be_text_and_begin_with_the_home(
+    engine: Engine, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(source.parent))
+    out: Any = "~/out.jsonl"
+    run_file("~/in.jsonl", out, engine=engine, report="~/page.html")
+    assert ids(source.with_name("out.jsonl")) == ["a", "b"]
+    assert source.with_name("page.html").is_file()
+    assert [counts.n_records for counts in sort_in_place(out).values()] == [2]
+    target: Any = "~/sorted.jsonl"
+    assert sort_to(out, target).n_records == 2
+    assert ids(source.with_name("sorted.jsonl")) == ["a", "b"]
+
+
+def test_input_to_sort_by_may_be_one_name(engine: Engine, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plain.jsonl"
+    out.write_text('{"id": "b"}\n{"id": "a"}\n')
+    by: Any = str(source)
+    sort_to(out, tmp_path / "sorted.jsonl", by=by)
+    assert (tmp_path / "sorted.jsonl").read_text() == '{"id": "a"}\n{"id": "b"}\n'
+
+
+def test_names_may_come_from_a_pattern_of_the_caller(engine: Engine, source: Path) -> None:
+    found: Any = source.parent.glob("*.jsonl")
+    assert check_file(found, engine=engine).n_items == 2
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet", "arrow"])
+def test_files_whose_names_are_no_text_are_run(engine: Engine, tmp_path: Path, ending: str) -> None:
+    source, table = tmp_path / f"in\udcff.{ending}", pa.table({"prompt": ["a", "b"]})
+    if ending == "parquet":
+        with source.open("wb") as file:
+            pq.write_table(table, file)
+    elif ending == "arrow":
+        with source.open("wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        source.write_text('{"prompt": "a"}\n' if ending == "jsonl" else "prompt\na\n")
+    assert check_file(source, engine=engine).n_good
+    out = tmp_path / f"out\udcff.{ending}"
+    summary = run_file(
+        source, out, engine=engine, report=tmp_path / "page\udcff.html", trace=tmp_path / "t\udcff"
+    )
+    assert summary.is_complete
+    assert out.stat().st_size
+    assert run_file(source, out, engine=engine).is_complete  # which goes on with what is there
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("format", 5),
+            ("format", None),
+            ("output_format", b"csv"),
+            ("template", 5),
+            ("system", []),
+        ),
+        *(
+            ("is_raw", 1),
+            ("shuffle", "no"),
+            ("strict", None),
+            ("retry_errors", 0),
+            ("force", "yes"),
+        ),
+        *(("limit", 0), ("limit", 1.0), ("shuffle_seed", "a"), ("shuffle_seed", None)),
+        *(("window", True), ("max_time_s", "1"), ("errors", 5), ("report", ""), ("trace", b"a\0")),
+    ],
+)
+def test_setting_of_the_wrong_kind_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        FileOptions(**{name: value})
+
+
+def test_numbers_and_flags_of_numpy_are_plain() -> None:
+    given: dict[str, Any] = {"limit": np.int64(5), "shuffle": np.True_, "shuffle_seed": np.uint8(3)}
+    options = FileOptions(**given, max_time_s=float("inf"))
+    assert (options.limit, options.shuffle, options.shuffle_seed) == (5, True, 3)
+    assert type(options.limit) is int
+
+
+@pytest.mark.parametrize("wrong", [5, "engine", {}])
+def test_engine_of_the_wrong_kind_is_refused(source: Path, wrong: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: run_file(source, source.with_name("out.jsonl"), engine=wrong),
+        lambda: stream_file(source, wrong),
+        lambda: check_file(source, engine=wrong),
+        lambda: estimate_file(source, engine=wrong),
+        lambda: run_table(pd.DataFrame({"prompt": ["a"]}), engine=wrong),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="engine must be an Engine"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"progress": 1}, "progress must be True, False or a View"),
+        ({"on_result": 5}, "on_result must be a function"),
+        ({"stop": 5}, "stop must be a Stopper"),
+        ({"options": {5: 3}}, "unknown option '5'"),
+    ],
+)
+def test_what_run_file_is_told_is_checked(
+    engine: Engine, source: Path, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run_file(source, source.with_name("out.jsonl"), engine=engine, **given)
+    assert not source.with_name("out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "given", [{"template": 5}, {"system": b"a"}, {"is_raw": 1}, {"progress": 1}]
+)
+def test_what_run_table_is_told_is_checked(engine: Engine, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        run_table(pd.DataFrame({"prompt": ["a"]}), engine=engine, **given)
+
+
+@pytest.mark.parametrize(
+    "given", [{"n_sample": 0}, {"n_sample": "1"}, {"sample_s": "1"}, {"sample_s": -1}]
+)
+def test_what_estimate_file_is_told_is_checked(
+    engine: Engine, source: Path, given: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        estimate_file(source, engine=engine, **given)
+
+
+def test_unknown_setting_is_refused_by_name(engine: Engine, source: Path) -> None:
+    with pytest.raises(UnsupportedOptionError, match="windows"):
+        check_file(source, engine=engine, windows=3)
