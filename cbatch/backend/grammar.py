@@ -14,7 +14,7 @@ from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.schema_numbers import find_bad_number
 from cbatch.backend.trial import GrammarTrial
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Guidance, Slot
-from cbatch.errors import EngineClosedError, GrammarError
+from cbatch.errors import GrammarError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,8 +99,7 @@ class LlamaGrammars:
 
         limits = llguidance.LLParserLimits(**_LIMITS)
         with self._model.busy:
-            if self._tokenizer is None:
-                raise EngineClosedError(f"{self._model.name} is closed")
+            self._model.check_open()
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
             _check(grammar, matcher)
             n_words = (self._tokenizer.vocab_size + 31) // 32

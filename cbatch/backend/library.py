@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.metadata
 import importlib.resources
 import os
@@ -11,6 +10,7 @@ import sys
 from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.once import once
 from cbatch.errors import IncompatibleLlamaError
 
 ABI_VERSION = 5
@@ -55,9 +55,8 @@ def _path() -> str:
     return str(importlib.resources.files("cbatch") / _FILE_NAME)
 
 
-@functools.cache
-def library() -> Any:
-    """Return the loaded library, its functions typed. `CBATCH_LIBRARY` names another file to load.
+def load_library() -> Any:
+    """Return the library, its functions typed; `library` does so once. `CBATCH_LIBRARY` names another file to load.
 
     Raises:
         IncompatibleLlamaError: the file is missing, does not load, or is of another cbatch.
@@ -79,6 +78,9 @@ def library() -> Any:
         function = getattr(lib, name)
         function.restype, function.argtypes = restype, argtypes
     return lib
+
+
+library = once(load_library)
 
 
 def handshake() -> None:

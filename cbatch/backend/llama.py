@@ -24,6 +24,7 @@ from cbatch.backend.library import handshake
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, has_states
 from cbatch.backend.native import NativeStepper
+from cbatch.backend.once import teams
 from cbatch.backend.saved import read_format
 from cbatch.backend.tiles import most_far
 from cbatch.core.plan import (
@@ -132,6 +133,7 @@ class LlamaBackend:
         self.n_piece = _n_piece(self.n_batch, options)
         self._parts = model_parts(model.name)
         self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self._ctx)))
+        model.contexts.add(self)
         llama_log().install()
 
     def _open(self) -> None:
@@ -198,6 +200,7 @@ class LlamaBackend:
     def run(self, plan: StepPlan) -> StepResult:
         """Do one plan; see `Backend.run`."""
         if not self._busy.acquire(blocking=False):
+            self._model.check_open()
             raise PlanError("two threads run one context")
         try:
             return self._run(plan)
@@ -206,6 +209,7 @@ class LlamaBackend:
 
     def _run(self, plan: StepPlan) -> StepResult:
         if self._ctx is None:
+            self._model.check_open()
             raise EngineClosedError("the backend is closed")
         self._check(plan)
         lost, is_loaded = self._move_cells(plan)
@@ -219,6 +223,8 @@ class LlamaBackend:
             self._stepper.bind(binding)
             self._guides.bind(binding)
         can_compute = plan.chunks and is_loaded
+        if can_compute and self.n_threads > 1:
+            teams().join()
         if can_compute and self._adapters is not None:
             self._adapters.use(self._ctx, plan.adapters)
         result = self._compute(plan) if can_compute else StepResult([[] for _ in plan.chunks], 0)
@@ -489,6 +495,14 @@ class LlamaBackend:
         if self._owns_model:
             self._model.close()
         llama_log().remove()
+
+    def give_up(self) -> None:
+        """Free the context, for the model's owner frees the model; waits for the run in flight. From any thread."""
+        self.interrupt()
+        with self._busy:
+            self._free()
+            if self._adapters is not None:
+                self._adapters.close()
 
     def _free(self) -> None:
         if self._stepper is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import threading
 from collections import deque
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.library import library
+from cbatch.backend.once import once
 from cbatch.logs import Log
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
         i += 8 + n
 
 
-@functools.cache
+@once
 def llama_log() -> LlamaLog:
     """Return the process's one log."""
     return LlamaLog()

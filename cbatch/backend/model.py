@@ -7,19 +7,22 @@ import math
 import mmap
 import os
 import threading
+import weakref
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.backend.amx import AMX_ADVICE, has_sound_amx
 from cbatch.backend.bindings import llama_cpp, short_spins
 from cbatch.backend.chat import parse_override
 from cbatch.backend.devices import add_servers, list_devices
 from cbatch.backend.gguf_check import Cursor, DamagedError, check_file, read_header
+from cbatch.backend.once import once
 from cbatch.backend.shipped import shipped_model
 from cbatch.backend.vocab import LlamaVocab
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
+from cbatch.interrupts import Postponed
 from cbatch.logs import Log
 from cbatch.options import RunOptions
 
@@ -83,6 +86,13 @@ class Watch:
     is_stopped: Callable[[], bool] = bool
 
 
+class Context(Protocol):
+    """Computes with a model."""
+
+    def give_up(self) -> None:
+        """Free what belongs to the model; wait for the run in flight. From any thread."""
+
+
 class LlamaModel:
     """Owns a `llama_model *`, or borrows a `llama_cpp.Llama`'s, which it then never frees."""
 
@@ -107,6 +117,10 @@ class LlamaModel:
         self.placement = placement or Placement()
         self._pointer: Any = pointer
         self._owner = owner
+        self._end = ""
+        """Why it is closed; empty while it is open."""
+        self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+        """What computes with it."""
         self.busy = threading.Lock()
         """Held by who must not lose the model while it works on it; `close` waits for it."""
         self.name = name
@@ -126,9 +140,17 @@ class LlamaModel:
         Raises:
             EngineClosedError: the model is closed.
         """
-        if self._pointer is None:
-            raise EngineClosedError(f"{self.name} is closed")
+        self.check_open()
         return self._pointer
+
+    def check_open(self) -> None:
+        """Refuse to work on a model that is freed.
+
+        Raises:
+            EngineClosedError: it is closed, by us or by the `llama_cpp.Llama` that it is borrowed from.
+        """
+        if self._end:
+            raise EngineClosedError(self._end)
 
     @property
     def architecture(self) -> str:
@@ -170,11 +192,22 @@ class LlamaModel:
         except (OSError, ValueError, DamagedError):
             return {}
 
+    def give_up(self) -> None:
+        """Let go of a borrowed model, for its owner frees it: those that compute with it end their run first."""
+        self._end = (
+            f"{self.name}: the llama_cpp.Llama that owns this model was closed under its engine: "
+            "close the engine first"
+        )
+        for context in list(self.contexts):
+            context.give_up()
+        self.close()
+
     def close(self) -> None:
         """Free the model, unless it is borrowed. Twice is harmless; no context may be using it."""
         with self.busy:
             pointer, self._pointer = self._pointer, None
-            self.vocab.close()
+            self._end = self._end or f"{self.name} is closed"
+            self.vocab.close(self._end)
             if pointer is not None and self._owner is None:
                 llama_cpp.llama_model_free(pointer)
             self._owner = None
@@ -273,15 +306,30 @@ def _borrow(llama: Any, template: str | None) -> LlamaModel:
     pointer = llama._model.model
     if pointer is None:
         raise ModelLoadError(f"{llama.model_path}: this llama_cpp.Llama is closed")
+    if llama.model_params.vocab_only or llama.model_params.no_alloc:
+        what = "vocab_only" if llama.model_params.vocab_only else "no_alloc"
+        raise ModelLoadError(
+            f"{llama.model_path}: this llama_cpp.Llama was loaded with {what}=True: it has no weights to compute with"
+        )
     if llama.model_params.use_extra_bufts and not has_sound_amx(shipped_model()):
         raise ModelLoadError(f"{llama.model_path}: give its path instead of a Llama: {AMX_ADVICE}")
-    return _checked(
+    model = _checked(
         pointer,
         str(llama.model_path),
         placement=_placement_of(llama.model_params),
         owner=llama,
         template=template,
     )
+    # what was given to the stack last is called first: before the model is freed
+    llama._model._exit_stack.callback(_give_up, weakref.ref(model))
+    return model
+
+
+def _give_up(borrowed: weakref.ref[LlamaModel]) -> None:
+    model = borrowed()
+    if model is not None:
+        with Postponed():  # else it would be freed under those that compute with it
+            model.give_up()
 
 
 def _placement_of(params: Any) -> Placement:
@@ -337,7 +385,7 @@ def _refusal(path: Path, recent_errors: RecentErrors | None) -> str:
     )
 
 
-@cache
+@once
 def _init_backend() -> None:
     with short_spins():  # some builds load the library that computes here
         llama_cpp.llama_backend_init()

@@ -36,6 +36,7 @@ class LlamaVocab:
             template_name: what error messages call it.
         """
         self._vocab: Any = llama_cpp.llama_model_get_vocab(model)
+        self._end = ""
         self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
         bos = int(llama_cpp.llama_vocab_bos(self._vocab))
         eos = int(llama_cpp.llama_vocab_eos(self._vocab))
@@ -186,14 +187,14 @@ class LlamaVocab:
         """Return the sequences of tokens that DRY takes for these strings; see `cbatch.backend.Vocab`."""
         return self._breakers.find(strings)
 
-    def close(self) -> None:
-        """Let go of the model; later calls that need it raise `EngineClosedError`."""
-        self._vocab = None
+    def close(self, why: str = "the model is closed") -> None:
+        """Let go of the model; later calls that need it raise `EngineClosedError`, which says why."""
+        self._vocab, self._end = None, why
 
     @property
     def _open_vocab(self) -> Any:
         if self._vocab is None:
-            raise EngineClosedError("the model is closed")
+            raise EngineClosedError(self._end)
         return self._vocab
 
     def _plain_tokens(self, data: bytes) -> list[int]:

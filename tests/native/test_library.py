@@ -39,10 +39,10 @@ def test_handshake_without_a_function_names_it(monkeypatch: pytest.MonkeyPatch) 
 def test_library_that_is_missing_says_how_to_reinstall(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CBATCH_LIBRARY", "/nowhere/libcbatch.so")
     with pytest.raises(IncompatibleLlamaError, match=r"/nowhere/libcbatch\.so.*pip install"):
-        library.library.__wrapped__()
+        library.load_library()
 
 
 def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "ABI_VERSION", 99)
     with pytest.raises(IncompatibleLlamaError, match=r"surface 5.*wants 99"):
-        library.library.__wrapped__()
+        library.load_library()
