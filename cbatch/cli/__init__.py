@@ -1,4 +1,4 @@
-"""The commands, `cbatch run`, `ask`, `info`, `synth`, `sort`, `status` and `cache`: a module each, and what they share."""
+"""The commands, `cbatch run`, `ask`, `info`, `synth`, `sort`, `status`, `cache`: a module each, and what they share."""
 
 from cbatch.cli import ask, cache, info, run, sort, status, synth
 from cbatch.cli.main import make_app

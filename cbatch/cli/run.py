@@ -303,13 +303,7 @@ def run(
     _check_call(source, output, demo=demo, needs_output=not looks_only)
     target = STDOUT if output is None else output
     view = _view(target, is_quiet=quiet, is_json=json)
-    if demo:
-        with _ending_with_the_reader(view):
-            run_demo(target, view, model, options, settings, is_shown=output is None, force=force)
-        return
-    call = {
-        "model": model,
-        "options": options,
+    of_files = {
         "errors": errors,
         "format": format,
         "output_format": output_format,
@@ -321,13 +315,17 @@ def run(
         "strict": strict,
         "retry_errors": retry_errors,
         "adopt": adopt,
-        "force": force,
         "window": window,
         "report": report,
         "trace": trace,
         "max_time_s": max_time_s,
-        **settings,
     }
+    if demo:
+        _check_demo({**of_files, "check": check, "dry_run": dry_run})
+        with _ending_with_the_reader(view):
+            run_demo(target, view, model, options, settings, is_shown=output is None, force=force)
+        return
+    call = {"model": model, "options": options, "force": force, **of_files, **settings}
     if looks_only:
         _look(source or [], view, is_dry_run=dry_run, call=call)
     else:
@@ -398,6 +396,14 @@ def _view(target: Path, *, is_quiet: bool, is_json: bool) -> View:
     if is_json:
         return EventView()
     return choose_view(summary_lines, is_quiet=is_quiet, has_free_terminal=not is_dash(target))
+
+
+def _check_demo(of_files: dict[str, Any]) -> None:
+    """Refuse what is for files: --demo would take no notice of it."""
+    for name, value in of_files.items():
+        if value not in (None, False, "auto"):
+            option = name.removeprefix("is_").replace("_", "-")
+            raise cbatch.ConfigError(f"--demo brings its own chats: leave out --{option}")
 
 
 def _check_call(

@@ -141,6 +141,10 @@ def test_completion_is_not_installed_by_the_environment(monkeypatch: pytest.Monk
         (("run", "in.jsonl"), "give --output (-o) a file"),
         (("run",), "give a batch file, or --demo"),
         (("run", "in.jsonl", "--demo"), "leave out in.jsonl"),
+        (("run", "--demo", "--report", "r.html"), "leave out --report"),
+        (("run", "--demo", "--max-time-s", "5"), "leave out --max-time-s"),
+        (("run", "--demo", "--raw"), "leave out --raw"),
+        (("run", "--demo", "--dry-run"), "leave out --dry-run"),
     ],
     ids=str,
 )
