@@ -331,7 +331,10 @@ class BatchResponse:
         return results[0]
 
     def cancel(self) -> int:
-        """Cancel every item of this batch that has not ended; return how many."""
+        """Cancel every item of this batch that has not ended; return how many.
+
+        Of a generator's prompts no more are read: who reads the batch comes to its end behind those that were.
+        """
         return self._mailbox.cancel()
 
     def wind_down(self) -> None:

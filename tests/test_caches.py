@@ -807,6 +807,7 @@ def test_ctrl_c_while_run_waits_for_room_leaves_the_engine_usable(
         with pytest.raises(KeyboardInterrupt):
             engine.run(items)
     wait_until(lambda: not engine._loop.routes)
+    assert not engine._loop._outside
     assert place.result(engine, text_of(9)).token_ids == expected(text_of(9))
 
 

@@ -399,7 +399,7 @@ def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> Non
     with pytest.raises(EngineClosedError):
         waits()
     assert [r.finish_reason for r in all_results(first)] == ["cancelled"] * 2
-    assert (engine._loop.routes, books(engine)) == ({}, (0, 0, []))
+    assert (engine._loop.routes, engine._loop._outside, books(engine)) == ({}, {}, (0, 0, []))
 
 
 def test_failure_while_somebody_waits_for_room_tells_it() -> None:
