@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NoReturn, cast
 
 from cbatch.errors import CBatchError, ConfigError, words_of
-from cbatch.plain import flag_of, int_of, list_of, number_of, plain_for_json, text_of
+from cbatch.plain import flag_of, int_of, list_of, number_of, plain_for_json, text_of, token_of
 
 MAX_INT = 2**31 - 1
 """The largest whole number of native code and of llama.cpp."""
@@ -247,10 +247,10 @@ def token_ids(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     items = list_of(value)
-    tokens = [int_of(item) for item in items or ()]
-    if items is None or not all(t is not None and t >= 0 for t in tokens):
+    tokens = tuple(t for t in map(token_of, items or ()) if t is not None)
+    if items is None or len(tokens) != len(items):
         raise ConfigError(f"{name} must be a list of token ids (0 and above), not {shown(value)}")
-    return tuple(t for t in tokens if t is not None)
+    return tokens
 
 
 def json_object(name: str, value: object) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from cbatch.checks import check_depth, check_flag, reading, shown
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
-from cbatch.plain import flag_of, int_of, is_table, list_of, plain, text_of
+from cbatch.plain import flag_of, int_of, is_table, list_of, plain, text_of, token_of
 from cbatch.tools import check_calls
 
 Message: TypeAlias = Mapping[str, Any]
@@ -240,13 +240,11 @@ def _tokens(value: object) -> tuple[int, ...]:
         raise ConfigError(f"tokens must be a list of token ids, not {_kind(value)}")
     if not items:
         raise ConfigError("the prompt is empty: tokens has no token")
-    tokens = []
-    for item in items:
-        token = int_of(item)
-        if token is None or token < 0:
-            raise ConfigError(f"tokens must be token ids (0 and above), not {shown(item)}")
-        tokens.append(token)
-    return tuple(tokens)
+    tokens = tuple(t for t in map(token_of, items) if t is not None)
+    if len(tokens) != len(items):
+        wrong = next(item for item in items if token_of(item) is None)
+        raise ConfigError(f"tokens must be token ids (0 and above), not {shown(wrong)}")
+    return tokens
 
 
 def _messages(value: object) -> tuple[Message, ...]:

@@ -37,6 +37,12 @@ def int_of(value: object) -> int | None:
         return None
 
 
+def token_of(value: object) -> int | None:
+    """Return a token id, a whole number from 0 on; None where it is none."""
+    number = value if type(value) is int else int_of(value)
+    return None if number is None or number < 0 else number
+
+
 def number_of(value: object) -> float | None:
     """Return a number, a whole one as int; None where it is none. It may be infinite or NaN."""
     whole = int_of(value)
