@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NoReturn, cast
 
@@ -71,19 +71,24 @@ def check_depth(name: str, value: object) -> None:
         raise ConfigError(TOO_DEEP.format(name))
 
 
-@contextmanager
-def reading(name: str) -> Iterator[None]:
+class reading:  # noqa: N801  # as contexts of the standard library are called
     """Translate what the reading of a caller's value raises: its own methods may raise anything.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    try:
-        yield
-    except CBatchError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{name} cannot be read: {words_of(error)}") from error
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, CBatchError):
+            raise ConfigError(f"{self._name} cannot be read: {words_of(error)}") from error
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int | None:

@@ -45,11 +45,11 @@ def token_of(value: object) -> int | None:
 
 def number_of(value: object) -> float | None:
     """Return a number, a whole one as int; None where it is none. It may be infinite or NaN."""
+    if isinstance(value, float):
+        return float.__float__(value)
     whole = int_of(value)
     if whole is not None or isinstance(value, bool | str):
         return whole
-    if isinstance(value, float):
-        return float.__float__(value)
     if isinstance(value, Enum):
         return number_of(value.value)
     try:
