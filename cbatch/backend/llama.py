@@ -445,7 +445,7 @@ class LlamaBackend:
     @property
     def answer_settings(self) -> Mapping[str, str]:
         """What answers depend on besides the model; see `Backend.answer_settings`."""
-        said = answer_settings(self._options, self.n_piece)
+        said = answer_settings(self._options, self.n_piece, self.n_window)
         return {**said, "rope factors": self._rope_factors}
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:

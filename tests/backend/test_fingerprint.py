@@ -219,16 +219,25 @@ def test_settings_that_cells_do_not_depend_on_change_nothing(
 def test_answers_depend_on_what_changes_more_than_the_rounding(
     given: dict[str, Any], names: set[str]
 ) -> None:
-    plain, other = answer_settings(EngineOptions(), 0), answer_settings(EngineOptions(**given), 0)
+    plain = answer_settings(EngineOptions(), 0, 2048)
+    other = answer_settings(EngineOptions(**given), 0, 2048)
     assert {name for name in plain if plain[name] != other[name]} == names
 
 
 @pytest.mark.parametrize("given", [{"n_gpu_layers": 3}, {"offload_kqv": False}])
 def test_exact_answers_depend_on_what_changes_the_rounding(given: dict[str, Any]) -> None:
-    exact = answer_settings(EngineOptions(exact=True), 512)
-    assert exact != answer_settings(EngineOptions(exact=True), 64)
-    assert exact != answer_settings(EngineOptions(exact=True, **given), 512)
-    assert exact == answer_settings(EngineOptions(exact=True, parallel=3, n_threads=7), 512)
+    exact = answer_settings(EngineOptions(exact=True), 512, 2048)
+    assert exact != answer_settings(EngineOptions(exact=True), 64, 2048)
+    assert exact != answer_settings(EngineOptions(exact=True, **given), 512, 2048)
+    assert exact == answer_settings(EngineOptions(exact=True, parallel=3, n_threads=7), 512, 2048)
+
+
+def test_exact_answers_do_not_depend_on_slots_where_no_prompt_is_cut(make: MakeBackend) -> None:
+    two, three = (
+        make("partitioned", exact=True, parallel=n, n_ctx=None, ctx_per_seq=256) for n in (2, 3)
+    )
+    assert two.n_piece != three.n_piece
+    assert two.answer_settings == three.answer_settings
 
 
 def test_backend_adds_its_pieces_and_nothing_of_its_memory(make: MakeBackend) -> None:
