@@ -19,7 +19,7 @@ from cbatch.files.home import manifest_at, records_at
 from cbatch.files.item import bytes_of
 from cbatch.files.opening import OUTPUT_FORMAT, closing_all, put_away, reopened
 from cbatch.files.output import check_file
-from cbatch.files.places import check_new, file_of, real
+from cbatch.files.places import check_apart, check_new, file_of, real
 from cbatch.files.seen import scratch
 from cbatch.files.source import names_of, open_source
 
@@ -121,7 +121,7 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
         force: replace a file.
 
     Raises:
-        ConfigError: see `sorted_records`, or the target exists or cannot be written.
+        ConfigError: see `sorted_records`, or the target is the input, exists or cannot be written.
         OutputError: the disk is full.
     """
     output, target = file_of("output", output), file_of("target", target)
@@ -132,6 +132,7 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
         raise ConfigError(
             f"{target}: is the output itself: to sort it in place, give no other file"
         )
+    check_apart(target, names_of("by", by))
     check_new(target, force=force)
     with sorted_records(output, by=by) as records:
         check_name(target, records.format, is_asked=target.suffix == output.suffix)

@@ -297,6 +297,18 @@ def test_sort_by_the_input_needs_no_manifest(tmp_path: Path) -> None:
     assert ids_in(tmp_path / "sorted") == ["a", "b", "c"]
 
 
+def test_sorted_records_take_no_inputs_place_also_by_force(tmp_path: Path) -> None:
+    by, out = tmp_path / "in.jsonl", tmp_path / "out"
+    by.write_text('{"id": "a", "prompt": "p"}\n')
+    out.write_text('{"id": "a", "text": "t"}\n')
+    asked = by.read_bytes()
+    (tmp_path / "link").hardlink_to(by)
+    for target in (by, tmp_path / "link"):
+        with pytest.raises(ConfigError, match="is the input: give another file for the results"):
+            sort_to(out, target, by=[by], force=True)
+    assert by.read_bytes() == asked
+
+
 def test_sort_by_the_input_keeps_unknown_and_double_lines(tmp_path: Path) -> None:
     given = [("x", 1), ("b", 1), ("a", 1), ("b", 2), ("y", 1)]
     out = write_lines(tmp_path / "out", *({"id": id, "n": n} for id, n in given))
