@@ -273,6 +273,7 @@ class Journal:
 
     def _sync(self) -> None:
         """Let the disk have what is committed."""
+        self._manifest.check_there()
         rows = [output.sync() for output in self._outputs]
         if rows != [output.row for output in self._outputs]:
             with self._manifest.transaction(is_durable=True):

@@ -135,6 +135,7 @@ class Manifest:
             except BaseException:
                 self._db.close()
                 raise
+        self._status = disk.status_of(path)
 
     def _create(self) -> None:
         """Create it where it is not, with the output's access; else let nobody read it who may not read the output."""
@@ -219,6 +220,20 @@ class Manifest:
             ) from error
         except sqlite3.DatabaseError as error:
             raise _damaged(self.path, error) from error
+
+    def check_there(self) -> None:
+        """Check that it is where it was opened.
+
+        Raises:
+            OutputError: somebody has removed it, moved it away or put another file in its place.
+        """
+        now = disk.status_of(self.path)
+        if now is None or self._status is None or not os.path.samestat(now, self._status):
+            raise OutputError(
+                self.path,
+                "the manifest was removed or moved away while the run wrote there: put it back, or give another "
+                "output; of openai's and cbatch's lines --adopt makes it again",
+            )
 
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
         """Run one statement.

@@ -362,6 +362,24 @@ def test_error_of_the_callers_function_leaves_what_was_written(source: Path, out
     assert len(answers(out)) == 100
 
 
+def remove_manifest(out: Path) -> None:
+    out.with_name(f"{out.name}.manifest").unlink()
+
+
+def test_manifest_that_is_removed_meanwhile_is_told(source: Path, out: Path) -> None:
+    change = [remove_manifest]
+    with make_engine() as engine:
+        with pytest.raises(OutputError, match="the manifest was removed or moved away while"):
+            run_file(
+                source,
+                out,
+                engine=engine,
+                on_result=lambda item, result: change.pop()(out) if change else None,
+            )
+        assert run_file(source, out, engine=engine, adopt=True).is_complete
+    assert len(answers(out)) == 100
+
+
 def cut_off(out: Path) -> None:
     os.truncate(out, 0)
 
