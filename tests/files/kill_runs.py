@@ -47,6 +47,7 @@ Change = Literal[
     "target renamed",
     "folder moved",
     "input replaced",
+    "another input",
     "manifest lost",
 ]
 CHANGES: tuple[Change, ...] = (
@@ -56,6 +57,7 @@ CHANGES: tuple[Change, ...] = (
     "target renamed",
     "folder moved",
     "input replaced",
+    "another input",
     "manifest lost",
 )
 """What happens between a kill and the same command: of copies, of output and manifest alone, or of the whole folder."""
@@ -141,17 +143,19 @@ class Case:
         format: of both.
         is_link: whether the output is a link.
         change: what happens between two runs.
+        input: the name of the input.
     """
 
     folder: Path
     format: str
     is_link: bool
     change: Change
+    input: str = "in"
 
     @property
     def source(self) -> Path:
         """The input."""
-        return self.folder / f"in.{self.format}"
+        return self.folder / f"{self.input}.{self.format}"
 
     @property
     def output(self) -> Path:
@@ -194,6 +198,9 @@ def happen(case: Case, n_items: int) -> Case:
         (case.folder / "data").rename(case.folder / "moved")
         _point(case, "moved")
     elif change == "input replaced":
+        write_input(case.source, rows(n_items, 1))
+    elif change == "another input":
+        case = replace(case, input="other")
         write_input(case.source, rows(n_items, 1))
     elif change == "manifest lost":
         for file in case.records.parent.glob("*.manifest*"):
@@ -306,7 +313,7 @@ def run_fake(case: Case, exit: Exit | None, told: Path) -> int:
 # ---- kills ----
 
 
-def run_real(case: Case, moment: float | None) -> int:
+def run_real(case: Case, moment: float | None, told: Path) -> int:
     """Run the command with the model that ships inside, and kill it when so much of its share of records is there."""
     options = ("--exact", "--temperature", 0, "--max-tokens", 12, "--threads", 1, "--parallel", 4)
     adopt = ("--adopt",) if case.change == "manifest lost" else ()
@@ -326,9 +333,8 @@ def run_real(case: Case, moment: float | None) -> int:
                 process.send_signal(signal.SIGKILL)
             time.sleep(0.001)
         said = process.communicate()[1]
-    if process.returncode not in (0, -signal.SIGKILL):
-        raise AssertionError(said)
-    return process.returncode
+    told.write_text(said)
+    return REFUSED if process.returncode == 2 else process.returncode
 
 
 def _size(path: Path) -> int:
@@ -345,6 +351,7 @@ class Tally:
     n_kills: int = 0
     n_exits: int = 0
     n_runs: int = 0
+    n_refused: int = 0
     n_lost: int = 0
     n_doubled: int = 0
     n_mispaired: int = 0
@@ -374,7 +381,8 @@ class Tally:
         """Yield what to tell."""
         yield (
             f"{self.n_kills} kills and {self.n_exits} exits in {self.n_runs} runs, {self.n_records} records in the "
-            f"end: {self.n_lost} lost, {self.n_doubled} doubled, {self.n_mispaired} mispaired"
+            f"end: {self.n_lost} lost, {self.n_doubled} doubled, {self.n_mispaired} mispaired; {self.n_refused} times "
+            "another input was refused"
         )
         yield from (f"  {n:4} x {case}" for case, n in sorted(self.cases.items()))
 
@@ -408,15 +416,21 @@ class Trial:
         """Begin a run, end it a few times, let happen what happens in between, and go on to the end."""
         self._n_cases += 1
         case = draw(self.chance, self.folder / f"case-{self._n_cases}")
-        version = int(case.change == "input replaced")
-        before, expected = (self.expected(case.format, v) for v in (0, version))
+        before, after = (self.expected(case.format, version) for version in (0, 1))
+        expected = after if case.change in ("input replaced", "another input") else before
         case.begin(self.n_items)
         for _ in range(self.chance.randint(1, 2)):
             self._end_somewhere(replace(case, change="nothing"), ends)
         case = happen(case, self.n_items)
         for _ in range(self.chance.randint(0, 2)):
             self._end_somewhere(case, ends)
-        assert self.run(case, None) == 0, (case, _text(self.told))
+        code = self.run(case, None)
+        if case.change == "another input" and code == REFUSED:
+            assert "has the answers of another input" in _text(self.told), _text(self.told)
+            self.tally.n_refused += 1
+            case, expected = replace(case, input="in"), before
+            code = self.run(case, None)
+        assert code == 0, (case, _text(self.told))
         self.tally.compare(case, read_output(case.output), expected, before)
         assert self.tally.is_clean, (case, list(self.tally.lines()))
         for left in self.folder.glob(f"case-{self._n_cases}*"):
@@ -424,7 +438,9 @@ class Trial:
 
     def _end_somewhere(self, case: Case, ends: Callable[[], object]) -> None:
         code = self.run(case, ends())
-        assert code in (0, EXITED, -signal.SIGKILL), (case, _text(self.told))
+        may_refuse = case.change == "another input"
+        allowed = {0, EXITED, -signal.SIGKILL, *([REFUSED] if may_refuse else [])}
+        assert code in allowed, (case, _text(self.told))
         self.tally.n_exits += code == EXITED
         self.tally.n_kills += code == -signal.SIGKILL
 
@@ -460,7 +476,7 @@ def kills(folder: Path, n: int, seed: int, n_items: int = 40) -> Tally:
     Raises:
         AssertionError: something was lost, doubled or mispaired, or a run could not go on.
     """
-    trial = Trial(folder, seed, n_items, run_real)
+    trial = Trial(folder, seed, n_items, partial(run_real, told=folder / "told"))
     while trial.tally.n_kills < n:
         trial.do(trial.chance.random)
     return trial.tally
