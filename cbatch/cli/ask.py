@@ -213,8 +213,8 @@ def _stream(conversation: Conversation, question: str) -> None:
 def _advice(error: cbatch.RequestError) -> str:
     if isinstance(error, cbatch.PromptTooLongError):
         return (
-            f"all that was said has {error.n_prompt} tokens and the answer may have {error.n_output}, but the slot "
-            f"holds {error.n_limit}: start anew, with a higher --ctx-per-seq or a lower --max-tokens"
+            f"all that was said has {error.n_prompt} tokens, and the slot holds {error.n_limit}: start anew, or with "
+            "a higher --ctx-per-seq"
         )
     has_no_template = str(error).startswith("this model has no chat template")
     if has_no_template:
