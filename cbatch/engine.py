@@ -164,7 +164,7 @@ class Engine:
     async def __aenter__(self) -> Engine:
         await checkpoint()  # who is cancelled already loads nothing
         try:
-            await do_to_end(self.open)
+            await do_to_end(self.open, self._stop_loading)
         except Exception:
             raise
         except BaseException:  # cancelled: nobody enters, so nobody would leave
@@ -179,6 +179,9 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         await do_to_end(self.close)
+
+    def _stop_loading(self) -> None:
+        self._is_closing = True
 
     def open(self) -> None:
         """Load the model now; without this call, the first use does. Once it is loaded, no effect.

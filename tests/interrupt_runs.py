@@ -147,6 +147,24 @@ def stepping(dice: random.Random, model: Path) -> None:
     assert streams(True) == streams(False)
 
 
+def reading(dice: random.Random, model: Path) -> None:
+    """While results are waited for, often: the batch is cancelled, and the engine stays as it was."""
+    import cbatch
+
+    options = {"ignore_eos": True, "max_tokens": 12, "temperature": 0}
+    threaded = dice.random() < 0.5
+    with cbatch.load(model, parallel=4, ctx_per_seq=256, threaded=threaded) as engine:
+        expected = engine.submit("a", options=options).result().token_ids
+        for _ in range(6):
+            presser = Presser(dice, 0.03)
+            with suppress(KeyboardInterrupt):
+                presser.begin()
+                engine.run([str(i) for i in range(20)], options=options).results()
+            presser.outlast()
+            assert engine.submit("a", options=options).result().token_ids == expected
+        assert engine.stats().n_running == 0
+
+
 def leaving_async(dice: random.Random, model: Path) -> None:
     """In `async with`, entering and leaving, raised to the end of the process."""
     import cbatch
@@ -163,7 +181,16 @@ def leaving_async(dice: random.Random, model: Path) -> None:
 
 SCENES: dict[str, Callable[[random.Random, Path], None]] = {
     scene.__name__: scene
-    for scene in (closing, leaving, loading, loading_to_the_end, exiting, stepping, leaving_async)
+    for scene in (
+        closing,
+        leaving,
+        loading,
+        loading_to_the_end,
+        exiting,
+        stepping,
+        reading,
+        leaving_async,
+    )
 }
 ENDINGS = (0, -signal.SIGINT, 130)
 

@@ -448,6 +448,28 @@ async def test_a_task_cancelled_often_while_leaving_has_closed_the_engine(n_betw
 
 
 @pytest.mark.usefixtures("only_asyncio")
+async def test_a_task_cancelled_while_loading_has_the_loading_end_soon() -> None:
+    begun, backend = threading.Event(), FakeBackend(2, 64, 64)
+
+    def opener(is_stopped: Callable[[], bool]) -> tuple[FakeBackend, Callable[[], str]]:
+        begun.set()
+        while not is_stopped():
+            pass
+        return backend, lambda: "fake"
+
+    async def use() -> None:
+        async with Engine(opener=opener):
+            pass
+
+    task = asyncio.create_task(use())
+    await anyio.to_thread.run_sync(begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert backend.is_closed
+
+
+@pytest.mark.usefixtures("only_asyncio")
 @pytest.mark.parametrize("n_between", range(5))
 async def test_a_task_cancelled_often_while_loading_leaves_no_model(n_between: int) -> None:
     opener = HeldOpener()

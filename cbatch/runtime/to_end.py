@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-async def do_to_end(work: Callable[[], object]) -> None:
+async def do_to_end(work: Callable[[], object], hurry: Callable[[], object] | None = None) -> None:
     """Do `work` in a thread of its own, which is started before anything is awaited; return when it has ended.
 
     A shield holds off the cancelling of scopes, but not that of asyncio's own `Task.cancel`, which may come often: it
-    is raised behind the work. What the work raises is raised here, and is the cause of a cancellation where both are.
+    is raised behind the work, and `hurry` is called when it first comes. What the work raises is raised here, and is
+    the cause of a cancellation where both are.
     """
     bell, has_ended, outcome = Bell.here(), anyio.Event(), Future[None]()
 
@@ -33,13 +34,13 @@ async def do_to_end(work: Callable[[], object]) -> None:
         bell.ring(has_ended)
 
     threading.Thread(target=partial(copy_context().run, do), name="cbatch-to-end").start()
-    cancelled = await _wait(has_ended)
+    cancelled = await _wait(has_ended, hurry)
     if cancelled is not None:
         raise cancelled from outcome.exception()
     outcome.result()
 
 
-async def _wait(event: anyio.Event) -> BaseException | None:
+async def _wait(event: anyio.Event, hurry: Callable[[], object] | None) -> BaseException | None:
     """Wait for an event; return how the task was cancelled meanwhile, or None."""
     cancelled: BaseException | None = None
     with anyio.CancelScope(shield=True):
@@ -47,5 +48,7 @@ async def _wait(event: anyio.Event) -> BaseException | None:
             try:
                 await event.wait()
             except anyio.get_cancelled_exc_class() as error:  # noqa: PERF203
+                if hurry is not None and cancelled is None:
+                    hurry()
                 cancelled = error
     return cancelled
