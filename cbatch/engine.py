@@ -541,7 +541,7 @@ _OF_VIEW = ("say", "show", "finish")
 
 def _asked(id: object) -> str:
     """Return the id that a caller asks by; one that was handed out is itself, for it means one request."""
-    return id if isinstance(id, RequestId) else as_id(id)
+    return id if type(id) is RequestId else as_id(id)
 
 
 def checked_tokens(engine: Engine, prompt: BatchPrompt, options: RunOptions) -> int:
@@ -628,10 +628,10 @@ def load(
 
 def _name_of(model: Any) -> str:
     """Return what the log calls a model: its file's name; "cbatch" for the one that ships inside."""
-    path = getattr(model, "model_path", model)
-    return (
-        readable(Path(os.fsdecode(path)).stem) if isinstance(path, str | os.PathLike) else "cbatch"
-    )
+    with reading("model"):
+        path = getattr(model, "model_path", model)
+        is_path = isinstance(path, str | os.PathLike)
+        return readable(Path(os.fsdecode(path)).stem) if is_path else "cbatch"
 
 
 def _open_backend(

@@ -131,13 +131,15 @@ def as_prompt(item: Any) -> BatchPrompt:
     Raises:
         ConfigError: it is no prompt.
     """
-    if isinstance(item, BatchPrompt):
+    if type(item) is BatchPrompt:
         return item
     with reading("the prompt"):
         return _as_prompt(item)
 
 
 def _as_prompt(item: object) -> BatchPrompt:
+    if isinstance(item, BatchPrompt):
+        return item
     text, listed = text_of(item), list_of(item)
     if text is not None:
         return BatchPrompt(prompt=text)

@@ -402,10 +402,12 @@ class RunOptions:
         """
         if value is None:
             return _UNSAID
-        if isinstance(value, RunOptions):
+        if type(value) is RunOptions:
             return value
-        if isinstance(value, Mapping):
-            with reading("options"):
+        with reading("options"):
+            if isinstance(value, RunOptions):
+                return value
+            if isinstance(value, Mapping):
                 return cls(**{_name(name): said for name, said in value.items()})
         raise ConfigError(f"options must be RunOptions or a mapping, not {type(value).__name__}")
 

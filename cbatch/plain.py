@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 _NUMBER = re.compile(r"(?:^|\.)(?:u?int|b?float)\d")
 """How the name of a `dtype` of numbers begins: `int64` in numpy, `torch.bfloat16` in torch."""
@@ -18,50 +19,58 @@ _AS_LIST = ("tolist", "to_pylist")
 """By these arrays of numpy, torch, pandas and Python, and those of pyarrow, become lists."""
 
 
-def text_of(value: object) -> str | None:
+def is_a(value: object, kind: Any) -> bool:
+    """Whether a value is of a kind; what cannot be asked for its class is of none."""
+    try:
+        return isinstance(value, kind)
+    except Exception:  # somebody's own method
+        return False
+
+
+def text_of(value: Any) -> str | None:
     """Return text as a plain string, that of an enum member and of other subclasses too; None where it is none."""
-    if isinstance(value, str):
+    if is_a(value, str):
         return str.__str__(value)
-    return text_of(value.value) if isinstance(value, Enum) else None
+    return text_of(value.value) if is_a(value, Enum) else None
 
 
-def int_of(value: object) -> int | None:
+def int_of(value: Any) -> int | None:
     """Return a whole number, also one of numpy or of an enum; None where it is none, as True is."""
-    if isinstance(value, int):
-        return None if isinstance(value, bool) else int.__index__(value)
-    if isinstance(value, Enum):
+    if is_a(value, int):
+        return None if is_a(value, bool) else int.__index__(value)
+    if is_a(value, Enum):
         return int_of(value.value)
     try:
-        return operator.index(value) if _is_scalar(value, "__index__") else None  # type: ignore[arg-type]
+        return operator.index(value) if _is_scalar(value, "__index__") else None
     except Exception:  # a fraction of numpy's, or somebody's own method
         return None
 
 
-def token_of(value: object) -> int | None:
+def token_of(value: Any) -> int | None:
     """Return a token id, a whole number from 0 on; None where it is none."""
     number = value if type(value) is int else int_of(value)
     return None if number is None or number < 0 else number
 
 
-def number_of(value: object) -> float | None:
+def number_of(value: Any) -> float | None:
     """Return a number, a whole one as int; None where it is none. It may be infinite or NaN."""
-    if isinstance(value, float):
+    if is_a(value, float):
         return float.__float__(value)
     whole = int_of(value)
-    if whole is not None or isinstance(value, bool | str):
+    if whole is not None or is_a(value, bool | str):
         return whole
-    if isinstance(value, Enum):
+    if is_a(value, Enum):
         return number_of(value.value)
     try:
-        return float(value) if _is_scalar(value, "__float__") else None  # type: ignore[arg-type]
+        return float(value) if _is_scalar(value, "__float__") else None
     except Exception:  # a Decimal that is no number, or somebody's own method
         return None
 
 
-def flag_of(value: object) -> bool | None:
+def flag_of(value: Any) -> bool | None:
     """Return True or False, also numpy's; None where it is neither."""
-    if isinstance(value, bool):
-        return value
+    if is_a(value, bool):
+        return bool(value)
     try:
         is_flag = getattr(value, "shape", None) == () and _dtype(value) in ("bool", "torch.bool")
         return bool(value) if is_flag else None
@@ -69,15 +78,15 @@ def flag_of(value: object) -> bool | None:
         return None
 
 
-def list_of(value: object) -> list[object] | None:
+def list_of(value: Any) -> list[object] | None:
     """Return the items of a sequence or of an array; None where it is neither, as text, bytes, sets and tables."""
-    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | Enum) or is_table(value):
+    if is_a(value, str | bytes | bytearray | memoryview | Mapping | Enum) or is_table(value):
         return None
     for name in _AS_LIST:
         if callable(method := getattr(value, name, None)):
             items = method()  # of an array without dimensions its number
-            return items if isinstance(items, list) else None
-    return list(value) if isinstance(value, Sequence) else None
+            return items if is_a(items, list) else None
+    return list(value) if is_a(value, Sequence) else None
 
 
 def is_table(value: object) -> bool:
@@ -85,14 +94,14 @@ def is_table(value: object) -> bool:
     return any(hasattr(type(value), name) for name in ("columns", "column_names"))
 
 
-def plain(value: object) -> object:
+def plain(value: Any) -> object:
     """Return a copy of nested values with plain text, lists, dicts and numbers; what is none of them stays."""
     text = text_of(value)
     if text is not None:
         return text
-    if isinstance(value, Mapping):
+    if is_a(value, Mapping):
         return {plain(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, bytes | bytearray | memoryview):
+    if is_a(value, bytes | bytearray | memoryview):
         return value
     items = list_of(value)
     if items is not None:
@@ -101,13 +110,13 @@ def plain(value: object) -> object:
     return value if number is None else number
 
 
-def plain_for_json(value: object) -> object:
+def plain_for_json(value: Any) -> object:
     """Return what stands for a value in JSON, for `json.dumps(…, default=…)`.
 
     Raises:
         TypeError: nothing does.
     """
-    if isinstance(value, Mapping):
+    if is_a(value, Mapping):
         return dict(value)
     for found in (list_of(value), text_of(value), flag_of(value), number_of(value)):
         if found is not None:

@@ -45,6 +45,12 @@ class Raising:
     __eq__ = __hash__ = _raise
 
 
+class Liar:
+    """Does not tell its class."""
+
+    __class__ = property(_raise)
+
+
 class RaisingStr(str):
     """Text that raises whatever is asked of it."""
 

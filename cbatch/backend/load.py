@@ -174,12 +174,14 @@ def _since(start_s: float) -> float:
 
 
 def _checked(model: object) -> object:
-    if isinstance(model, llama_cpp.Llama):
-        return model
-    if not isinstance(model, str | os.PathLike | None):
-        raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
     with reading("model"):
-        return shipped_model() if model is None else check_path("model", model)
+        if isinstance(model, llama_cpp.Llama):
+            return model
+        if isinstance(model, str | os.PathLike):
+            return check_path("model", model)
+        if model is None:
+            return shipped_model()
+    raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
 
 
 @contextmanager

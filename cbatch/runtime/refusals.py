@@ -8,7 +8,7 @@ from cbatch.checks import MAX_INT, shown
 from cbatch.core.plan import N_TARGETS_MAX
 from cbatch.core.request import Origin
 from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.plain import int_of
+from cbatch.plain import int_of, is_a
 from cbatch.response import BatchResult, TokenLogprob
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def origin_of(result: BatchResult, owner: str) -> Origin:
     Raises:
         ConfigError: it is not of this engine, no one answer, or not as the engine returned it.
     """
-    if not isinstance(result, BatchResult):
+    if not is_a(result, BatchResult):
         raise ConfigError(f"extend takes a BatchResult, not {type(result).__name__}")
     if isinstance(result.choices, tuple) and result.choices:
         raise ConfigError(
