@@ -183,11 +183,21 @@ class InputFile:
         """Yield every line with its ending, without the file's BOM; those looked at before come again.
 
         Raises:
-            ConfigError: it cannot be read to its end; the message says how far it was.
+            ConfigError: it cannot be read to its end, or is shorter than it was; the message says how far it was.
         """
         while self._ahead:
             yield self._ahead.popleft()
         yield from self._rest()
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Check that what was read is no less than there was at first: what lacks is not to count as gone."""
+        is_plain = self.n_bytes is not None and self._raw is self._text
+        if is_plain and self._n_bytes < (self.n_bytes or 0):
+            raise ConfigError(
+                f"{self.name}: was cut off or replaced while it was read: it has {self._n_bytes:,} bytes and had "
+                f"{self.n_bytes:,}: run the same command again when it is whole"
+            )
 
     def ahead(self) -> Iterator[bytes | LongLine]:
         """Yield lines that `lines` will yield again; `rewind` when enough were seen."""

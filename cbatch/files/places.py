@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 STDOUT = Path("-")
 
+_NO_FILE = (OSError, ValueError, AttributeError)
+"""What a stream that is no file of the system's raises where it is asked for its number."""
+
 _N_BESIDE = 40
 """Characters by which the name of a file that stands beside an output is longer than its own, at most."""
 
@@ -66,7 +69,7 @@ def status_of(name: str | Path) -> os.stat_result | None:
         if not is_dash(name):
             return os.stat(name)
         return None if sys.stdin is None else os.fstat(sys.stdin.fileno())
-    except (OSError, ValueError):
+    except _NO_FILE:
         return None
 
 
@@ -74,7 +77,7 @@ def is_stdout_at(status: os.stat_result) -> bool:
     """Whether stdout goes to this file."""
     try:
         return sys.stdout is not None and os.path.samestat(os.fstat(sys.stdout.fileno()), status)
-    except (OSError, ValueError):
+    except _NO_FILE:
         return False
 
 

@@ -4,7 +4,7 @@ import gzip
 import io
 import json
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from cbatch.files.encoders import encoder, output_format
 from cbatch.files.item import duplicate
 from cbatch.files.source import open_source
 from tests.files.samples import error_of, read, write
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OPENAI = json.dumps(
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
@@ -187,3 +184,31 @@ def test_id_that_stands_twice_has_openais_code(tmp_path: Path) -> None:
     error = error_of(duplicate(item))
     assert error.code == "duplicate_custom_id"
     assert "'a' stands twice" in error.message
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.txt"])
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_file_that_is_cut_off_while_it_is_read_has_not_ended(
+    tmp_path: Path, name: str, share: float
+) -> None:
+    line = json.dumps({"prompt": "x" * 90}) if name == "in.jsonl" else "x" * 100
+    header = "prompt\n" if name == "in.csv" else ""
+    path = write(tmp_path / name, header + f"{line}\n" * 20_000)
+    with open_source(path) as source:
+        items = iter(source)
+        next(items)
+        os.truncate(path, int(share * os.stat(path).st_size))
+        with pytest.raises(
+            ConfigError, match=r"was cut off or replaced while it was read: it has "
+        ):
+            list(items)
+
+
+def test_file_that_grows_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", '{"prompt": "x"}\n' * 30_000)
+    with open_source(path) as source:
+        items = iter(source)
+        next(items)
+        with Path(path).open("a") as file:
+            file.write('{"prompt": "y"}\n')
+        assert len(list(items)) == 30_000
