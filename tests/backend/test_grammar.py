@@ -186,18 +186,15 @@ def test_grammar_that_outgrows_its_limits_fails_its_row(
     model: LlamaModel, grammars: LlamaGrammars
 ) -> None:
     ways = " | ".join('"a"' + " s" * n for n in range(60))
-    made = guides(
-        compiled(grammars, grammar=f'start: "b"{{60}} s\ns: {ways} | ""\n')
-    )  # behind what is tried
-    start = time.perf_counter()
+    behind_the_trial = f"start: /b{{33}}/ s\ns: {ways}\n"
+    made = guides(compiled(grammars, grammar=behind_the_trial))
     guided: dict[Slot, Guidance] = {}
-    for _ in range(80):
+    for _ in range(60):
         found = may_follow(made, model.vocab.n_vocab)
         guided = made.follow([row()], [[found[-1] if found else 0]])[1]
         if guided.get(SLOT, Guidance()).problem:
             break
-    assert guided[SLOT].problem
-    assert time.perf_counter() - start < A_WHILE_S
+    assert "max is 2000" in guided[SLOT].problem
 
 
 # ---- what compiles ----
