@@ -291,22 +291,10 @@ class RunOptions:
                 )
             self._settle("max_tokens", self.max_completion_tokens)
             self._settle("max_completion_tokens", None)
-        self._check(strings_of, "stop")
-        self._check(token_ids, "stop_token_ids")
         self._check_max_tokens()
-        self._check(check_int, "seed", 0, MAX_SEED)
-        self._check_sampling()
-        self._check(check_int, "priority", -MAX_PRIORITY, MAX_PRIORITY)
-        self._check(check_seconds, "timeout_s")
-        for name in _SWITCHES:
-            self._check(check_bool, name)
-        self._check(check_text, "cache_key", MAX_KEY_LENGTH)
-        self._check(check_int, "n_keep", -1, MAX_INT)
-        self._check(check_int, "n_discard", 0, MAX_INT)
-        self._check(_adapters, "adapter")
-        for name, check in _OF_TOOLS:
-            self._check(check, name)
-        self._check(check_choice, "reasoning_format", (None, "auto", "none"))
+        for name, check, limits in _CHECKS:
+            if getattr(self, name) is not None:
+                self._check(name, check, *limits)
         self._check_choices()
         self._check_logprobs()
         self._check_structure()
@@ -320,19 +308,7 @@ class RunOptions:
             has_alternatives = self.logprobs is True or (self.logprobs is None and not old.logprobs)
             self._settle("top_logprobs", old.top_logprobs if has_alternatives else None)
 
-    def _check_sampling(self) -> None:
-        for name, low, high in _CHOICE_FLOATS:
-            self._check(check_float, name, low, high)
-        for name, most in _CHOICE_INTS:
-            self._check(check_int, name, 0, most)
-        self._check(_breakers, "dry_sequence_breakers")
-        self._check(_logit_bias, "logit_bias")
-
     def _check_structure(self) -> None:
-        for name in ("json_schema", "response_format"):
-            self._check(json_object, name)
-        for name in ("regex", "grammar"):
-            self._check(check_text, name, MAX_GRAMMAR_LENGTH)
         said = [name for name in _STRUCTURE if getattr(self, name) is not None]
         if len(said) > 1:
             raise ConfigError(
@@ -348,7 +324,7 @@ class RunOptions:
     def _check_max_tokens(self) -> None:
         is_for_prompt = flag_of(self.echo) or self.prompt_logprobs is not None
         try:
-            self._check(check_int, "max_tokens", 0 if is_for_prompt else 1, MAX_INT)
+            self._check("max_tokens", check_int, 0 if is_for_prompt else 1, MAX_INT)
         except ConfigError as error:
             if int_of(self.max_tokens) != 0:
                 raise
@@ -358,8 +334,6 @@ class RunOptions:
             ) from None
 
     def _check_choices(self) -> None:
-        self._check(check_int, "n", 1, MAX_CHOICES)
-        self._check(check_int, "best_of", 1, MAX_CHOICES)
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise ConfigError(
                 f"best_of={self.best_of} is less than n={self.n}: of fewer none can be kept"
@@ -373,17 +347,16 @@ class RunOptions:
     def _check_logprobs(self) -> None:
         flag = flag_of(self.logprobs)
         if self.logprobs is not None and flag is None:
-            self._check(check_int, "logprobs", 0, MAX_LOGPROBS)
+            self._check("logprobs", check_int, 0, MAX_LOGPROBS)
             if self.top_logprobs is None:
                 self._settle("top_logprobs", self.logprobs)
             flag = True  # which equals 1, but means another number of alternatives
         self._settle("logprobs", flag)
-        self._check(check_int, "top_logprobs", 0, MAX_LOGPROBS)
-        self._check(check_int, "prompt_logprobs", 0, MAX_LOGPROBS)
+        self._check("top_logprobs", check_int, 0, MAX_LOGPROBS)
         if self.top_logprobs and self.logprobs is False:
             raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
 
-    def _check(self, check: Callable[..., object], name: str, *limits: object) -> None:
+    def _check(self, name: str, check: Callable[..., object], *limits: object) -> None:
         """Replace a value that is said by what a check makes of it."""
         value = getattr(self, name)
         if value is not None:
@@ -661,11 +634,33 @@ _CHOICE_INTS = (
     ("dry_allowed_length", MAX_INT),
     ("dry_penalty_last_n", MAX_LAST_N),
 )
-_OF_TOOLS: tuple[tuple[str, Callable[..., object]], ...] = (
-    ("tools", lambda _, value: check_tools(value)),
-    ("tool_choice", lambda _, value: check_tool_choice(value)),
-    ("chat_template_kwargs", lambda _, value: check_template_kwargs(value)),
+_Check: TypeAlias = "tuple[str, Callable[..., object], tuple[object, ...]]"
+_CHECKS: tuple[_Check, ...] = (
+    ("stop", strings_of, ()),
+    ("stop_token_ids", token_ids, ()),
+    ("seed", check_int, (0, MAX_SEED)),
+    *((name, check_float, (low, high)) for name, low, high in _CHOICE_FLOATS),
+    *((name, check_int, (0, most)) for name, most in _CHOICE_INTS),
+    ("dry_sequence_breakers", _breakers, ()),
+    ("logit_bias", _logit_bias, ()),
+    ("priority", check_int, (-MAX_PRIORITY, MAX_PRIORITY)),
+    ("timeout_s", check_seconds, ()),
+    *((name, check_bool, ()) for name in _SWITCHES),
+    ("cache_key", check_text, (MAX_KEY_LENGTH,)),
+    ("n_keep", check_int, (-1, MAX_INT)),
+    ("n_discard", check_int, (0, MAX_INT)),
+    ("adapter", _adapters, ()),
+    ("tools", lambda _, value: check_tools(value), ()),
+    ("tool_choice", lambda _, value: check_tool_choice(value), ()),
+    ("chat_template_kwargs", lambda _, value: check_template_kwargs(value), ()),
+    ("reasoning_format", check_choice, ((None, "auto", "none"),)),
+    ("n", check_int, (1, MAX_CHOICES)),
+    ("best_of", check_int, (1, MAX_CHOICES)),
+    ("prompt_logprobs", check_int, (0, MAX_LOGPROBS)),
+    *((name, json_object, ()) for name in ("json_schema", "response_format")),
+    *((name, check_text, (MAX_GRAMMAR_LENGTH,)) for name in ("regex", "grammar")),
 )
+"""Every option that needs no other one to be checked, in the order in which a wrong one is told."""
 _SAMPLED = tuple(name for name, *_ in (*_CHOICE_FLOATS, *_CHOICE_INTS))
 _NAMES = frozenset(f.name for f in fields(RunOptions))
 _UNSAID = RunOptions()

@@ -70,7 +70,7 @@ RAW: dict[str, tuple[dict[str, Any], Any]] = {
     "timeout_s": (SHORT, 0),
     "cache_key": (SHORT, "there is none"),
     "save_cache": (KEY, True),
-    "cache_required": (KEY, True),
+    "cache_required": ({**SHORT, "cache_key": "never saved"}, True),
     "prefill_only": (SHORT, True),
     "n_keep": ({**LONG, "n_discard": 32, "logprobs": 0}, 12),
     "n_discard": (LONG, 32),
