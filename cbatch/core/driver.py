@@ -580,13 +580,15 @@ class SequenceDriver:
     def _check_end(self, now: float, *, is_complete: bool) -> None:
         if self.tokens[-1] in self.request.stop_tokens:
             self.has_end_token = True
+        is_stopped = False
         if self.text.has_stops:
             self.feed_text()
-        if self.text.is_stopped:
+            is_stopped = self.text.is_stopped
+        if is_stopped:
             n_past = len(self.output) - self.text.n_fed  # sampled past the stop string
             del self.output[len(self.output) - n_past :], self.tokens[len(self.tokens) - n_past :]
             self.has_end_token = self.has_end_token and not n_past
-        if self.text.is_stopped or self.has_end_token or is_complete:
+        if is_stopped or self.has_end_token or is_complete:
             self.finish("stop", now)
         elif self.n_left <= 0:
             self.finish("length" if self.is_capped else "window", now)

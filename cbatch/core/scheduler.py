@@ -143,9 +143,10 @@ class ContinuousBatchScheduler:
             self._n_failures, self._has_rebuilt = 0, False
             self._count(drivers, plan, result, now)
             broken = self._take_scores(result, now) if result.scores else ()
+            later_s = result.later_s
             for i, (driver, chunk) in enumerate(zip(drivers, plan.chunks, strict=True)):
                 if driver not in broken:
-                    self._accept(driver, chunk, result, i, now)
+                    self._accept(driver, chunk, result, i, now, later_s)
         if result.code:
             self._contain(drivers, plan, result, now)
         return drivers
@@ -381,6 +382,7 @@ class ContinuousBatchScheduler:
         result: StepResult,
         i: int,
         now: float,
+        later_s: float,
     ) -> None:
         n_chunk, n_computed = len(chunk.tokens), driver.n_computed
         if n_computed < driver.n_prompt or n_computed < driver.n_reached:
@@ -388,7 +390,7 @@ class ContinuousBatchScheduler:
             self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
         logprobs = result.logprobs[i] if result.logprobs else ()
         guidance = result.guided.get(chunk.slot, FREE)
-        driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs, later_s=result.later_s)
+        driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs, later_s=later_s)
         if driver.slot is not None:
             self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
         if driver.status is Status.FINISHED:

@@ -36,7 +36,8 @@ class RequestClock:
         """
         if self.first_token_s is None:
             self.first_token_s = now - later_s
-        self.last_token_s = now - later_s * (n_sampled - n_kept) / max(1, n_sampled - 1)
+        n_dropped = n_sampled - n_kept
+        self.last_token_s = now - later_s * n_dropped / max(1, n_sampled - 1) if n_dropped else now
 
     def timings(self, n_computed: int, n_output: int) -> Timings:
         """Return the request's times; a rate is None where nothing was timed, never a division by zero.
