@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 _NAMES = ("SIGHUP", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGINT")
+_NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 """Signals whose handlers raise, in programs: Ctrl-C and those that end a program or a wait."""
 
 _LONGEST_WAIT_S = 1.0
@@ -35,7 +36,7 @@ class Postponed:
 
     def __enter__(self) -> Postponed:
         if threading.current_thread() is threading.main_thread():
-            for number in _numbers():
+            for number in _NUMBERS:
                 before = signal.getsignal(number)
                 if callable(before):
                     self._before[number] = before
@@ -55,18 +56,15 @@ class Postponed:
         trace: TracebackType | None,
     ) -> None:
         for number, before in self._before.items():
-            if signal.getsignal(number) == self._handle:  # else somebody has set another meanwhile
-                signal.signal(number, before)
+            found = signal.signal(number, before)
+            if found != self._handle:  # somebody has set another meanwhile
+                signal.signal(number, found)
         struck, self._error = self._error, None
         if struck is not None:
             try:
                 raise struck.with_traceback(None)  # its frames would keep alive what is given up
             finally:
                 del struck
-
-
-def _numbers() -> list[int]:
-    return [number for name in _NAMES if (number := getattr(signal, name, None)) is not None]
 
 
 class Latch:
