@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType, TracebackType
 
-_NAMES = ("SIGHUP", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGINT")
+_NAMES = (
+    *("SIGHUP", "SIGQUIT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGBREAK"),
+    "SIGINT",
+)
 _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
-"""Signals whose handlers raise, in programs: Ctrl-C and those that end a program or a wait."""
+"""Signals that programs have handlers for: Ctrl-C, those that end a program or a wait, those that tell something."""
 
 _LONGEST_WAIT_S = 1.0
 
@@ -55,16 +58,53 @@ class Postponed:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._give_back()
+        self._raise()
+
+    def _give_back(self) -> None:
+        """Set the handlers that were there before."""
         for number, before in self._before.items():
             found = signal.signal(number, before)
             if found != self._handle:  # somebody has set another meanwhile
                 signal.signal(number, found)
+
+    def _raise(self) -> None:
         struck, self._error = self._error, None
         if struck is not None:
             try:
                 raise struck.with_traceback(None)  # its frames would keep alive what is given up
             finally:
                 del struck
+
+
+class HeldBack(Postponed):
+    """A block in which no handler of a signal is called: each is called behind it, where it may do what it likes.
+
+    For work that a handler, which may use the engine, must not find half done.
+    """
+
+    __slots__ = ("_struck",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._struck: list[tuple[int, FrameType | None]] = []
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._struck.append((number, frame))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._give_back()
+        if self._struck:
+            with Postponed():  # one that raises keeps no other from being called
+                for number, frame in self._struck:
+                    super()._handle(number, frame)
+                self._struck.clear()
+        self._raise()
 
 
 class Latch:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,9 +15,9 @@ from cbatch.backend.aside import run_aside
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
-from cbatch.interrupts import Latch, Postponed
+from cbatch.interrupts import HeldBack, Latch, Postponed
 from tests import interrupt_runs
-from tests.runtime.backends import all_results, in_thread, streams
+from tests.runtime.backends import PATIENCE_S, all_results, in_thread, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.response import BatchResponse
 
 
 @pytest.fixture(scope="module")
@@ -268,3 +271,125 @@ def test_frames_of_what_was_postponed_are_given_up() -> None:
         use(kept)
     del caught
     assert sys.getrefcount(kept) == 2
+
+
+# ---- handlers that use the engine ----
+
+
+@contextmanager
+def alarms(handle: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """Have `handle` called by a signal; gives what sends it."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: handle() and None)
+    try:
+        yield partial(signal.raise_signal, signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Ringing(FakeBackend):
+    """Does one step a run, and sends a signal in the middle of each."""
+
+    ring: Callable[[], None]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.interrupt()
+        result = super().run(plan)
+        if plan.chunks:
+            self.ring()
+        return result
+
+
+def test_handlers_of_a_block_that_holds_them_back_are_called_behind_it_each_as_it_was_struck() -> (
+    None
+):
+    seen: list[str] = []
+
+    def handle() -> None:
+        seen.append("handled")
+        raise OSError("no room")
+
+    def work() -> None:
+        with HeldBack(), HeldBack():
+            ring()
+            press()
+            seen.append("all")
+
+    with alarms(handle) as ring, pytest.raises(OSError, match="no room"):
+        work()
+    assert seen == ["all", "handled"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("order", ["cancel", "pause", "stats", "submit", "cancel_all"])
+def test_handler_that_uses_an_engine_by_hand_in_every_step_finds_it_whole(order: str) -> None:
+    backend = Ringing(2, 64, 16)
+    engine = Engine(backend, threaded=False, options={"ignore_eos": True, "max_tokens": 5})
+    response = engine.run(["a", "b", "c", "d", "e"])
+    asked = iter(response.ids)
+    added: list[BatchResponse] = []
+
+    def handle() -> None:
+        id = next(asked, "")
+        if order == "cancel" and id:
+            engine.cancel(id)
+        elif order == "pause" and id:
+            assert engine.pause(id)
+            assert engine.resume(id)
+        elif order == "submit" and id:
+            added.append(engine.submit(id))
+        elif order == "cancel_all":
+            engine.cancel_all()
+        engine.stats()
+
+    with alarms(handle) as ring:
+        backend.ring = ring
+        results = all_results(response)
+        later = [all_results(more) for more in added]
+    expected = "cancelled" if order.startswith("cancel") else "length"
+    assert [(r.id, r.finish_reason) for r in results] == [(id, expected) for id in response.ids]
+    assert [r.finish_reason for [r] in later] == ["length"] * len(added)
+    assert len(added) == (5 if order == "submit" else 0)
+    engine.close()
+
+
+@pytest.mark.parametrize("is_threaded", [True, False])
+def test_handler_that_closes_an_engine_which_is_being_closed_waits_for_nobody(
+    *, is_threaded: bool
+) -> None:
+    class Closing(FakeBackend):
+        ring: Callable[[], None]
+
+        def close(self) -> None:
+            self.ring()
+            super().close()
+
+    backend = Closing(2, 64, 16)
+    engine = Engine(backend, threaded=is_threaded)
+    has_struck = threading.Event()
+
+    def handle() -> None:
+        has_struck.set()
+        engine.close()
+
+    def ring_main() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        assert has_struck.wait(PATIENCE_S)
+
+    with alarms(handle) as ring:
+        backend.ring = ring_main if is_threaded else ring
+        response = engine.run(["a", "b", "c"])
+        engine.close()
+    assert has_struck.is_set()
+    assert backend.is_closed
+    assert all(r.finish_reason == "cancelled" for r in all_results(response))
+
+
+def test_handler_that_closes_an_engine_by_hand_ends_who_waits_for_it() -> None:
+    backend = Ringing(2, 64, 16)
+    engine = Engine(backend, threaded=False)
+    response = engine.run(["a", "b", "c"], options={"ignore_eos": True, "max_tokens": 5})
+    with alarms(engine.close) as ring:
+        backend.ring = ring
+        results = all_results(response)
+    assert backend.is_closed
+    assert [r.finish_reason for r in results] == ["cancelled"] * 3

@@ -105,7 +105,9 @@ class NativeStepper:
         self._lib = library()
         self._api = api or LlamaApi.of_llama_cpp()  # kept: it owns what the addresses point to
         self._budget_us = int(slice_s * 1e6)
-        self._lock = threading.Lock()  # `interrupt` against `close`
+        self._lock = (
+            threading.RLock()
+        )  # `interrupt`, also in a handler of a signal, against `close`
         self._report = NativeReport()
         self._report_at = ctypes.addressof(self._report)
         self._grow_out(0)

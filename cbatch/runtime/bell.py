@@ -19,7 +19,7 @@ class Bell:
     def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
         """Make one for the loop that does what is given to `call_soon`, which any thread may call."""
         self._call_soon = call_soon
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may ring, too
         self._rung: list[Event] = []
 
     @staticmethod

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.core.status import Status
 from cbatch.errors import EngineClosedError, QueueFullError, words_of
-from cbatch.interrupts import Latch, Postponed
+from cbatch.interrupts import HeldBack, Latch, Postponed
 from cbatch.logs import Log
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.delivery import deliver
@@ -85,7 +85,7 @@ class Loop:
         self._pid = os.getpid()
         self._is_closed = False
         self._error: BaseException | None = None
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a handler of a signal may close while its thread does
         # of an engine without a thread; two locks, so that a loop over `pump` lets others in
         self._door, self._room = threading.Lock(), threading.Lock()
         self._owner: int | None = None
@@ -441,12 +441,13 @@ class Loop:
     def _turn(self) -> Iterator[None]:
         """Have an engine without a thread to oneself; first come, first served, but for who has it already.
 
-        What Ctrl-C raises is raised when the turn is over: a step that was torn is nobody's to mend.
+        Handlers of signals are called when the turn is over, for they may use the engine and must not find a step
+        half done.
         """
         if self._owner == threading.get_ident():
             yield
             return
-        with Postponed():
+        with HeldBack():
             with self._door:
                 self._room.acquire()
             self._owner = threading.get_ident()
