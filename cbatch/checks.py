@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NoReturn, cast
 
@@ -89,6 +90,19 @@ class reading:  # noqa: N801  # as contexts of the standard library are called
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, CBatchError):
             raise ConfigError(f"{self._name} cannot be read: {words_of(error)}") from error
+
+
+def settle(options: object, check: Callable[..., object], name: str, *limits: object) -> None:
+    """Replace a value of frozen options by what a check makes of it."""
+    with reading(name):
+        object.__setattr__(options, name, check(name, getattr(options, name), *limits))
+
+
+def refuse_none(options: Any) -> None:
+    """Refuse None for each of the options whose default is another value."""
+    for f in fields(options):
+        if f.default is not None and getattr(options, f.name) is None:
+            raise ConfigError(f"{f.name} must not be None")
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int | None:

@@ -18,6 +18,8 @@ from cbatch.checks import (
     check_string,
     check_text,
     reading,
+    refuse_none,
+    settle,
     shown,
 )
 from cbatch.errors import ConfigError, UnsupportedOptionError
@@ -25,7 +27,6 @@ from cbatch.plain import list_of, text_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
 
 MAX_PARALLEL = 256
 """llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""
@@ -84,25 +85,18 @@ class ScheduleOptions:
 
     def __post_init__(self) -> None:
         """Check every value and every pair that can contradict."""
-        for f in fields(self):
-            if f.default is not None and getattr(self, f.name) is None:
-                raise ConfigError(f"{f.name} must not be None")
-        self._settle(check_choice, "policy", ("fcfs", "priority", "shortest", "round_robin"))
+        refuse_none(self)
+        settle(self, check_choice, "policy", ("fcfs", "priority", "shortest", "round_robin"))
         for name in ("quantum", "prefill_budget", "prefill_chunk"):
-            self._settle(check_int, name, 1, MAX_INT)
-        self._settle(check_int, "max_queue", 0, MAX_INT)
-        self._settle(check_int, "swap_mib", 0, MAX_INT)
-        self._settle(check_float, "ageing_s", 1e-3, MAX_TIME_S)
-        self._settle(check_float, "itl_ms", 1e-3, 1e9)
-        self._settle(check_bool, "share_prefixes")
-        self._settle(check_choice, "admission", (None, "reserve", "optimistic"))
-        self._settle(check_choice, "when_full", (None, "wait", "reject"))
+            settle(self, check_int, name, 1, MAX_INT)
+        settle(self, check_int, "max_queue", 0, MAX_INT)
+        settle(self, check_int, "swap_mib", 0, MAX_INT)
+        settle(self, check_float, "ageing_s", 1e-3, MAX_TIME_S)
+        settle(self, check_float, "itl_ms", 1e-3, 1e9)
+        settle(self, check_bool, "share_prefixes")
+        settle(self, check_choice, "admission", (None, "reserve", "optimistic"))
+        settle(self, check_choice, "when_full", (None, "wait", "reject"))
         self._check_pairs()
-
-    def _settle(self, check: Callable[..., object], name: str, *limits: object) -> None:
-        """Replace a value by what a check makes of it."""
-        with reading(name):
-            object.__setattr__(self, name, check(name, getattr(self, name), *limits))
 
     def _check_pairs(self) -> None:
         if self.quantum is not None and self.policy != "round_robin":
@@ -167,20 +161,20 @@ class EngineOptions(ScheduleOptions):
     def __post_init__(self) -> None:
         """Check what can be checked without the model."""
         ScheduleOptions.__post_init__(self)
-        self._settle(check_int, "parallel", 1, MAX_PARALLEL)
-        self._settle(check_int, "n_threads", 1, MAX_THREADS)
+        settle(self, check_int, "parallel", 1, MAX_PARALLEL)
+        settle(self, check_int, "n_threads", 1, MAX_THREADS)
         for name in ("n_ctx", "ctx_per_seq", "memory_mib", "cache_mib"):
-            self._settle(check_int, name, 1, MAX_INT)
-        self._settle(check_int, "n_gpu_layers", -1, MAX_INT)
-        self._settle(check_int, "n_batch", 1, 2**20)
-        self._settle(check_int, "n_ubatch", 1, 2**20)
-        self._settle(check_choice, "kv", ("auto", "partitioned", "unified"))
-        self._settle(check_choice, "flash_attn", ("auto", "on", "off"))
+            settle(self, check_int, name, 1, MAX_INT)
+        settle(self, check_int, "n_gpu_layers", -1, MAX_INT)
+        settle(self, check_int, "n_batch", 1, 2**20)
+        settle(self, check_int, "n_ubatch", 1, 2**20)
+        settle(self, check_choice, "kv", ("auto", "partitioned", "unified"))
+        settle(self, check_choice, "flash_attn", ("auto", "on", "off"))
         for name in ("cache_type_k", "cache_type_v"):
-            self._settle(check_choice, name, get_args(CellType))
+            settle(self, check_choice, name, get_args(CellType))
         for name in ("exact", "use_mmap", "use_mlock", "offload_kqv"):
-            self._settle(check_bool, name)
-        self._settle(check_string, "chat_template")
+            settle(self, check_bool, name)
+        settle(self, check_string, "chat_template")
         self._check_places()
         self._check_rope()
         self._check_sizes()
@@ -216,13 +210,13 @@ class EngineOptions(ScheduleOptions):
         return is_quantised(self.cache_type_v)
 
     def _check_places(self) -> None:
-        self._settle(check_choice, "split_mode", (None, "none", "layer", "row", "tensor"))
-        self._settle(check_int, "main_gpu", 0, MAX_INT)
-        self._settle(_shares, "tensor_split")
-        self._settle(_servers, "rpc_servers")
-        self._settle(_files, "adapters")
+        settle(self, check_choice, "split_mode", (None, "none", "layer", "row", "tensor"))
+        settle(self, check_int, "main_gpu", 0, MAX_INT)
+        settle(self, _shares, "tensor_split")
+        settle(self, _servers, "rpc_servers")
+        settle(self, _files, "adapters")
         if self.cache_dir is not None:
-            self._settle(check_path, "cache_dir")
+            settle(self, check_path, "cache_dir")
         if self.tensor_split is not None and self.split_mode == "none":
             raise ConfigError(
                 f"tensor_split={list(self.tensor_split)} is for several devices, "
@@ -231,13 +225,13 @@ class EngineOptions(ScheduleOptions):
 
     def _check_rope(self) -> None:
         scalings = (None, "none", "linear", "yarn", "longrope")
-        self._settle(check_choice, "rope_scaling", scalings)
-        self._settle(check_float, "rope_freq_base", 1.0, 1e12)
-        self._settle(check_float, "rope_freq_scale", 1e-6, 1e6)
-        self._settle(check_int, "yarn_orig_ctx", 1, MAX_INT)
+        settle(self, check_choice, "rope_scaling", scalings)
+        settle(self, check_float, "rope_freq_base", 1.0, 1e12)
+        settle(self, check_float, "rope_freq_scale", 1e-6, 1e6)
+        settle(self, check_int, "yarn_orig_ctx", 1, MAX_INT)
         yarn = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
         for name in yarn:
-            self._settle(check_float, name, 0.0, 1e6)
+            settle(self, check_float, name, 0.0, 1e6)
         if self.rope_scaling == "none" and self.rope_freq_scale is not None:
             raise ConfigError(
                 f"rope_freq_scale={self.rope_freq_scale} has no effect with rope_scaling='none': "

@@ -24,6 +24,7 @@ from cbatch.checks import (
     json_object,
     json_text,
     reading,
+    settle,
     shown,
     strings_of,
     token_ids,
@@ -358,10 +359,8 @@ class RunOptions:
 
     def _check(self, name: str, check: Callable[..., object], *limits: object) -> None:
         """Replace a value that is said by what a check makes of it."""
-        value = getattr(self, name)
-        if value is not None:
-            with reading(name):
-                self._settle(name, check(name, value, *limits))
+        if getattr(self, name) is not None:
+            settle(self, check, name, *limits)
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_flag, check_int, check_seconds, check_string, reading
+from cbatch.checks import check_flag, check_int, check_seconds, check_string, refuse_none, settle
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
 from cbatch.options import MAX_SEED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 MAX_WINDOW = 65_536
@@ -68,28 +68,21 @@ class FileOptions:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for f in fields(self):
-            if f.default is not None and getattr(self, f.name) is None:
-                raise ConfigError(f"{f.name} must not be None")
+        refuse_none(self)
         for name in ("format", "output_format", "template", "system"):
-            self._settle(check_string, name)
+            settle(self, check_string, name)
         for name in ("is_raw", "shuffle", "strict", "retry_errors", "force", "adopt"):
-            self._settle(check_flag, name)
+            settle(self, check_flag, name)
         if self.adopt and self.force:
             raise ConfigError(
                 "adopt keeps the records that are there, and force may replace them: give one of them"
             )
-        self._settle(check_int, "limit", 1, 2**63 - 1)
-        self._settle(check_int, "window", 1, MAX_WINDOW)
-        self._settle(check_int, "shuffle_seed", -MAX_SEED, MAX_SEED)
+        settle(self, check_int, "limit", 1, 2**63 - 1)
+        settle(self, check_int, "window", 1, MAX_WINDOW)
+        settle(self, check_int, "shuffle_seed", -MAX_SEED, MAX_SEED)
         for name, check in (("max_time_s", check_seconds), *((n, file_of) for n in _FILES)):
             if getattr(self, name) is not None:
-                self._settle(check, name)
-
-    def _settle(self, check: Callable[..., object], name: str, *limits: object) -> None:
-        """Replace a value by what a check makes of it."""
-        with reading(name):
-            object.__setattr__(self, name, check(name, getattr(self, name), *limits))
+                settle(self, check, name)
 
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, Any]]:
