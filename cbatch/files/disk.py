@@ -49,14 +49,6 @@ def write_at(fd: int, data: bytes, start: int) -> None:
         left, start = left[n_written:], start + n_written
 
 
-def status_of(path: Path) -> os.stat_result | None:
-    """Return what the system knows of a file; None where there is none."""
-    try:
-        return path.stat()
-    except OSError:
-        return None
-
-
 def truncate(fd: int, size: int) -> None:
     """Cut the file off."""
     os.ftruncate(fd, size)

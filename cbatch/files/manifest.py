@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files import disk
 from cbatch.files.item import bytes_of
+from cbatch.files.places import status_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -135,7 +136,7 @@ class Manifest:
             except BaseException:
                 self._db.close()
                 raise
-        self._status = disk.status_of(path)
+        self._status = status_of(path)
 
     def _create(self) -> None:
         """Create it where it is not, with the output's access; else let nobody read it who may not read the output."""
@@ -227,7 +228,7 @@ class Manifest:
         Raises:
             OutputError: somebody has removed it, moved it away or put another file in its place.
         """
-        now = disk.status_of(self.path)
+        now = status_of(self.path)
         if now is None or self._status is None or not os.path.samestat(now, self._status):
             raise OutputError(
                 self.path,

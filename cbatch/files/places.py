@@ -64,7 +64,7 @@ def stdout() -> BinaryIO:
 
 
 def status_of(name: str | Path) -> os.stat_result | None:
-    """Return what is at a place that is read, `-` being stdin; None where that is nothing of the system's."""
+    """Return what the system knows of a file, `-` being stdin; None where that is nothing of the system's."""
     try:
         if not is_dash(name):
             return os.stat(name)
