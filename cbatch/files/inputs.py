@@ -114,7 +114,7 @@ def _identity(name: str) -> object:
         raise ConfigError(f"{readable(name)}: cannot be read: {error.strerror}") from error
     if stat.S_ISDIR(status.st_mode):
         raise ConfigError(
-            f"{readable(name)}: is a directory: give files, or a pattern such as {name}/*"
+            f"{readable(name)}: is a directory: give files, or a pattern such as {readable(name)}/*"
         )
     return status.st_dev, status.st_ino
 

@@ -19,7 +19,7 @@ from cbatch.files.item import item_key, rival_key
 from cbatch.files.journal import duplicate_key
 from cbatch.files.manifest import GONE, Manifest, files_of_manifest, record_key
 from cbatch.files.origin import inputs_of
-from cbatch.files.places import real
+from cbatch.files.places import file_of, real
 from cbatch.files.seen import Seen
 from cbatch.files.source import open_source
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _N_TRIES = 10
-"""Copies of a manifest before giving up: a run changes it itself, beside its log, once in 16 MiB of that."""
+"""Copies of a manifest before giving up: a run changes more than the end of its log every few seconds."""
 
 _COUNT = "SELECT count(*), sum(is_error), sum(number >= ?) FROM records"
 _HAS = "SELECT 1 FROM records WHERE key = ?"
@@ -81,7 +81,7 @@ def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatu
     Raises:
         ConfigError: there is no manifest, or the input cannot be read.
     """
-    path = Path(output)
+    path = file_of("output", output)
     place = records_of(path) if is_columnar(path) else path
     home = manifest_at(place)
     if not home.is_file():

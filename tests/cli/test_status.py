@@ -49,6 +49,14 @@ def test_done_failed_and_left_are_counted(engine: Engine, tmp_path: Path) -> Non
     assert status_of(out) == RunStatus(11, 2, 1, 12, 0)
 
 
+def test_the_home_is_meant_by_a_tilde(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run_file(write_requests(tmp_path / "in.jsonl", 3), "~/out.jsonl", engine=engine)
+    assert status_of("~/out.jsonl") == RunStatus(3, 0, 0, 3, 0)
+
+
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet", "txt"])
 def test_tables_are_counted_by_their_rows(engine: Engine, tmp_path: Path, suffix: str) -> None:
     source, out = tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}"
