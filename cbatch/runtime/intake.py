@@ -21,6 +21,7 @@ from cbatch.errors import (
     EngineClosedError,
     QueueFullError,
     RequestFailedError,
+    words_of,
 )
 from cbatch.messages import as_prompt
 from cbatch.runtime.choices import Choices
@@ -288,7 +289,7 @@ def _as_failure(error: Exception) -> CBatchError:
     """Return an error of a prompt as one that its result may have."""
     if isinstance(error, CBatchError):
         return error
-    failure = RequestFailedError(f"the prompt could not be taken in: {error!r}")
+    failure = RequestFailedError(f"the prompt could not be taken in: {words_of(error)}")
     failure.__cause__ = error
     return failure
 
