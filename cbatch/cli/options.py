@@ -11,7 +11,7 @@ from cbatch.options import RunOptions
 
 _MODEL = "Model"
 _ANSWERS = "Answers"
-_SCHEDULE = "Who runs when"
+_SCHEDULE = "Scheduling"
 _DEVICES = "Memory and devices"
 
 
@@ -86,7 +86,9 @@ MemoryMib = Annotated[
 ]
 Policy = Annotated[
     str,
-    option(help="Who comes next: fcfs, priority, shortest or round_robin.", panel=_SCHEDULE),
+    option(
+        help="Which request comes next: fcfs, priority, shortest or round_robin.", panel=_SCHEDULE
+    ),
 ]
 Quantum = Annotated[
     int | None, option(help="Tokens of a turn in round_robin.", default="64", panel=_SCHEDULE)
@@ -136,7 +138,11 @@ ItlMs = Annotated[
 ]
 SwapMib = Annotated[
     int | None,
-    option(help="Host memory for cells of who lost its slot.", default="1024", panel=_SCHEDULE),
+    option(
+        help="Host memory for cells of requests that lost their slot.",
+        default="1024",
+        panel=_SCHEDULE,
+    ),
 ]
 NoSharePrefixes = Annotated[
     bool,
