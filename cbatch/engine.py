@@ -77,10 +77,10 @@ Exactness = Callable[[], str]
 """Finds out what `Engine.exactness` says."""
 
 IsStopped = Callable[[], bool]
-"""Tells whoever loads that nobody wants it any more."""
+"""Tells a load that it is to stop: its result is not wanted any more."""
 
 Opener = Callable[[IsStopped], "tuple[Backend, Exactness]"]
-"""Loads a backend; returns it and what finds out its exactness. What it raises once it is stopped nobody sees."""
+"""Loads a backend; returns it and what finds out its exactness. Once it is stopped, an error of its own is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Engine:
         self.close()
 
     async def __aenter__(self) -> Engine:
-        await checkpoint()  # who is cancelled already loads nothing
+        await checkpoint()  # a task that is cancelled already loads nothing
         try:
             await do_to_end(self.open, self._stop_loading)
         except Exception:
@@ -218,7 +218,7 @@ class Engine:
         A native call cannot be broken off: Ctrl-C meanwhile is raised when all is freed.
         """
         with Postponed():
-            self._is_closing = True  # who loads in another thread gives up
+            self._is_closing = True  # a load in another thread stops
             with self._opening:
                 self._opener = None
             if self._made is not None:

@@ -3,7 +3,7 @@
 Every operation of a graph ends in a barrier, thousands of them a step. Where another program has a core, the threads
 wait there for one that is not scheduled; GNU's OpenMP lets them spin for some milliseconds first, on the very core
 that the late one waits for. `GOMP_SPINCOUNT` bounds that. The runtime reads it once, when it is loaded, so it is in
-the environment only while llama.cpp's libraries are; who has set a policy keeps it.
+the environment only while llama.cpp's libraries are loaded; a policy that the user has set stays.
 """
 
 from __future__ import annotations

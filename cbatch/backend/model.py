@@ -75,7 +75,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What follows a model's loading.
+    """What the caller of a load gives along.
 
     Args:
         recent_errors: returns llama.cpp's last error lines, to be quoted.
@@ -234,7 +234,7 @@ def open_model(
         use_extra_bufts: whether weights are repacked for the CPU; not said: llama.cpp's default.
         has_weights: read the weights; without, nothing can be computed.
         chat_template: "chatml" or Jinja, instead of the model's own.
-        watch: who follows the loading.
+        watch: see `Watch`.
 
     Raises:
         ModelLoadError: no such file, damaged, refused by llama.cpp, or unable to generate text.

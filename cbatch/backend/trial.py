@@ -29,7 +29,7 @@ _READY = b"ready\n"
 
 
 class GrammarTrial:
-    """Finds out whether a grammar can be compiled and followed by whoever must not die of it. One thread at a time."""
+    """Finds out whether a grammar can be compiled and followed without ending the process. One thread at a time."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         """Take llguidance's `LLParserLimits`; the process is started by `start`, or by the first grammar."""

@@ -178,7 +178,7 @@ def _has_run(result: BatchResult) -> bool:
 
 
 def _timings(first: BatchResult, results: Sequence[BatchResult]) -> Timings:
-    """Return the times of several choices: the first's, up to the last end, with the rate of who computed most."""
+    """Return the times of several choices: the first's up to the last end, and the rate of that which computed most."""
     last_s = [s for r in results if (s := r.timings.last_token_s) is not None]
     computed = [r for r in results if r.timings.prompt_tps is not None]
     most = min(computed, key=lambda r: r.usage.cached_tokens, default=first)

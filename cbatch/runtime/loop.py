@@ -167,7 +167,7 @@ class Loop:
             del self._outside[driver.request.id]
         if newcomers:
             self._submit(newcomers)
-            with self._room_freed:  # who has brought them may wait for nothing else
+            with self._room_freed:  # the thread that brought them may wait for nothing else
                 self._room_freed.notify_all()
 
     def _take_in_members(self, id: str) -> list[str]:
@@ -363,7 +363,7 @@ class Loop:
     def pump(self) -> bool:
         """Do one step in an engine without a thread, in the thread of whoever waits; see `step`.
 
-        Ctrl-C during the run leaves the engine usable: what runs is computed anew.
+        Ctrl-C during the step is raised behind it, and the requests go on with the next step.
 
         Raises:
             EngineClosedError: the engine is closed, or this step failed and ended it.
@@ -379,7 +379,7 @@ class Loop:
                 self._error, self._is_closed = error, True
                 self._end()
                 raise self._failure(error) from error
-            except BaseException:  # Ctrl-C, or what a signal handler raised
+            except BaseException:  # such as SystemExit from a function given to `record_steps`
                 self._is_interrupted = True
                 raise
         return self._has_dozed()
@@ -439,7 +439,7 @@ class Loop:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have an engine without a thread to oneself; first come, first served, but for who has it already.
+        """Let one thread at a time use an engine without a thread of its own; first come, first served.
 
         Handlers of signals are called when the turn is over, for they may use the engine and must not find a step
         half done.
