@@ -451,8 +451,11 @@ class SequenceDriver:
                 self.logprobs.extend(logprobs[: len(good)])
             n_before = len(self.output)
             self._append(good, now, is_last=guidance.is_complete and not guidance.forced)
-            n_kept = len(self.output) - n_before
-            self.clock.take_tokens(len(sampled), n_kept, now, later_s)
+            n_dropped = n_before + len(sampled) - len(self.output)
+            if n_dropped or self.clock.first_token_s is None:
+                self.clock.take_tokens(len(sampled), n_dropped, now, later_s)
+            else:
+                self.clock.last_token_s = now
         if guidance.problem and self.finish_reason is None:
             self.fail_grammar(guidance.problem, now)
         elif is_broken and self.finish_reason is None:

@@ -29,15 +29,14 @@ class RequestClock:
     last_token_s: float | None = None
     finished_s: float | None = None
 
-    def take_tokens(self, n_sampled: int, n_kept: int, now: float, later_s: float) -> None:
+    def take_tokens(self, n_sampled: int, n_dropped: int, now: float, later_s: float) -> None:
         """Take in what a run sampled that ended `now`: the first token `later_s` before that, the others evenly behind.
 
-        `n_kept` is how many of them are output: what was sampled past a stop string is none.
+        `n_dropped` of them are no output: they were sampled past a stop string.
         """
         if self.first_token_s is None:
             self.first_token_s = now - later_s
-        n_dropped = n_sampled - n_kept
-        self.last_token_s = now - later_s * n_dropped / max(1, n_sampled - 1) if n_dropped else now
+        self.last_token_s = now - later_s * n_dropped / max(1, n_sampled - 1)
 
     def timings(self, n_computed: int, n_output: int) -> Timings:
         """Return the request's times; a rate is None where nothing was timed, never a division by zero.
