@@ -116,14 +116,19 @@ class Count:
 class Manifest:
     """One open manifest; nobody else opens it before it is closed."""
 
-    def __init__(self, path: Path, output: Path) -> None:
+    def __init__(self, path: Path, output: Path, *, home: Path | None = None) -> None:
         """Open or create it; those may read it who may read the output.
+
+        Args:
+            path: where it is.
+            output: whose manifest it is.
+            home: of which manifest it is a copy: by that it is named, and from there files are found; None: of none.
 
         Raises:
             ConfigError: another run has it open, or it cannot be opened.
             ManifestError: it is damaged, of a newer version, or no manifest.
         """
-        self.path, self._output = path, output
+        self.path, self._output, self._home = path, output, home or path
         self.is_new = False
         self._read = set[sqlite3.Cursor]()
         with self._refused():
@@ -181,14 +186,14 @@ class Manifest:
         if application == _APPLICATION:
             if version > _VERSION:
                 raise ManifestError(
-                    f"{self.path}: is of version {version}, and this cbatch knows {_VERSION}",
+                    f"{self._home}: is of version {version}, and this cbatch knows {_VERSION}",
                     "update cbatch, give another output, or replace it (--force)",
                 )
             self._check_whole()
             return False
         if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise ConfigError(
-                f"{self.path}: is an SQLite file of another program, where cbatch keeps its manifest: move it away, "
+                f"{self._home}: is an SQLite file of another program, where cbatch keeps its manifest: move it away, "
                 "or give another output"
             )
         return True
@@ -197,10 +202,10 @@ class Manifest:
         """Look through all of it: what is damaged would else be found in the midst of a run, or never."""
         [problems] = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if problems != "ok":
-            raise _damaged(self.path, problems.splitlines()[-1])
+            raise _damaged(self._home, problems.splitlines()[-1])
         found = {sql for [sql] in self._db.execute("SELECT sql FROM sqlite_master")}
         if not found.issuperset(_TABLES):
-            raise _damaged(self.path, "a table is not as it was made")
+            raise _damaged(self._home, "a table is not as it was made")
 
     def _pragma(self, name: str) -> int:
         return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
@@ -216,11 +221,11 @@ class Manifest:
                     f"{self._output}: another run writes there: wait for its end, or give another output"
                 ) from error
             raise ConfigError(
-                f"{self.path}: the manifest cannot be opened: {_reason(error)}: give an output in a folder where files "
+                f"{self._home}: the manifest cannot be opened: {_reason(error)}: give an output in a folder where files "
                 "can be written and locked"
             ) from error
         except sqlite3.DatabaseError as error:
-            raise _damaged(self.path, error) from error
+            raise _damaged(self._home, error) from error
 
     def check_there(self) -> None:
         """Check that it is where it was opened.
@@ -326,7 +331,7 @@ class Manifest:
                 f"cannot be written: {error}: see that the disk has space, then run the same command again: what is "
                 "done stays done",
             )
-        return _damaged(self.path, error)
+        return _damaged(self._home, error)
 
     # ---- what is in it ----
 
@@ -352,14 +357,14 @@ class Manifest:
         }
 
     def _absolute(self, path: str | bytes) -> Path:
-        return Path(os.path.normpath(self.path.parent / os.fsdecode(path)))
+        return Path(os.path.normpath(self._home.parent / os.fsdecode(path)))
 
     def put_file(self, row: FileRow) -> None:
         """Keep this of an output, in place of what was known of it."""
         self.execute(
             "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
             row.file,
-            _relative(row.path, self.path.parent),
+            _relative(row.path, self._home.parent),
             row.header,
             row.size,
             row.synced,

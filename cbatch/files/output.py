@@ -26,7 +26,7 @@ _PIECE = 2**20
 _N_SAMPLES = 32
 """Records that are read again before a run goes on, beside first and last: who moves lines moves some of them."""
 
-_CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
+CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
 _BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
 _SAMPLES = (
     "SELECT start, size, crc, number FROM records WHERE file = ? ORDER BY start LIMIT 1",
@@ -184,7 +184,7 @@ class Output:
 
     def drop_torn(self, manifest: Manifest) -> int:
         """Forget the records that are not whole, in a transaction of the caller; return how many."""
-        n_cut = manifest.execute(_CUT_OFF, self.row.file, os.fstat(self._fd).st_size).rowcount
+        n_cut = manifest.execute(CUT_OFF, self.row.file, os.fstat(self._fd).st_size).rowcount
         behind = manifest.rows(_BEHIND, self.row.file, self.row.synced)
         torn = [(record,) for record, *place in behind if not is_whole(self._fd, *place)]
         manifest.execute_many("DELETE FROM records WHERE record = ?", torn)

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from cbatch.checks import readable
 from cbatch.errors import ConfigError
+from cbatch.files import places
 from cbatch.files.detect import is_columnar
 from cbatch.files.home import manifest_at, records_of
 from cbatch.files.item import item_key, rival_key
 from cbatch.files.journal import duplicate_key
 from cbatch.files.manifest import GONE, Manifest, files_of_manifest, record_key
 from cbatch.files.origin import inputs_of
+from cbatch.files.output import CUT_OFF
 from cbatch.files.places import file_of, real
 from cbatch.files.seen import Seen
 from cbatch.files.source import open_source
@@ -45,6 +47,7 @@ class RunStatus:
         n_left: of these, those without a record.
         is_running: whether a run writes there now.
         problem: why nobody knows what is left.
+        n_lost: records that were there and are not in their file any more; counted nowhere else.
     """
 
     n_done: int
@@ -54,6 +57,7 @@ class RunStatus:
     n_left: int | None = None
     is_running: bool = False
     problem: str = ""
+    n_lost: int = 0
 
     def lines(self) -> list[str]:
         """Return it in words."""
@@ -65,6 +69,7 @@ class RunStatus:
             f"failed  {self.n_failed:,}",
             f"left    {left}",
             *([f"gone    {self.n_gone:,}, not in the input any more"] if self.n_gone else []),
+            *([f"lost    {self.n_lost:,}, not in the file any more"] if self.n_lost else []),
             *(["a run writes there now"] if self.is_running else []),
         ]
 
@@ -82,11 +87,15 @@ def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatu
         ConfigError: there is no manifest, or the input cannot be read.
     """
     path = file_of("output", output)
+    if path.is_dir():
+        raise ConfigError(f"{readable(path)}: is a directory: give a file")
     place = records_of(path) if is_columnar(path) else path
     home = manifest_at(place)
     if not home.is_file():
         raise ConfigError(f"{path}: there is no manifest beside it: no run has written there")
+    is_running = _is_locked(real(place))
     with _copied(home, place) as manifest:
+        n_lost = 0 if is_running else _forget_lost(manifest, real(place))
         n, n_failed, n_gone = (count or 0 for count in manifest.execute(_COUNT, GONE).fetchone())
         n_items, n_left, problem = _left(manifest, place, inputs)
     return RunStatus(
@@ -95,9 +104,19 @@ def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatu
         n_gone,
         n_items,
         n_left,
-        _is_locked(real(place)),
+        is_running,
         problem,
+        n_lost,
     )
+
+
+def _forget_lost(manifest: Manifest, output: Path) -> int:
+    """Take out the records that are behind the end of their file, which a run would compute again; return how many."""
+    n_lost = 0
+    for row in manifest.files().values():
+        status = places.status_of(row.path if row.file else output)
+        n_lost += manifest.execute(CUT_OFF, row.file, status.st_size if status else 0).rowcount
+    return n_lost
 
 
 def _left(
@@ -156,7 +175,7 @@ def _copied(home: Path, output: Path) -> Iterator[Manifest]:
                 break
         else:
             raise ConfigError(f"{readable(home)}: changes all the time: try again")
-        with closing(Manifest(copy, output)) as manifest:
+        with closing(Manifest(copy, output, home=home)) as manifest:
             yield manifest
 
 

@@ -108,6 +108,47 @@ def test_input_may_have_moved_or_be_a_pipe(
     assert found == RunStatus(1, 0, problem="the input was a pipe")
 
 
+@pytest.mark.parametrize(("damage", "n_lost"), [("gone", 6), ("empty", 6), ("cut", 1)])
+def test_records_that_are_not_in_the_file_any_more_are_lost(
+    engine: Engine, tmp_path: Path, damage: str, n_lost: int
+) -> None:
+    source, out = write_requests(tmp_path / "in.jsonl", 6), tmp_path / "out.jsonl"
+    run_file(source, out, engine=engine)
+    if damage == "gone":
+        out.unlink()
+    else:
+        os.truncate(out, 0 if damage == "empty" else out.stat().st_size - 1)
+    before = files_in(tmp_path)
+    found = status_of(out)
+    assert found == RunStatus(6 - n_lost, 0, 0, 6, n_lost, n_lost=n_lost)
+    assert f"lost    {n_lost}, not in the file any more" in found.lines()
+    assert files_in(tmp_path) == before
+    assert run_file(source, out, engine=engine).n_done == n_lost
+    assert status_of(out) == RunStatus(6, 0, 0, 6, 0)
+
+
+def test_errors_are_looked_for_in_their_own_file(engine: Engine, tmp_path: Path) -> None:
+    source, out = write_requests(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    source.write_text(source.read_text() + "{broken\n")
+    (tmp_path / "wrong").mkdir()
+    errors = tmp_path / "wrong" / "errors.jsonl"
+    run_file(source, out, engine=engine, errors=errors)
+    assert status_of(out) == RunStatus(3, 1, 0, 4, 0)
+    errors.unlink()
+    assert status_of(out) == RunStatus(3, 0, 0, 4, 1, n_lost=1)
+
+
+def test_damaged_manifest_is_named_where_it_is(tmp_path: Path) -> None:
+    out, manifest = tmp_path / "out.jsonl", tmp_path / "out.jsonl.manifest"
+    manifest.write_bytes(b"no database")
+    with pytest.raises(ConfigError) as caught:
+        status_of(out)
+    assert str(caught.value).startswith(f"{manifest}: is damaged")
+    for folder in (tmp_path, Path(), Path("/")):
+        with pytest.raises(ConfigError, match="is a directory: give a file"):
+            status_of(folder)
+
+
 def test_command_tells_people_and_programs(engine: Engine, tmp_path: Path) -> None:
     source, out = write_requests(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
     run_file(source, out, engine=engine, limit=1)
