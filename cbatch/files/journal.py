@@ -184,6 +184,8 @@ class Journal:
                 return self._settle(key, self._find(key), digest, number, otherwise="duplicate")
             if self._has_doubles and (stale := self._find(duplicate_key(key, number))):
                 self._superseded.append(stale)  # it came second then, and first now
+            if rival is not None and (stale := self._find(record_key(rival))):
+                self._superseded.append(stale)  # two records under one id would answer one item
             return self._settle(key, found, digest, number, otherwise="new")
 
     def _is_claimed(self, id: str) -> bool:

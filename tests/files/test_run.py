@@ -644,6 +644,17 @@ def test_id_that_a_line_without_one_has_is_an_error_of_the_second(
     assert check_file(source, engine=engine).n_by_code == {"duplicate_custom_id": 1}
 
 
+@pytest.mark.parametrize("ids", [["a", "line-2"], ["a", None]])
+def test_no_two_records_are_under_an_id_that_a_line_without_one_took_or_gave(
+    engine: Engine, out: Path, ids: list[str | None]
+) -> None:
+    source = out.with_name("in.jsonl")
+    for asked in (ids, ["a", None if ids[1] else "line-2"], ids):
+        source.write_text("".join(json.dumps({"id": id, "prompt": "p"}) + "\n" for id in asked))
+        run_file(source, out, engine=engine, limit=2)
+        assert sorted(r["id"] for r in records(out)) == ["a", "line-2"]
+
+
 def test_records_of_lines_that_are_gone_stay_and_are_named(
     engine: Engine, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
