@@ -221,8 +221,8 @@ class Manifest:
                     f"{self._output}: another run writes there: wait for its end, or give another output"
                 ) from error
             raise ConfigError(
-                f"{self._home}: the manifest cannot be opened: {_reason(error)}: give an output in a folder where files "
-                "can be written and locked"
+                f"{self._home}: the manifest cannot be opened: {_reason(error)}: give an output in a folder where "
+                "files can be written and locked"
             ) from error
         except sqlite3.DatabaseError as error:
             raise _damaged(self._home, error) from error
