@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cbatch.checks import readable
 from cbatch.errors import ConfigError
+from cbatch.files.packed import PackedStreams
 from cbatch.files.places import is_dash, status_of, stdin
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ _PACKED = {
     re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"): "bz2",
 }
 """What a compressed file begins with, and the module that reads it."""
+
+_DECOMPRESSORS = {"lzma": "LZMADecompressor", "bz2": "BZ2Decompressor"}
+"""Of the modules whose own files stop without an error where a stream is followed by what is none."""
 
 _UNREAD = {
     b"PK\x03\x04": "a zip archive",
@@ -342,7 +346,10 @@ def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
     module = next((module for magic, module in _PACKED.items() if magic.match(start)), None)
     if module is None:
         return raw
-    return io.BufferedReader(_import_packer(module, name).open(raw), _BUFFER_BYTES)
+    packer = _import_packer(module, name)
+    make = getattr(packer, _DECOMPRESSORS.get(module, ""), None)
+    text = packer.open(raw) if make is None else PackedStreams(raw, make)
+    return io.BufferedReader(text, _BUFFER_BYTES)
 
 
 def _import_packer(module: str, name: str) -> Any:

@@ -110,6 +110,24 @@ def test_lines_of_several_packed_parts_are_read_through(
     assert list(file.lines()) == [b"a\n", b"b\n"]
 
 
+@pytest.mark.parametrize("pack", PACKERS)
+def test_what_is_behind_a_packed_part_and_is_none_is_an_error(
+    tmp_path: Path, pack: Callable[[bytes], bytes], opened: OpenFile
+) -> None:
+    damaged = b"X" + pack(b"two\n")[1:]
+    with pytest.raises(ConfigError, match="its compressed data is damaged") as caught:
+        list(opened(write(tmp_path / "file", pack(b"one\n") + damaged)).lines())
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_zeros_between_packed_parts_and_behind_them_end_nothing(
+    tmp_path: Path, pack: Callable[[bytes], bytes], opened: OpenFile
+) -> None:
+    packed = pack(b"one\n") + bytes(200_000) + pack(b"two\n") + bytes(8)
+    assert list(opened(write(tmp_path / "file", packed)).lines()) == [b"one\n", b"two\n"]
+
+
 def test_text_that_begins_as_bzip2_does_is_text(tmp_path: Path, opened: OpenFile) -> None:
     file = opened(write(tmp_path / "file", b"BZh91 is a name\n"))
     assert list(file.lines()) == [b"BZh91 is a name\n"]
