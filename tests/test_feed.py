@@ -224,6 +224,32 @@ def test_prompt_at_which_the_engine_itself_stumbles_fails_alone(
     assert "the disk is gone" in str(bad.error)
 
 
+class UnspeakableError(Exception):
+    """Cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise OSError("no words")
+
+    __str__ = __repr__
+
+
+def test_error_that_cannot_be_shown_fails_its_prompt_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_prompt = SequenceMaker.of_prompt
+
+    def stumbling(self: SequenceMaker, item: BatchPrompt, *given: Any, **more: Any) -> Any:
+        if item.prompt == "bad":
+            raise UnspeakableError
+        return of_prompt(self, item, *given, **more)
+
+    monkeypatch.setattr(SequenceMaker, "of_prompt", stumbling)
+    one, bad, two = all_results(engine.run(iter(["one", "bad", "two"])))
+    assert (one.error, two.error) == (None, None)
+    assert isinstance(bad.error, RequestFailedError)
+    assert "UnspeakableError" in str(bad.error)
+
+
 def broken() -> Iterator[str]:
     yield "one"
     yield "two"
