@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
+from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -131,3 +135,46 @@ class Latch:
             # if Ctrl-C strikes between the two, others wait in vain for the lock, but look again
             if self._lock.acquire(timeout=_LONGEST_WAIT_S):
                 self._lock.release()
+
+
+class Sleepers:
+    """Threads that wait until something holds; whoever changes it calls `wake`.
+
+    A `Condition` is held while its thread looks whether to wait: a handler of a signal that is called there, and asks
+    something of the thread that would wake, waits for ever. Here nothing is held.
+    """
+
+    __slots__ = ("_locks",)
+
+    def __init__(self) -> None:
+        self._locks: deque[threading.Lock] = deque()
+
+    def __len__(self) -> int:
+        return len(self._locks)
+
+    def wait_for(self, is_ready: Callable[[], object], timeout: float | None = None) -> bool:
+        """Return when it is ready, or after `timeout` seconds; whether it is."""
+        end_s = math.inf if timeout is None else time.perf_counter() + timeout
+        while not is_ready():
+            left_s = min(end_s - time.perf_counter(), threading.TIMEOUT_MAX)
+            if left_s <= 0:
+                return False
+            self._sleep(is_ready, left_s)
+        return True
+
+    def _sleep(self, is_ready: Callable[[], object], timeout: float) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self._locks.append(lock)  # before it looks again: who wakes later wakes it
+        try:
+            if not is_ready():
+                lock.acquire(timeout=timeout)
+        finally:
+            with suppress(ValueError):  # it was woken
+                self._locks.remove(lock)
+
+    def wake(self) -> None:
+        """Have all that wait look again. From any thread, behind the change."""
+        with suppress(IndexError):
+            while self._locks:
+                self._locks.popleft().release()

@@ -266,7 +266,8 @@ class BatchResponse:
         self._ids, self._mailbox, self._display = ids, mailbox, display
 
     def __del__(self) -> None:
-        self._mailbox.end_feed()
+        if hasattr(self, "_mailbox"):  # else Ctrl-C struck as it was made
+            self._mailbox.end_feed()
 
     def __repr__(self) -> str:
         return f"<BatchResponse of {len(self._ids)} items>"

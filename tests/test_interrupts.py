@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
@@ -16,6 +17,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from cbatch.interrupts import HeldBack, Latch, Postponed
+from cbatch.messages import BatchPrompt
 from tests import interrupt_runs
 from tests.runtime.backends import PATIENCE_S, all_results, in_thread, streams
 
@@ -393,3 +395,83 @@ def test_handler_that_closes_an_engine_by_hand_ends_who_waits_for_it() -> None:
         results = all_results(response)
     assert backend.is_closed
     assert [r.finish_reason for r in results] == ["cancelled"] * 3
+
+
+Traced: TypeAlias = "Callable[[FrameType, str, object], Traced | None]"
+
+
+def struck_at_line(n_line: int, work: Callable[[], object]) -> bool:
+    """Do `work`, and send a signal before the n-th line of cbatch that it executes; whether it has so many."""
+    n_left = n_line
+
+    def trace(frame: FrameType, event: str, argument: object) -> Traced | None:
+        nonlocal n_left
+        if n_left < 0 or f"{os.sep}cbatch{os.sep}" not in frame.f_code.co_filename:
+            return None
+        n_left -= event == "line"
+        if n_left < 0:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return n_left < 0
+
+
+WORKS: dict[str, Callable[[Engine, BatchResponse], object]] = {
+    "results": lambda _, response: all_results(response),
+    "chunks": lambda _, response: list(response),
+    "cancel": lambda _, response: response.cancel(),
+    "stats": lambda engine, _: engine.stats(),
+    "run": lambda engine, _: all_results(engine.run([BatchPrompt(prompt="d", id="own")])),
+    "read": lambda engine, _: list(engine.run(iter(["d", "e"])).as_completed()),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_handler_at_any_line_may_ask_the_thread_that_computes(name: str) -> None:
+    options = {"ignore_eos": True, "max_tokens": 2, "seed": 1}
+    n_line, is_struck = 0, True
+    while is_struck:
+        with Engine(FakeBackend(2, 64, 16), options=options) as engine:
+            response = engine.run(["a", "b", "c"])
+            added: list[BatchResponse] = []
+
+            def handle(engine: Engine = engine, added: list[BatchResponse] = added) -> None:
+                engine.cancel("1")
+                engine.stats()
+                added.append(engine.submit("from the handler"))
+
+            with alarms(handle):
+                is_struck = struck_at_line(n_line, partial(WORKS[name], engine, response))
+            assert len(all_results(response)) == 3
+            assert [len(all_results(more)) for more in added] == [1] * is_struck
+            assert engine.stats().n_running == 0
+        n_line += 3
+    assert n_line > 10
+
+
+def test_ctrl_c_at_any_line_of_a_run_leaves_no_id_taken() -> None:
+    own = BatchPrompt(prompt="a", id="own", options={"ignore_eos": True, "max_tokens": 2})
+
+    def press_main() -> None:
+        raise KeyboardInterrupt
+
+    n_line, is_struck = 0, True
+    kept: list[BatchResponse] = []  # what strikes where one is dropped is lost, as Python has it
+    with Engine(FakeBackend(2, 64, 16)) as engine, alarms(press_main):
+        while is_struck:
+            try:
+                is_struck = struck_at_line(n_line, lambda: kept.append(engine.run([own])))
+            except KeyboardInterrupt:
+                is_struck = True
+            engine.cancel_all()
+            [result] = all_results(engine.run([own]))
+            assert result.finish_reason == "length"
+            n_line += 2
+    assert n_line > 10

@@ -286,7 +286,7 @@ def test_cancel_of_one_that_waits_makes_room_for_another(make: MakeEngine) -> No
         engine.cancel("b")
     run = in_thread(lambda: engine.run(prompts("c", max_tokens=1)))
     if engine._threaded:
-        wait_until(lambda: engine._loop._n_wanting_room > 0)
+        wait_until(lambda: len(engine._loop._wanting_room) > 0)
         engine.cancel("b")
     response = run()
     engine.cancel("a")
@@ -394,7 +394,7 @@ def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> Non
     engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
     first = engine.run(prompts("a", "b"))
     waits = in_thread(lambda: engine.run(prompts("c", "d")))
-    wait_until(lambda: engine._loop._n_wanting_room > 0)
+    wait_until(lambda: len(engine._loop._wanting_room) > 0)
     engine.close()
     with pytest.raises(EngineClosedError):
         waits()
@@ -407,7 +407,7 @@ def test_failure_while_somebody_waits_for_room_tells_it() -> None:
     engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
     first = engine.run(prompts("a", "b"))
     waits = in_thread(lambda: engine.run(prompts("c", "d")))
-    wait_until(lambda: engine._loop._n_wanting_room > 0)
+    wait_until(lambda: len(engine._loop._wanting_room) > 0)
     backend.run = None  # type: ignore[assignment, method-assign]
     with pytest.raises(EngineClosedError) as caught:
         waits()
@@ -434,7 +434,7 @@ def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
 
     backend.run = lingering  # type: ignore[method-assign]
     other, waiting = engine.run(prompts("a")), in_thread(wait)
-    wait_until(lambda: engine._loop._n_wanting_room > 0)
+    wait_until(lambda: len(engine._loop._wanting_room) > 0)
     engine.close()
     with pytest.raises(EngineClosedError):
         waiting()
@@ -460,7 +460,7 @@ def test_event_loop_is_told_at_once_though_another_thread_waits_for_room() -> No
     engine = Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule)
     engine.run(prompts("a", "b"))
     waits = in_thread(lambda: engine.run(prompts("c")))
-    wait_until(lambda: engine._loop._n_wanting_room > 0)
+    wait_until(lambda: len(engine._loop._wanting_room) > 0)
     told = threading.Event()
 
     async def submit() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections import ChainMap
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -20,9 +21,11 @@ from cbatch.errors import (
     ConfigError,
     EngineClosedError,
     QueueFullError,
+    RequestError,
     RequestFailedError,
     words_of,
 )
+from cbatch.interrupts import HeldBack
 from cbatch.messages import as_prompt
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
@@ -33,7 +36,7 @@ from cbatch.runtime.routes import Route, drop, find
 from cbatch.runtime.sequences import SequenceMaker, extended
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from cbatch.backend import Backend
     from cbatch.core.batcher import MultiRequestBatcher
@@ -87,7 +90,7 @@ class Intake:
         self._n_ahead = N_AHEAD_PER_SLOT * backend.n_slots
         self._ids = Ids()
         self._saving: dict[str, str] = {}
-        self._submitting = threading.Lock()
+        self._submitting = threading.RLock()  # a handler of a signal may submit, too
         self._n_feeds = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
@@ -102,19 +105,20 @@ class Intake:
     ) -> Run:
         """Submit a batch; nothing is queued where it raises. See `Engine.run`."""
         now = time.perf_counter()
-        with self._submitting:
-            ids = self._ids.of_batch([prompt.id for prompt in prompts], self._loop.routes)
-            items = [
-                self.sequences.of_prompt(
-                    prompt, id, options, now, ends_s, name="" if prompt.id else f"prompts[{i}]"
-                )
-                for i, (prompt, id) in enumerate(zip(prompts, ids, strict=True))
-            ]
-            drivers = [driver for item in items for driver in item]
-            self._check_keys(drivers)
-            run = Run(options, make_mailbox(len(ids)), ids, ends_s)
-            routes = self._route(run.mailbox, ids, items)
-        self._submit(drivers, routes, is_fed=False)
+        with self._undone_if_it_raises() as routes:
+            with self._submitting:
+                ids = self._ids.of_batch([prompt.id for prompt in prompts], self._loop.routes)
+                items = [
+                    self.sequences.of_prompt(
+                        prompt, id, options, now, ends_s, name="" if prompt.id else f"prompts[{i}]"
+                    )
+                    for i, (prompt, id) in enumerate(zip(prompts, ids, strict=True))
+                ]
+                drivers = [driver for item in items for driver in item]
+                self._check_keys(drivers)
+                run = Run(options, make_mailbox(len(ids)), ids, ends_s)
+                self._route(routes, run.mailbox, ids, items)
+            self._submit(drivers, is_fed=False)
         return run
 
     def extend(self, result: BatchResult, n_tokens: int, make_mailbox: MakeMailbox) -> Run:
@@ -122,14 +126,15 @@ class Intake:
         origin = origin_of(result, self.sequences.owner)
         n_tokens = check_extension(result, n_tokens)
         now, id = time.perf_counter(), own_id(origin.request.id)
-        with self._submitting:
-            check_own((id,), self._loop.routes)
-            request = extended(origin, id, result, n_tokens, now)
-            driver = self.sequences.of_request(request, now)
-            self._check_keys([driver])
-            run = Run(request.options, make_mailbox(1), [id])
-            routes = self._route(run.mailbox, [id], [[driver]])
-        self._submit([driver], routes, is_fed=False)
+        with self._undone_if_it_raises() as routes:
+            with self._submitting:
+                check_own((id,), self._loop.routes)
+                request = extended(origin, id, result, n_tokens, now)
+                driver = self.sequences.of_request(request, now)
+                self._check_keys([driver])
+                run = Run(request.options, make_mailbox(1), [id])
+                self._route(routes, run.mailbox, [id], [[driver]])
+            self._submit([driver], is_fed=False)
         return run
 
     def _check_keys(self, drivers: Sequence[SequenceDriver]) -> None:
@@ -179,8 +184,8 @@ class Intake:
         if place is None:  # everybody left while it was read
             return
         try:
-            drivers, routes = self._named(run, item, place)
-            self._submit(drivers, routes, is_fed=True)
+            with self._undone_if_it_raises() as routes:
+                self._submit(self._named(routes, run, item, place), is_fed=True)
         except Exception as error:
             run.mailbox.deliver(*refused(run.mailbox.ids[place], place, _as_failure(error)))
             if isinstance(error, EngineClosedError):
@@ -189,9 +194,9 @@ class Intake:
         run.mailbox.end_late()
 
     def _named(
-        self, run: Run, item: Any, place: int
-    ) -> tuple[list[SequenceDriver], dict[str, Route]]:
-        """Return the sequences of a prompt that was read, with a free id, and their routes."""
+        self, routes: dict[str, Route], run: Run, item: Any, place: int
+    ) -> list[SequenceDriver]:
+        """Return the sequences of a prompt that was read, with a free id; their routes are added to `routes`."""
         ids, given = run.mailbox.ids, run.mailbox.given
         with self._submitting:
             taken = ChainMap(given, self._loop.routes)
@@ -205,19 +210,20 @@ class Intake:
                     prompt, id, run.options, time.perf_counter(), run.ends_s
                 )
                 self._check_keys(drivers)
-                return drivers, self._route(run.mailbox, [id], [drivers], place)
+                self._route(routes, run.mailbox, [id], [drivers], place)
+                return drivers
             finally:
                 ids[place], given[id] = id, None
 
     def _route(
         self,
+        routes: dict[str, Route],
         mailbox: Mailbox,
         ids: Sequence[RequestId],
         items: Sequence[Sequence[SequenceDriver]],
         first_place: int = 0,
-    ) -> dict[str, Route]:
-        """Make ids known, with where their output goes; return what was added."""
-        routes: dict[str, Route] = {}
+    ) -> None:
+        """Make ids known, with where their output goes; what is added to those of the engine is added to `routes`."""
         for place, (id, drivers) in enumerate(zip(ids, items, strict=True), first_place):
             if len(drivers) == 1:
                 routes[id] = Route(mailbox, place, id)
@@ -227,29 +233,28 @@ class Intake:
             routes[id] = Route(choices, -1, id)  # taken until the last choice has ended
             members = [d.request.id for d in drivers]
             routes.update((member, Route(choices, i, member)) for i, member in enumerate(members))
-        self._loop.routes.update(routes)
+        with HeldBack():
+            check_own(list(routes), self._loop.routes)  # a handler may have taken one meanwhile
+            self._loop.routes.update(routes)
         saving = [d.request for item in items for d in item if d.request.options.save_cache]
         self._saving.update((str(r.options.cache_key), r.id) for r in saving)
-        return routes
 
-    def _submit(
-        self,
-        drivers: Sequence[SequenceDriver],
-        routes: Mapping[str, Route],
-        *,
-        is_fed: bool,
-    ) -> None:
-        """Submit sequences whose routes are set; may wait for room in the queue, so not under a lock."""
+    @contextmanager
+    def _undone_if_it_raises(self) -> Iterator[dict[str, Route]]:
+        """Take back what a block that makes and submits sequences has added to the routes it is given."""
+        routes: dict[str, Route] = {}
         try:
-            self._submit_within_limit(drivers, is_fed=is_fed)
-        except (QueueFullError, ConfigError):  # nothing came in
+            yield routes
+        except (RequestError, ConfigError):  # nothing came in
             drop(self._loop.routes, routes)
             raise
         except BaseException:  # closed, or Ctrl-C: what has not come in has no way out
-            self._loop.forget(routes)
+            if routes:
+                self._loop.forget(routes)
             raise
 
-    def _submit_within_limit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
+    def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
+        """Submit sequences whose routes are set; may wait for room in the queue, so not under a lock."""
         n_limit = self._schedule.max_queue
         if n_limit is None:
             self._loop.submit(drivers)

@@ -8,16 +8,15 @@ import os
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cbatch.core.status import Status
 from cbatch.errors import EngineClosedError, QueueFullError, words_of
-from cbatch.interrupts import HeldBack, Latch, Postponed
+from cbatch.interrupts import HeldBack, Latch, Postponed, Sleepers
 from cbatch.logs import Log
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.delivery import deliver
@@ -92,8 +91,7 @@ class Loop:
         self._is_interrupted = False
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._n_timers = count()
-        self._room_freed = threading.Condition()
-        self._n_wanting_room = 0
+        self._wanting_room = Sleepers()
         self._outside: dict[str, SequenceDriver] = {}
         """By id, those that wait for room in the queue."""
 
@@ -167,8 +165,7 @@ class Loop:
             del self._outside[driver.request.id]
         if newcomers:
             self._submit(newcomers)
-            with self._room_freed:  # the thread that brought them may wait for nothing else
-                self._room_freed.notify_all()
+            self._wanting_room.wake()  # the thread that brought them may wait for nothing else
 
     def _take_in_members(self, id: str) -> list[str]:
         """Return the ids of the sequences that answer a request, after those that wait for room have come in."""
@@ -202,17 +199,12 @@ class Loop:
             self.pump()
             return
         timeout = min(max(0.0, until_s - self._clock()), _LONGEST_SLEEP_S)
-        with self._room_freed:
-            self._n_wanting_room += 1
-            self._room_freed.wait_for(
-                lambda: (
-                    self._is_closed
-                    or self._queue_room(n_limit)[1] > 0
-                    or not self._is_outside(first)
-                ),
-                timeout,
-            )
-            self._n_wanting_room -= 1
+        self._wanting_room.wait_for(
+            lambda: (
+                self._is_closed or self._queue_room(n_limit)[1] > 0 or not self._is_outside(first)
+            ),
+            timeout,
+        )
 
     def _queue_room(self, n_limit: int) -> tuple[int, int]:
         """Return how many wait and how many more may: those that a slot is there for do not count."""
@@ -238,9 +230,9 @@ class Loop:
                 if not is_within:  # what was asked for before comes first
                     self._do_commands()
                 return command()
-        done: Future[T] = Future()
-        self._post(lambda: _settle(done, command))
-        return done.result()
+        asked = _Asked(command)
+        self._post(asked.do)
+        return asked.wait()
 
     def cancel(self, ids: Iterable[str]) -> int:
         """End requests by id; return how many were in flight. From any thread; waits for the current step.
@@ -317,9 +309,7 @@ class Loop:
         self._disk.fetch()
         admitted = self._clock()
         plan = self._scheduler.build(admitted_now)
-        if self._n_wanting_room:
-            with self._room_freed:
-                self._room_freed.notify_all()
+        self._wanting_room.wake()
         if plan is None:
             self._disk.store()
             return self._deliver(()) or not self._commands.empty()
@@ -545,8 +535,7 @@ class Loop:
         self._backend.close()
 
     def _end_requests(self) -> None:
-        with self._room_freed:
-            self._room_freed.notify_all()
+        self._wanting_room.wake()
         for id, driver in list(self._scheduler.batcher.in_flight.items()):
             try:
                 self._end_request(driver)
@@ -571,8 +560,29 @@ class Loop:
         return error
 
 
-def _settle(done: Future[T], command: Callable[[], T]) -> None:
-    try:
-        done.set_result(command())
-    except BaseException as error:
-        done.set_exception(error)
+class _Asked(Generic[T]):
+    """A command that somebody waits for, in whose thread handlers of signals may be called meanwhile."""
+
+    def __init__(self, command: Callable[[], T]) -> None:
+        self._command, self._done = command, Latch()
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+
+    def do(self) -> None:
+        """Do it. Owner thread."""
+        try:
+            self._result.append(self._command())
+        except BaseException as error:
+            self._error = error
+        self._done.open()
+
+    def wait(self) -> T:
+        """Return what it returned, or raise what it raised."""
+        self._done.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its frames would keep each other alive
+        return self._result[0]

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from cbatch.errors import EngineClosedError, EngineError
+from cbatch.interrupts import HeldBack, Sleepers
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
 from cbatch.runtime.bell import Bell
 
@@ -109,8 +111,9 @@ class Mailbox:
         self._n_more_ends = 0  # what ends once for each choice
         self._chunks: deque[BatchOutputChunk] = deque()
         self._completed: deque[int] = deque()  # places
-        self._changed = threading.Condition()
-        self._sleepers: list[tuple[Bell, anyio.Event]] = []
+        self._changed = threading.Condition()  # held briefly, and under no handler of a signal
+        self._waiting = Sleepers()
+        self._sleepers: deque[tuple[Bell, anyio.Event]] = deque()
         self._pid = os.getpid()
 
     def deliver(
@@ -124,7 +127,7 @@ class Mailbox:
         """
         if self._log is not None:
             self._log(results)
-        with self._changed:
+        with HeldBack(), self._changed:
             self._chunks.extend(chunks)
             for i, result in results:
                 self._results[i] = result
@@ -133,12 +136,12 @@ class Mailbox:
                 self._n_cancelled += is_cancelled
                 self._n_failed += result.error is not None and not is_cancelled
             self._n_open -= len(results)
-            sleepers = self._wake()
-        _ring(sleepers)
+            self._changed.notify_all()
+        self._wake()
 
     def expect(self) -> int | None:
         """Count one more item and return its place; None where the feed has ended."""
-        with self._changed:
+        with HeldBack(), self._changed:
             if not self.is_fed:
                 return None
             self._n_items += 1
@@ -147,17 +150,20 @@ class Mailbox:
 
     def expect_choices(self, n: int) -> None:
         """Have one of the expected items end so often: once for each choice."""
-        with self._changed:
+        with HeldBack(), self._changed:
             self._n_more_ends += n - 1
 
     def end_feed(self, error: BaseException | None = None) -> None:
         """Expect no more items; `error` is what reading them raised. Twice is harmless. From any thread."""
-        with self._changed:
+        if not self.is_fed or not self._is_here():
+            return
+        with HeldBack(), self._changed:
             if not self.is_fed:
                 return
-            self.is_fed, self.source_error, self.feed = False, error, None
-            sleepers = self._wake()
-        _ring(sleepers)
+            self.source_error, self.feed = error, None
+            self.is_fed = False  # last: who sees it looks at the error
+            self._changed.notify_all()
+        self._wake()
 
     def break_off(self, error: BaseException | None = None) -> None:
         """End the feed for a batch whose items are all cancelled now; else as `end_feed`."""
@@ -183,7 +189,7 @@ class Mailbox:
 
     def counts(self) -> Counts:
         """Return how far the batch is. From any thread."""
-        with self._changed:
+        with HeldBack(), self._changed:
             n_total = None if self.is_fed else self._n_items
             n_done = self._n_items - self._n_open - self._n_cancelled
             return Counts(n_total, n_done, self._n_failed, self._n_cancelled)
@@ -246,7 +252,7 @@ class Mailbox:
 
     def leave(self) -> None:
         """Cancel what has not ended without waiting for it: the slots are free before the next plan."""
-        if os.getpid() == self._pid and not self._has_all():
+        if self._is_here() and not self._has_all():
             self.break_off()
             self._cancel_soon(self)
 
@@ -280,19 +286,24 @@ class Mailbox:
     def _give_out(self, n_ends: int = 1) -> None:
         self._n_given += n_ends
         if self.is_fed:
-            with self._changed:
+            with HeldBack(), self._changed:
                 self._changed.notify_all()
 
     def _gather(self) -> None:
         """From now on somebody waits for all: what has ended holds up the feed no longer."""
-        with self._changed:
+        if not self.is_fed or not self._is_here():
+            return
+        with HeldBack(), self._changed:
             self._is_gathered = True
             self._changed.notify_all()
 
-    def _wake(self) -> list[tuple[Bell, anyio.Event]]:
-        self._changed.notify_all()
-        sleepers, self._sleepers = self._sleepers, []
-        return sleepers
+    def _wake(self) -> None:
+        """Have readers look again, in threads and in event loops."""
+        self._waiting.wake()
+        with suppress(IndexError):
+            while self._sleepers:
+                bell, event = self._sleepers.popleft()
+                bell.ring(event)
 
     def _has_chunk(self) -> bool:
         return bool(self._chunks) or self._has_all()
@@ -315,15 +326,22 @@ class Mailbox:
                 await self._sleep(is_ready)
 
     async def _sleep(self, is_ready: Callable[[], bool]) -> None:
-        event, bell = anyio.Event(), Bell.here()
-        with self._changed:
-            if is_ready():
-                return
-            self._sleepers.append((bell, event))
-        await event.wait()
+        event = anyio.Event()
+        sleeper = Bell.here(), event
+        self._sleepers.append(sleeper)  # before it looks again: who wakes later wakes it
+        try:
+            if not is_ready():
+                await event.wait()
+        finally:
+            with suppress(ValueError):  # it was woken
+                self._sleepers.remove(sleeper)
+
+    def _is_here(self) -> bool:
+        """Whether this process runs the batch; in a child of it the lock may be held by a thread that is not there."""
+        return os.getpid() == self._pid
 
     def _check_process(self, is_ready: Callable[[], bool]) -> None:
-        if os.getpid() != self._pid and not is_ready():
+        if not self._is_here() and not is_ready():
             raise EngineClosedError("this batch runs in the parent process: only there will it end")
 
     def _wait(self, is_ready: Callable[[], bool], timeout: float | None = None) -> None:
@@ -331,9 +349,8 @@ class Mailbox:
         if self._pump is not None:
             self._step_until(is_ready, self._pump, timeout)
             return
-        with self._changed:
-            if not self._changed.wait_for(is_ready, timeout):
-                raise TimeoutError(self._late(timeout))
+        if not self._waiting.wait_for(is_ready, timeout):
+            raise TimeoutError(self._late(timeout))
 
     def _step_until(
         self, is_ready: Callable[[], bool], pump: Callable[[], bool], timeout: float | None
@@ -356,8 +373,3 @@ class Mailbox:
 
     def _late(self, timeout: float | None) -> str:
         return f"{self._n_open} of {self._n_items} items had not ended after {timeout} s"
-
-
-def _ring(sleepers: Sequence[tuple[Bell, anyio.Event]]) -> None:
-    for bell, event in sleepers:
-        bell.ring(event)
