@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +15,29 @@ if TYPE_CHECKING:
     from cbatch.bench.synth import Shape
     from tests.places import Place
 
+ROOT = Path(__file__).parents[1]
+
 SynthFactory = Callable[..., Path]
 """`synth(shape, *, seed=0, metadata=None, **sizes) -> Path`; files are shared, so read only."""
 
 
 def pytest_configure() -> None:
-    """Take signals as a terminal sends them: a run in the background ignores them, and so would its children."""
+    """Prepare the process, and with it the processes that tests start."""
+    # as a terminal sends them: a run in the background ignores them, and so would its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # what they import is the cbatch that is tested, not the checkout that they are started in
+    places = [_package().parent, ROOT]
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, places))
+    os.environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
+
+
+def _package() -> Path:
+    """Return the folder of the cbatch that is tested, without an import of it."""
+    spec = find_spec("cbatch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
 
 
 @pytest.fixture(scope="session")

@@ -276,8 +276,11 @@ def test_named_folder_in_a_home_that_is_not_there_is_refused(
         Engine(FakeBackend(2, 64, 64), threaded=False).open()
 
 
-def test_store_and_its_files_depend_on_errors_alone() -> None:
-    assert (inside("store"), inside("cell_file")) == ({"errors", "cell_file"}, {"errors"})
+def test_store_and_its_files_depend_on_errors_and_the_log_alone() -> None:
+    assert (inside("store"), inside("cell_file")) == (
+        {"errors", "cell_file", "logs"},
+        {"errors"},
+    )
 
 
 # ---- fingerprints ----

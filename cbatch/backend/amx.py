@@ -25,6 +25,12 @@ AMX_ADVICE = (
     'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"'
 )
 _WALL_S = 60.0
+_TRIAL = f"""
+import sys
+sys.path[:] = filter(None, sys.path)  # another cbatch may be where the process was started
+from {__name__} import compute
+compute(sys.argv[1])
+"""
 
 
 def has_sound_amx(model: Path) -> bool:
@@ -67,7 +73,7 @@ def _code_of_step(model: Path) -> int | None:
     paths = os.pathsep.join(p for p in sys.path if p)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, model],
+            [sys.executable, "-c", _TRIAL, model],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -80,8 +86,8 @@ def _code_of_step(model: Path) -> int | None:
     return done.returncode
 
 
-def _compute(model: str) -> None:
-    """Compute two tokens."""
+def compute(model: str) -> None:
+    """Compute two tokens; for a process of its own."""
     params = llama_cpp.llama_model_default_params()
     loaded = llama_cpp.llama_model_load_from_file(os.fsencode(model), params)
     sizes = llama_cpp.llama_context_default_params()
@@ -89,7 +95,3 @@ def _compute(model: str) -> None:
     context = llama_cpp.llama_init_from_model(loaded, sizes)
     tokens = (llama_cpp.llama_token * 2)()
     llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, 2))
-
-
-if __name__ == "__main__":
-    _compute(sys.argv[1])

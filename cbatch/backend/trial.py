@@ -218,5 +218,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its modules are not meant for `import`
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [p for p in sys.path if p != here]  # its modules are not meant for `import`
     main()

@@ -402,19 +402,20 @@ class Loop:
             return
         with Postponed(), self._closing:
             if self._thread is not None:
-                self._end_thread()
+                self._end_thread(self._thread)
             elif not self._is_closed:
                 self._backend.interrupt()
                 with self._turn():
                     self._is_closed = True
                     self._end()
 
-    def _end_thread(self) -> None:
-        """Have the thread end and free the backend; return when it has."""
+    def _end_thread(self, thread: threading.Thread) -> None:
+        """Have the thread end and free the backend; return when it has. Signals are to be postponed meanwhile."""
         if not self._ended.is_open:
             self._commands.put(self._mark_closed)
             self._backend.interrupt()
         self._ended.wait()
+        thread.join()
 
     def _post(self, command: Callable[[], object], *, is_urgent: bool = True) -> None:
         self.check_open()

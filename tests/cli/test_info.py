@@ -231,7 +231,7 @@ def test_info_asks_the_probe_as_the_model_would_be_loaded(
 ) -> None:
     asked: list[bool] = []
 
-    def probe(model: object, options: Any) -> str:
+    def probe(model: object, options: Any, is_stopped: object) -> str:
         asked.append(options.exact)
         return "found"
 

@@ -86,7 +86,7 @@ def test_sort_by_the_input_goes_by_ids(tmp_path: Path) -> None:
         (["out"], "no manifest beside it"),
         (["out", "-o", "-"], "--by INPUT"),
         (["out", "--by", "in.jsonl"], "with --by, give another file to write to: -o SORTED"),
-        (["out", "--by", "in.jsonl", "-o", "in.jsonl"], "exists already"),
+        (["out", "--by", "in.jsonl", "-o", "in.jsonl"], "is the input"),
         (["out", "--by", "in.jsonl", "-o", "no/sorted"], "the folder no does not exist"),
         (["out", "--by", "nothing.jsonl", "-o", "-"], "nothing.jsonl"),
     ],
