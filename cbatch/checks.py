@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -290,10 +291,37 @@ def _json_object_of_text(name: str, text: str) -> str:
     except RecursionError:
         raise ConfigError(TOO_DEEP.format(name)) from None
     except ValueError as error:
-        raise ConfigError(f"{name} is not JSON: {error}") from None
+        raise ConfigError(f"{name}: {why_unread(error, text)}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name} must be a JSON object, not {type(value).__name__}")
     return json_text(name, value)
+
+
+class _LongIntegerError(ValueError):
+    """An integer with more digits than Python reads."""
+
+
+def why_unread(error: ValueError, text: str) -> str:
+    """Return why JSON text could not be read; of an integer that is too long, which, and how long it may be."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error}"
+    try:
+        json.loads(text, parse_int=_read_integer)
+    except _LongIntegerError as long:
+        return str(long)
+    except (ValueError, RecursionError):  # it comes before any integer
+        pass
+    return f"not JSON: {error}"
+
+
+def _read_integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        n_most = sys.get_int_max_str_digits()
+        raise _LongIntegerError(
+            f"the integer {digits[:20]}… has {len(digits.lstrip('-')):,} digits, and may have {n_most:,}"
+        ) from None
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from cbatch.checks import TOO_DEEP, check_depth, shown
+from cbatch.checks import TOO_DEEP, check_depth, shown, why_unread
 from cbatch.errors import ConfigError
 from cbatch.plain import list_of, plain, plain_for_json, text_of
 
@@ -150,12 +150,13 @@ def _arguments(place: str, value: object) -> dict[str, Any]:
     if value is None or value == "":
         return {}
     if isinstance(value, str):
+        text = value
         try:
-            value = json.loads(value)
+            value = json.loads(text)
         except RecursionError:
             raise ConfigError(TOO_DEEP.format(place)) from None
         except ValueError as error:
-            raise ConfigError(f"{place} must be JSON text: {error}") from None
+            raise ConfigError(f"{place}: {why_unread(error, text)}") from None
     if not isinstance(value, Mapping):
         raise ConfigError(f"{place} must be an object, not {shown(value)}")
     settled: dict[str, Any] = as_json(place, value)

@@ -175,7 +175,7 @@ def test_message_that_says_it_has_no_calls_has_none(none: Any) -> None:
         ({"role": "assistant", "tool_calls": [{}]}, r"tool_calls\[0\] must have a function"),
         ({"role": "assistant", "tool_calls": [call(type="x")]}, "only functions"),
         ({"role": "assistant", "tool_calls": [call(id=3)]}, "id must be"),
-        ({"role": "assistant", "tool_calls": [call("{")]}, "must be JSON text"),
+        ({"role": "assistant", "tool_calls": [call("{")]}, "not JSON: Expecting"),
         ({"role": "assistant", "tool_calls": [call("[]")]}, "must be an object"),
         ({"role": "assistant", "tool_calls": [call(3)]}, "must be an object"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, "has no name"),

@@ -8,7 +8,7 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cbatch.checks import MAX_DEPTH, is_too_deep
+from cbatch.checks import MAX_DEPTH, is_too_deep, why_unread
 from cbatch.files.figures import cut
 from cbatch.files.item import WRONG, Item, ItemError, LineError, unlabelled, what_is_wrong
 from cbatch.files.known import Known, digest_in
@@ -80,9 +80,8 @@ def loaded(line: bytes) -> Loaded:
     try:
         value = _decode(text)
     except ValueError as error:
-        raise (
-            wrong or LineError("invalid_json_line", f"not JSON: {error}: {shown(text)}")
-        ) from None
+        message = f"{why_unread(error, text)}: {shown(text)}"
+        raise (wrong or LineError("invalid_json_line", message)) from None
     if not isinstance(value, dict):
         raise wrong or LineError("invalid_json_line", f"not a JSON object: {shown(text)}")
     if _is_too_deep(text, value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from cbatch.checks import check_whole
+from cbatch.checks import check_whole, why_unread
 from cbatch.errors import ConfigError
 from cbatch.files.item import LineError
 from cbatch.files.lines import decoded, without_nulls
@@ -132,12 +132,12 @@ def _check_alone(asking: Asking, name: str) -> None:
 def _chat(value: object) -> Sequence[Message]:
     """Return the chat in a cell: JSON text, or a list with nothing for what a message has not."""
     if isinstance(value, str):
+        text = value
         try:
-            value = decoded(value)
+            value = decoded(text)
         except ValueError as error:
-            raise LineError(
-                "invalid_request", f"messages is not JSON: {error}", "messages"
-            ) from None
+            message = f"messages: {why_unread(error, text)}"
+            raise LineError("invalid_request", message, "messages") from None
     if not isinstance(value, list):
         raise LineError("invalid_request", "messages must be a list of messages", "messages")
     return [without_nulls(message) for message in value]

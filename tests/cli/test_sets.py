@@ -134,7 +134,7 @@ def test_value_of_an_option_of_several_types(text: str, name: str, value: object
         ("logit_bias=[1]", "must be a JSON object"),
         ("logit_bias={5: 1}", "must be a JSON object"),
         (f"tools={'[' * 5000}", "must be a JSON list"),
-        ("json_schema={", "json_schema is not JSON"),
+        ("json_schema={", "json_schema: not JSON: Expecting"),
         ("json_schema=@none.json", "none.json: cannot be read: No such file"),
         ("reasoning_format=x", "reasoning_format must be one of auto, none"),
     ],
