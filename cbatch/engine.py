@@ -547,10 +547,12 @@ def _asked(id: object) -> str:
 def checked_tokens(engine: Engine, prompt: BatchPrompt, options: RunOptions) -> int:
     """Return how many tokens a prompt has; `options` are those of `run_options_of`. Computes nothing.
 
+    A structure that its answer must match is compiled, as for a run.
+
     Raises:
         CBatchError: what a run would refuse it for.
     """
-    return engine._parts.intake.sequences.checked(prompt, options)
+    return engine._parts.intake.checked(prompt, options)
 
 
 def _folder(named: str | os.PathLike[str]) -> Path:

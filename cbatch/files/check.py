@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cbatch.engine import checked_tokens, run_options_of
-from cbatch.errors import CBatchError, PromptTooLongError
+from cbatch.errors import CBatchError, EngineClosedError, PromptTooLongError
 from cbatch.files.engines import engine_for
 from cbatch.files.item import ItemError, in_own_words
 from cbatch.files.reading import Reading
@@ -142,10 +142,15 @@ def why_refused(item: Item, engine: Engine, options: RunOptions) -> ItemError | 
         item: as it was read.
         engine: that is to run it.
         options: that hold where it says nothing, the engine's own among them.
+
+    Raises:
+        EngineClosedError: nothing can be found out any more.
     """
     assert item.prompt is not None  # for there is no error
     try:
         return checked_tokens(engine, item.prompt, options)
+    except EngineClosedError:  # no fault of the item
+        raise
     except PromptTooLongError as long:
         more = f" and may have {long.n_output:,} more" if long.n_output > 1 else ""
         words = f"the prompt has {long.n_prompt:,} tokens{more}, and a slot holds {long.n_limit:,}"

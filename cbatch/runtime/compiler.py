@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -28,22 +29,38 @@ class Compiler:
 
     def __init__(self, backend: Backend, post: Post, *, is_threaded: bool) -> None:
         self._backend, self._post, self._is_threaded = backend, post, is_threaded
-        self._work: SimpleQueue[tuple[Want, Then] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Want, Future[object]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def compile(self, want: Want, then: Then) -> None:
         """Compile something, then have `then` called with what came of it."""
-        if not self._is_threaded:
-            self._do(want, then)
-            return
+
+        def post(found: Future[object]) -> None:
+            if not found.cancelled():
+                self._post(lambda: then(want, found.result()))
+
+        self.ask(want).add_done_callback(post)
+
+    def ask(self, want: Want) -> Future[object]:
+        """Compile something; return where any thread may wait for what comes of it, cancelled where that is closed."""
+        found: Future[object] = Future()
+        if self._is_closed:
+            found.cancel()
+        elif self._is_threaded:
+            self._start()
+            self._work.put((want, found))
+        else:
+            found.set_result(self._compiled(want))
+        return found
+
+    def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="cbatch-compiler", daemon=True)
             self._thread.start()
-        self._work.put((want, then))
 
     def close(self) -> None:
-        """Return when the one in hand is done; those behind it are not begun. Nothing may be asked for afterwards."""
+        """Return when the one in hand is done; those behind it are not begun, nor what is asked for afterwards."""
         self._is_closed = True
         if self._thread is not None:
             self._work.put(None)
@@ -51,12 +68,11 @@ class Compiler:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            if not self._is_closed:
-                self._do(*work)
-
-    def _do(self, want: Want, then: Then) -> None:
-        found = self._compiled(want)
-        self._post(lambda: then(want, found))
+            want, found = work
+            if self._is_closed:
+                found.cancel()
+            else:
+                found.set_result(self._compiled(want))
 
     def _compiled(self, want: Want) -> object:
         try:

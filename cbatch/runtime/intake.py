@@ -9,7 +9,7 @@ import weakref
 from collections import ChainMap
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ from cbatch.errors import (
     CBatchError,
     ConfigError,
     EngineClosedError,
+    GrammarError,
     QueueFullError,
     RequestError,
     RequestFailedError,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt, Prompt
-    from cbatch.options import RunOptions
+    from cbatch.options import Breakers, Grammar, RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.loop import Loop
@@ -54,6 +55,9 @@ CANCELLED_EARLY = "cancel_all() ended the batch before all prompts were read"
 
 _N_FORGOTTEN = 64
 """Keys of requests that ended that may be remembered beyond those in flight."""
+
+_N_CHECKED = 64
+"""Structures of which it is kept whether they can be compiled."""
 
 
 class MakeMailbox(Protocol):
@@ -94,7 +98,22 @@ class Intake:
         self._n_feeds = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for its order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
+        self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
         loop.on_end = self._end_with_loop
+
+    def checked(self, item: BatchPrompt, run_options: RunOptions) -> int:
+        """Return how many tokens a prompt has. Raises what would end it before it runs."""
+        with self._submitting:
+            driver = self.sequences.checked(item, run_options)
+        for want in driver.lacks:
+            if (wrong := self._wrong_with(want)) is not None:
+                raise GrammarError(*wrong)
+        return driver.n_given
+
+    def _compile(self, want: Grammar | Breakers) -> tuple[str, str] | None:
+        """Return what is wrong with something that cannot be compiled: its option, and the compiler's words."""
+        found = self._loop.compiled(want)
+        return (found.kind, found.reason) if isinstance(found, GrammarError) else None
 
     def queue(
         self,

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import deque
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -233,6 +234,21 @@ class Loop:
         asked = _Asked(command)
         self._post(asked.do)
         return asked.wait()
+
+    def compiled(self, want: Grammar | Breakers) -> object:
+        """Return what compiling something brings, as a request that wants it is told. From any thread; waits.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+        """
+        compiler = self._compiler
+        if compiler is None:
+            return None
+        found = self.call(lambda: compiler.ask(want))
+        try:
+            return found.result()
+        except CancelledError:
+            raise EngineClosedError("the engine is closed") from self._error
 
     def cancel(self, ids: Iterable[str]) -> int:
         """End requests by id; return how many were in flight. From any thread; waits for the current step.

@@ -108,13 +108,13 @@ class SequenceMaker:
         options = self._settled.over(RunOptions.of(item.options), run_options)
         return len(tokenize(self._backend.vocab, item, options))
 
-    def checked(self, item: BatchPrompt, run_options: RunOptions) -> int:
-        """Return how many tokens a prompt has; from any thread. Raises what would end it before it runs."""
+    def checked(self, item: BatchPrompt, run_options: RunOptions) -> SequenceDriver:
+        """Return the first sequence of a prompt, which has tokens that fit. Raises what would end it for its prompt."""
         driver, *_ = self.of_prompt(item, UNNAMED, run_options, 0.0, math.inf)
         self._batcher.prompts.prepare(driver)
         if driver.refusal is not None:
             raise driver.refusal
-        return driver.n_given
+        return driver
 
     def _request(
         self,

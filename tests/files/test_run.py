@@ -6,12 +6,15 @@ import json
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import cbatch
 from cbatch.backend.fake import FakeBackend
+from cbatch.backend.fake_grammar import FakeConstraint, FakeGrammars
 from cbatch.engine import Engine
 from cbatch.errors import (
     ConfigError,
@@ -26,6 +29,7 @@ from cbatch.files.run import run_file, stream_file
 from cbatch.files.sort import Sorted, sort_in_place
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.runtime.progress import PlainView, SilentView, summary_lines
+from tests import call_runs
 from tests.files.runs import SHORT, answers, make_engine, records, write_requests
 from tests.helpers import A_SECOND_A_STEP
 from tests.places import can_all
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.files.item import Item
+    from cbatch.options import Grammar
     from cbatch.response import BatchResult
 
 
@@ -841,6 +846,91 @@ def test_what_the_engine_would_refuse_ends_a_strict_run_before_it_begins(
     assert words in found.first[0]
     summary = run_file(source, out, **asked)
     assert summary.n_failed == 2
+
+
+CALL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grammar": "((("},
+        {"regex": "("},
+        {"json_schema": {"type": "strin"}},
+        {"tools": [CALL], "tool_choice": "required"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_structure_that_cannot_be_compiled_is_told_by_check_and_strict_as_by_the_run(
+    tmp_path: Path, out: Path, options: dict[str, Any]
+) -> None:
+    chat = [{"role": "user", "content": "A"}]
+    source = tmp_path / "in.jsonl"
+    good = {"messages": chat, "options": {"regex": "[ab]"}}
+    lines = [json.dumps(line) + "\n" for line in (good, {"messages": chat, "options": options})]
+    source.write_text("".join(lines))
+    template = call_runs.template("hermes")
+    with cbatch.load(parallel=2, ctx_per_seq=1024, chat_template=template) as real:
+        found = check_file(source, engine=real)
+        assert real.stats().n_steps == 0
+        with pytest.raises(ConfigError) as refused:
+            run_file(source, out, engine=real, strict=True)
+        assert not out.exists()
+        run_file(source, out, engine=real)
+    [error] = [r["error"] for r in records(out) if r["error"]]
+    assert error["type"] == "GrammarError"
+    assert (found.n_items, found.n_by_code) == (2, {"refused": 1})
+    assert f"line 2: {error['message']}" in found.first[0]
+    assert error["message"] in str(refused.value)
+
+
+class CountingGrammars(FakeGrammars):
+    """Knows what was compiled, and by which threads."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.threads: set[str] = set()
+
+    def compile(self, grammar: Grammar) -> FakeConstraint:
+        self.compiled.append(grammar.text)
+        self.threads.add(threading.current_thread().name)
+        return super().compile(grammar)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_check_compiles_each_structure_once_where_the_run_does(
+    tmp_path: Path, *, threaded: bool
+) -> None:
+    source, backend = tmp_path / "in.jsonl", FakeBackend(4, 128, 64)
+    backend.grammars = grammars = CountingGrammars()
+    said = [{"prompt": "p", "options": {"regex": r}} for r in ("1", "(", "0", "(", "1") * 5]
+    source.write_text("".join(json.dumps(line) + "\n" for line in said))
+    with Engine(backend, options=SHORT, threaded=threaded) as engine:
+        found = check_file(source, engine=engine)
+    assert grammars.compiled == ["1", "(", "0"]
+    assert grammars.threads == {"cbatch-compiler" if threaded else threading.current_thread().name}
+    assert (found.n_good, found.n_by_code) == (15, {"refused": 10})
+    assert "line 2: regex: not parity:last:bad" in found.first[0]
+
+
+def test_check_whose_engine_is_closed_blames_no_item(tmp_path: Path) -> None:
+    class ClosingGrammars(FakeGrammars):
+        def compile(self, grammar: Grammar) -> FakeConstraint:
+            closing.close()
+            return super().compile(grammar)
+
+    source, backend = tmp_path / "in.jsonl", FakeBackend(4, 128, 64)
+    backend.grammars = ClosingGrammars()
+    said = [{"prompt": "p", "options": {"regex": r}} for r in "10"]
+    source.write_text("".join(json.dumps(line) + "\n" for line in said))
+    with (
+        Engine(backend, options=SHORT, threaded=False) as closing,
+        pytest.raises(EngineClosedError),
+    ):
+        check_file(source, engine=closing)
 
 
 def test_strict_run_without_a_wrong_item_answers_all(
