@@ -16,6 +16,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from cbatch.backend.bindings import POLICIES
 from cbatch.engine import load
 from cbatch.messages import BatchPrompt
 
@@ -59,8 +60,7 @@ def busy_loops(n_loops: int) -> Iterator[None]:
 
 def rate_beside(arguments: argparse.Namespace, setting: str, n_loops: int) -> float:
     """Return the rate in a process of its own with one setting, beside `n_loops` programs."""
-    policies = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    environment = {k: v for k, v in os.environ.items() if k not in policies}
+    environment = {k: v for k, v in os.environ.items() if k not in POLICIES}
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("slots", "steps")]
     if arguments.threads is not None:
         sizes.append(f"--threads={arguments.threads}")
