@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import subprocess
 import sys
 import textwrap
@@ -785,7 +784,6 @@ def run_script(source: str, *args: object) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=PATIENCE_S,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},  # for tests.*
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done
