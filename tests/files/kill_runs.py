@@ -25,7 +25,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import cbatch
 from cbatch.errors import ConfigError
@@ -50,16 +50,7 @@ Change = Literal[
     "another input",
     "manifest lost",
 ]
-CHANGES: tuple[Change, ...] = (
-    "nothing",
-    "two copied",
-    "all copied",
-    "target renamed",
-    "folder moved",
-    "input replaced",
-    "another input",
-    "manifest lost",
-)
+CHANGES: tuple[Change, ...] = get_args(Change)
 """What happens between a kill and the same command: of copies, of output and manifest alone, or of the whole folder."""
 
 STEPS = {
