@@ -159,7 +159,7 @@ def _as_prompt(item: object) -> BatchPrompt:
 _NO_CHAT = "a message stands alone here: a chat is a list of messages"
 _NO_ROW = (
     "a mapping is no prompt: for one with a prompt's fields give BatchPrompt(**it), for the rows of a table use "
-    "run_table of cbatch.files.frames"
+    "run_table of cbatch.files"
 )
 
 
@@ -214,9 +214,9 @@ def _hint(value: object) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         return ": decode them to a string"
     if is_table(value):
-        return ": for the rows of a table use run_table of cbatch.files.frames"
+        return ": for the rows of a table use run_table of cbatch.files"
     if isinstance(value, os.PathLike) or hasattr(value, "readline"):
-        return ": for a file of prompts use run_file or stream_file of cbatch.files.run"
+        return ": for a file of prompts use run_file or stream_file of cbatch.files"
     return ""
 
 

@@ -18,7 +18,7 @@ from cbatch.backend.grammar import Guides
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
-from cbatch.files.run import run_file
+from cbatch.files.file_run import run_file
 from cbatch.messages import BatchPrompt
 from tests import structure_runs
 from tests.runtime.backends import PATIENCE_S

@@ -30,10 +30,10 @@ from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import CBatchError
 from cbatch.files.check import check_file
 from cbatch.files.estimate import estimate_file
+from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.frames import run_table
-from cbatch.files.run import run_file, stream_file
+from cbatch.files.output.sorting import sort_in_place, sort_to
 from cbatch.files.settings import FileOptions
-from cbatch.files.sort import sort_in_place, sort_to
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 from tests.odd_values import GOOD, changed, odd

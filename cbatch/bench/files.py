@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
-from cbatch.files.digest import Digests
-from cbatch.files.encoders import encoder
-from cbatch.files.item import item_key
-from cbatch.files.journal import Journal
-from cbatch.files.run import run_file
-from cbatch.files.source import open_source
+from cbatch.files.file_run import run_file
+from cbatch.files.input.digest import Digests
+from cbatch.files.input.item import item_key
+from cbatch.files.input.source import open_source
+from cbatch.files.output.encoders import encoder
+from cbatch.files.output.journal import Journal
 from cbatch.files.work import N_COMMIT
 from cbatch.options import RunOptions
 from cbatch.response import BatchResult, Timings, Usage

@@ -10,10 +10,10 @@ from typing import Any, BinaryIO
 
 import cbatch
 from cbatch.cli.options import name_of
-from cbatch.files.encoders import check_name
-from cbatch.files.lines import dump, result_as_json
+from cbatch.files.input.item_stream import ahead_of
+from cbatch.files.input.lines import dump, result_as_json
+from cbatch.files.output.encoders import check_name
 from cbatch.files.places import check_apart, check_new, check_place, opened
-from cbatch.files.reading import ahead_of
 from cbatch.runtime.progress import View
 
 _GREEDY = cbatch.RunOptions(temperature=0)

@@ -67,8 +67,8 @@ from cbatch.cli.words import say
 from cbatch.engine_options import EngineOptions
 from cbatch.files.check import CheckSummary, check_file
 from cbatch.files.estimate import Estimate, estimate_file
+from cbatch.files.file_run import run_file
 from cbatch.files.places import STDOUT, is_dash
-from cbatch.files.run import run_file
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.summary import RunSummary
 from cbatch.runtime.progress import View, choose_view, summary_lines

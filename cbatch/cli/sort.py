@@ -12,7 +12,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.places import is_dash, stdout
 
 if TYPE_CHECKING:
-    from cbatch.files.sort import Sorted
+    from cbatch.files.output.sorting import Sorted
 
 
 def sort(
@@ -44,7 +44,7 @@ def sort(
 
     Example: cbatch sort answers.jsonl
     """
-    from cbatch.files.sort import sort_in_place, sort_to  # sqlite3 is slow to import
+    from cbatch.files.output.sorting import sort_in_place, sort_to  # sqlite3 is slow to import
 
     if is_dash(answers):
         raise ConfigError("-: stdin has no manifest: give the file that a run has written")
@@ -65,7 +65,7 @@ def _told(path: Path, counts: "Sorted") -> str:
 
 
 def _write_sorted(output: Path, by: list[Path]) -> None:
-    from cbatch.files.sort import sorted_records
+    from cbatch.files.output.sorting import sorted_records
 
     file = stdout()
     with sorted_records(output, by=by) as records:

@@ -28,7 +28,7 @@ def status(
 
     Example: cbatch status answers.jsonl
     """
-    from cbatch.files.status import status_of  # sqlite3 is slow to import
+    from cbatch.files.file_status import status_of  # sqlite3 is slow to import
 
     found = status_of(output, source or ())
     write((encoding.dumps(asdict(found)) if json else "\n".join(found.lines())) + "\n")

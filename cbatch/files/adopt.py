@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
-from cbatch.files import disk
-from cbatch.files.disk import told
-from cbatch.files.item import LineError, key_of_id
-from cbatch.files.lines import load
-from cbatch.files.manifest import (
+from cbatch.files.input.item import LineError, key_of_id
+from cbatch.files.input.lines import load
+from cbatch.files.output import durable as disk
+from cbatch.files.output.durable import told
+from cbatch.files.output.manifest import (
     GONE,
     INSERT,
     FileRow,
@@ -25,14 +25,14 @@ from cbatch.files.manifest import (
     record_key,
     remove_manifest,
 )
-from cbatch.files.output import Output, part_of
+from cbatch.files.output.record_file import Output, part_of
 from cbatch.files.places import real
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from cbatch.files.known import Known, Traceable
+    from cbatch.files.input.known import Known, Traceable
 
 _N_SLICE = 4096
 """Records that are put into the manifest together: our choice."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from cbatch.engine import checked_tokens, run_options_of
 from cbatch.errors import CBatchError, EngineClosedError, PromptTooLongError
 from cbatch.files.engines import engine_for
-from cbatch.files.item import ItemError, in_own_words
-from cbatch.files.reading import Reading
-from cbatch.files.seen import Seen
+from cbatch.files.input.item import ItemError, in_own_words
+from cbatch.files.input.item_stream import Reading
+from cbatch.files.input.seen import Seen
 from cbatch.files.settings import split_settings
 from cbatch.options import RunOptions
 from cbatch.runtime.sequences import UNNAMED
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cbatch.engine import Engine
-    from cbatch.files.item import Item
-    from cbatch.files.reading import Paths
+    from cbatch.files.input.item import Item
+    from cbatch.files.input.item_stream import Paths
 
 N_SHOWN = 10
 """Wrong items that are kept with their words."""

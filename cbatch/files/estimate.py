@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import MAX_INT, check_int, check_seconds
 from cbatch.files.engines import engine_for
-from cbatch.files.facts import peak_bytes
-from cbatch.files.figures import duration
-from cbatch.files.reading import Reading, ahead_of
+from cbatch.files.input.item_stream import Reading, ahead_of
+from cbatch.files.report.environment import peak_bytes
+from cbatch.files.report.units import duration
 from cbatch.files.settings import split_settings
 from cbatch.options import RunOptions
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from cbatch.engine import Engine
-    from cbatch.files.item import Item
-    from cbatch.files.reading import Paths
+    from cbatch.files.input.item import Item
+    from cbatch.files.input.item_stream import Paths
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
 

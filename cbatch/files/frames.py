@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from cbatch.checks import check_flag, check_string
 from cbatch.errors import BatchError, ConfigError, EngineClosedError, RequestCancelledError
-from cbatch.files.answers import ANSWERS, added_names, answer, no_answer
 from cbatch.files.engines import check_engine
-from cbatch.files.rows import Asking, RowPrompts
-from cbatch.files.tables import check_columns, item_of_row
+from cbatch.files.input.row_prompts import Asking, RowPrompts
+from cbatch.files.input.tables import check_columns, item_of_row
+from cbatch.files.output.answers import ANSWERS, added_names, answer, no_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from cbatch.engine import Engine
-    from cbatch.files.item import Item
+    from cbatch.files.input.item import Item
     from cbatch.messages import BatchPrompt
     from cbatch.options import RunOptions
     from cbatch.response import BatchResponse, BatchResult

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from cbatch.files.item import Item
+    from cbatch.files.input.item import Item
     from cbatch.messages import BatchPrompt
     from cbatch.options import RunOptions
 

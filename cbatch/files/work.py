@@ -12,8 +12,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import EngineError, RequestCancelledError
-from cbatch.files.digest import placed
-from cbatch.files.item import duplicate, in_own_words, item_key, label, rival_key
+from cbatch.files.input.digest import placed
+from cbatch.files.input.item import duplicate, in_own_words, item_key, label, rival_key
 from cbatch.files.summary import RunSummary
 from cbatch.files.window import Entry, Window, length
 from cbatch.options import RunOptions
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from cbatch.engine import Engine
-    from cbatch.files.digest import Digests
-    from cbatch.files.encoders import Encoder
-    from cbatch.files.item import Item
-    from cbatch.files.journal import Claim
+    from cbatch.files.input.digest import Digests
+    from cbatch.files.input.item import Item
+    from cbatch.files.output.encoders import Encoder
+    from cbatch.files.output.journal import Claim
     from cbatch.files.stop import Stopper
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResponse, BatchResult, Reader

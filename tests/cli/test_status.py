@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.run import run_file
-from cbatch.files.status import RunStatus, status_of
+from cbatch.files.file_run import run_file
+from cbatch.files.file_status import RunStatus, status_of
 from tests.cli.conftest import invoke, parse, start
 from tests.files.runs import make_engine, write_requests
 

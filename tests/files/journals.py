@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cbatch.files.journal import Journal
+from cbatch.files.output.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

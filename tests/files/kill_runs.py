@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import cbatch
 from cbatch.errors import ConfigError
-from cbatch.files import disk
-from cbatch.files.manifest import Manifest
-from cbatch.files.run import run_file
+from cbatch.files.file_run import run_file
+from cbatch.files.output import durable as disk
+from cbatch.files.output.manifest import Manifest
 from tests.files.runs import make_engine
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _child(case: Case, exit: Exit | None, told: Path) -> None:
 def run_fake(case: Case, exit: Exit | None, told: Path) -> int:
     """Run on the fake backend, up to an exit or to the end; return the exit code."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "cbatch.files.columnar", "pyarrow.parquet"])
+    context.set_forkserver_preload([__name__, "cbatch.files.input.columnar", "pyarrow.parquet"])
     child = context.Process(target=_child, args=(case, exit, told))
     child.start()
     child.join()

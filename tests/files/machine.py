@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from cbatch.files import disk
-from cbatch.files.manifest import Manifest
+from cbatch.files.output import durable as disk
+from cbatch.files.output.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

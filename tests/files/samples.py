@@ -8,8 +8,8 @@ import lzma
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.files.encoders import encoder, output_format
-from cbatch.files.source import open_source
+from cbatch.files.input.source import open_source
+from cbatch.files.output.encoders import encoder, output_format
 from cbatch.response import BatchResult, Timings, Usage
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.errors import CBatchError
-    from cbatch.files.item import Item, ItemError
+    from cbatch.files.input.item import Item, ItemError
 
 ANSWER = BatchResult(
     "7", "Hi!", (1, 2), "stop", None, Usage(3, 2), Timings(0.1, 0.2, 0.3, 30.0, 20.0, 0.25), seed=5

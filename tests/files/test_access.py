@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.files import disk
-from cbatch.files.run import run_file
-from cbatch.files.sort import sort_in_place, sort_to
+from cbatch.files.file_run import run_file
+from cbatch.files.output import durable as disk
+from cbatch.files.output.sorting import sort_in_place, sort_to
 from tests.files.journals import HEADER, open_journal, run_pass
 from tests.files.runs import make_engine, write_requests
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.run import run_file, stream_file
-from cbatch.files.sort import sort_in_place
+from cbatch.files.file_run import run_file, stream_file
+from cbatch.files.output.sorting import sort_in_place
 from cbatch.runtime.progress import SilentView
 from tests.files.runs import SHORT, answers, make_engine, records, write_requests
 

@@ -11,17 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.columnar import ColumnarEncoder
-from cbatch.files.encoders import encoder
-from cbatch.files.run import run_file
-from cbatch.files.source import open_source
+from cbatch.files.file_run import run_file
+from cbatch.files.input.columnar import ColumnarEncoder
+from cbatch.files.input.source import open_source
+from cbatch.files.output.encoders import encoder
 from tests.files.runs import make_engine
 from tests.files.samples import ANSWER, error_of, read, records, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cbatch.files.item import Item
+    from cbatch.files.input.item import Item
     from cbatch.response import BatchResult
 
 DAY = datetime.date(2024, 5, 1)

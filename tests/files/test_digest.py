@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.files.digest import Digests
-from cbatch.files.item import Item, ItemError, item_key
+from cbatch.files.input.digest import Digests
+from cbatch.files.input.item import Item, ItemError, item_key
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 

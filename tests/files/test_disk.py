@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from cbatch.files.disk import whole
+from cbatch.files.output.durable import whole
 
 if TYPE_CHECKING:
     from pathlib import Path

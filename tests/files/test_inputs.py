@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.inputs import InputFile, LongLine, find_files
+from cbatch.files.input.text_files import InputFile, LongLine, find_files
 from tests.files.samples import write
 
 if TYPE_CHECKING:
@@ -254,6 +254,6 @@ def test_damaged_file_says_so(
 def test_zstd_without_its_package_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: OpenFile
 ) -> None:
-    monkeypatch.setattr("cbatch.files.inputs._import_zstd", lambda: None)
+    monkeypatch.setattr("cbatch.files.input.text_files._import_zstd", lambda: None)
     with pytest.raises(ConfigError, match=r"cbatch\[zstd\]"):
         list(opened(write(tmp_path / "file", zstd.compress(TEXT))).lines())

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import ConfigError, OutputError
-from cbatch.files import disk
-from cbatch.files.journal import Journal, duplicate_key
-from cbatch.files.manifest import Manifest, record_key
-from cbatch.files.sort import sort_in_place
+from cbatch.files.output import durable as disk
+from cbatch.files.output.journal import Journal, duplicate_key
+from cbatch.files.output.manifest import Manifest, record_key
+from cbatch.files.output.sorting import sort_in_place
 from tests.files.journals import HEADER, SETTINGS, asked, open_journal, records, run_pass
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import cbatch
-from cbatch.files.sort import sort_in_place
+from cbatch.files.output.sorting import sort_in_place
 from tests.files.runs import answers, records, write_requests
 
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
@@ -28,7 +28,7 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 FAKE = """
 import sys
 from tests.files.runs import make_engine
-from cbatch.files.run import run_file
+from cbatch.files.file_run import run_file
 with make_engine(int(sys.argv[3])) as engine:
     run_file(sys.argv[1], sys.argv[2], engine=engine)
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import PromptTooLongError
-from cbatch.files.lines import OptionsOf
+from cbatch.files.input.lines import OptionsOf
 from cbatch.options import RunOptions
 from cbatch.response import TokenLogprob, ToolCall
 from tests.files.samples import ANSWER, error_of, failed, read, records, write
@@ -16,7 +16,7 @@ from tests.files.samples import ANSWER, error_of, failed, read, records, write
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cbatch.files.item import Item
+    from cbatch.files.input.item import Item
 
 GOOD = '{"id": "a", "prompt": "x"}\n'
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.run import run_file
-from cbatch.files.sort import Sorted, sort_in_place
+from cbatch.files.file_run import run_file
+from cbatch.files.output.sorting import Sorted, sort_in_place
 from tests.files.runs import answers, make_engine, write_requests
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.run import run_file
-from cbatch.files.sort import sort_to
+from cbatch.files.file_run import run_file
+from cbatch.files.output.sorting import sort_to
 from tests.files.runs import make_engine, records
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from cbatch.engine import Engine
 from cbatch.errors import ConfigError
 from cbatch.files.check import check_file
 from cbatch.files.estimate import estimate_file
-from cbatch.files.run import run_file
+from cbatch.files.file_run import run_file
 from cbatch.options import RunOptions
 from tests.files.runs import SHORT, make_engine, records
 

@@ -23,7 +23,7 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
-from cbatch.files.openai import CHAT, COMPLETIONS
+from cbatch.files.input.openai import CHAT, COMPLETIONS
 from cbatch.options import RunOptions
 from cbatch.response import TokenLogprob, ToolCall, Usage
 from tests.files.samples import ANSWER, error_of, failed, read, records, write
@@ -31,7 +31,7 @@ from tests.files.samples import ANSWER, error_of, failed, read, records, write
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cbatch.files.item import Item
+    from cbatch.files.input.item import Item
     from cbatch.response import BatchResult
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files import reading as reading_module
-from cbatch.files.run import run_file
+from cbatch.files.file_run import run_file
+from cbatch.files.input import item_stream as reading_module
 from tests.files.runs import make_engine, write_requests
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import pytest
 
-from cbatch.files import reading as reading_module
-from cbatch.files.reading import Reading
-from cbatch.files.run import run_file, stream_file
+from cbatch.files.file_run import run_file, stream_file
+from cbatch.files.input import item_stream as reading_module
+from cbatch.files.input.item_stream import Reading
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions
 from tests.files.runs import make_engine, write_requests

@@ -14,7 +14,7 @@ from cbatch.core.plan import StepResult
 from cbatch.core.stats import StepRecord, StepRow
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError, GrammarError, PromptTooLongError
-from cbatch.files.recorder import (
+from cbatch.files.report.recorder import (
     N_KINDS,
     N_MESSAGE,
     N_SPANS_PER_SLOT,
@@ -25,7 +25,7 @@ from cbatch.files.recorder import (
     phases,
     tee,
 )
-from cbatch.files.spans import GAP_S, SlotSpans, Span, SpanStore
+from cbatch.files.report.spans import GAP_S, SlotSpans, Span, SpanStore
 from cbatch.runtime.loop import Loop
 from tests.core.test_percentiles import submit
 from tests.files.steps import decode, prefill, result_of, run_of

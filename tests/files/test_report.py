@@ -13,14 +13,23 @@ import pytest
 import cbatch
 from cbatch.core.stats import Percentiles
 from cbatch.errors import ConfigError, GrammarError
-from cbatch.files.charts import Axis, distribution_chart
-from cbatch.files.facts import machine_facts, version_facts
-from cbatch.files.figures import clock, count, duration, percent, short, tick_step, ticks, time_step
-from cbatch.files.markup import Markup, tag
-from cbatch.files.recorder import N_SPANS_PER_SLOT, RunRecorder
-from cbatch.files.report import report_page, write_report
-from cbatch.files.spans import Span
-from cbatch.files.timeline import N_COLORS, colors
+from cbatch.files.report.charts import Axis, distribution_chart
+from cbatch.files.report.environment import machine_facts, version_facts
+from cbatch.files.report.markup import Markup, tag
+from cbatch.files.report.page import report_page, write_report
+from cbatch.files.report.recorder import N_SPANS_PER_SLOT, RunRecorder
+from cbatch.files.report.spans import Span
+from cbatch.files.report.timeline import N_COLORS, colors
+from cbatch.files.report.units import (
+    clock,
+    count,
+    duration,
+    percent,
+    short,
+    tick_step,
+    ticks,
+    time_step,
+)
 from tests.files.steps import decode, prefill, result_of, run_of
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from cbatch.errors import (
 )
 from cbatch.files.check import check_file
 from cbatch.files.estimate import estimate_file
-from cbatch.files.run import run_file, stream_file
-from cbatch.files.sort import Sorted, sort_in_place
+from cbatch.files.file_run import run_file, stream_file
+from cbatch.files.output.sorting import Sorted, sort_in_place
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.runtime.progress import PlainView, SilentView, summary_lines
 from tests import call_runs
@@ -38,7 +38,7 @@ from tests.runtime.backends import GatedBackend
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cbatch.files.item import Item
+    from cbatch.files.input.item import Item
     from cbatch.options import Grammar
     from cbatch.response import BatchResult
 

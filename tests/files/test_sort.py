@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cbatch.errors import ConfigError, OutputError
-from cbatch.files import disk, sort
-from cbatch.files.journal import Journal
-from cbatch.files.sort import Sorted, sort_in_place, sort_to
+from cbatch.files.output import durable as disk
+from cbatch.files.output import sorting as sort
+from cbatch.files.output.journal import Journal
+from cbatch.files.output.sorting import Sorted, sort_in_place, sort_to
 from tests.files.journals import HEADER, SETTINGS, open_journal, records, run_pass
 from tests.files.machine import LOSSES, Loss, Machine
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.encoders import encoder, output_format
-from cbatch.files.item import duplicate
-from cbatch.files.source import open_source
+from cbatch.files.input.item import duplicate
+from cbatch.files.input.source import open_source
+from cbatch.files.output.encoders import encoder, output_format
 from tests.files.samples import error_of, read, write
 
 OPENAI = json.dumps(

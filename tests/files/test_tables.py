@@ -17,7 +17,7 @@ from tests.files.samples import ANSWER, error_of, failed, read, records, write
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cbatch.files.item import Item
+    from cbatch.files.input.item import Item
 
 REVIEWS = 'id,review\r\n1,"good,\r\n""really"""\r\n\r\n2,bad\r\n'
 

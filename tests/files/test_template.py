@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.errors import ConfigError
-from cbatch.files.template import Template, as_text
+from cbatch.files.input.template import Template, as_text
 
 
 def fill(text: str, **row: object) -> str:

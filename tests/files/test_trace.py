@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.trace import TraceWriter
+from cbatch.files.report.trace import TraceWriter
 from tests.files.steps import decode, prefill, run_of
 
 if TYPE_CHECKING:

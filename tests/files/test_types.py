@@ -18,10 +18,10 @@ from cbatch.engine import Engine
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.files.check import check_file
 from cbatch.files.estimate import estimate_file
+from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.frames import run_table
-from cbatch.files.run import run_file, stream_file
+from cbatch.files.output.sorting import sort_in_place, sort_to
 from cbatch.files.settings import FileOptions
-from cbatch.files.sort import sort_in_place, sort_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.files.item import Item
+from cbatch.files.input.item import Item
 from cbatch.files.window import Entry, Window, beginning, length
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions

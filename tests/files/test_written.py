@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.run import run_file
+from cbatch.files.file_run import run_file
 from cbatch.runtime.progress import SilentView
 from tests.files.runs import make_engine, write_requests
 

@@ -1,0 +1,203 @@
+"""How far an output is: what has an answer, what failed, what is left. No model is needed, and nothing is changed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from cbatch.checks import readable
+from cbatch.errors import ConfigError
+from cbatch.files import places
+from cbatch.files.input.detect import is_columnar
+from cbatch.files.input.item import item_key, rival_key
+from cbatch.files.input.seen import Seen
+from cbatch.files.input.source import open_source
+from cbatch.files.output.home import manifest_at, records_of
+from cbatch.files.output.journal import duplicate_key
+from cbatch.files.output.manifest import GONE, Manifest, files_of_manifest, record_key
+from cbatch.files.output.origin import inputs_of
+from cbatch.files.output.record_file import CUT_OFF
+from cbatch.files.places import file_of, real
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_N_TRIES = 10
+"""Copies of a manifest before giving up: a run changes more than the end of its log every few seconds."""
+
+_COUNT = "SELECT count(*), sum(is_error), sum(number >= ?) FROM records"
+_HAS = "SELECT 1 FROM records WHERE key = ?"
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """How far an output is.
+
+    Args:
+        n_done: answers.
+        n_failed: records that are errors.
+        n_gone: of both, those of items that are not in the input any more.
+        n_items: items of the input; None where nobody knows.
+        n_left: of these, those without a record.
+        is_running: whether a run writes there now.
+        problem: why nobody knows what is left.
+        n_lost: records that were there and are not in their file any more; counted nowhere else.
+    """
+
+    n_done: int
+    n_failed: int
+    n_gone: int = 0
+    n_items: int | None = None
+    n_left: int | None = None
+    is_running: bool = False
+    problem: str = ""
+    n_lost: int = 0
+
+    def lines(self) -> list[str]:
+        """Return it in words."""
+        left = f"not known: {self.problem}"
+        if self.n_left is not None:
+            left = f"{self.n_left:,} of {self.n_items:,}"
+        return [
+            f"done    {self.n_done:,}",
+            f"failed  {self.n_failed:,}",
+            f"left    {left}",
+            *([f"gone    {self.n_gone:,}, not in the input any more"] if self.n_gone else []),
+            *([f"lost    {self.n_lost:,}, not in the file any more"] if self.n_lost else []),
+            *(["a run writes there now"] if self.is_running else []),
+        ]
+
+
+def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatus:
+    """Return how far an output is, also while a run writes there; not in the process of that run.
+
+    An item counts as done where its record is there; what was changed in its line since then is not looked at.
+
+    Args:
+        output: of a run.
+        inputs: its input; none: the files that it was made of, where they are still there.
+
+    Raises:
+        ConfigError: there is no manifest, or the input cannot be read.
+    """
+    path = file_of("output", output)
+    if path.is_dir():
+        raise ConfigError(f"{readable(path)}: is a directory: give a file")
+    place = records_of(path) if is_columnar(path) else path
+    home = manifest_at(place)
+    if not home.is_file():
+        raise ConfigError(f"{path}: there is no manifest beside it: no run has written there")
+    is_running = _is_locked(real(place))
+    with _copied(home, place) as manifest:
+        n_lost = 0 if is_running else _forget_lost(manifest, real(place))
+        n, n_failed, n_gone = (count or 0 for count in manifest.execute(_COUNT, GONE).fetchone())
+        n_items, n_left, problem = _left(manifest, place, inputs)
+    return RunStatus(
+        n - n_failed,
+        n_failed,
+        n_gone,
+        n_items,
+        n_left,
+        is_running,
+        problem,
+        n_lost,
+    )
+
+
+def _forget_lost(manifest: Manifest, output: Path) -> int:
+    """Take out the records that are behind the end of their file, which a run would compute again; return how many."""
+    n_lost = 0
+    for row in manifest.files().values():
+        status = places.status_of(row.path if row.file else output)
+        n_lost += manifest.execute(CUT_OFF, row.file, status.st_size if status else 0).rowcount
+    return n_lost
+
+
+def _left(
+    manifest: Manifest, place: Path, inputs: Sequence[str | Path]
+) -> tuple[int | None, int | None, str]:
+    """Return how many items there are, how many have no record, and why nobody knows."""
+    settings = manifest.settings()
+    paths = inputs or inputs_of(settings, real(place).parent)
+    if not paths:
+        return None, None, "the input was a pipe"
+    try:
+        return (*_counted(manifest, paths, settings), "")
+    except ConfigError as error:
+        if inputs:
+            raise
+        return None, None, str(error)
+
+
+def _counted(
+    manifest: Manifest, paths: Sequence[str | Path], settings: Mapping[str, str]
+) -> tuple[int, int]:
+    template = settings.get("template", "none")
+    n_items = n_left = 0
+    with ExitStack() as stack:
+        source = stack.enter_context(
+            open_source(
+                paths,
+                format=settings.get("input format", "auto"),
+                template=None if template == "none" else template,
+            )
+        )
+        seen = stack.enter_context(closing(Seen()))
+        for item in source:
+            key = record_key(item_key(item))
+            if not seen.add(item_key(item), rival_key(item)):
+                key = duplicate_key(key, item.number)
+            n_items += 1
+            n_left += manifest.execute(_HAS, key).fetchone() is None
+    return n_items, n_left
+
+
+@contextmanager
+def _copied(home: Path, output: Path) -> Iterator[Manifest]:
+    """Lend a copy of a manifest: a run that has it open lets nobody else in."""
+    with TemporaryDirectory(prefix="cbatch-") as folder:
+        copy = Path(folder) / "copy"
+        for _ in range(_N_TRIES):
+            before = _stamp(home)
+            for file, place in zip(
+                files_of_manifest(home)[:2], files_of_manifest(copy), strict=False
+            ):
+                place.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    shutil.copyfile(file, place)
+            if _stamp(home) == before:
+                break
+        else:
+            raise ConfigError(f"{readable(home)}: changes all the time: try again")
+        with closing(Manifest(copy, output, home=home)) as manifest:
+            yield manifest
+
+
+def _stamp(home: Path) -> object:
+    """Return what is another where more than the end of the log has changed."""
+    main, log = files_of_manifest(home)[:2]
+    status, head = main.stat(), b""
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        head = file.read(32)
+    return status.st_size, status.st_mtime_ns, head
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a run has an output open. Source: `Output`, which locks it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,143 @@
+"""Rows of tables, whatever file they stand in, and how one becomes a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from cbatch.checks import check_whole, why_unread
+from cbatch.errors import ConfigError
+from cbatch.files.input.item import LineError
+from cbatch.files.input.lines import decoded, without_nulls
+from cbatch.files.input.template import Template
+from cbatch.messages import BatchPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from cbatch.messages import Message
+
+Row: TypeAlias = "Mapping[str, object]"
+
+_DEFAULTS = ("prompt", "text", "messages")
+"""Columns that need no template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How rows become prompts.
+
+    Args:
+        template: the text of a prompt, columns' names in braces; None: a column named prompt, text or messages.
+        system: the text of a system message before it, with fields too.
+        is_raw: text to complete as it stands, instead of a chat.
+
+    Raises:
+        ConfigError: a system message for raw text.
+    """
+
+    template: str | None = None
+    system: str | None = None
+    is_raw: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that they are text, and fit together."""
+        for name in ("template", "system"):
+            if (text := getattr(self, name)) is not None:
+                check_whole(name, text)
+        if self.is_raw and self.system is not None:
+            raise ConfigError(
+                f"system={self.system!r} is for chats, raw prompts have no messages: put it into the template"
+            )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was said."""
+        return self.template is None and self.system is None and not self.is_raw
+
+
+class RowPrompts:
+    """Makes prompts of a table's rows."""
+
+    def __init__(self, asking: Asking, columns: Collection[str], name: str) -> None:
+        """Check the templates.
+
+        Args:
+            asking: how rows become prompts.
+            columns: what there is.
+            name: what errors call the table.
+
+        Raises:
+            ConfigError: a field that is no column, or no template and no column that needs none.
+        """
+        self._is_raw = asking.is_raw
+        self._chats: str | None = None  # the column that holds whole chats
+        column = None if asking.template is not None else _default_column(columns, name)
+        if column == "messages":
+            self._chats = column
+            _check_alone(asking, name)
+        text = asking.template if column is None else "{" + column + "}"
+        self._user = Template(text or "", columns, name=f"{name}: template")
+        system = asking.system
+        self._system = system and Template(system, columns, name=f"{name}: system")
+
+    def __call__(self, row: Row) -> BatchPrompt:
+        """Return a row's prompt.
+
+        Raises:
+            LineError: a column is missing, or the column of chats holds none.
+            ConfigError: the prompt is empty or malformed.
+        """
+        try:
+            return self._prompt(row)
+        except KeyError as error:
+            there = ", ".join(row)
+            message = f"there is no {error.args[0]!r}; there is: {there}"
+            raise LineError("missing_field", message, error.args[0]) from None
+
+    def _prompt(self, row: Row) -> BatchPrompt:
+        if self._chats is not None:
+            return BatchPrompt(messages=_chat(row[self._chats]))
+        text = self._user.fill(row)
+        if not text.strip():
+            raise LineError("invalid_request", "the prompt is empty")
+        if self._is_raw:
+            return BatchPrompt(prompt=text)
+        user = {"role": "user", "content": text}
+        if not self._system:
+            return BatchPrompt(messages=[user])
+        system = {"role": "system", "content": self._system.fill(row)}
+        return BatchPrompt(messages=[system, user])
+
+
+def _default_column(columns: Collection[str], name: str) -> str:
+    found = [column for column in _DEFAULTS if column in columns]
+    if len(found) == 1:
+        return found[0]
+    why = f"columns {' and '.join(found)}" if found else "no column prompt, text or messages"
+    raise ConfigError(
+        f"{name}: has {why}: give a template such as 'Classify: {{{next(iter(columns), 'column')}}}'; "
+        f"there is: {', '.join(columns)}"
+    )
+
+
+def _check_alone(asking: Asking, name: str) -> None:
+    for given, value in (("system", asking.system), ("is_raw", asking.is_raw)):
+        if value:
+            raise ConfigError(
+                f"{name}: its column messages holds whole chats: leave out {given}, or give a template"
+            )
+
+
+def _chat(value: object) -> Sequence[Message]:
+    """Return the chat in a cell: JSON text, or a list with nothing for what a message has not."""
+    if isinstance(value, str):
+        text = value
+        try:
+            value = decoded(text)
+        except ValueError as error:
+            message = f"messages: {why_unread(error, text)}"
+            raise LineError("invalid_request", message, "messages") from None
+    if not isinstance(value, list):
+        raise LineError("invalid_request", "messages must be a list of messages", "messages")
+    return [without_nulls(message) for message in value]

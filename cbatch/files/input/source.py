@@ -1,0 +1,198 @@
+"""The items of batch files, one after another, in constant memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Set
+from typing import TYPE_CHECKING
+
+from cbatch.checks import check_path, reading, shown
+from cbatch.errors import ConfigError
+from cbatch.files.input.detect import COLUMNAR, check_format, first_object, format_of
+from cbatch.files.input.lines import LineParser
+from cbatch.files.input.openai import OpenAIParser
+from cbatch.files.input.readers import LineReader
+from cbatch.files.input.row_prompts import Asking
+from cbatch.files.input.tables import CsvReader, ObjectParser, TextParser
+from cbatch.files.input.text_files import MAX_LINE_BYTES, InputFile, find_files
+from cbatch.plain import is_table, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
+
+    from cbatch.files.input.detect import Format
+    from cbatch.files.input.item import Item
+    from cbatch.files.input.readers import Reader
+
+
+class Source:
+    """The items of one or several files, once, as they are asked for."""
+
+    def __init__(self, files: Sequence[InputFile], format: Format, reader: Reader) -> None:
+        """Make one; see `open_source`."""
+        self.format = format
+        self.paths = [file.path for file in files]
+        self._files, self._reader = files, reader
+        self._n_bytes_before = 0
+        self._file: InputFile | None = None
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """The names in its rows; None where its items are no rows."""
+        return self._reader.columns
+
+    @property
+    def n_bytes(self) -> int | None:
+        """Bytes of all files; None where one is a pipe."""
+        sizes = [file.n_bytes for file in self._files]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
+
+    @property
+    def n_bytes_read(self) -> int:
+        """Bytes read so far, of compressed files as they stand there."""
+        return self._n_bytes_before + (self._file.n_bytes_read if self._file else 0)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield every item.
+
+        Raises:
+            ConfigError: a file cannot be read to its end, or there is no item at all.
+        """
+        number = self._n_bytes_before = 0
+        for file in self._files:
+            self._file = file
+            for item in self._reader.items(file, number):
+                number = item.number
+                yield item
+            self._n_bytes_before += file.n_bytes or file.n_bytes_read
+            self._file = None
+            file.close()
+        if not number:
+            raise _empty(self._files)
+
+    def stop(self) -> None:
+        """End the reading of pipes, also where another thread waits there."""
+        for file in self._files:
+            file.stop()
+
+    def close(self) -> None:
+        """Close the files. Twice is harmless."""
+        _close(self._files)
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def open_source(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    format: str = "auto",
+    template: str | None = None,
+    system: str | None = None,
+    is_raw: bool = False,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    url: str | None = None,
+    without: Collection[str] = (),
+) -> Source:
+    """Look at batch files and return what reads them.
+
+    Args:
+        paths: files, patterns such as `part-*.jsonl`, or `-` for stdin; all of one format.
+        format: one of `Format`; auto: by the files' names, and for JSON lines by the first one.
+        template: the text of a prompt with columns' names in braces, for tables, plain text and JSON objects.
+        system: the text of a system message, with fields too.
+        is_raw: make text to complete as it stands of rows, instead of chats.
+        max_line_bytes: a longer line, or row, becomes an item with an error.
+        url: for OpenAI's requests, what every line must have; None: any that is served.
+        without: real paths of files that no pattern is to find.
+
+    Raises:
+        ConfigError: no such file, a directory, nothing in it, files of several formats, a format that cannot be told,
+            or a template that does not fit.
+    """
+    asking = Asking(template, system, is_raw)
+    check_format(format, "auto")
+    named = find_files(names_of("source", paths), without)
+    files = [InputFile(name, max_line_bytes) for name in named]
+    try:
+        return _looked_at(files, format, asking, url)
+    except BaseException:
+        _close(files)
+        raise
+
+
+def names_of(name: str, paths: object) -> list[str]:
+    """Return the names of files that somebody gives, alone or in a list.
+
+    Raises:
+        ConfigError: they are none; errors call them `name`.
+    """
+    with reading(name):
+        if isinstance(paths, os.PathLike) or text_of(paths) is not None:
+            return [check_path(name, paths)]
+        is_single = isinstance(paths, Mapping | Set | bytes) or is_table(paths)
+        if not isinstance(paths, Iterable) or is_single or hasattr(paths, "readline"):
+            raise ConfigError(
+                f"{name} must be the name of a file, or a list of names, not {shown(paths)}"
+            )
+        return [check_path(f"{name}[{i}]", path) for i, path in enumerate(paths)]
+
+
+def _looked_at(files: Sequence[InputFile], format: str, asking: Asking, url: str | None) -> Source:
+    formats = [format_of(file, format, has_template=asking.template is not None) for file in files]
+    kept = [file for file, found in zip(files, formats, strict=True) if found is not None]
+    if not kept:
+        raise _empty(files)
+    found = _only(kept, [found for found in formats if found is not None])
+    if found in ("openai", "cbatch") and not asking.is_empty:
+        raise ConfigError(
+            f"{kept[0].name}: its lines are requests ({found}), which a template or a system message does not fit: "
+            "leave it out, or give format='jsonl' for objects of your own"
+        )
+    reader = _reader(found, kept[0], asking, url)
+    for file in kept:
+        reader.look(file)
+        file.rewind()
+    return Source(kept, found, reader)
+
+
+def _close(files: Sequence[InputFile]) -> None:
+    for file in files:
+        file.close()
+
+
+def _empty(files: Sequence[InputFile]) -> ConfigError:
+    names = ", ".join(file.name for file in files[:3]) + ", …" * (len(files) > 3)
+    return ConfigError(f"{names}: no request in it (empty_file)")
+
+
+def _only(files: Sequence[InputFile], formats: Sequence[Format]) -> Format:
+    for file, format in zip(files, formats, strict=True):
+        if format != formats[0]:
+            raise ConfigError(
+                f"{files[0].name} is {formats[0]} and {file.name} is {format}: give files of one format, "
+                "or say which it is (format)"
+            )
+    return formats[0]
+
+
+def _reader(format: Format, file: InputFile, asking: Asking, url: str | None) -> Reader:
+    """Return what reads this format; `file` is the first."""
+    if format == "openai":
+        return LineReader(OpenAIParser(url))
+    if format == "cbatch":
+        return LineReader(LineParser())
+    if format == "text":
+        return LineReader(TextParser(asking, file.name))
+    if format == "jsonl":
+        return LineReader(ObjectParser(asking, file.name, first_object(file)))
+    if format in COLUMNAR:
+        from cbatch.files.input.columnar import ColumnarReader  # pyarrow is slow to import
+
+        return ColumnarReader(asking, format)
+    return CsvReader(asking, "\t" if format == "tsv" else ",", file.max_line_bytes)

@@ -1,0 +1,361 @@
+"""The outputs of a run and what is known of them: what a kill at any instant leaves, a later run goes on with.
+
+A record counts from the commit of the manifest on, which comes when its bytes are in the file. Nothing here grows with
+the number of records but one bit for each.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from cbatch.files.input.digest import placed
+from cbatch.files.output.compact import rewrite
+from cbatch.files.output.manifest import GONE, INSERT, NUMBERED, record_key
+from cbatch.files.output.opening import closing_all, opened, put_away
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from cbatch.files.output.opening import Opened
+    from cbatch.files.output.origin import Origin
+
+SYNC_S = 5.0
+"""Seconds between two waits for the disk: what a loss of power may cost."""
+
+_N_MOVED = 1024
+"""Records of moved items that are remembered until they are renumbered in one go."""
+
+_FIND = "SELECT record, digest, number, file, is_error FROM records WHERE key = ?"
+_DELETE = "DELETE FROM records WHERE record = ?"
+_ANY_DOUBLE = "SELECT 1 FROM records WHERE key >= x'FE' AND key < x'FF' LIMIT 1"
+_SET_ASIDE = "UPDATE records SET number = number | ? WHERE record = ?"
+_SLICE = "SELECT key, record, file, is_error FROM records WHERE key > ? AND key < ? ORDER BY key LIMIT 4096"
+
+_ALL = ((b"", b"\xff" * 12),)
+_BY_NUMBER = (NUMBERED, (b"\xfe", b"\xff"))
+"""Keys of items without an id, and of those that came second: what is known by its place in the input alone."""
+
+_Row: TypeAlias = "tuple[int, bytes, bytes, int, int, int, int, int, bool]"
+"""A record as the columns of the table."""
+
+Claim: TypeAlias = Literal["new", "done", "failed", "duplicate"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A record that is there, as a claim needs it."""
+
+    record: int
+    digest: bytes
+    number: int
+    file: int
+    is_error: bool
+
+
+class _Marks:
+    """A bit for each record: whether an item of this run has claimed it."""
+
+    def __init__(self) -> None:
+        self.n, self._bits = 0, bytearray()
+
+    def add(self, record: int) -> None:
+        place = record >> 3
+        if place >= len(self._bits):
+            self._bits.extend(bytes(place + 1024 - len(self._bits)))
+        self.n += record not in self
+        self._bits[place] |= 1 << (record & 7)
+
+    def __contains__(self, record: int) -> bool:
+        place = record >> 3
+        return place < len(self._bits) and bool(self._bits[place] >> (record & 7) & 1)
+
+
+class Journal:
+    """The outputs of one run. Any thread may call it.
+
+    Attributes:
+        n_done, n_failed: records that are there and committed: answers, and errors.
+        notes: what is worth telling people of how it was opened.
+    """
+
+    def __init__(
+        self,
+        found: Opened,
+        *,
+        retry_errors: bool,
+        clock: Callable[[], float],
+        sync_s: float,
+    ) -> None:
+        """Take over what `Journal.open` has found in order."""
+        self.notes = tuple(found.notes)
+        self._found = found
+        self._manifest, self._outputs = found.manifest, found.outputs
+        self._retry_errors = retry_errors
+        self._clock, self._sync_s = clock, sync_s
+        self._sync_at = clock() + sync_s
+        self._lock = threading.RLock()
+        self._is_closed = False
+        counts = [found.manifest.count(output.row.file) for output in found.outputs]
+        self.n_failed = sum(count.n_errors for count in counts)
+        self.n_done = sum(count.n_records for count in counts) - self.n_failed
+        self._last_record = found.manifest.last_record()
+        self._marks = _Marks()
+        self._claims: dict[int, tuple[bytes, _Found | None]] = {}
+        self._claimed_keys: set[bytes] = set()
+        self._added: list[_Row] = []
+        self._superseded: list[_Found] = []
+        self._moved: list[tuple[int, int]] = []
+        self._with_gaps: set[int] = set()
+        self._has_doubles = found.manifest.execute(_ANY_DOUBLE).fetchone() is not None
+
+    @classmethod
+    def open(  # noqa: PLR0913  # what a run asks for, each by its name
+        cls,
+        output: Path,
+        *,
+        errors: Path | None = None,
+        settings: Mapping[str, str],
+        origin: Origin | None = None,
+        header: bytes = b"",
+        force: bool = False,
+        retry_errors: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        sync_s: float = SYNC_S,
+    ) -> Journal:
+        """Go on with the files that are there, or begin them; nobody else can open them before `close`.
+
+        Args:
+            output: where records go.
+            errors: where those of errors go; None: to the output too.
+            settings: what must be as it was for a run to go on, in words for people. A difference in
+                "output format" is one that nothing can go on with.
+            origin: the input; None: whichever it is, it is the one that was.
+            header: what both files begin with.
+            force: go on although settings differ, and begin anew where that cannot be.
+            retry_errors: claim items anew whose record is an error.
+            clock: seconds, for the waits for the disk.
+            sync_s: seconds between them.
+
+        Raises:
+            ConfigError: another run writes there; settings differ; the input is another one; a file is there that is
+                not of cbatch, or was changed; it cannot be written.
+            OutputError: the disk is full.
+        """
+        found = opened(
+            output, errors=errors, settings=settings, origin=origin, header=header, force=force
+        )
+        return cls(found, retry_errors=retry_errors, clock=clock, sync_s=sync_s)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def claim(
+        self, id: str, digest: bytes, number: int, rival: str | None = None, *, place: str = ""
+    ) -> Claim:
+        """Say what is to be done with an item; called once for each, as it is read.
+
+        Args:
+            id: of the item, any text.
+            digest: of what it asks, 16 bytes.
+            number: its place in the input.
+            rival: an id that is as good as this one: whichever is claimed first has it.
+            place: of the item, for people; the error of a duplicate counts for that place alone.
+
+        Returns:
+            "new": run it and `add` its record, in place of one that may be there. "done", "failed": its record is
+            there, an answer or an error. "duplicate": another item of this run has the id, or its rival: `add` an
+            error that says so, with the digest `placed` there; where that error is there already, it is "failed".
+        """
+        with self._lock:
+            key = record_key(id)
+            found = self._find(key)
+            if self._is_taken(key, found) or (rival is not None and self._is_claimed(rival)):
+                self._has_doubles = True
+                key = duplicate_key(key, number)
+                digest = placed(digest, place)
+                return self._settle(key, self._find(key), digest, number, otherwise="duplicate")
+            if self._has_doubles and (stale := self._find(duplicate_key(key, number))):
+                self._superseded.append(stale)  # it came second then, and first now
+            if rival is not None and (stale := self._find(record_key(rival))):
+                self._superseded.append(stale)  # two records under one id would answer one item
+            return self._settle(key, found, digest, number, otherwise="new")
+
+    def _is_claimed(self, id: str) -> bool:
+        key = record_key(id)
+        return self._is_taken(key, self._find(key))
+
+    def _is_taken(self, key: bytes, found: _Found | None) -> bool:
+        """Whether an item of this run has claimed this key, and the record that was found under it."""
+        return key in self._claimed_keys or (found is not None and found.record in self._marks)
+
+    def _settle(
+        self, key: bytes, found: _Found | None, digest: bytes, number: int, *, otherwise: Claim
+    ) -> Claim:
+        """Mark the record that answers this item, or remember that one will come."""
+        is_answered = found is not None and found.digest == digest
+        if found is None or not is_answered or (found.is_error and self._retry_errors):
+            self._claims[number] = key, found
+            self._claimed_keys.add(key)
+            return otherwise
+        self._marks.add(found.record)
+        if found.number != number:
+            self._moved.append((number, found.record))
+            if len(self._moved) >= _N_MOVED:  # a line put in at the top moves all
+                self.commit()
+        return "failed" if found.is_error else "done"
+
+    def _find(self, key: bytes) -> _Found | None:
+        row = self._manifest.execute(_FIND, key).fetchone()
+        return None if row is None else _Found(*row)
+
+    def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
+        """Keep the record of an item that was claimed as "new" or "duplicate", for the next `commit`.
+
+        Raises:
+            KeyError: the item was not claimed so, or has its record.
+        """
+        with self._lock:
+            key, found = self._claims.pop(number)
+            if found is not None:
+                self._superseded.append(found)
+            output = self._outputs[-1 if is_error else 0]
+            start = output.add(record)
+            self._last_record += 1
+            place = (output.row.file, start, len(record), zlib.crc32(record))
+            self._added.append((self._last_record, key, digest, number, *place, is_error))
+
+    def commit(self) -> None:
+        """Write what was added, then make it count; now and then wait until the disk has it.
+
+        Raises:
+            OutputError: a file cannot be written. What was added is kept for the next time.
+        """
+        with self._lock:
+            if self._added or self._superseded or self._moved:
+                self._write()
+            if self._clock() >= self._sync_at:
+                self._sync()
+
+    def _write(self) -> None:
+        rows = [output.write() for output in self._outputs]
+        with self._manifest.transaction():
+            self._manifest.execute_many(_DELETE, [(f.record,) for f in self._superseded])
+            self._manifest.execute_many(INSERT, self._added)
+            self._manifest.execute_many(
+                "UPDATE records SET number = ? WHERE record = ?", self._moved
+            )
+            for row in rows:
+                self._manifest.put_file(row)
+        for output, row in zip(self._outputs, rows, strict=True):
+            output.committed(row)
+        self._count()
+
+    def _count(self) -> None:
+        """Take over what was committed."""
+        for record, key, *_, is_error in self._added:
+            self._marks.add(record)
+            self._claimed_keys.discard(key)
+            self.n_failed += bool(is_error)
+            self.n_done += not is_error
+        for found in self._superseded:
+            self.n_failed -= found.is_error
+            self.n_done -= not found.is_error
+            self._with_gaps.add(found.file)
+        self._added.clear()
+        self._superseded.clear()
+        self._moved.clear()
+
+    def _sync(self) -> None:
+        """Let the disk have what is committed."""
+        self._manifest.check_there()
+        rows = [output.sync() for output in self._outputs]
+        if rows != [output.row for output in self._outputs]:
+            with self._manifest.transaction(is_durable=True):
+                for row in rows:
+                    self._manifest.put_file(row)
+            for output, row in zip(self._outputs, rows, strict=True):
+                output.row = row
+            self._manifest.fold()
+        self._sync_at = self._clock() + self._sync_s
+
+    def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
+        """Take out the records of items that this run has not claimed; return how many there were.
+
+        For the end of a run that has read all of its input: what is left is of items that are not in it any more.
+
+        Args:
+            is_by_number: only those that were known by their place in the input: others may be of another input.
+        """
+        with self._lock:
+            self.commit()
+            n_before = self.n_done + self.n_failed
+            for rows in self._unclaimed(_BY_NUMBER if is_by_number else _ALL):
+                self._drop(rows)
+            return n_before - self.n_done - self.n_failed
+
+    def set_unclaimed_aside(self) -> int:
+        """Put the records of items that this run has not claimed behind all others; return how many there are.
+
+        For the end of a run that has read all of its input. Who claims one later puts it back.
+        """
+        with self._lock:
+            self.commit()
+            n = 0
+            for rows in self._unclaimed(_ALL):
+                n += len(rows)
+                with self._manifest.transaction():
+                    self._manifest.execute_many(_SET_ASIDE, [(GONE, row[0]) for row in rows])
+            return n
+
+    def _unclaimed(
+        self, ranges: Iterable[tuple[bytes, bytes]]
+    ) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield record, file and is_error of what was not claimed, slice by slice, where there is any."""
+        if self._marks.n == self.n_done + self.n_failed:
+            return
+        for last, end in ranges:
+            while rows := self._manifest.execute(_SLICE, last, end).fetchall():
+                yield [row[1:] for row in rows if row[1] not in self._marks]
+                last = rows[-1][0]
+
+    def _drop(self, rows: list[tuple[int, int, int]]) -> None:
+        with self._manifest.transaction():
+            self._manifest.execute_many(_DELETE, [(record,) for record, *_ in rows])
+        n_failed = sum(is_error for *_, is_error in rows)
+        self.n_failed -= n_failed
+        self.n_done -= len(rows) - n_failed
+        self._with_gaps.update(file for _, file, _ in rows)
+
+    def close(self) -> None:
+        """Commit, wait for the disk, take superseded records out of the files, and let go of them.
+
+        Raises:
+            OutputError: a file cannot be written; all is closed nevertheless.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            with closing_all(self._found):
+                self._finish()
+
+    def _finish(self) -> None:
+        self.commit()
+        self._sync()
+        for output in self._outputs:
+            if output.row.file in self._with_gaps:
+                rewrite(self._manifest, output)
+        put_away(self._found)
+
+
+def duplicate_key(key: bytes, number: int) -> bytes:
+    """Return what stands for an item whose id is that of another; 0xFE is in no text."""
+    return b"\xfe%d:%b" % (number, key)

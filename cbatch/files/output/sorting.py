@@ -1,0 +1,257 @@
+"""Records in the order of the input: by the manifest, or by the ids of the input where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cbatch.checks import check_flag
+from cbatch.errors import ConfigError
+from cbatch.files.input.detect import is_columnar
+from cbatch.files.input.item import bytes_of
+from cbatch.files.input.seen import scratch
+from cbatch.files.input.source import names_of, open_source
+from cbatch.files.output.compact import copied, in_order, rewrite, write_all
+from cbatch.files.output.durable import mode_of, told, whole
+from cbatch.files.output.encoders import check_name
+from cbatch.files.output.home import manifest_at, records_at
+from cbatch.files.output.opening import OUTPUT_FORMAT, closing_all, put_away, reopened
+from cbatch.files.output.record_file import check_file
+from cbatch.files.places import check_apart, check_new, file_of, real
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cbatch.files.output.manifest import Manifest
+    from cbatch.files.output.record_file import Output
+
+
+_NOTHING_TO_SORT = (
+    "a run writes Parquet and Arrow in the order of the requests, there is nothing to sort"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """What is in order now.
+
+    Args:
+        n_records: how many there are.
+        n_gone: of these, of items that are not in the input any more; they come last.
+    """
+
+    n_records: int
+    n_gone: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of an output in the order of the input.
+
+    Args:
+        counts: how many there are.
+        pieces: their bytes, with what the file begins with before them.
+        format: that they are written in.
+    """
+
+    counts: Sorted
+    pieces: Iterator[bytes]
+    format: str = "jsonl"
+
+
+def sort_in_place(output: Path) -> dict[Path, Sorted]:
+    """Bring an output and its file of errors into the order of the input; return what each has.
+
+    It may be killed anywhere, and a run may go on with the files afterwards. Parquet and Arrow are in order already.
+
+    Raises:
+        ConfigError: there is no manifest, a run writes there, or a file was changed.
+        OutputError: the disk is full.
+    """
+    output = file_of("output", output)
+    if is_columnar(output):
+        return {output: _in_columns(output)}
+    found = reopened(output)
+    with closing_all(found):
+        for file in found.outputs:
+            if not _is_sorted(in_order(found.manifest, file, "number")):
+                rewrite(found.manifest, file, "number")
+        put_away(found)
+        return {f.path: _counts(found.manifest, f.row.file) for f in found.outputs}
+
+
+def _counts(manifest: Manifest, file: int) -> Sorted:
+    count = manifest.count(file)
+    return Sorted(count.n_records, count.n_gone)
+
+
+def _in_columns(output: Path) -> Sorted:
+    """Return what is in a Parquet or Arrow file, which its run has written in order at the end."""
+    if not output.is_file():
+        raise ConfigError(
+            f"{output}: is not there: a run makes it at its end, in the order of the requests"
+        )
+    if not manifest_at(records_at(output)).is_file():
+        raise ConfigError(f"{output}: {_NOTHING_TO_SORT}")
+    found = reopened(records_at(output))
+    with closing_all(found):
+        return _counts(found.manifest, 0)
+
+
+def _is_sorted(records: Iterator[tuple[int, int, int]]) -> bool:
+    last = -1
+    for _, start, _ in records:
+        if start < last:
+            return False
+        last = start
+    return True
+
+
+def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool = False) -> Sorted:
+    """Write the records of an output in the order of the input to another file; return what it has.
+
+    Args:
+        output: what a run has written.
+        target: where they go; it appears whole or not at all, and those may read it who may read the output.
+        by: the input, for an output without its manifest.
+        force: replace a file.
+
+    Raises:
+        ConfigError: see `sorted_records`, or the target is the input, exists or cannot be written.
+        OutputError: the disk is full.
+    """
+    output, target = file_of("output", output), file_of("target", target)
+    check_flag("force", force)
+    check_file(target)
+    target = real(target)
+    if target in (real(output), manifest_at(output)):
+        raise ConfigError(
+            f"{target}: is the output itself: to sort it in place, give no other file"
+        )
+    check_apart(target, names_of("by", by))
+    check_new(target, force=force)
+    with sorted_records(output, by=by) as records:
+        check_name(target, records.format, is_asked=target.suffix == output.suffix)
+        with (
+            told(target),
+            whole(target, mode=mode_of(output)) as part,
+            part.open("r+b") as file,
+        ):
+            write_all(file.fileno(), records.pieces)
+    return records.counts
+
+
+@contextmanager
+def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records]:
+    """Lend the records of an output in the order of the input, in constant memory.
+
+    Raises:
+        ConfigError: there is neither manifest nor `by`, or both; a run writes there; a file was changed; a line of an
+            output without a manifest has no id.
+    """
+    output, by = file_of("output", output), [Path(name) for name in names_of("by", by)]
+    if is_columnar(output):
+        raise ConfigError(f"{output}: {_NOTHING_TO_SORT}; for another file, copy it")
+    has_manifest = manifest_at(output).exists()
+    if has_manifest == bool(by):
+        raise ConfigError(
+            f"{output}: has a manifest, which knows the order: leave the input away (--by)"
+            if has_manifest
+            else f"{output}: there is no manifest beside it that knows the order: give the input (--by INPUT)"
+        )
+    with ExitStack() as stack:
+        if by:
+            yield stack.enter_context(_by_ids(output, by))
+            return
+        found = reopened(output)
+        stack.enter_context(closing_all(found))
+        file = found.outputs[0]
+        records = stack.enter_context(closing(in_order(found.manifest, file, "number")))
+        format = found.manifest.settings().get(OUTPUT_FORMAT, "")
+        yield Records(_counts(found.manifest, 0), _all_of(file, records), format)
+        put_away(found)
+
+
+def _all_of(file: Output, records: Iterator[tuple[int, int, int]]) -> Iterator[bytes]:
+    yield file.row.header
+    yield from copied(file, records)
+
+
+# ---- without a manifest ----
+
+
+class _Places:
+    """Where the line of each id is, in a file of SQLite's that goes when it is closed."""
+
+    def __init__(self) -> None:
+        self._db = scratch(
+            "CREATE TABLE lines (line INTEGER PRIMARY KEY, id BLOB, start INTEGER, size INTEGER, number INTEGER)",
+            "CREATE INDEX lines_by_id ON lines (id)",
+        )
+
+    def add(self, id: str, start: int, size: int) -> None:
+        self._db.execute(
+            "INSERT INTO lines (id, start, size) VALUES (?, ?, ?)", (bytes_of(id), start, size)
+        )
+
+    def number(self, id: str, number: int) -> None:
+        """Give all lines of an id this number, where they have none."""
+        self._db.execute(
+            "UPDATE lines SET number = ? WHERE id = ? AND number IS NULL", (number, bytes_of(id))
+        )
+
+    def in_order(self) -> Iterator[tuple[int, int]]:
+        """Yield start and size of every line; those of unknown ids come last."""
+        yield from self._db.execute(
+            "SELECT start, size FROM lines ORDER BY number IS NULL, number, line"
+        )
+
+    def counts(self) -> Sorted:
+        found = self._db.execute("SELECT count(*), coalesce(sum(number IS NULL), 0) FROM lines")
+        return Sorted(*found.fetchone())
+
+    def close(self) -> None:
+        self._db.close()
+
+
+@contextmanager
+def _by_ids(output: Path, by: Sequence[Path]) -> Iterator[Records]:
+    with ExitStack() as stack:
+        places = _Places()
+        stack.callback(places.close)
+        try:
+            file = stack.enter_context(output.open("rb"))
+        except OSError as error:
+            raise ConfigError(f"{output}: cannot be read: {error.strerror}") from error
+        start = 0
+        for i_line, line in enumerate(file, 1):
+            if line.strip():
+                places.add(_id_of(line, f"{output}, line {i_line}"), start, len(line))
+            start += len(line)
+        for item in stack.enter_context(open_source([str(path) for path in by])):
+            places.number(item.id, item.number)
+        yield Records(places.counts(), _lines(file.fileno(), places))
+
+
+def _id_of(line: bytes, place: str) -> str:
+    """Return the id of a record in one of the formats that have lines with ids."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{place}: is not JSON, and only JSON lines can be sorted by their ids: {error}"
+        ) from error
+    for key in ("custom_id", "id"):
+        if isinstance(record, dict) and isinstance(record.get(key), str):
+            return str(record[key])
+    raise ConfigError(f"{place}: has neither custom_id nor id: it is no record of cbatch")
+
+
+def _lines(fd: int, places: _Places) -> Iterator[bytes]:
+    for start, size in places.in_order():
+        line = os.pread(fd, size, start)
+        yield line if line.endswith(b"\n") else line + b"\n"

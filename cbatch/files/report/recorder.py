@@ -1,0 +1,310 @@
+"""What a run did, in bounded memory however long it takes: for the report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from cbatch.core.stats import Percentiles
+from cbatch.errors import ConfigError
+from cbatch.files.report.spans import SlotSpans, SpanStore
+from cbatch.files.report.units import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cbatch.core.stats import StepRecord
+    from cbatch.response import BatchResult
+
+N_BUCKETS = 512
+"""Most points of a curve: twice what a page is wide enough for."""
+
+FIRST_WIDTH_S = 0.01
+"""Width of the first buckets, about a step of a small model."""
+
+N_SPANS_PER_SLOT = 60
+"""Spans that the timeline has room for in each part: of some ten pixels."""
+
+N_SPANS = 1500
+"""Most spans of each part, for a page that opens quickly."""
+
+N_KINDS = 50
+"""Kinds of errors that are told apart."""
+
+N_MESSAGE = 300
+"""Letters of an error's message that are kept."""
+
+OTHER = "other"
+
+PHASES = ("decode", "sample", "plan", "border", "apply", "deliver")
+"""Parts of a run: `plan` is admission and building, `border` what the call into the backend takes around the rest."""
+
+
+def tee(*recorders: Callable[[StepRecord], object]) -> Callable[[StepRecord], None]:
+    """Return what calls several recorders: for `Engine.record_steps`, which takes one."""
+
+    def record(step: StepRecord) -> None:
+        for recorder in recorders:
+            recorder(step)
+
+    return record
+
+
+@dataclass(eq=False, slots=True)
+class Bucket:
+    """What was done in a piece of time; each figure is a sum."""
+
+    n_prompt: float = 0.0
+    """Prompt tokens computed, those computed again too."""
+    n_output: float = 0.0
+    slots_s: float = 0.0
+    """Slots in use, times seconds."""
+    waiting_s: float = 0.0
+    """Requests that wait for a slot, times seconds."""
+    cells_s: float = 0.0
+
+    def add(self, other: Bucket, share: float = 1.0) -> None:
+        """Add a share of what another has."""
+        for f in _FIGURES:
+            setattr(self, f, getattr(self, f) + share * getattr(other, f))
+
+
+_FIGURES = tuple(f.name for f in fields(Bucket))
+
+
+class Buckets:
+    """Time in pieces of one width, which doubles when there are too many."""
+
+    def __init__(self, n_max: int = N_BUCKETS, width_s: float = FIRST_WIDTH_S) -> None:
+        self.width_s = width_s
+        self.end_s = 0.0
+        """Where the last entry ends."""
+        self._n_max, self._buckets = n_max, list[Bucket]()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def add(self, start_s: float, end_s: float, work: Bucket) -> None:
+        """Spread work evenly over a time, in seconds from the beginning."""
+        self._reach(end_s)
+        i, i_end = self._index(start_s), self._index(end_s)
+        if i == i_end:
+            self._buckets[i].add(work)
+            return
+        length_s = end_s - start_s
+        while i <= i_end:
+            from_s, to_s = max(start_s, i * self.width_s), min(end_s, (i + 1) * self.width_s)
+            self._buckets[i].add(work, max(0.0, to_s - from_s) / length_s)
+            i += 1
+
+    def joined(self, n_max: int) -> list[tuple[float, float, Bucket]]:
+        """Return (start, seconds, work) of at most `n_max` pieces of time, alike but for the last."""
+        n_join = -(-len(self._buckets) // n_max) or 1
+        width_s = self.width_s * n_join
+        pieces: list[tuple[float, float, Bucket]] = []
+        for i in range(0, len(self._buckets), n_join):
+            start_s, work = i * self.width_s, Bucket()
+            for bucket in self._buckets[i : i + n_join]:
+                work.add(bucket)
+            pieces.append((start_s, min(width_s, self.end_s - start_s), work))
+        return _without_stump(pieces, width_s)
+
+    def _reach(self, end_s: float) -> None:
+        self.end_s = max(self.end_s, end_s)
+        while self._index(end_s) >= self._n_max:
+            self._halve()
+        n_missing = self._index(end_s) + 1 - len(self._buckets)
+        self._buckets += [Bucket() for _ in range(n_missing)]
+
+    def _index(self, time_s: float) -> int:
+        return max(0, int(time_s / self.width_s))
+
+    def _halve(self) -> None:
+        """Join neighbours."""
+        self.width_s *= 2
+        for left, right in zip(self._buckets[::2], self._buckets[1::2], strict=False):
+            left.add(right)
+        del self._buckets[1::2]
+
+
+def _without_stump(
+    pieces: list[tuple[float, float, Bucket]], width_s: float
+) -> list[tuple[float, float, Bucket]]:
+    """Join a last piece that is too short for a rate to the one before it. Mutates `pieces`."""
+    if len(pieces) > 1 and pieces[-1][1] < width_s / 2:
+        _, stump_s, stump = pieces.pop()
+        start_s, seconds, work = pieces.pop()
+        work.add(stump)
+        pieces.append((start_s, seconds + stump_s, work))
+    return pieces
+
+
+@dataclass(eq=False, slots=True)
+class ErrorKind:
+    """How often something failed, and what was said the first time."""
+
+    message: str
+    n: int = 0
+
+
+def _in_short(message: str) -> str:
+    """Return a message in one line, cut where it is long."""
+    return cut(" ".join(message[: 4 * N_MESSAGE].split()), N_MESSAGE)
+
+
+class ResultBooks:
+    """How requests ended."""
+
+    def __init__(self) -> None:
+        self.n_done = self.n_failed = self.n_hits = 0
+        self.n_prompt = self.n_output = self.n_cached = 0
+        self.queue_s, self.ttft_s, self.total_s = Percentiles(), Percentiles(), Percentiles()
+        self.finish_reasons: Counter[str] = Counter()
+        self.errors: dict[str, ErrorKind] = {}
+
+    def add(self, result: BatchResult) -> None:
+        """Enter a result."""
+        usage, timings = result.usage, result.timings
+        self.n_prompt += usage.prompt_tokens
+        self.n_output += usage.completion_tokens
+        self.n_cached += usage.cached_tokens
+        self.n_hits += usage.cached_tokens > 0
+        self.total_s.add(timings.total_s)
+        if timings.ttft_s is not None:
+            self.queue_s.add(timings.queue_s)
+            self.ttft_s.add(timings.ttft_s)
+        if result.error is not None:
+            self.add_error(type(result.error).__name__, str(result.error))
+            return
+        self.n_done += 1
+        self.finish_reasons[result.finish_reason] += 1
+
+    def add_error(self, kind: str, message: str) -> None:
+        """Enter an item that failed."""
+        self.n_done += 1
+        self.n_failed += 1
+        self.finish_reasons["error"] += 1
+        if kind not in self.errors and len(self.errors) >= N_KINDS:
+            kind, message = OTHER, ""
+        known = self.errors.setdefault(kind, ErrorKind(_in_short(message)))
+        known.n += 1
+
+
+class StepBooks:
+    """What steps did, and when; times are of the engine's clock."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.start_s: float | None = None
+        self.end_s = 0.0
+        self.buckets = Buckets()
+        self.spans = SpanStore(min(N_SPANS, N_SPANS_PER_SLOT * n_slots))
+        self.itl_s = Percentiles()
+        self.n_runs = self.n_steps = self.n_failed_steps = 0
+        self.n_prompt = self.n_output = self.n_active_max = self.n_active_steps = 0
+        self.phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._slots, self._n_tracked = SlotSpans(), 8 * n_slots
+        self._last_token_s: dict[str, float] = {}
+
+    @property
+    def total_s(self) -> float:
+        """From the first step to the end of the last."""
+        return 0.0 if self.start_s is None else self.end_s - self.start_s
+
+    @property
+    def mean_slots(self) -> float:
+        """Slots in use, on average over the steps, as the summary of a run says."""
+        return self.n_active_steps / max(self.n_steps, 1)
+
+    def add(self, record: StepRecord) -> None:
+        """Enter a run."""
+        if self.start_s is None:
+            self.start_s = record.start_s
+        self.end_s = record.end_s
+        for change in self._slots.take(record):
+            if change.after is not None:
+                self.spans.add(change.after)
+        self._count(record)
+        self._count_gaps(record)
+
+    def _count(self, record: StepRecord) -> None:
+        n_prompt = sum(row.n_prefill for row in record.rows) if record.n_steps else 0
+        n_output = sum(row.n_sampled for row in record.rows)
+        self.n_runs += 1
+        self.n_steps += record.n_steps
+        self.n_failed_steps += record.code != 0
+        self.n_prompt += n_prompt
+        self.n_output += n_output
+        self.n_active_max = max(self.n_active_max, record.n_rows)
+        self.n_active_steps += record.n_rows * record.n_steps
+        self._count_time(record, n_prompt, n_output)
+
+    def _count_time(self, record: StepRecord, n_prompt: int, n_output: int) -> None:
+        start_s = record.start_s - (self.start_s or 0.0)
+        seconds = record.end_s - record.start_s
+        work = Bucket(
+            n_prompt=n_prompt,
+            n_output=n_output,
+            slots_s=seconds * record.n_rows,
+            waiting_s=seconds * record.n_waiting,
+            cells_s=seconds * record.n_cells,
+        )
+        self.buckets.add(start_s, start_s + seconds, work)
+        for phase, phase_s in phases(record).items():
+            self.phases[phase] += phase_s
+
+    def _count_gaps(self, record: StepRecord) -> None:
+        """Enter the times between tokens; those of several steps count with their mean."""
+        known = self._last_token_s
+        for row in record.rows:
+            if row.n_sampled:
+                last_s = known.pop(row.id, None)
+                known[row.id] = record.ran_s  # behind all others
+                n = row.n_sampled - (last_s is None)
+                if n:
+                    since_s = record.first_ran_s if last_s is None else last_s
+                    self.itl_s.add((record.ran_s - since_s) / n, n)
+        while len(known) > self._n_tracked:
+            del known[next(iter(known))]
+
+
+class RunRecorder:
+    """Is given to `Engine.record_steps` and takes each result; `write_report` shows what it saw.
+
+    Steps come in the thread that computes, results in that of the reader: their books are apart. Memory is bounded
+    by the number of slots, not by the length of the run.
+    """
+
+    def __init__(self, n_slots: int) -> None:
+        """Begin, for an engine of `n_slots` slots.
+
+        Raises:
+            ConfigError: there is no slot.
+        """
+        if n_slots < 1:
+            raise ConfigError(f"n_slots must be at least 1, not {n_slots}: give engine.parallel")
+        self.n_slots = n_slots
+        self.steps = StepBooks(n_slots)
+        self.results = ResultBooks()
+
+    def __call__(self, record: StepRecord) -> None:
+        """Enter a run of steps."""
+        self.steps.add(record)
+
+    def add_result(self, result: BatchResult) -> None:
+        """Enter an item's outcome."""
+        self.results.add(result)
+
+    def add_error(self, kind: str, message: str) -> None:
+        """Enter an item that never became a request, such as a bad line; `kind` is a code."""
+        self.results.add_error(kind, message)
+
+
+def phases(record: StepRecord) -> dict[str, float]:
+    """Return how long each of `PHASES` took in a run, in seconds."""
+    run_s = max(0.0, record.run_s - record.decode_s - record.sample_s)
+    times = (record.decode_s, record.sample_s, record.admit_s + record.build_s, run_s)
+    return dict(zip(PHASES, (*times, record.apply_s, record.deliver_s), strict=True))

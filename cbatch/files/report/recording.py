@@ -1,0 +1,103 @@
+"""The report and the trace of a run over a file, where they are asked for."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from cbatch.errors import ConfigError
+from cbatch.files.report.page import write_report
+from cbatch.files.report.recorder import RunRecorder, tee
+from cbatch.files.report.trace import TraceWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from cbatch.core.stats import StepRecord
+    from cbatch.engine import Engine
+    from cbatch.files.input.item import Item
+    from cbatch.files.settings import FileOptions
+    from cbatch.files.work import OnEnded
+    from cbatch.response import BatchResult
+
+
+class Recording:
+    """What a run does, for its report and its trace."""
+
+    def __init__(self, asked: FileOptions, say: Callable[[str], object]) -> None:
+        """Record nothing yet; what is worth knowing besides goes to `say`."""
+        self._asked, self._say = asked, say
+        self._failure: ConfigError | None = None
+
+    @contextmanager
+    def of(
+        self, engine: Engine, title: str, settings: Mapping[str, str], on_ended: OnEnded | None
+    ) -> Iterator[OnEnded | None]:
+        """Record the block, and give it what is to be told of each item that ended.
+
+        A report that cannot be written ends nothing: see `check`.
+
+        Raises:
+            ConfigError: the trace cannot be begun.
+        """
+        try:
+            with ExitStack() as stack:
+                recorders: list[Callable[[StepRecord], object]] = []
+                if self._asked.trace is not None:
+                    recorders.append(stack.enter_context(_traced(self._asked.trace, self._say)))
+                if self._asked.report is not None:
+                    recorder = RunRecorder(engine.parallel)
+                    recorders.append(recorder)
+                    stack.callback(self._write, self._asked.report, recorder, title, settings)
+                    on_ended = _telling(recorder, on_ended)
+                if recorders:
+                    stack.callback(engine.record_steps, None)
+                    engine.record_steps(tee(*recorders))
+                yield on_ended
+        except BaseException:
+            self.tell()
+            raise
+
+    def _write(
+        self, path: Path, recorder: RunRecorder, title: str, settings: Mapping[str, str]
+    ) -> None:
+        try:
+            write_report(path, recorder, title=title, settings=settings)
+        except ConfigError as error:
+            self._failure = error
+
+    def check(self) -> None:
+        """Tell, when all else is done, that the report is missing.
+
+        Raises:
+            ConfigError: it could not be written.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def tell(self) -> None:
+        """Say that the report is missing, where something else is to be raised."""
+        if self._failure is not None:
+            self._say(str(self._failure))
+
+
+@contextmanager
+def _traced(path: Path, say: Callable[[str], object]) -> Iterator[TraceWriter]:
+    """Lend what writes the trace, and tell where it could not write all of it."""
+    with TraceWriter(path) as trace:
+        yield trace
+    if trace.error is not None:
+        say(f"{path}: the trace ends early: {trace.error.strerror or trace.error}")
+
+
+def _telling(recorder: RunRecorder, on_ended: OnEnded | None) -> OnEnded:
+    def tell(item: Item, result: BatchResult | None) -> None:
+        if result is not None:
+            recorder.add_result(result)
+        elif item.error is not None:
+            recorder.add_error(item.error.code, item.error.message)
+        if on_ended is not None:
+            on_ended(item, result)
+
+    return tell

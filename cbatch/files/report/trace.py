@@ -1,0 +1,201 @@
+"""`trace.json`: every run and every request's time in a slot, for Perfetto or chrome://tracing.
+
+The array form of the trace event format: its end may be missing, so what a broken-off run left can be opened too.
+Source: "Trace Event Format", Google, the section on the JSON array format.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import ConfigError
+from cbatch.files.report.spans import SlotSpans
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator
+
+    from cbatch.core.stats import StepRecord
+    from cbatch.files.report.spans import Change, Span
+
+FLUSH_S = 1.0
+"""What a killed process loses at most."""
+
+_PROCESS = 1
+_ENGINE = 1
+"""Thread of the engine's track: the main one, by its number. Perfetto joins thread 0 with it."""
+
+_SLOTS = 1000
+"""Thread of slot 0: Perfetto shows these numbers behind the names."""
+
+_N_BUFFER = 1 << 16
+
+_Event = dict[str, Any]
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file is a trace, or empty, so that another one may replace it."""
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)) in (b"", _BEGINNING.encode())
+
+
+class TraceWriter:
+    """Is given to `Engine.record_steps`; writes events as they come, so that memory does not grow.
+
+    A full disk ends the trace, not the run: see `error`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Begin a file; an older one is replaced.
+
+        Args:
+            path: where.
+            clock: in seconds; tells when to flush.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        self.error: OSError | None = None
+        """Why the trace ended early, where it did."""
+        self._clock, self._flushed_s = clock, clock()
+        self._zero_s: float | None = None
+        self._spans, self._named = SlotSpans(), set[int]()
+        self._counts: dict[str, int] = {}
+        try:
+            self._file = Path(path).open("w", buffering=_N_BUFFER, encoding="utf-8")  # noqa: SIM115  # until `close`
+            self._file.write(_BEGINNING)
+        except OSError as error:
+            raise ConfigError(
+                f"the trace cannot be written to {path}: {error.strerror or error}; give another place"
+            ) from error
+        self._append(_track(_ENGINE, "engine"))
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __call__(self, record: StepRecord) -> None:
+        """Write a run of steps; after `close`, nothing."""
+        if self._file.closed:
+            return
+        if self._zero_s is None:
+            self._zero_s = record.start_s
+        now = self._clock()
+        is_due = now - self._flushed_s >= FLUSH_S
+        if is_due:
+            self._flushed_s = now
+        self._append(self._events(record), is_flushed=is_due)
+
+    def close(self) -> None:
+        """End every span and the file, once recording has ended. Twice is harmless; `error` says what is missing."""
+        if self._file.closed:
+            return
+        self._append(e for change in self._spans.end_all() for e in self._change(change))
+        if not self._file.closed:
+            self._write("\n]\n")
+            self._close()
+
+    def _append(self, events: Iterable[_Event], *, is_flushed: bool = False) -> None:
+        text = "".join(",\n" + json.dumps(e, separators=(",", ":")) for e in events)
+        self._write(text, is_flushed=is_flushed)
+
+    def _write(self, text: str, *, is_flushed: bool = False) -> None:
+        try:
+            self._file.write(text)
+            if is_flushed:
+                self._file.flush()
+        except OSError as error:
+            self.error = error
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._file.close()  # which writes what is left
+        except OSError as error:
+            self.error = self.error or error
+
+    # ---- events ----
+
+    def _events(self, record: StepRecord) -> Iterator[_Event]:
+        yield from self._run(record)
+        yield from self._counters(record)
+        for change in self._spans.take(record):
+            yield from self._change(change)
+
+    def _run(self, record: StepRecord) -> Iterator[_Event]:
+        """Yield the phases of a run, one behind the other."""
+        start_s = record.start_s
+        details = {
+            "steps": record.n_steps,
+            "rows": record.n_rows,
+            "tokens": record.n_tokens,
+            "code": record.code,
+            "decode_ms": round(record.decode_s * 1e3, 3),
+            "sample_ms": round(record.sample_s * 1e3, 3),
+        }
+        for name in ("admit", "build", "run", "apply", "deliver"):
+            seconds: float = getattr(record, f"{name}_s")
+            args = {"args": details} if name == "run" else {}
+            yield self._at("X", start_s, _ENGINE, name=name, dur=round(seconds * 1e6, 3), **args)
+            start_s += seconds
+
+    def _counters(self, record: StepRecord) -> Iterator[_Event]:
+        """Yield what changed since the run before."""
+        counts = {
+            "tokens in the step": record.n_tokens,
+            "slots in use": record.n_rows,
+            "waiting": record.n_waiting,
+            "cells": record.n_cells,
+        }
+        for name, n in counts.items():
+            if self._counts.get(name) != n:
+                self._counts[name] = n
+                yield self._at("C", record.start_s, _ENGINE, name=name, args={"n": n})
+
+    def _change(self, change: Change) -> Iterator[_Event]:
+        """Yield the end of what was in a slot, and the beginning of what is: a request, and in it a phase."""
+        before, after = change.before, change.after
+        stays = before is not None and after is not None and before.id == after.id
+        if before is not None:
+            yield self._end(before)
+            if not stays:
+                yield self._at("E", before.end_s, _SLOTS + before.slot)
+        if after is not None:
+            yield from self._begin(after, is_new=not stays)
+
+    def _begin(self, span: Span, *, is_new: bool) -> Iterator[_Event]:
+        thread = _SLOTS + span.slot
+        if thread not in self._named:
+            self._named.add(thread)
+            yield from _track(thread, f"slot {span.slot}")
+        if is_new:
+            yield self._at("B", span.start_s, thread, name=span.id, cat="request")
+        phase = "prefill" if span.is_prefill else "decode"
+        yield self._at("B", span.start_s, thread, name=phase, cat=phase)
+
+    def _end(self, span: Span) -> _Event:
+        return self._at("E", span.end_s, _SLOTS + span.slot, args={"tokens": span.n_tokens})
+
+    def _at(self, kind: str, time_s: float, thread: int, **fields: object) -> _Event:
+        micros = round((time_s - (self._zero_s or 0.0)) * 1e6, 3)
+        return {"ph": kind, "ts": micros, "pid": _PROCESS, "tid": thread, **fields}
+
+
+def _track(thread: int, name: str) -> Iterator[_Event]:
+    """Yield what a thread is called and where it stands: the engine above the slots."""
+    yield _about(thread, "thread_name", name=name)
+    yield _about(thread, "thread_sort_index", sort_index=thread)
+
+
+def _about(thread: int, kind: str, **args: object) -> _Event:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": args}
+
+
+_BEGINNING = "[\n" + json.dumps(_about(_ENGINE, "process_name", name="cbatch"))
