@@ -367,7 +367,7 @@ def test_store_that_raises_anything_leaves_the_answer_with_a_warning(
     assert any_way.result(engine, text_of(40), **REQUIRED).finish_reason == "error"
 
 
-def test_cells_larger_than_the_folder_may_be_leave_the_answer_with_a_warning(
+def test_cells_larger_than_the_folder_leave_the_answer_with_a_warning(
     tmp_path: Path,
 ) -> None:
     backend = FakeBackend(1, 200_000, 4096, memory=can_all(200_000))
@@ -398,7 +398,7 @@ def test_failed_step_saves_what_was_computed_again(any_way: Place) -> None:
 # ---- every way to end ----
 
 
-def test_step_that_fails_behind_a_stop_string_loses_the_cells_and_no_answer(
+def test_step_that_fails_after_a_stop_string_loses_cells_but_no_answer(
     any_way: Place,
 ) -> None:
     memory = Memory("recurrent", 2, can_trim=False, can_save=True, saved_bytes=64)
@@ -970,7 +970,7 @@ def test_file_known_to_be_of_no_use_is_not_read_again(by_hand: Place, reads: lis
 
 
 @pytest.mark.parametrize("n_shared", [(40, 200, 200), (1, 200, 200), (200, 40, 200)])
-def test_first_of_those_who_wait_for_a_file_takes_nothing_from_those_behind(
+def test_first_of_those_waiting_for_a_file_takes_nothing_from_the_others(
     any_way: Place, reads: list[str], n_shared: tuple[int, ...]
 ) -> None:
     save(any_way, text_of(200))
@@ -1267,7 +1267,7 @@ class SlowlyFitting(FakeBackend):
         return super().fit(data, n_cells, n_wanted)
 
 
-def test_one_that_comes_while_too_little_of_its_file_is_cut_has_it_read_again(place: Place) -> None:
+def test_request_during_a_cut_of_its_file_to_too_little_has_it_read_again(place: Place) -> None:
     save(place, text_of(200), prefill_only=True)
     engine = place.engine(kind=SlowlyFitting)
     backend = engine._backend
@@ -1434,7 +1434,7 @@ def test_cells_that_the_backend_refuses_fail_or_are_computed(any_way: Place) -> 
     assert result.token_ids == expected(text_of(60))
 
 
-def test_cells_that_the_backend_refuses_are_computed_by_all_who_wanted_them(
+def test_cells_that_the_backend_refuses_are_computed_by_all_who_asked(
     any_way: Place,
 ) -> None:
     save(any_way, text_of(80))
@@ -1464,7 +1464,7 @@ def test_cells_that_the_backend_refuses_fail_nobody_who_got_the_file_too(by_hand
     assert [r.usage.cached_tokens for r in others] == [80, 80]
 
 
-def test_cells_for_which_there_is_no_room_fail_or_are_computed_and_nobody_else_notices(
+def test_cells_without_room_fail_or_are_computed_and_touch_nobody_else(
     any_way: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(any_way, text_of(60))
@@ -1529,7 +1529,7 @@ def test_unknown_adapter_is_refused_with_the_names_that_there_are(any_way: Place
         any_way.engine().submit(with_adapter(text_of(9), "a"))
 
 
-def test_each_set_of_adapters_answers_as_alone_and_shares_nothing_with_another(
+def test_each_set_of_adapters_answers_as_alone_and_shares_nothing(
     any_way: Place,
 ) -> None:
     engine = any_way.engine(adapters=("a", "b"))
@@ -1585,7 +1585,7 @@ def test_key_known_for_one_adapter_is_read_for_another(any_way: Place) -> None:
 # ---- prompts alone ----
 
 
-def test_prompt_alone_with_a_window_that_could_move_leaves_its_cells_in_a_pool(
+def test_prompt_alone_with_a_movable_window_leaves_its_cells_in_a_pool(
     any_way: Place,
 ) -> None:
     memory = Memory("unified", 1024, can_copy=True, can_shift=True)
@@ -1595,7 +1595,7 @@ def test_prompt_alone_with_a_window_that_could_move_leaves_its_cells_in_a_pool(
     assert result.usage.cached_tokens == 60
 
 
-def test_prompt_alone_that_is_scored_in_other_pieces_warns_that_it_leaves_no_cells(
+def test_prompt_alone_scored_in_other_pieces_warns_that_it_leaves_no_cells(
     any_way: Place,
 ) -> None:
     alone = {"prefill_only": True, "prompt_logprobs": 1}

@@ -151,7 +151,7 @@ def test_answers_in_company_are_those_alone(engine: cbatch.Engine, options: dict
     assert len(set(together)) == len(together)
 
 
-def test_requests_of_different_options_keep_their_own_while_others_leave_and_enter(
+def test_requests_keep_their_own_options_while_others_leave_and_enter(
     engine: cbatch.Engine,
 ) -> None:
     kinds: list[dict[str, Any]] = [

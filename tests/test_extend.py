@@ -605,7 +605,7 @@ def test_pickled_result_is_refused_by_another_engine(any_way: Place) -> None:
         any_way.engine().extend(pickle.loads(kept), 5)
 
 
-def test_pickle_of_a_result_holds_no_engine_and_little_more_than_its_tokens(
+def test_pickle_of_a_result_holds_no_engine_and_little_but_its_tokens(
     any_way: Place,
 ) -> None:
     engine = any_way.engine(n_window=4096)

@@ -508,7 +508,7 @@ def test_generator_that_hangs_stops_nobody() -> None:
     assert_no_feed()
 
 
-def test_close_while_a_reader_waits_for_a_generator_that_hangs_tells_it_once() -> None:
+def test_close_while_a_reader_waits_on_a_hung_generator_tells_it_once() -> None:
     go, arrived = threading.Event(), threading.Event()
 
     def hanging() -> Iterator[str]:

@@ -188,7 +188,7 @@ def test_ctrl_c_while_work_is_done_aside_is_raised_when_it_has_ended() -> None:
 # ---- engines ----
 
 
-def test_ctrl_c_while_loading_frees_what_was_loaded_and_the_next_use_loads_again() -> None:
+def test_ctrl_c_while_loading_frees_the_model_and_the_next_use_loads_again() -> None:
     loaded: list[FakeBackend] = []
 
     def opener(is_stopped: Callable[[], bool]) -> tuple[FakeBackend, Callable[[], str]]:
@@ -301,9 +301,7 @@ class Ringing(FakeBackend):
         return result
 
 
-def test_handlers_of_a_block_that_holds_them_back_are_called_behind_it_each_as_it_was_struck() -> (
-    None
-):
+def test_handlers_held_back_by_a_block_are_called_after_it_in_order() -> None:
     seen: list[str] = []
 
     def handle() -> None:
@@ -355,9 +353,7 @@ def test_handler_that_uses_an_engine_by_hand_in_every_step_finds_it_whole(order:
 
 
 @pytest.mark.parametrize("is_threaded", [True, False])
-def test_handler_that_closes_an_engine_which_is_being_closed_waits_for_nobody(
-    *, is_threaded: bool
-) -> None:
+def test_handler_that_closes_an_engine_being_closed_waits_for_nobody(*, is_threaded: bool) -> None:
     class Closing(FakeBackend):
         ring: Callable[[], None]
 

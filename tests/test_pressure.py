@@ -634,7 +634,7 @@ def test_late_command_for_an_earlier_life_of_an_id_is_refused(
 
 
 @pytest.mark.parametrize("is_threaded", [True, False])
-def test_computation_that_always_fails_ends_the_engine_and_tells_everybody_once(
+def test_computation_that_always_fails_ends_the_engine_and_tells_all_once(
     is_threaded: bool,
 ) -> None:
     backend = FakeBackend(2, 64, 64, faults=Faults(code=lambda _: -3))

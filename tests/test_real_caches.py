@@ -88,7 +88,7 @@ def window_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_next_engine_under_exact_goes_on_as_one_run_and_computes_what_is_new(
+def test_next_engine_under_exact_goes_on_as_one_run_computing_what_is_new(
     test_model: Path, folder: Path, options: dict[str, Any]
 ) -> None:
     with load(test_model, folder, **EXACT) as engine:

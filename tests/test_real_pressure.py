@@ -188,7 +188,7 @@ def test_request_that_fails_steps_fails_alone(test_model: Path, code: int) -> No
     assert isinstance(results[5].error.__cause__, DecodeError)
 
 
-def test_device_that_always_fails_stops_the_engine_and_tells_everybody_once(
+def test_device_that_always_fails_stops_the_engine_and_tells_all_once(
     test_model: Path,
 ) -> None:
     is_broken = False

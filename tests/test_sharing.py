@@ -94,7 +94,7 @@ def test_random_batches_have_the_same_answers_with_sharing_on_and_off(
     assert n_on <= n_off
 
 
-def test_choices_of_one_prompt_compute_it_once_in_every_kind_of_memory_that_copies() -> None:
+def test_choices_of_a_prompt_compute_it_once_in_every_memory_that_copies() -> None:
     batch = [BatchPrompt(tokens=range(100), options={"n": 4, "max_tokens": 4, "seed": 1})]
     for kind in KINDS[:2]:
         memory = Memory(

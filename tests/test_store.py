@@ -257,7 +257,7 @@ def test_folder_of_a_user_without_a_home_is_refused(homeless: None) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="caches are elsewhere")
-def test_user_without_a_home_runs_what_needs_no_folder_and_is_told_where_one_is(
+def test_user_without_a_home_runs_what_needs_no_folder_and_is_told_else(
     homeless: None,
 ) -> None:
     memory = Memory("partitioned", 128, can_save=True, can_copy=True)
@@ -672,7 +672,7 @@ def test_file_is_private_from_its_first_byte(
     assert set(modes) == {0o600}
 
 
-def test_write_brings_the_file_to_the_disk_then_renames_it_then_brings_its_name(
+def test_write_syncs_the_file_then_renames_it_then_syncs_the_folder(
     store: CacheStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []

@@ -350,7 +350,7 @@ def test_demanded_call_is_refused_where_answers_come_in_channels() -> None:
         ask(engine, tools=[TIME], tool_choice="required")
 
 
-def test_demanded_call_without_its_tools_is_refused_before_anything_is_queued(
+def test_demanded_call_without_its_tools_is_refused_before_queueing(
     engine: Engine,
 ) -> None:
     with pytest.raises(ConfigError, match=r"prompts\[0\]: tool_choice='required' needs tools"):

@@ -86,9 +86,7 @@ def too_long(result: BatchResult) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("n_piece", [0, 16])
-def test_window_full_of_prompt_generates_nothing_and_is_refused_with_the_numbers(
-    any_way: Place, n_piece: int
-) -> None:
+def test_window_full_of_prompt_is_refused_with_the_numbers(any_way: Place, n_piece: int) -> None:
     engine = any_way.engine(n_window=W, n_piece=n_piece)
     items = [item(text_of(W), max_tokens=cap) for cap in (None, 1, 7)]
     results = any_way.results(engine.run(items))
@@ -131,7 +129,7 @@ def test_prompt_and_cap_fill_the_window_and_a_greater_cap_gives_way(
     assert too_long(late) == (W - cap, cap + 1, W)
 
 
-def test_strict_cap_of_the_greatest_number_is_refused_and_nobody_else_suffers(
+def test_strict_cap_of_the_greatest_number_is_refused_alone(
     any_way: Place,
 ) -> None:
     engine = any_way.engine(n_window=W)
@@ -569,7 +567,7 @@ def test_mover_paused_at_the_border_goes_on_in_its_slot_and_out_of_it(
 
 
 @pytest.mark.parametrize("n_more", [0, 1])
-def test_mover_cancelled_at_the_border_keeps_its_text_and_leaves_a_clean_slot(
+def test_mover_cancelled_at_the_border_keeps_its_text_and_frees_its_slot(
     by_hand: Place, n_more: int
 ) -> None:
     engine = by_hand.engine(1, W, kind=GatedBackend)

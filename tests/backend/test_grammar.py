@@ -80,7 +80,7 @@ def texts(model: LlamaModel, tokens: Sequence[int]) -> set[bytes]:
 # ---- what is allowed ----
 
 
-def test_end_tokens_are_allowed_where_the_grammar_is_complete_and_nowhere_else(
+def test_end_tokens_are_allowed_only_where_the_grammar_is_complete(
     model: LlamaModel, grammars: LlamaGrammars
 ) -> None:
     made = guides(compiled(grammars, regex="a+"))
@@ -358,7 +358,7 @@ DEADLY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", DEADLY.values(), ids=DEADLY.keys())
-def test_grammar_that_ends_its_compiler_is_refused_and_the_next_one_compiles(
+def test_grammar_that_ends_its_compiler_is_refused_the_next_compiles(
     grammars: LlamaGrammars, options: dict[str, Any]
 ) -> None:
     with pytest.raises(GrammarError):

@@ -201,9 +201,7 @@ def test_model_that_llama_wrote_loads_and_is_the_same(
 
 
 @pytest.mark.parametrize("kind", [0, 2**32 - 1])
-def test_pooling_that_is_none_or_not_specified_is_no_reason_against_a_model(
-    synth: SynthFactory, kind: int
-) -> None:
+def test_model_with_pooling_none_or_unspecified_is_accepted(synth: SynthFactory, kind: int) -> None:
     open_model(synth("test", metadata={"llama.pooling_type": kind})).close()
 
 

@@ -501,7 +501,7 @@ def test_cells_that_nothing_can_be_computed_from_are_gone_with_their_slot(
         assert go_on(backend, slot, prompt, 5) == expected
 
 
-def test_slot_of_a_broken_row_is_overwritten_and_that_of_a_sound_one_is_not(
+def test_slot_of_a_broken_row_is_overwritten_that_of_a_sound_one_is_not(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, wiped = make("partitioned", shape=WIDE), list[set[int]]()

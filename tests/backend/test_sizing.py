@@ -240,7 +240,7 @@ def test_no_more_prompts_are_read_than_are_looked_at(
         ([[1, 2], [1, 2, 3, 4]], 2),
     ],
 )
-def test_common_beginnings_are_counted_once_for_each_that_need_not_compute_them(
+def test_common_prefixes_are_counted_once_per_request_that_reuses_them(
     prompts: list[list[int]], n_common: int
 ) -> None:
     assert n_common_tokens(prompts) == n_common

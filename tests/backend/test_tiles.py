@@ -45,7 +45,7 @@ def test_there_are_no_tiles_with(settings: dict[str, Any], model: LlamaModel) ->
 @pytest.mark.parametrize(
     ("n_threads", "n_ubatch", "n_chunks"), [(1, 512, 4), (6, 512, 4), (9, 512, 6), (64, 320, 5)]
 )
-def test_chunks_in_a_step_give_each_thread_whole_tiles_as_far_as_a_step_has_room(
+def test_chunks_of_a_step_give_each_thread_whole_tiles(
     n_threads: int, n_ubatch: int, n_chunks: int, model: LlamaModel
 ) -> None:
     options = EngineOptions(n_ubatch=n_ubatch)

@@ -63,7 +63,7 @@ def test_job_without_work_is_refused(size: str) -> None:
         Job(**{**sizes, size: 0})
 
 
-def test_rows_are_first_tokens_by_slot_then_the_rest_with_an_output_after_each_last_token() -> None:
+def test_rows_are_first_tokens_by_slot_then_the_rest_with_outputs_last() -> None:
     rows = suffix_rows([[10, 11, 12], [20], [30, 31]], n_common=7)
     assert [(r.slot, r.position, r.token) for r in rows] == [
         (0, 7, 10), (1, 7, 20), (2, 7, 30), (0, 8, 11), (0, 9, 12), (2, 8, 31)

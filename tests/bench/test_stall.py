@@ -21,7 +21,7 @@ def record(start_s: float, run_s: float, n_steps: int = 1, n_tokens: int = 2) ->
     return StepRecord(start_s, 2, n_steps, n_tokens, 0, 0, 0, 0, run_s, run_s, 0, 0, 0)
 
 
-def test_gap_is_from_one_delivery_to_the_next_and_shared_by_the_steps_of_a_run() -> None:
+def test_gap_between_deliveries_is_shared_by_the_steps_of_a_run() -> None:
     records = [record(0.0, 1.0), record(1.5, 1.5, n_steps=4), record(3.0, 2.0, n_tokens=9)]
     assert list(step_gaps(records)) == [0.5, 0.5, 0.5, 0.5, 2.0]
     assert list(step_gaps(records, has_prompt=True)) == [2.0]

@@ -246,7 +246,7 @@ def test_prompt_without_a_token_is_refused(policy: str) -> None:
     assert isinstance(rig.results["bad"].error, RequestFailedError)
 
 
-def test_long_row_of_bad_prompts_is_refused_in_portions_and_the_good_one_runs() -> None:
+def test_many_bad_prompts_are_refused_in_portions_and_the_good_one_runs() -> None:
     rig = make_scheduler(1, n_window=64)
     rig.submit(
         *(make_request(str(i), "x" * 64) for i in range(150)), make_request("good", max_tokens=1)

@@ -133,7 +133,7 @@ def test_trim_may_keep_more_cells_than_the_books_had() -> None:
     assert (driver.n_computed, cells.ledger.n_cells[slot]) == (8, 8)
 
 
-def test_saved_cells_come_back_into_another_slot_without_a_token_pending_more() -> None:
+def test_saved_cells_restored_to_another_slot_add_no_pending_token() -> None:
     cells = make_cells()
     driver = parked(cells, 5)
     assert cells.n_saved_bytes == 5 * KIB
@@ -273,7 +273,7 @@ def test_giving_up_stores_of_a_slot_leaves_what_is_saved_from_it_for_later() -> 
     assert cells.take_stored() is None
 
 
-def test_saved_cells_that_a_broken_off_plan_was_to_forget_are_forgotten_again() -> None:
+def test_saved_cells_an_interrupted_plan_was_to_drop_are_dropped_again() -> None:
     cells = make_cells()
     driver = parked(cells, 5)
     cells.take()

@@ -255,7 +255,7 @@ def test_newcomers_wait_while_the_context_is_made_anew() -> None:
 
 
 @pytest.mark.parametrize("code", [-2, -3])
-def test_computation_that_always_fails_ends_the_engine_after_a_bounded_number(code: int) -> None:
+def test_computation_that_always_fails_ends_the_engine_after_a_bound(code: int) -> None:
     failed: list[int] = []
     rig = make_scheduler(2, code=counted(lambda _: code, failed))
     rig.submit(*make_sequences(50, max_tokens=3))
@@ -307,7 +307,7 @@ def test_somebody_running_who_is_not_computed_is_a_bug_that_is_told(
         rig.scheduler.plan(0.0)
 
 
-def test_who_is_cleared_stays_so_though_it_loses_its_cells_in_the_next_plan() -> None:
+def test_cleared_request_stays_cleared_when_it_loses_its_cells() -> None:
     rig = make_scheduler(code=in_turn([-1]))
     rig.submit(*make_sequences(2, max_tokens=9))
     for _ in range(3):

@@ -90,7 +90,7 @@ def test_what_is_left_in_a_slot_that_nobody_has_is_room() -> None:
     assert fits_beside(some, sequence(7, 4), [])
 
 
-def test_optimistic_counts_the_worst_case_beside_one_that_lost_its_cells_too_often() -> None:
+def test_optimistic_counts_the_worst_case_after_too_many_preemptions() -> None:
     some = demand(30, is_optimistic=True)
     often = sequence(4, 20)
     assert fits_beside(some, sequence(4, 10), [often])

@@ -75,7 +75,7 @@ def test_run_ends_after_a_broken_row() -> None:
     assert (result.n_steps, result.tokens[0][-1]) == (3, BROKEN_ROW)
 
 
-def test_interrupt_without_a_run_ends_the_next_one_after_a_step_and_no_other() -> None:
+def test_interrupt_without_a_run_ends_only_the_next_one_after_a_step() -> None:
     backend = FakeBackend()
     backend.interrupt()
     assert backend.run(StepPlan((row(),), n_steps=4, binds=(bind(),))).n_steps == 1

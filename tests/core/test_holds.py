@@ -74,7 +74,7 @@ def adopted(
         ((60, 60 + N_WORTH), [("0", 60), ("1", 60 + N_WORTH)]),
     ],
 )
-def test_those_that_share_much_more_than_the_ones_before_get_cells_of_their_own(
+def test_requests_that_share_much_more_get_cells_of_their_own(
     n_shared: tuple[int, ...], who: list[tuple[str, int]]
 ) -> None:
     rig = make_rig()
@@ -108,7 +108,7 @@ def test_as_much_of_a_file_is_wanted_as_the_longest_common_beginning(
     assert rig.batcher.fetches.n_wanted(FETCH, FILE) == n_wanted
 
 
-def test_one_that_came_too_late_for_the_part_that_was_read_has_it_read_again() -> None:
+def test_request_too_late_for_the_part_read_has_it_read_again() -> None:
     rig = waiting(make_rig(), reader("early", 40), reader("as early", 40))
     n_read = rig.batcher.fetches.n_wanted(FETCH, FILE)
     rig.fetching.clear()
@@ -159,7 +159,7 @@ def two_that_load(**options: Any) -> Rig:
 
 
 @pytest.mark.parametrize("has_slot", [False, True])
-def test_those_whose_cells_are_gone_after_ctrl_c_ask_again_or_tell_that_they_computed(
+def test_requests_whose_cells_are_gone_after_ctrl_c_ask_again_or_compute(
     has_slot: bool,
 ) -> None:
     rig = waiting(with_file(1), *(reader(f"{i}", 100, cache_required=True) for i in range(2)))
@@ -176,7 +176,7 @@ def test_those_whose_cells_are_gone_after_ctrl_c_ask_again_or_tell_that_they_com
     assert (rig.results["0"].usage.cached_tokens == 0) is has_slot
 
 
-def test_one_with_cells_of_its_own_asks_for_none_when_the_one_before_leaves() -> None:
+def test_request_with_cells_of_its_own_asks_for_none_when_another_leaves() -> None:
     rig = two_that_load()
     rig.cancel("0")
     drive(rig, before=lambda rig: rig.fetching and pytest.fail("it is read again"))
@@ -210,7 +210,7 @@ def test_those_beside_one_that_has_loaded_ask_for_nothing_when_it_ends() -> None
     assert [rig.results[r.id].usage.cached_tokens >= 100 for r in requests] == [True] * 6
 
 
-def test_one_who_asks_while_a_read_that_nobody_wants_is_dropped_gets_it_ordered_again() -> None:
+def test_request_during_the_drop_of_an_unwanted_read_orders_it_again() -> None:
     rig = waiting(make_rig(), reader("left", 100))
     rig.cancel("left")
     rig.fetching.clear()
@@ -288,7 +288,7 @@ def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> N
         assert len(followers) == n_left
 
 
-def test_followers_of_another_set_of_adapters_stay_where_they_are_in_a_turn_of_ours() -> None:
+def test_followers_of_other_adapters_stay_in_place_during_our_turn() -> None:
     rig = make_rig(n_batch=16, adapters=("a",))
     hold, held = rig.batcher.hold, list[str]()
 

@@ -22,7 +22,7 @@ def drivers(n: int) -> list[SequenceDriver]:
 
 
 @pytest.mark.parametrize("n", range(6))
-def test_first_are_those_that_come_back_the_oldest_first_and_then_the_queue(n: int) -> None:
+def test_preempted_come_first_the_oldest_first_and_then_the_queue(n: int) -> None:
     line, some = Line(ScheduleOptions()), drivers(5)
     line.add(some[:3])
     line.put_back(some[4])

@@ -92,7 +92,7 @@ def synthetic() -> EngineStats:
     return stats
 
 
-def test_mixed_step_counts_wholly_as_decoding_and_its_prompt_tokens_nowhere() -> None:
+def test_mixed_step_counts_as_decoding_and_its_prompt_tokens_nowhere() -> None:
     assert synthetic().generation_tps() == (8 + 4) / (1.0 + 1.0)
     assert synthetic().prompt_tps() == 100 / 2.0
 
@@ -152,7 +152,7 @@ def test_scheduler_counts_steps_as_they_are() -> None:
     assert (stats.decode_share_s, stats.prefill_share_s) == (1.0 + 1.5, 3.0 + 1.0)
 
 
-def test_tokens_computed_again_are_prompt_tokens_of_their_steps_and_counted_apart() -> None:
+def test_recomputed_tokens_are_prompt_tokens_and_counted_apart() -> None:
     rig = make_scheduler(1, policy="round_robin", quantum=2)
     rig.submit(*make_sequences(2, max_tokens=4))
     drive(rig)

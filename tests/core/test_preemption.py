@@ -122,7 +122,7 @@ def test_who_lost_its_cells_too_often_keeps_them() -> None:
     assert rig.drivers["2"].n_preempted == N_PREEMPTED_MAX
 
 
-def test_nobody_loses_its_cells_more_than_three_times_though_the_pool_is_always_full() -> None:
+def test_no_request_is_preempted_more_than_three_times_in_a_full_pool() -> None:
     rig = hopeful(24)
     requests = make_sequences(12, max_tokens=18)
     rig.submit(*requests)
@@ -155,7 +155,7 @@ def test_step_that_took_cells_back_admits_nobody() -> None:
     assert len(one_step(rig).binds) == 1
 
 
-def test_pool_that_the_backend_found_full_takes_cells_back_and_admits_nobody() -> None:
+def test_pool_that_the_backend_found_full_preempts_and_admits_nobody() -> None:
     codes = iter([0, 1])
     rig = hopeful(64, code=lambda _: next(codes, 0))
     requests = make_sequences(3, max_tokens=6)
@@ -286,7 +286,7 @@ def test_cells_that_get_lost_on_the_way_are_computed_again(is_lost_at: str) -> N
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout"])
-def test_who_ends_while_its_cells_are_saved_keeps_its_text_and_they_are_forgotten(
+def test_request_that_ends_while_its_cells_are_saved_keeps_its_text(
     reason: str,
 ) -> None:
     rig = hopeful(16, can_save=True)

@@ -69,7 +69,7 @@ def test_slots_are_told_apart_by_who_has_them_the_one_put_first_first() -> None:
     assert (n, [*branch.in_use], [*branch.left]) == (1, [2, 0], [1, 3])
 
 
-def test_slot_that_ends_where_another_goes_on_stays_when_a_third_is_removed() -> None:
+def test_slot_that_ends_inside_another_stays_when_a_third_is_removed() -> None:
     index = PrefixIndex()
     for slot, tokens in enumerate([[1], [1, 2], [1, 3]]):
         index.put(Slot(slot), tokens)
@@ -77,7 +77,7 @@ def test_slot_that_ends_where_another_goes_on_stays_when_a_third_is_removed() ->
     assert found_in(index, [1, 2]) == {1: 2, 0: 1}
 
 
-def test_prompt_that_leaves_in_the_middle_of_what_others_share_matches_up_to_there() -> None:
+def test_prompt_that_leaves_a_shared_prefix_midway_matches_up_to_there() -> None:
     index = PrefixIndex()
     index.put(Slot(0), [1, 2, 3])
     index.put(Slot(1), [1, 2, 4])
@@ -149,7 +149,7 @@ def test_memory_of_an_index_is_a_few_bytes_a_token(n_tokens: int) -> None:
     assert n_bytes < 10 * index.n_tokens()
 
 
-def test_index_of_many_changes_of_hands_keeps_no_more_than_stands_in_its_slots() -> None:
+def test_index_after_many_changes_keeps_only_what_stands_in_its_slots() -> None:
     index, base = PrefixIndex(), [*range(100)]
     for i in range(2_000):
         index.put(Slot(i % 8), [*base[: i % 101], *range(1000 + i, 1050 + i)])

@@ -45,7 +45,7 @@ def prepared(prompt: BatchPrompt, **options: Any) -> tuple[SequenceDriver, int]:
         (CHAT, 4, 2, 3),
     ],
 )
-def test_prompt_is_made_tokens_once_and_its_first_message_where_that_is_kept(
+def test_prompt_is_tokenized_once_and_its_first_message_where_kept(
     prompt: BatchPrompt, n_discard: int, n_asked: int, n_keep: int
 ) -> None:
     driver, n = prepared(prompt, n_discard=n_discard)

@@ -120,7 +120,7 @@ def test_higher_priority_comes_first_among_those_of_one_time() -> None:
 
 
 @pytest.mark.parametrize(("came_s", "is_passed"), [(29.0, True), (30.0, False), (31.0, False)])
-def test_three_points_of_priority_pass_who_came_less_than_three_ageings_before(
+def test_three_points_of_priority_overtake_less_than_three_ageings(
     came_s: float, is_passed: bool
 ) -> None:
     some = queue("priority", 10.0)
@@ -152,7 +152,7 @@ def test_nobody_waits_behind_one_that_came_later_than_the_ageing_allows(
 
 
 @given(MOVES)
-def test_shortest_is_overtaken_by_no_more_later_ones_than_its_prompt_has_tokens(
+def test_shortest_is_overtaken_by_at_most_as_many_as_it_has_tokens(
     moves: list[tuple[int, int, bool]],
 ) -> None:
     arrivals = [

@@ -97,7 +97,7 @@ def test_prompt_of_512_beside_a_generating_row_is_ready_after_five_steps() -> No
     assert shares == [127, 127, 127, 127, 4]
 
 
-def test_prompts_behind_many_cells_go_on_two_at_a_time_where_attention_has_tiles() -> None:
+def test_long_context_prefill_goes_two_at_a_time_where_there_are_tiles() -> None:
     memory = Memory("partitioned", 4 * 512, n_far_chunks=2)
     rig = make_scheduler(n_slots=4, n_window=512, n_batch=1200, memory=memory, prefill_chunk=260)
     rig.submit(*make_sequences(4, n_prompt=310, max_tokens=4))
@@ -122,7 +122,7 @@ def test_slots_freed_together_are_refilled_in_one_plan() -> None:
     assert [len(p.binds) for p in plans if p.binds] == [4, 4]
 
 
-def test_chunks_that_are_cut_are_of_one_length_where_slots_have_cells_of_their_own() -> None:
+def test_cut_chunks_have_one_length_where_slots_have_their_own_cells() -> None:
     rigs = [make_scheduler(2, 64, 17), make_scheduler(2, 64, 17, memory=shared_pool(120))]
     for rig, expected in zip(rigs, ({0: 8, 1: 8}, {0: 9, 1: 8}), strict=True):
         rig.submit(*make_sequences(2, n_prompt=40, max_tokens=4))
@@ -258,7 +258,7 @@ def test_guilty_item_fails_alone_with_its_code(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_guilty_item_deep_in_its_prompt_is_found_and_nobody_starts_over_for_ever(code: int) -> None:
+def test_culprit_deep_in_its_prompt_is_found_and_nobody_restarts_forever(code: int) -> None:
     def fail(chunks: Sequence[Chunk]) -> int:
         return code if any(99 in c.tokens for c in chunks) else 0
 

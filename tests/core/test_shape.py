@@ -97,7 +97,7 @@ def test_even_out_shortens_cut_chunks_alone_and_none_by_much(
         ([1, 9, 9, 1], [N_FAR] * 4, [1, 9, 9, 1]),
     ],
 )
-def test_limit_far_leaves_the_oldest_and_the_shortest_of_those_behind_many_cells(
+def test_limit_of_long_context_prefill_leaves_the_oldest_and_the_shortest(
     wanted: list[int], n_before: list[int], expected: list[int]
 ) -> None:
     limit_far(wanted, n_before, 2)

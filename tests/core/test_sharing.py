@@ -89,7 +89,7 @@ def test_another_prompt_passes_those_that_wait_for_a_leader() -> None:
     assert rig.running() == ["0", "other"]
 
 
-def test_leader_of_another_set_of_adapters_is_waited_for_while_a_turn_is_not_its_own() -> None:
+def test_leader_of_other_adapters_is_waited_for_during_another_turn() -> None:
     rig = make_rig(n_batch=40, adapters=("a",))
     rig.submit(make_request("other", (7, 7, 7), max_tokens=9, adapter="a"), *alike(2))
     drive(rig)
@@ -252,7 +252,7 @@ def test_newcomer_takes_a_free_slot_before_it_copies_from_one_in_use() -> None:
 @pytest.mark.parametrize(
     ("is_alone", "can_copy", "slot"), [(True, True, 1), (False, True, 0), (True, False, 0)]
 )
-def test_newcomer_leaves_what_goes_on_behind_its_beginning_where_it_can_copy_and_nobody_waits(
+def test_newcomer_leaves_what_follows_its_prefix_where_it_can_copy(
     is_alone: bool, can_copy: bool, slot: int
 ) -> None:
     rig = make_rig(2, memory=replace(partitioned(256), can_copy=can_copy))
@@ -291,7 +291,7 @@ def test_newcomer_takes_no_slot_that_was_used_since_its_beginning_was() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "n_cached"), [([9] * 40, 0), ([*COMMON, 7], 50)])
-def test_slot_that_was_emptied_last_is_taken_before_one_that_holds_something(
+def test_slot_emptied_last_is_taken_before_one_that_holds_cells(
     prompt: list[int], n_cached: int
 ) -> None:
     rig = make_rig(2, broken=lambda chunk: chunk.tokens[0] == 8)
@@ -350,7 +350,7 @@ def test_no_more_is_copied_in_a_step_than_takes_as_long_as_decoding(
     assert [d.request.id for d in rig.scheduler.admit(rig.now)] == admitted
 
 
-def test_memory_that_cannot_trim_goes_on_where_a_state_ends_and_nowhere_else() -> None:
+def test_memory_that_cannot_trim_goes_on_only_where_a_state_ends() -> None:
     rig = make_rig(n_slots=1, memory=recurrent(1))
     rig.submit(make_request("a", COMMON, max_tokens=3))
     drive(rig)
@@ -419,7 +419,7 @@ def test_one_that_moves_where_nothing_is_shared_leaves_an_empty_slot() -> None:
     assert rig.stats.n_recomputed_tokens == 0
 
 
-def test_saved_cells_that_come_back_into_a_pool_drive_out_what_nobody_needs() -> None:
+def test_saved_cells_restored_into_a_pool_evict_what_nobody_needs() -> None:
     memory = shared_pool(100, can_save=True, can_copy=True)
     rig = make_rig(3, memory=memory)
     rig.submit(make_request("a", COMMON, max_tokens=20))
@@ -616,7 +616,7 @@ def test_slot_of_which_a_plan_copies_more_is_taken_over_by_nobody(
     assert rig.batcher.sharing.best(rig.drivers["b"]) == found
 
 
-def test_output_under_exact_is_no_cells_of_a_prompt_though_it_reads_the_same() -> None:
+def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
     rig = make_rig(n_slots=2, n_piece=16)
     rig.submit(make_request("a", [7] * 90, max_tokens=1))
     drive(rig)

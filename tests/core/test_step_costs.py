@@ -135,7 +135,7 @@ def load(rig: Rig, n_prompt: int) -> tuple[list[int], list[float]]:
     return chunks, seconds
 
 
-def test_prompt_of_512_that_joins_a_decoding_row_by_128_is_ready_after_four_steps() -> None:
+def test_prompt_of_512_in_chunks_of_128_is_ready_after_four_steps() -> None:
     assert load(beside(1, prefill_chunk=128), 512)[0] == [128] * 4
 
 

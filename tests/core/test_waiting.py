@@ -235,7 +235,7 @@ def test_cancel_of_one_paused_in_the_queue_is_an_error() -> None:
     assert isinstance(rig.results["1"].error, RequestCancelledError)
 
 
-def test_commands_that_come_twice_too_late_or_for_nobody_are_false_and_harmless() -> None:
+def test_commands_given_twice_too_late_or_for_no_request_are_false() -> None:
     rig = rig_of(1, 1)
     batcher = rig.batcher
     assert not batcher.pause("nobody")

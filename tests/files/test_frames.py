@@ -104,7 +104,7 @@ def test_table_that_cannot_be_asked_is_refused(
 
 @pytest.mark.parametrize("table", [pa.table, pd.DataFrame])
 @pytest.mark.parametrize("end", [cbatch.Engine.close, cbatch.Engine.cancel_all])
-def test_rows_that_nobody_came_to_have_an_error_and_the_others_their_answers(
+def test_rows_never_reached_have_an_error_and_the_others_their_answers(
     table: Callable[[dict[str, list[str]]], Any], end: Callable[[cbatch.Engine], object]
 ) -> None:
     n_runs = 0

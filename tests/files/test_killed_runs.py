@@ -105,7 +105,7 @@ def test_fake_run_killed_at_any_moment_ends_as_if_it_never_was(tmp_path: Path) -
 
 
 @posix
-def test_greedy_run_of_a_model_killed_at_any_moment_ends_as_if_it_never_was(
+def test_greedy_run_of_a_model_killed_at_any_moment_ends_as_if_unkilled(
     tmp_path: Path, test_model: Path
 ) -> None:
     source, whole, out = (tmp_path / f"{name}.jsonl" for name in ("in", "whole", "out"))

@@ -125,7 +125,7 @@ def test_input_that_was_edited_or_has_moved_is_the_same(
         assert run_file("-", out, engine=engine, shuffle=shuffle, **said).n_before == 7
 
 
-def test_moved_input_without_an_answer_at_its_beginning_is_known_by_its_first_item(
+def test_moved_input_without_a_first_answer_is_known_by_its_first_item(
     engine: Engine, tmp_path: Path, answered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading_module, "N_LOOKED_AHEAD", 2)

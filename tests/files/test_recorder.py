@@ -116,7 +116,7 @@ def test_prefill_and_decode_are_two_spans_that_grow() -> None:
     assert found == [(0, "a", True, 0.0, 2.0, 6), (0, "a", False, 2.0, 4.0, 5)]
 
 
-def test_run_of_several_steps_that_begins_with_a_prompt_is_prefill_and_decode() -> None:
+def test_run_of_steps_that_begins_with_a_prompt_is_prefill_and_decode() -> None:
     found = spans_of(run_of(0.0, prefill(0, "a", 4, 3), seconds=4.0, n_steps=3, first_s=2.0))
     assert found == [(0, "a", True, 0.0, 2.0, 4), (0, "a", False, 2.0, 4.0, 3)]
 
@@ -248,7 +248,7 @@ def test_gaps_between_tokens_are_counted_in_whatever_slot() -> None:
     assert itl_s.at(100) == pytest.approx(8.0, rel=0.025)
 
 
-def test_run_of_several_steps_that_begins_with_a_prompt_has_gaps_behind_its_first() -> None:
+def test_run_of_steps_that_begins_with_a_prompt_has_gaps_after_its_first() -> None:
     recorder = RunRecorder(1)
     recorder(run_of(0.0, prefill(0, "a", 4, 3), seconds=8.0, n_steps=3, first_s=2.0))
     assert recorder.steps.itl_s.n == 2

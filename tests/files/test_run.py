@@ -325,7 +325,7 @@ def test_what_time_ends_is_left_but_not_what_ends_by_its_own(tmp_path: Path, out
     assert (summary.ending, summary.n_done, out.read_bytes()) == ("time", 0, b"")
 
 
-def test_answer_that_no_time_was_left_for_is_the_error_of_its_record_and_the_others_are_in_it(
+def test_choice_out_of_time_is_the_error_of_its_record_beside_the_others(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = GatedBackend(1, 128, 64, cost=A_SECOND_A_STEP)
@@ -419,7 +419,7 @@ def move_away(out: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("n_before", [20, 100])
-def test_output_that_somebody_changes_meanwhile_is_told_and_nothing_is_lost(
+def test_output_changed_meanwhile_is_told_and_nothing_is_lost(
     source: Path, out: Path, change: Callable[[Path], None], words: str, n_before: int
 ) -> None:
     left = [n_before]
@@ -652,7 +652,7 @@ def test_id_that_a_line_without_one_has_is_an_error_of_the_second(
 
 
 @pytest.mark.parametrize("ids", [["a", "line-2"], ["a", None]])
-def test_no_two_records_are_under_an_id_that_a_line_without_one_took_or_gave(
+def test_no_two_records_share_an_id_that_a_line_without_one_took_or_gave(
     engine: Engine, out: Path, ids: list[str | None]
 ) -> None:
     source = out.with_name("in.jsonl")
@@ -864,7 +864,7 @@ CALL = {
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_structure_that_cannot_be_compiled_is_told_by_check_and_strict_as_by_the_run(
+def test_structure_that_cannot_compile_is_told_by_check_strict_and_run(
     tmp_path: Path, out: Path, options: dict[str, Any]
 ) -> None:
     chat = [{"role": "user", "content": "A"}]

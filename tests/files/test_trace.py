@@ -68,7 +68,7 @@ def test_every_event_has_what_its_kind_needs(tmp_path: Path) -> None:
         assert event.get("ts", 0) >= 0 <= event.get("dur", 0)
 
 
-def test_requests_stand_in_the_track_of_their_slot_with_their_phases_within(tmp_path: Path) -> None:
+def test_requests_are_in_the_track_of_their_slot_with_their_phases(tmp_path: Path) -> None:
     assert sorted(stays(trace_of(tmp_path / "t.json", TWO_SLOTS))) == [
         (1000, 0, "a", 0.0, 2.0),
         (1000, 0, "c", 2.0, 3.0),

@@ -594,7 +594,7 @@ def test_team_of_ggmls_openmp_samples_the_same_tokens() -> None:
     assert sampled_with(n_threads=2, gomp=gomp).tokens == sampled_with(n_threads=1).tokens
 
 
-def test_team_is_asked_for_the_size_of_the_stepper_and_each_row_sampled_once() -> None:
+def test_team_has_the_size_of_the_stepper_and_samples_each_row_once() -> None:
     asked: list[int] = []
 
     def parallel(fn: Any, data: int, n_threads: int, flags: int) -> None:

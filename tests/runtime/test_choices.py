@@ -371,7 +371,7 @@ def test_choices_that_never_ran_do_not_count_as_computed() -> None:
         assert result.usage.cached_tokens == 59
 
 
-def test_choice_that_ran_before_the_one_that_scores_tells_that_nothing_is_known() -> None:
+def test_choice_before_the_one_that_scores_has_no_prompt_scores() -> None:
     pool = Memory(
         "unified", 128, can_copy=True
     )  # where the second finds its prompt, and the first has no room for it
@@ -527,7 +527,7 @@ def test_extended_choice_tells_no_logprobs_where_they_were_to_rank_by(engine: En
     assert longer.token_ids == answer(engine, seed=kept.seed, max_tokens=10).token_ids
 
 
-def test_extended_choice_scores_the_prompt_where_the_first_did_not_come_to_it() -> None:
+def test_extended_choice_scores_the_prompt_where_the_first_did_not() -> None:
     backend = GatedBackend(2, 256, 8, hold_at=4)
     with closing(Engine(backend, schedule=ScheduleOptions(share_prefixes=False))) as engine:
         prompt = BatchPrompt(prompt="a" * 40, id="x")

@@ -100,7 +100,7 @@ def test_file_that_was_written_is_read(owner: Owner) -> None:
 # ---- whatever happens, whoever asked is told ----
 
 
-def test_write_that_has_no_memory_for_its_tokens_is_told_and_the_next_read_is_done(
+def test_write_without_memory_for_its_tokens_is_told_the_next_read_done(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subject, "CachedCells", raises(MemoryError()))
