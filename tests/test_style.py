@@ -19,14 +19,14 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def tests_of(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+def collected(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [f for f in functions(path) if f.name.startswith("test_")]
 
 
 def test_walk_finds_this_test() -> None:
-    assert "test_walk_finds_this_test" in [f.name for f in tests_of(Path(__file__))]
+    assert "test_walk_finds_this_test" in [f.name for f in collected(Path(__file__))]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(TESTS)))
 def test_name_of_a_test_is_short(path: Path) -> None:
-    assert not [f.name for f in tests_of(path) if len(f.name) > N_NAME_MAX]
+    assert not [f.name for f in collected(path) if len(f.name) > N_NAME_MAX]
