@@ -56,10 +56,10 @@ from cbatch.runtime.ids import RequestId
 from cbatch.runtime.intake import CANCELLED_EARLY, CLOSED_EARLY, Intake, is_in_event_loop
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
-from cbatch.runtime.refusals import check_adapters
 from cbatch.runtime.request_log import RequestLog
-from cbatch.runtime.sequences import Settled, tokenize
+from cbatch.runtime.sequences import OptionsMerger, tokenize
 from cbatch.runtime.to_end import do_to_end
+from cbatch.runtime.validation import check_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -67,10 +67,10 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.stats import StepRecord
+    from cbatch.progress import Progress, View
     from cbatch.response import BatchResult
+    from cbatch.runtime.cache_io import CacheIo, Post
     from cbatch.runtime.intake import Run
-    from cbatch.runtime.keeper import Keeper, Post
-    from cbatch.runtime.progress import Progress, View
 
 
 Exactness = Callable[[], str]
@@ -130,7 +130,7 @@ class Engine:
         """
         if not isinstance(schedule, ScheduleOptions | None):
             raise ConfigError(f"schedule must be ScheduleOptions, not {shown(schedule)}")
-        self._options, self._settled = RunOptions.of(options), Settled()
+        self._options, self._settled = RunOptions.of(options), OptionsMerger()
         self._schedule = schedule or ScheduleOptions()
         self._threaded = check_flag("threaded", threaded)
         self._opener = opener
@@ -230,19 +230,19 @@ class Engine:
         stats, schedule, memory = EngineStats(), self._schedule, backend.memory
         ledger = KvLedger(backend.n_slots, backend.n_window, memory)
         batcher = MultiRequestBatcher(
-            ledger, partial(tokenize, backend.vocab), schedule, memory, backend.n_piece
+            ledger, partial(tokenize, backend.vocab), schedule, memory, backend.chunk_alignment
         )
         scheduler = ContinuousBatchScheduler(
             batcher,
             backend.n_batch,
             stats,
             schedule,
-            n_piece=backend.n_piece,
+            chunk_alignment=backend.chunk_alignment,
             memory=memory,
             has_adapters=bool(backend.adapters),
         )
         compiler = partial(Compiler, backend, is_threaded=self._threaded)
-        keeper = self._make_keeper(backend)
+        keeper = self._make_cache_io(backend)
         loop = Loop(backend, scheduler, time.perf_counter, keeper, compiler)
         intake = Intake(backend, batcher, loop, schedule, is_threaded=self._threaded)
         self._finalizer = weakref.finalize(self, loop.close)
@@ -250,12 +250,12 @@ class Engine:
         if self._threaded:
             loop.start()
 
-    def _make_keeper(self, backend: Backend) -> Callable[[Post], Keeper]:
-        from cbatch.runtime.keeper import Keeper  # numpy is slow to import
-        from cbatch.store import open_store
+    def _make_cache_io(self, backend: Backend) -> Callable[[Post], CacheIo]:
+        from cbatch.cache.store import open_store
+        from cbatch.runtime.cache_io import CacheIo  # numpy is slow to import
 
         store = open_store(self._cache_dir, self._cache_mib * 2**20)
-        return partial(Keeper, store, backend, is_threaded=self._threaded)
+        return partial(CacheIo, store, backend, is_threaded=self._threaded)
 
     @property
     def _parts(self) -> _Parts:
@@ -493,7 +493,7 @@ class Engine:
     def _show(self, run: Run, progress: bool | View, before: EngineStats | None) -> Progress | None:
         if not progress or before is None:
             return None
-        from cbatch.runtime.progress import (
+        from cbatch.progress import (
             Progress,
             choose_view,
             closing_line,
@@ -556,7 +556,7 @@ def checked_tokens(engine: Engine, prompt: BatchPrompt, options: RunOptions) -> 
 
 
 def _folder(named: str | os.PathLike[str]) -> Path:
-    from cbatch.store import cells_folder  # numpy is slow to import
+    from cbatch.cache.store import cells_folder  # numpy is slow to import
 
     with reading("cache_dir"):
         return cells_folder(check_path("cache_dir", named))

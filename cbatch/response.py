@@ -170,7 +170,7 @@ class Inbox(Protocol):
 
 
 class Display(Protocol):
-    """Shows how far a batch is, until it is closed; see `cbatch.runtime.progress`."""
+    """Shows how far a batch is, until it is closed; see `cbatch.progress`."""
 
     def close(self) -> None:
         """Show the end, where it has not been shown."""

@@ -14,14 +14,14 @@ from cbatch.backend.fake_grammar import FakeConstraint, FakeGrammars, FakeMatche
 from cbatch.core.batcher import N_LOOK, N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.demand import N_PREEMPTED_MAX
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.holds import Fetch, Found
 from cbatch.core.kv import KvLedger
-from cbatch.core.outcome import result_of, take_chunk
-from cbatch.core.plan import Binding, Memory, Slot
+from cbatch.core.output import result_of, take_chunk
+from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.core.status import Status
+from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
@@ -41,21 +41,23 @@ A_SECOND_A_STEP = StepCost(base_s=1.0)
 NO_FAULTS = Faults()
 
 
-def shared_pool(n_cells: int, *, can_save: bool = False, can_copy: bool = False) -> Memory:
+def shared_pool(n_cells: int, *, can_save: bool = False, can_copy: bool = False) -> KvCapabilities:
     """Unified memory of `n_cells` cells; a saved cell takes 1 KiB."""
-    return Memory(
+    return KvCapabilities(
         "unified", n_cells, can_save=can_save, can_copy=can_copy, saved_bytes_per_cell=1024
     )
 
 
-def recurrent(n_slots: int, *, can_save: bool = False) -> Memory:
+def recurrent(n_slots: int, *, can_save: bool = False) -> KvCapabilities:
     """Memory that cannot trim; a saved state takes 4 KiB."""
-    return Memory("recurrent", n_slots, can_trim=False, can_save=can_save, saved_bytes=4096)
+    return KvCapabilities("recurrent", n_slots, can_trim=False, can_save=can_save, saved_bytes=4096)
 
 
-def partitioned(n_cells: int) -> Memory:
+def partitioned(n_cells: int) -> KvCapabilities:
     """A slot's own cells, which can be saved and copied; a saved cell takes 1 KiB."""
-    return Memory("partitioned", n_cells, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
+    return KvCapabilities(
+        "partitioned", n_cells, can_save=True, can_copy=True, saved_bytes_per_cell=1024
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -69,9 +71,9 @@ class Rig:
     drivers: dict[str, SequenceDriver] = field(default_factory=dict)
     chunks: dict[str, list[BatchOutputChunk]] = field(default_factory=dict)
     results: dict[str, BatchResult] = field(default_factory=dict)
-    disk: dict[Fetch, tuple[Found, NDArray[np.uint8]]] = field(default_factory=dict)
+    disk: dict[CacheRef, tuple[CacheEntry, NDArray[np.uint8]]] = field(default_factory=dict)
     storing: list[SequenceDriver] = field(default_factory=list)
-    fetching: list[Fetch] = field(default_factory=list)
+    fetching: list[CacheRef] = field(default_factory=list)
     compiling: list[Grammar | Breakers] = field(default_factory=list)
     copy_s: float = 0.0
     """What a cell takes that is copied from slot to slot; then a plan admits no more than it may copy."""
@@ -181,9 +183,9 @@ def make_scheduler(
     code: Callable[[Sequence[Chunk]], int] = NO_FAULTS.code,
     broken: Callable[[Chunk], bool] = NO_FAULTS.broken,
     swap: Callable[[int], bool] = NO_FAULTS.swap,
-    memory: Memory | None = None,
+    memory: KvCapabilities | None = None,
     cost: Callable[[int, int], float] = A_SECOND_A_STEP,
-    n_piece: int = 0,
+    chunk_alignment: int = 0,
     adapters: tuple[str, ...] = (),
     copy_s: float = 0.0,
     **options: Any,
@@ -201,15 +203,17 @@ def make_scheduler(
     schedule = ScheduleOptions(**{"share_prefixes": False, **options})
     memory = backend.memory
     ledger = KvLedger(n_slots, n_window, memory)
-    backend.n_piece, backend.adapters = n_piece, adapters
-    batcher = MultiRequestBatcher(ledger, partial(tokenize, backend), schedule, memory, n_piece)
+    backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
+    batcher = MultiRequestBatcher(
+        ledger, partial(tokenize, backend), schedule, memory, chunk_alignment
+    )
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
         batcher,
         n_batch,
         stats,
         schedule,
-        n_piece=n_piece,
+        chunk_alignment=chunk_alignment,
         memory=memory,
         has_adapters=bool(adapters),
     )
@@ -285,11 +289,11 @@ def settle_disk(rig: Rig) -> None:
         missing = CacheError(fetch.key, "there is none", is_missing=True)
         found, data = rig.disk.get(fetch, (missing, np.empty(0, np.uint8)))
         n_read = 0
-        if isinstance(found, Found) and (n_read := rig.batcher.fetches.n_wanted(fetch, found)):
-            data = rig.backend.fit(data, len(found.tokens), n_read)
+        if isinstance(found, CacheEntry) and (n_read := rig.batcher.fetches.n_wanted(fetch, found)):
+            data = rig.backend.validate_state(data, len(found.tokens), n_read)
         drivers, adopted = rig.batcher.fetches.arrive(fetch, found, n_read)
         for _, key in adopted:
-            rig.backend.keep(key, data, n_read)
+            rig.backend.import_state(key, data, n_read)
         for driver in drivers:
             rig.batcher.release(driver)
     for driver in rig.storing:
@@ -316,10 +320,10 @@ def store(rig: Rig) -> None:
     """Write what was copied out."""
     for stored in iter(rig.batcher.cells.take_stored, None):
         driver, n = stored.driver, stored.n_cells
-        data = None if stored.key is None else rig.backend.take(stored.key)
+        data = None if stored.key is None else rig.backend.export_state(stored.key)
         if data is not None:
-            fetch = Fetch(driver.request.options.cache_key or "", driver.request.adapters)
-            rig.disk[fetch] = Found(driver.tokens[:n], min(n, driver.n_prompt)), data
+            fetch = CacheRef(driver.request.options.cache_key or "", driver.request.adapters)
+            rig.disk[fetch] = CacheEntry(driver.tokens[:n], min(n, driver.n_prompt)), data
             rig.batcher.fetches.learn(fetch, rig.disk[fetch][0])
         rig.storing.append(driver)
 
@@ -378,8 +382,8 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
         assert c.has_output == (end == driver.n_tokens and driver.n_cap > 0)
         assert plan.n_steps <= max(1, driver.n_room)
         check_targets(c, driver)
-        if rig.backend.n_piece:
-            check_shape(c, driver, driver.own_piece(rig.backend.n_piece))
+        if rig.backend.chunk_alignment:
+            check_shape(c, driver, driver.own_alignment(rig.backend.chunk_alignment))
     if plan.is_rebuild:
         assert not plan.chunks
         return
@@ -395,10 +399,10 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
         assert all(d.slot in shares for d in running if d.n_pending == 1)
     options = rig.scheduler.options
     limits = (options.prefill_chunk, options.prefill_budget, options.itl_ms)
-    is_free = limits == (None, None, None) and not rig.backend.n_piece
+    is_free = limits == (None, None, None) and not rig.backend.chunk_alignment
     is_free = is_free and not any(d.is_scoring for d in running)
     is_free = (
-        is_free and not rig.backend.memory.n_far_chunks
+        is_free and not rig.backend.memory.n_long_context_prefills
     )  # with them some wait for others' prompts
     n_used = n_tokens if ledger.is_shared else 2 * n_tokens  # chunks are evened out otherwise
     if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
@@ -417,11 +421,11 @@ def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
         assert not driver.is_scoring or end <= n_scored
 
 
-def check_shape(chunk: Chunk, driver: SequenceDriver, n_piece: int) -> None:
+def check_shape(chunk: Chunk, driver: SequenceDriver, chunk_alignment: int) -> None:
     """A prompt is computed in whole pieces that begin at multiples of their size, output one by one."""
     if chunk.start < driver.n_prompt:
-        assert chunk.start % n_piece == 0
-        assert len(chunk.tokens) == min(n_piece, driver.n_prompt - chunk.start)
+        assert chunk.start % chunk_alignment == 0
+        assert len(chunk.tokens) == min(chunk_alignment, driver.n_prompt - chunk.start)
     else:
         assert len(chunk.tokens) == 1
 
@@ -441,7 +445,7 @@ def check_clears(rig: Rig) -> None:
             assert not cells or rig.scheduler.options.share_prefixes
             index = sharing.index(sharing._adapters_at.get(Slot(slot), ()))
             known = found_in(index, cells).get(Slot(slot), 0)
-            assert known == len(cells) or (rig.backend.n_piece and known)
+            assert known == len(cells) or (rig.backend.chunk_alignment and known)
 
 
 def found_in(index: PrefixIndex, tokens: Sequence[int]) -> dict[Slot, int]:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.core.plan import Binding, Memory, Slot
+from cbatch.cache.store import CacheStore
+from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import BatchError
 from cbatch.messages import BatchPrompt
 from cbatch.options import Sampling
-from cbatch.store import CacheStore
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def expected(
     return tuple(FakeBackend(1).expected(tokens, binding, n, adapters))
 
 
-def can_all(n_cells: int) -> Memory:
+def can_all(n_cells: int) -> KvCapabilities:
     """Partitioned memory that can do everything; a saved cell takes 1 KiB."""
-    return Memory(
+    return KvCapabilities(
         "partitioned",
         n_cells,
         can_save=True,
@@ -74,8 +74,8 @@ class Place:
         n_slots: int = 4,
         n_window: int = 256,
         *,
-        memory: Memory | None = None,
-        n_piece: int = 0,
+        memory: KvCapabilities | None = None,
+        chunk_alignment: int = 0,
         adapters: tuple[str, ...] = (),
         folder: Path | None = None,
         kind: type[FakeBackend] = FakeBackend,
@@ -85,7 +85,7 @@ class Place:
     ) -> Engine:
         memory = memory or can_all(n_slots * n_window)
         backend = kind(n_slots, n_window, n_batch, memory=memory, **given)
-        backend.n_piece, backend.adapters = n_piece, adapters
+        backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
         engine = Engine(
             backend,
             options=DEFAULTS,

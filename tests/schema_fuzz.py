@@ -406,8 +406,8 @@ def check(grammars: LlamaGrammars, options: dict[str, Any], seed: str) -> str:
 
 
 def _grammar(options: dict[str, Any]) -> Any:
-    from cbatch.core.answer import answer_format
-    from cbatch.core.chosen import call_grammar
+    from cbatch.chat.answers import answer_format
+    from cbatch.chat.tool_grammar import call_grammar
     from cbatch.errors import ConfigError
     from cbatch.options import RunOptions
 
@@ -435,12 +435,12 @@ def _grammar(options: dict[str, Any]) -> Any:
 def _follow(constraint: Any, dice: random.Random) -> str:
     import numpy as np
 
-    from cbatch.backend.grammar import Guides
-    from cbatch.core.plan import Binding, Chunk, Guidance, Slot
+    from cbatch.backend.grammar import GrammarMatchers
+    from cbatch.core.plan import Binding, Chunk, GrammarStep, Slot
     from cbatch.options import GREEDY
 
     slot = Slot(0)
-    made, row = Guides(1, 1), Chunk(slot, 5, (7,), has_output=True)
+    made, row = GrammarMatchers(1, 1), Chunk(slot, 5, (7,), has_output=True)
     made.bind(Binding(slot, 3, GREEDY, (), constraint=constraint))
     for _ in range(_N_FOLLOWED):
         [mask] = made.masks([row]) or [None]
@@ -449,7 +449,7 @@ def _follow(constraint: Any, dice: random.Random) -> str:
         bits = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not bits.size:
             return "nothing may follow"
-        said = made.follow([row], [[int(dice.choice(bits))]])[1].get(slot, Guidance())
+        said = made.follow([row], [[int(dice.choice(bits))]])[1].get(slot, GrammarStep())
         if said.problem or said.is_complete:
             return "broken" if said.problem else "complete"
     return "followed"

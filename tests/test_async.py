@@ -139,11 +139,11 @@ async def test_a_slow_reader_gets_every_token_and_stops_nobody() -> None:
 
 
 async def test_one_wakeup_serves_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cbatch.runtime.bell import Bell
+    from cbatch.runtime.waker import LoopWaker
 
     backend = GatedBackend(8, 64, 64, hold_at=1)
     with Engine(backend, options={**ENDLESS, "max_tokens": 1}) as engine:
-        bell = Bell.here()
+        bell = LoopWaker.here()
         calls: list[object] = []
         call_soon = bell._call_soon
         monkeypatch.setattr(bell, "_call_soon", calls.append)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import cbatch.store
+import cbatch.cache.store
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.core.plan import Memory
+from cbatch.cache.store import CacheStore
+from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.errors import (
     CacheError,
@@ -29,7 +30,6 @@ from cbatch.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from cbatch.store import CacheStore
 from tests.helpers import A_SECOND_A_STEP
 from tests.places import (
     DEFAULTS,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cbatch.cell_file import CachedCells, Fingerprint
+    from cbatch.cache.cell_file import CachedCells, Fingerprint
     from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet
@@ -335,7 +335,7 @@ def test_file_that_cannot_be_written_leaves_the_answer_with_a_warning(
     engine = any_way.engine()
     save(any_way, text_of(30))
     before = any_way.file().read_bytes()
-    monkeypatch.setattr(cbatch.store, "_write_part", fails)
+    monkeypatch.setattr(cbatch.cache.store, "_write_part", fails)
     result = any_way.result(engine, text_of(40), **SAVED)
     assert (result.error, result.token_ids) == (None, expected(text_of(40)))
     assert re.search(f"not saved.*{words}", result.warnings[-1])
@@ -401,7 +401,7 @@ def test_failed_step_saves_what_was_computed_again(any_way: Place) -> None:
 def test_step_that_fails_after_a_stop_string_loses_cells_but_no_answer(
     any_way: Place,
 ) -> None:
-    memory = Memory("recurrent", 2, can_trim=False, can_save=True, saved_bytes=64)
+    memory = KvCapabilities("recurrent", 2, can_trim=False, can_save=True, saved_bytes=64)
     answer, vocab = expected(text_of(20), 30), FakeBackend(1).vocab
     k = next(i for i in range(3, 28) if answer[i] > 256 and answer.index(answer[i]) == i)
     chunks = list[tuple[int, int]]()
@@ -578,7 +578,7 @@ def test_paused_one_without_a_slot_ends_with_a_warning(by_hand: Place) -> None:
 
 
 def test_preempted_ones_save_all_their_cells(any_way: Place) -> None:
-    memory = Memory("unified", 160, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
+    memory = KvCapabilities("unified", 160, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
     prompts = [text_of(20, start=i) for i in range(6)]
     engine = any_way.engine(
         4, 128, memory=memory, schedule={"admission": "optimistic", "swap_mib": 0}
@@ -673,7 +673,7 @@ def test_engine_dropped_after_a_save_is_freed_without_the_collector(tmp_path: Pa
 def test_close_with_a_disk_that_is_full_loses_no_answer(
     any_way: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cbatch.store, "_write_part", full_disk)
+    monkeypatch.setattr(cbatch.cache.store, "_write_part", full_disk)
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     response = engine.run([saver()])
     first_chunk(response)
@@ -929,7 +929,7 @@ def test_option_without_its_key_is_refused(any_way: Place, name: str) -> None:
 
 
 def test_key_where_memory_cannot_be_saved_is_refused(any_way: Place) -> None:
-    engine = any_way.engine(memory=Memory("partitioned", 1024))
+    engine = any_way.engine(memory=KvCapabilities("partitioned", 1024))
     with pytest.raises(ConfigError, match="cannot be copied out"):
         engine.submit(item(text_of(9), **READ))
 
@@ -938,7 +938,9 @@ def test_key_where_memory_cannot_be_saved_is_refused(any_way: Place) -> None:
 def test_key_where_cells_from_disk_could_not_be_checked_is_refused(
     any_way: Place, options: dict[str, Any]
 ) -> None:
-    engine = any_way.engine(memory=Memory("partitioned", 1024, can_save=True, can_check=False))
+    engine = any_way.engine(
+        memory=KvCapabilities("partitioned", 1024, can_save=True, can_check=False)
+    )
     with pytest.raises(ConfigError, match=r"cache_key='k': .* layout"):
         engine.submit(item(text_of(9), **options))
 
@@ -997,14 +999,14 @@ def test_many_readers_read_once_and_compute_what_is_their_own(
     assert len(reads) == 1 if is_shared else len(reads) <= 20
 
 
-@pytest.mark.parametrize("n_piece", [0, 16])
+@pytest.mark.parametrize("chunk_alignment", [0, 16])
 def test_readers_that_begin_with_just_the_file_compute_what_is_their_own(
-    any_way: Place, n_piece: int
+    any_way: Place, chunk_alignment: int
 ) -> None:
-    engine = any_way.engine(n_piece=n_piece)
+    engine = any_way.engine(chunk_alignment=chunk_alignment)
     any_way.result(engine, text_of(64), **SAVED)
     engine.close()
-    engine = any_way.engine(n_piece=n_piece)
+    engine = any_way.engine(chunk_alignment=chunk_alignment)
     prompts = [[*text_of(64), i] for i in range(4)]
     results = any_way.results(engine.run([item(p, **REQUIRED) for p in prompts]))
     assert [r.token_ids for r in results] == [expected(p) for p in prompts]
@@ -1023,7 +1025,7 @@ def test_followers_are_not_overtaken_by_those_behind_them(by_hand: Place) -> Non
 
 
 def test_readers_of_a_unified_pool_share_the_cells(any_way: Place) -> None:
-    memory = Memory("unified", 200, can_save=True, can_copy=True)
+    memory = KvCapabilities("unified", 200, can_save=True, can_copy=True)
     engine = any_way.engine(4, 128, memory=memory)
     any_way.result(engine, text_of(80), **SAVED, prefill_only=True)
     engine.close()
@@ -1035,7 +1037,7 @@ def test_readers_of_a_unified_pool_share_the_cells(any_way: Place) -> None:
 
 
 def test_recurrent_memory_begins_with_a_whole_file_or_not_at_all(any_way: Place) -> None:
-    memory = Memory("recurrent", 4, can_trim=False, can_save=True, saved_bytes=64)
+    memory = KvCapabilities("recurrent", 4, can_trim=False, can_save=True, saved_bytes=64)
     engine = any_way.engine(memory=memory)
     first = any_way.result(engine, text_of(50), **SAVED)
     engine.close()
@@ -1048,10 +1050,10 @@ def test_recurrent_memory_begins_with_a_whole_file_or_not_at_all(any_way: Place)
 
 
 def test_exact_begins_with_whole_pieces_of_the_prompt_only(any_way: Place) -> None:
-    first = any_way.engine(n_piece=16)
+    first = any_way.engine(chunk_alignment=16)
     answer = any_way.result(first, text_of(50), **SAVED, max_tokens=40)
     first.close()
-    engine = any_way.engine(n_piece=16)
+    engine = any_way.engine(chunk_alignment=16)
     prompts = [text_of(50), [*text_of(50), *answer.token_ids, 1], [*text_of(40), 1]]
     results = [any_way.result(engine, p, **READ) for p in prompts]
     assert [r.token_ids for r in results] == [expected(p) for p in prompts]
@@ -1224,13 +1226,15 @@ class Fitting(FakeBackend):
         self.fitters: list[str] = []
         self.kept: list[NDArray[np.uint8]] = []
 
-    def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
+    def validate_state(
+        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
+    ) -> NDArray[np.uint8]:
         self.fitters.append(threading.current_thread().name)
-        return super().fit(data, n_cells, n_wanted).copy()
+        return super().validate_state(data, n_cells, n_wanted).copy()
 
-    def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
+    def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         self.kept.append(data)
-        super().keep(key, data, n_cells)
+        super().import_state(key, data, n_cells)
 
 
 def test_cells_are_fitted_once_for_all_and_not_by_the_thread_that_computes(place: Place) -> None:
@@ -1262,9 +1266,11 @@ class SlowlyFitting(FakeBackend):
         super().__init__(*sizes, **given)
         self.gate = Gate()
 
-    def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
+    def validate_state(
+        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
+    ) -> NDArray[np.uint8]:
         self.gate.stop()
-        return super().fit(data, n_cells, n_wanted)
+        return super().validate_state(data, n_cells, n_wanted)
 
 
 def test_request_during_a_cut_of_its_file_to_too_little_has_it_read_again(place: Place) -> None:
@@ -1388,7 +1394,7 @@ def test_files_of_two_models_live_beside_each_other_under_one_key(any_way: Place
 
 def test_file_from_memory_of_another_kind_is_told_apart(any_way: Place) -> None:
     save(any_way, text_of(60))
-    memory = Memory("unified", 512, can_save=True, can_copy=True)
+    memory = KvCapabilities("unified", 512, can_save=True, can_copy=True)
     result = any_way.result(any_way.engine(memory=memory), text_of(60), **REQUIRED)
     assert isinstance(result.error, CacheError)
     assert "kind is unified, was saved with partitioned" in result.error.reason
@@ -1453,7 +1459,7 @@ def test_cells_that_the_backend_refuses_fail_all_who_require_them(by_hand: Place
 
 
 def test_cells_that_the_backend_refuses_fail_nobody_who_got_the_file_too(by_hand: Place) -> None:
-    memory = Memory("recurrent", 1, can_trim=False, can_save=True, saved_bytes=4096)
+    memory = KvCapabilities("recurrent", 1, can_trim=False, can_save=True, saved_bytes=4096)
     by_hand.result(by_hand.engine(1, memory=memory), text_of(80), **SAVED, prefill_only=True)
     n_swaps = count()
     engine = by_hand.engine(1, memory=memory, faults=Faults(swap=lambda _: next(n_swaps) > 0))
@@ -1473,7 +1479,7 @@ def test_cells_without_room_fail_or_are_computed_and_touch_nobody_else(
     def full(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(engine._backend, "keep", full)
+    monkeypatch.setattr(engine._backend, "import_state", full)
     beside = engine.submit(item(text_of(20, start=3), max_tokens=100))
     for options, reason in ((REQUIRED, "error"), (READ, "length")):
         result = any_way.result(engine, text_of(60), **options)
@@ -1588,7 +1594,7 @@ def test_key_known_for_one_adapter_is_read_for_another(any_way: Place) -> None:
 def test_prompt_alone_with_a_movable_window_leaves_its_cells_in_a_pool(
     any_way: Place,
 ) -> None:
-    memory = Memory("unified", 1024, can_copy=True, can_shift=True)
+    memory = KvCapabilities("unified", 1024, can_copy=True, can_shift=True)
     engine = any_way.engine(memory=memory)
     any_way.result(engine, text_of(60), prefill_only=True, n_discard=8)
     result = any_way.result(engine, [*text_of(60), 7])
@@ -1599,8 +1605,10 @@ def test_prompt_alone_scored_in_other_pieces_warns_that_it_leaves_no_cells(
     any_way: Place,
 ) -> None:
     alone = {"prefill_only": True, "prompt_logprobs": 1}
-    for n_piece, n_warnings in ((128, 1), (64, 0), (0, 0)):
-        result = any_way.result(any_way.engine(n_piece=n_piece), text_of(200), **alone)
+    for chunk_alignment, n_warnings in ((128, 1), (64, 0), (0, 0)):
+        result = any_way.result(
+            any_way.engine(chunk_alignment=chunk_alignment), text_of(200), **alone
+        )
         assert len(result.prompt_logprobs or ()) == 200
         assert ["leaves no cells" in words for words in result.warnings] == [True] * n_warnings
 
@@ -1643,13 +1651,15 @@ def test_prompts_alone_beside_decoders_change_no_token(any_way: Place) -> None:
         assert result.token_ids == wanted
 
 
-@pytest.mark.parametrize("n_piece", [0, 16])
-def test_prompt_alone_is_saved_for_the_next_engine(any_way: Place, n_piece: int) -> None:
-    engine = any_way.engine(n_piece=n_piece)
+@pytest.mark.parametrize("chunk_alignment", [0, 16])
+def test_prompt_alone_is_saved_for_the_next_engine(any_way: Place, chunk_alignment: int) -> None:
+    engine = any_way.engine(chunk_alignment=chunk_alignment)
     result = any_way.result(engine, text_of(64), **SAVED, prefill_only=True)
     assert (result.finish_reason, result.text) == ("length", "")
     engine.close()
-    found = any_way.result(any_way.engine(n_piece=n_piece), [*text_of(64), 1], **REQUIRED)
+    found = any_way.result(
+        any_way.engine(chunk_alignment=chunk_alignment), [*text_of(64), 1], **REQUIRED
+    )
     assert (found.token_ids, found.usage.cached_tokens) == (expected([*text_of(64), 1]), 64)
 
 
@@ -1667,7 +1677,7 @@ def test_prompt_alone_with_a_cap_beyond_the_window_fits(any_way: Place) -> None:
 
 
 def test_prompt_alone_of_recurrent_memory_serves_what_goes_on_from_it(any_way: Place) -> None:
-    memory = Memory("recurrent", 4, can_trim=False, can_save=True, saved_bytes=64)
+    memory = KvCapabilities("recurrent", 4, can_trim=False, can_save=True, saved_bytes=64)
     engine = any_way.engine(memory=memory)
     any_way.result(engine, text_of(40), prefill_only=True)
     follower = any_way.result(engine, [*text_of(40), 1])

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import FakeBackend, StepCost
-from cbatch.core.plan import Memory
+from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError
 from cbatch.messages import BatchPrompt
-from cbatch.runtime.refusals import EXTENSIBLE
+from cbatch.runtime.validation import EXTENSIBLE
 from tests.core.test_equivalence import PROMPTS, memories, schedules
 from tests.runtime.backends import GatedBackend
 
@@ -68,8 +68,8 @@ class Item:
 class Workload:
     n_slots: int
     n_window: int
-    n_piece: int
-    memory: Memory
+    chunk_alignment: int
+    memory: KvCapabilities
     schedule: dict[str, Any]
     seed: int
     is_gated: bool
@@ -104,9 +104,9 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 
 
 @st.composite
-def items(draw: st.DrawFn, memory: Memory, n_piece: int) -> Item:
+def items(draw: st.DrawFn, memory: KvCapabilities, chunk_alignment: int) -> Item:
     said = {name: draw(values) for name, values in OPTIONS.items()}
-    _leave_out_what_is_refused(said, memory, n_piece)
+    _leave_out_what_is_refused(said, memory, chunk_alignment)
     return Item(
         draw(PROMPTS),
         {name: value for name, value in said.items() if value is not None},
@@ -118,9 +118,11 @@ def items(draw: st.DrawFn, memory: Memory, n_piece: int) -> Item:
     )
 
 
-def _leave_out_what_is_refused(said: dict[str, Any], memory: Memory, n_piece: int) -> None:
+def _leave_out_what_is_refused(
+    said: dict[str, Any], memory: KvCapabilities, chunk_alignment: int
+) -> None:
     said["best_of"] = max(said["n"], said["best_of"])
-    if not memory.can_shift or n_piece:
+    if not memory.can_shift or chunk_alignment:
         said["n_discard"] = None
     if said["n_discard"] and said["max_tokens"] is None:
         said["max_tokens"] = 150
@@ -136,19 +138,21 @@ def _leave_out_what_is_refused(said: dict[str, Any], memory: Memory, n_piece: in
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
-    n_slots, n_piece = draw(st.integers(1, 4)), draw(st.sampled_from([0, 0, 0, 16]))
+    n_slots, chunk_alignment = draw(st.integers(1, 4)), draw(st.sampled_from([0, 0, 0, 16]))
     n_window = draw(st.integers(24, 96))
     memory = draw(memories(n_slots, n_window))
     schedule = draw(schedules(n_slots + 20, memory.kind))
-    if n_piece:
+    if chunk_alignment:
         schedule.pop("prefill_chunk", None)
-    asked = draw(st.lists(items(memory, n_piece), min_size=1, max_size=6))
+    asked = draw(st.lists(items(memory, chunk_alignment), min_size=1, max_size=6))
     seed, is_gated = draw(st.integers(0, 5)), draw(st.booleans())
-    return Workload(n_slots, n_window, n_piece, memory, schedule, seed, is_gated, tuple(asked))
+    return Workload(
+        n_slots, n_window, chunk_alignment, memory, schedule, seed, is_gated, tuple(asked)
+    )
 
 
 def make_engine(
-    workload: Workload, folder: str, n_slots: int, memory: Memory, schedule: dict[str, Any]
+    workload: Workload, folder: str, n_slots: int, memory: KvCapabilities, schedule: dict[str, Any]
 ) -> tuple[Engine, FakeBackend]:
     kind = GatedBackend if workload.is_gated else FakeBackend
     backend = kind(
@@ -159,7 +163,7 @@ def make_engine(
         seed=workload.seed,
         cost=StepCost(base_s=1.0),
     )
-    backend.n_piece, backend.adapters = workload.n_piece, ("a", "b")
+    backend.chunk_alignment, backend.adapters = workload.chunk_alignment, ("a", "b")
     options = ScheduleOptions(**schedule)
     return Engine(backend, schedule=options, threaded=False, cache_dir=folder), backend
 
@@ -168,7 +172,7 @@ def alone(workload: Workload, item: Item, i_choice: int, **more: Any) -> BatchRe
     """What a choice gives in an engine of its own."""
     said = {name: value for name, value in item.options.items() if name not in OF_COMPANY}
     said["seed"] += i_choice
-    memory = Memory("partitioned", workload.n_window, can_shift=workload.memory.can_shift)
+    memory = KvCapabilities("partitioned", workload.n_window, can_shift=workload.memory.can_shift)
     with tempfile.TemporaryDirectory() as folder:
         engine, _ = make_engine(workload, folder, 1, memory, {})
         with closing(engine):

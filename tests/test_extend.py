@@ -13,7 +13,8 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.backend.fake_vocab import END_TOKEN
-from cbatch.core.plan import Memory
+from cbatch.cache.store import CacheStore
+from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.errors import (
     CacheError,
@@ -25,7 +26,6 @@ from cbatch.errors import (
     RequestCancelledError,
 )
 from cbatch.response import TokenLogprob, Usage
-from cbatch.store import CacheStore
 from tests.helpers import A_SECOND_A_STEP
 from tests.places import (
     DEFAULTS,
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 MEMORIES = {
     "partitioned": can_all(4 * 256),
-    "pool": Memory("unified", 600, can_save=True, can_copy=True, saved_bytes_per_cell=1024),
-    "recurrent": Memory("recurrent", 4, can_trim=False, can_save=True, saved_bytes=4096),
-    "bare": Memory("partitioned", 4 * 256),
+    "pool": KvCapabilities("unified", 600, can_save=True, can_copy=True, saved_bytes_per_cell=1024),
+    "recurrent": KvCapabilities("recurrent", 4, can_trim=False, can_save=True, saved_bytes=4096),
+    "bare": KvCapabilities("partitioned", 4 * 256),
 }
 
 
@@ -129,24 +129,26 @@ def test_result_extended_twice_gives_each_time_the_same(any_way: Place) -> None:
         assert result.token_ids == expected(text_of(50), 9 + n_tokens)
 
 
-@pytest.mark.parametrize("n_piece", [16, 64])
-def test_two_parts_under_exact_have_the_shapes_of_one_run(any_way: Place, n_piece: int) -> None:
-    engine = any_way.engine(n_piece=n_piece)
+@pytest.mark.parametrize("chunk_alignment", [16, 64])
+def test_two_parts_under_exact_have_the_shapes_of_one_run(
+    any_way: Place, chunk_alignment: int
+) -> None:
+    engine = any_way.engine(chunk_alignment=chunk_alignment)
     first = any_way.result(engine, text_of(50), max_tokens=9)
     result = extended(any_way, engine, first, 9)
     assert result.token_ids == expected(text_of(50), 18)
     assert isinstance(engine._backend, FakeBackend)
     chunks = [c for plan in engine._backend.plans for c in plan.chunks]
     assert all(len(c.tokens) == 1 for c in chunks if c.start >= 50)
-    assert [c.start for c in chunks if c.start < 50] == list(range(0, 50, n_piece))
+    assert [c.start for c in chunks if c.start < 50] == list(range(0, 50, chunk_alignment))
 
 
-@pytest.mark.parametrize("n_piece", [0, 16])
+@pytest.mark.parametrize("chunk_alignment", [0, 16])
 @pytest.mark.parametrize("kind", ["partitioned", "recurrent"])
 def test_part_whose_slot_was_taken_is_computed_again_and_the_same(
-    any_way: Place, kind: str, n_piece: int
+    any_way: Place, kind: str, chunk_alignment: int
 ) -> None:
-    engine = any_way.engine(n_slots=1, memory=MEMORIES[kind], n_piece=n_piece)
+    engine = any_way.engine(n_slots=1, memory=MEMORIES[kind], chunk_alignment=chunk_alignment)
     first = any_way.result(engine, text_of(50), max_tokens=9)
     any_way.result(engine, text_of(80, start=3))
     result = extended(any_way, engine, first, 9)
@@ -181,7 +183,7 @@ def test_all_of_a_batch_are_extended_at_once(any_way: Place) -> None:
 
 
 def test_full_pool_that_preempts_changes_no_part(any_way: Place) -> None:
-    memory = Memory("unified", 160, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
+    memory = KvCapabilities("unified", 160, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
     for swap_mib in (0, 64):
         schedule = {"admission": "optimistic", "swap_mib": swap_mib}
         engine = any_way.engine(4, 128, memory=memory, schedule=schedule)

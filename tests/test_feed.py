@@ -22,9 +22,9 @@ from cbatch.errors import (
     RequestFailedError,
 )
 from cbatch.messages import BatchPrompt
+from cbatch.progress import SilentView, Snapshot
 from cbatch.response import BatchResult
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT
-from cbatch.runtime.progress import SilentView, Snapshot
 from cbatch.runtime.sequences import SequenceMaker
 from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, all_results, in_thread
 

@@ -10,10 +10,10 @@ import pytest
 
 import cbatch
 from cbatch.bench import synth
+from cbatch.cache.store import CacheStore
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.models.recipe.tasks import SHORT_TASKS, held_out_chats, is_right
-from cbatch.store import CacheStore
 from tests.backend.lora import write_lora
 from tests.runtime.backends import all_results, streams
 

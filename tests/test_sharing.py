@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend
-from cbatch.core.plan import Memory
+from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from tests.runtime.backends import all_results
@@ -47,11 +47,11 @@ def prompts(draw: st.DrawFn) -> BatchPrompt:
 
 
 @st.composite
-def memories(draw: st.DrawFn, n_piece: int) -> Memory:
+def memories(draw: st.DrawFn, chunk_alignment: int) -> KvCapabilities:
     """Slots of their own, a pool that may be too small for all, or states."""
-    kind = draw(st.just(KINDS[0]) if n_piece else st.sampled_from(KINDS))
+    kind = draw(st.just(KINDS[0]) if chunk_alignment else st.sampled_from(KINDS))
     n_cells = draw(st.integers(N_WINDOW, N_SLOTS * N_WINDOW))
-    return Memory(
+    return KvCapabilities(
         kind,
         n_cells if kind == "unified" else N_SLOTS * N_WINDOW,
         can_trim=kind != "recurrent",
@@ -62,11 +62,15 @@ def memories(draw: st.DrawFn, n_piece: int) -> Memory:
 
 
 def answers(
-    memory: Memory, n_piece: int, batches: list[list[BatchPrompt]], *, is_shared: bool
+    memory: KvCapabilities,
+    chunk_alignment: int,
+    batches: list[list[BatchPrompt]],
+    *,
+    is_shared: bool,
 ) -> tuple[list[BatchResult], int]:
     """Run one batch after the other; return the results, and how many tokens of prompts were computed."""
     backend = FakeBackend(N_SLOTS, N_WINDOW, N_BATCH, memory=memory)
-    backend.n_piece, backend.adapters = n_piece, ("a",)
+    backend.chunk_alignment, backend.adapters = chunk_alignment, ("a",)
     schedule = ScheduleOptions(share_prefixes=is_shared)
     with closing(Engine(backend, schedule=schedule, threaded=False)) as engine:
         found = [r for batch in batches for r in all_results(engine.run(batch))]
@@ -84,12 +88,12 @@ def told(result: BatchResult) -> tuple[object, ...]:
 @given(st.sampled_from([0, 0, 16]), st.data())
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_batches_have_the_same_answers_with_sharing_on_and_off(
-    n_piece: int, data: st.DataObject
+    chunk_alignment: int, data: st.DataObject
 ) -> None:
-    memory = data.draw(memories(n_piece))
+    memory = data.draw(memories(chunk_alignment))
     batches = data.draw(st.lists(st.lists(prompts(), min_size=1, max_size=6), max_size=3))
-    on, n_on = answers(memory, n_piece, batches, is_shared=True)
-    off, n_off = answers(memory, n_piece, batches, is_shared=False)
+    on, n_on = answers(memory, chunk_alignment, batches, is_shared=True)
+    off, n_off = answers(memory, chunk_alignment, batches, is_shared=False)
     assert [*map(told, on)] == [*map(told, off)]
     assert n_on <= n_off
 
@@ -97,7 +101,7 @@ def test_random_batches_have_the_same_answers_with_sharing_on_and_off(
 def test_choices_of_a_prompt_compute_it_once_in_every_memory_that_copies() -> None:
     batch = [BatchPrompt(tokens=range(100), options={"n": 4, "max_tokens": 4, "seed": 1})]
     for kind in KINDS[:2]:
-        memory = Memory(
+        memory = KvCapabilities(
             kind, 4 * N_WINDOW - 1 if kind == "unified" else 4 * N_WINDOW, can_copy=True
         )
         on, n_on = answers(memory, 0, [batch], is_shared=True)

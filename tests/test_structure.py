@@ -14,7 +14,7 @@ import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake_grammar import FakeConstraint, FakeGrammars
 from cbatch.backend.fake_vocab import FakeVocab
-from cbatch.backend.grammar import Guides
+from cbatch.backend.grammar import GrammarMatchers
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
@@ -372,16 +372,16 @@ def test_masks_made_beside_decoding_give_the_same_answers(monkeypatch: pytest.Mo
     options: dict[str, Any] = {"json_schema": PERSON, "max_tokens": 40, "temperature": 1.5}
     prompts = [BatchPrompt(prompt=f"Item {i}:", options={"seed": i}) for i in range(6)]
     filled: set[str] = set()
-    fill = Guides.fill
+    fill = GrammarMatchers.fill
 
-    def fill_and_tell(guides: Guides, chunks: Sequence[Chunk]) -> None:
+    def fill_and_tell(guides: GrammarMatchers, chunks: Sequence[Chunk]) -> None:
         filled.add(threading.current_thread().name.rpartition("_")[0])
         time.sleep(0.002)  # later than decoding ends
         fill(guides, chunks)
 
     with cbatch.load(parallel=4, ctx_per_seq=128, n_threads=1, exact=True) as engine:
         wanted = [r.token_ids for r in engine.run(prompts, options=options).results()]
-    monkeypatch.setattr(Guides, "fill", fill_and_tell)
+    monkeypatch.setattr(GrammarMatchers, "fill", fill_and_tell)
     with on_device(monkeypatch) as engine:
         found = [r.token_ids for r in engine.run(prompts, options=options).results()]
     assert found == wanted

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.core.plan import Binding, Memory, Slot
+from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.options import Sampling
@@ -64,8 +64,8 @@ def n_moves(n_prompt: int, n_output: int, n_discard: int, n_window: int = W) -> 
     return max(0, -(-(n_prompt + n_output - 1 - n_window) // n_discard))
 
 
-def pool(n_cells: int, *, can_save: bool = True) -> Memory:
-    return Memory(
+def pool(n_cells: int, *, can_save: bool = True) -> KvCapabilities:
+    return KvCapabilities(
         "unified",
         n_cells,
         can_save=can_save,
@@ -85,9 +85,11 @@ def too_long(result: BatchResult) -> tuple[int, int, int]:
     return error.n_prompt, error.n_output, error.n_limit
 
 
-@pytest.mark.parametrize("n_piece", [0, 16])
-def test_window_full_of_prompt_is_refused_with_the_numbers(any_way: Place, n_piece: int) -> None:
-    engine = any_way.engine(n_window=W, n_piece=n_piece)
+@pytest.mark.parametrize("chunk_alignment", [0, 16])
+def test_window_full_of_prompt_is_refused_with_the_numbers(
+    any_way: Place, chunk_alignment: int
+) -> None:
+    engine = any_way.engine(n_window=W, chunk_alignment=chunk_alignment)
     items = [item(text_of(W), max_tokens=cap) for cap in (None, 1, 7)]
     results = any_way.results(engine.run(items))
     assert [too_long(r) for r in results] == [(W, 1, W)] * 3
@@ -320,7 +322,7 @@ def test_prompt_that_fills_the_window_is_refused_though_it_may_move(any_way: Pla
 
 
 def test_answer_without_a_cap_goes_on_until_it_is_cancelled(any_way: Place) -> None:
-    backend = GatedBackend(1, W, 64, memory=Memory("partitioned", W, can_shift=True))
+    backend = GatedBackend(1, W, 64, memory=KvCapabilities("partitioned", W, can_shift=True))
     engine = Engine(
         backend, options={"ignore_eos": True, "seed": 1}, threaded=any_way.way != "by hand"
     )
@@ -361,17 +363,17 @@ def test_stops_are_found_behind_the_window(any_way: Place, by: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "n_piece", "words"),
+    ("memory", "chunk_alignment", "words"),
     [
-        (Memory("partitioned", 512, can_save=True, can_copy=True), 0, "cannot move"),
-        (Memory("recurrent", 4, can_trim=False, can_save=True), 0, "cannot move"),
-        (Memory("partitioned", 512, can_shift=True), 16, "exact=True"),
+        (KvCapabilities("partitioned", 512, can_save=True, can_copy=True), 0, "cannot move"),
+        (KvCapabilities("recurrent", 4, can_trim=False, can_save=True), 0, "cannot move"),
+        (KvCapabilities("partitioned", 512, can_shift=True), 16, "exact=True"),
     ],
 )
 def test_memory_that_cannot_move_refuses_and_queues_nothing(
-    any_way: Place, memory: Memory, n_piece: int, words: str
+    any_way: Place, memory: KvCapabilities, chunk_alignment: int, words: str
 ) -> None:
-    engine = any_way.engine(4, W, memory=memory, n_piece=n_piece)
+    engine = any_way.engine(4, W, memory=memory, chunk_alignment=chunk_alignment)
     with pytest.raises(ConfigError, match=f"n_discard=32 cannot be had.*{words}"):
         engine.run([item(text_of(9)), item(text_of(9), n_discard=32)])
     assert engine._loop.routes == {}
@@ -405,7 +407,7 @@ def test_numbers_that_are_none_are_refused(any_way: Place, options: dict[str, An
 
 
 def test_generator_with_one_that_cannot_move_fails_that_item_alone(any_way: Place) -> None:
-    engine = any_way.engine(4, W, n_piece=16)
+    engine = any_way.engine(4, W, chunk_alignment=16)
     results = any_way.results(engine.run(iter([item(text_of(9)), item(text_of(9), n_discard=3)])))
     assert [r.finish_reason for r in results] == ["length", "error"]
     assert isinstance(results[1].error, ConfigError)

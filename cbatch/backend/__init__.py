@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cbatch.core.plan import Memory, StepPlan, StepResult
+    from cbatch.core.plan import KvCapabilities, StepPlan, StepResult
     from cbatch.options import AdapterSet, Grammar
 
 Message = Mapping[str, object]
@@ -105,11 +105,11 @@ class Backend(Protocol):
         """Most tokens one step may hold."""
 
     @property
-    def n_piece(self) -> int:
+    def chunk_alignment(self) -> int:
         """Prompts are computed in pieces that start at multiples of this, each whole in one step; 0 = anyhow."""
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> KvCapabilities:
         """What the memory is, and which of a plan's orders it can do."""
 
     @property
@@ -143,8 +143,10 @@ class Backend(Protocol):
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells computed with `adapters` depend on, by readable names. From any thread; may read files."""
 
-    def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
-        """Return the first of cells that `take` handed out, here or elsewhere, for `keep` to take. From any thread.
+    def validate_state(
+        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
+    ) -> NDArray[np.uint8]:
+        """Check exported cells and return the first of them, for `import_state`. From any thread.
 
         Args:
             data: (n_bytes,) uint8: anything.
@@ -158,16 +160,16 @@ class Backend(Protocol):
             ValueError: they are none of this memory's; its text is the end of a sentence about them.
         """
 
-    def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
+    def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         """Take cells for a plan to load under `key`. Owner thread.
 
         Args:
             key: new.
-            data: (n_bytes,) uint8, as `fit` returned them, kept until they are loaded or forgotten.
+            data: (n_bytes,) uint8, as `validate_state` returned them, kept until they are loaded or forgotten.
             n_cells: how many cells it holds.
         """
 
-    def take(self, key: int) -> NDArray[np.uint8] | None:
+    def export_state(self, key: int) -> NDArray[np.uint8] | None:
         """Hand out what a plan saved under `key` and forget it; None where it was lost. Owner thread.
 
         Returns:

@@ -24,8 +24,8 @@ from cbatch.core.plan import (
     N_TARGETS_MAX,
     Binding,
     Chunk,
-    Guidance,
-    Memory,
+    GrammarStep,
+    KvCapabilities,
     Slot,
     StepPlan,
     StepResult,
@@ -104,13 +104,13 @@ class FakeBackend:
         seed: int = 0,
         faults: Faults = _NO_FAULTS,
         cost: Callable[[int, int], float] = _NO_COST,
-        memory: Memory | None = None,
+        memory: KvCapabilities | None = None,
     ) -> None:
         if n_vocab <= END_TOKEN:
             raise ConfigError(f"n_vocab must be above {END_TOKEN}, not {n_vocab}")
         self.n_slots, self.n_window, self.n_batch = n_slots, n_window, n_batch
-        self.n_piece = 0
-        self.memory = memory or Memory("partitioned", n_slots * n_window)
+        self.chunk_alignment = 0
+        self.memory = memory or KvCapabilities("partitioned", n_slots * n_window)
         self.vocab = FakeVocab(n_vocab)
         self._start = seed * 2 + 1
         self._kv = FakeCells(n_slots, n_window, self.memory, self._start, faults.swap)
@@ -216,7 +216,7 @@ class FakeBackend:
             output.append(self._token(state, history, binding, len(prompt) + len(output), matcher))
             if output[-1] in binding.stop_tokens:
                 break
-            guidance = matcher.follow(output[-1]) if matcher else Guidance()
+            guidance = matcher.follow(output[-1]) if matcher else GrammarStep()
             if guidance.problem:
                 del output[-1]
             if guidance.problem or (guidance.is_complete and not guidance.forced):
@@ -239,18 +239,20 @@ class FakeBackend:
         """Return what cells depend on."""
         return {"seed": str(self._seed), "kind": self.memory.kind, "adapters": repr(adapters)}
 
-    def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
+    def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         """Take cells that were saved elsewhere; what is not a whole list of them is empty."""
         self.saved[key] = data.view(np.int64).tolist() if len(data) % 8 == 0 else []
         self._kv.n_said[key] = n_cells
 
-    def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
+    def validate_state(
+        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
+    ) -> NDArray[np.uint8]:
         """Return the first cells as they are."""
         if len(data) < 8 * n_cells or len(data) % 8:
             raise ValueError("are cut off")
         return data[: 8 * n_wanted]
 
-    def take(self, key: int) -> NDArray[np.uint8] | None:
+    def export_state(self, key: int) -> NDArray[np.uint8] | None:
         """Hand out saved cells and forget them."""
         cells = self.saved.pop(key, None)
         return None if cells is None else np.array(cells, np.int64).view(np.uint8)
@@ -262,9 +264,9 @@ class FakeBackend:
             if matcher := matcher_of(binding):
                 self._matchers[binding.slot] = matcher
 
-    def _guide(self, chunks: Sequence[Chunk], tokens: list[list[int]]) -> dict[Slot, Guidance]:
+    def _guide(self, chunks: Sequence[Chunk], tokens: list[list[int]]) -> dict[Slot, GrammarStep]:
         """Have constraints follow what was sampled; a row that breaks one is broken."""
-        guided: dict[Slot, Guidance] = {}
+        guided: dict[Slot, GrammarStep] = {}
         for chunk, sampled in zip(chunks, tokens, strict=True):
             matcher = self._matchers.get(chunk.slot)
             if matcher is None or not sampled or sampled[-1] < 0:

@@ -10,7 +10,7 @@ from cbatch.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cbatch.core.plan import Memory, Slot, StepPlan
+    from cbatch.core.plan import KvCapabilities, Slot, StepPlan
 
 
 class FakeCells:
@@ -28,7 +28,7 @@ class FakeCells:
         self,
         n_slots: int,
         n_window: int,
-        memory: Memory,
+        memory: KvCapabilities,
         start: int,
         swaps: Callable[[int], bool],
     ) -> None:

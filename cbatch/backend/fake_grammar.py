@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.backend.fake_tokens import mix
-from cbatch.core.plan import Guidance
+from cbatch.core.plan import GrammarStep
 from cbatch.errors import GrammarError, PlanError
 
 if TYPE_CHECKING:
@@ -60,16 +60,16 @@ class FakeMatcher:
             return self._forced[0]
         return token if token % 2 == self._constraint.parity else token - 1 if token else 1
 
-    def follow(self, token: int) -> Guidance:
+    def follow(self, token: int) -> GrammarStep:
         """Take a sampled token and what it forces; return what there is to say."""
         if not self._forced and token % 16 == self._constraint.bad:
-            return Guidance(problem="a bad token")
+            return GrammarStep(problem="a bad token")
         self._take(token)
         forced = tuple(self._forced) if self._forces else ()
         for behind in forced:
             self._take(behind)
         is_last = (token, *forced)[-1] % 16 == self._constraint.last
-        return Guidance(forced, is_complete=is_last and not self._forced)
+        return GrammarStep(forced, is_complete=is_last and not self._forced)
 
     def _take(self, token: int) -> None:
         if token % 2 != self._constraint.parity:

@@ -65,7 +65,7 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
     }
 
 
-def answer_settings(options: EngineOptions, n_piece: int, n_window: int) -> dict[str, str]:
+def answer_settings(options: EngineOptions, chunk_alignment: int, n_window: int) -> dict[str, str]:
     """Return the settings that change what a model answers, by name, in words for people.
 
     What changes but the rounding, as company does, is none of them, unless the options are exact.
@@ -76,18 +76,18 @@ def answer_settings(options: EngineOptions, n_piece: int, n_window: int) -> dict
         n_window: what one slot holds.
     """
     return {
-        "exact": "False" if not options.exact else _exactly(options, n_piece, n_window),
+        "exact": "False" if not options.exact else _exactly(options, chunk_alignment, n_window),
         **{name: str(getattr(options, name)) for name in _OF_CELLS},
         "rope": _said(options, ("rope_scaling", *ROPE_VALUES)) or "the model's own",
     }
 
 
-def _exactly(options: EngineOptions, n_piece: int, n_window: int) -> str:
-    if n_piece >= n_window:  # every prompt is one piece, as it is in those of `n_ubatch`
-        n_piece = max(n_piece, options.n_ubatch)
+def _exactly(options: EngineOptions, chunk_alignment: int, n_window: int) -> str:
+    if chunk_alignment >= n_window:  # every prompt is one piece, as it is in those of `n_ubatch`
+        chunk_alignment = max(chunk_alignment, options.n_ubatch)
     devices = _said(options, _DEVICES)
     places = f", {devices}" if devices else ""
-    return f"True (pieces of {n_piece}, llama-cpp-python {llama_cpp.__version__}{places})"
+    return f"True (pieces of {chunk_alignment}, llama-cpp-python {llama_cpp.__version__}{places})"
 
 
 def _said(options: EngineOptions, names: Sequence[str]) -> str:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.grammar_sandbox import GrammarSandbox
 from cbatch.backend.schema_numbers import find_bad_number
-from cbatch.backend.trial import GrammarTrial
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Guidance, Slot
+from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, GrammarStep, Slot
 from cbatch.errors import GrammarError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class LlamaGrammars:
 
     def __init__(self, model: LlamaModel) -> None:
         self._model = model
-        self._trial = GrammarTrial(_LIMITS)
+        self._trial = GrammarSandbox(_LIMITS)
         self._tokenizer: Any = None
 
     def compile(self, grammar: Grammar) -> Constraint:
@@ -250,7 +250,7 @@ class _Row:
     problem: str = ""
 
 
-class Guides:
+class GrammarMatchers:
     """The matchers of all slots: what each may sample next, and what follows from what it sampled. Owner thread."""
 
     def __init__(self, n_slots: int, n_threads: int) -> None:
@@ -300,10 +300,10 @@ class Guides:
 
     def follow(
         self, chunks: Sequence[Chunk], tokens: Sequence[list[int]]
-    ) -> tuple[list[list[int]], dict[Slot, Guidance]]:
+    ) -> tuple[list[list[int]], dict[Slot, GrammarStep]]:
         """Take what was sampled; return it, broken where it breaks a constraint, and what follows from it."""
         sampled = {c.slot: row for c, row in zip(chunks, tokens, strict=True)}
-        guided: dict[Slot, Guidance] = {}
+        guided: dict[Slot, GrammarStep] = {}
         for slot, row in self._guided(chunks):
             guidance = _after(row, sampled[slot][-1])
             if guidance.problem:
@@ -344,7 +344,7 @@ class Guides:
         return self._executor
 
 
-_NOTHING = Guidance()
+_NOTHING = GrammarStep()
 
 
 def _banned(constraint: Constraint, binding: Binding) -> NDArray[np.uint32] | None:
@@ -358,16 +358,16 @@ def _banned(constraint: Constraint, binding: Binding) -> NDArray[np.uint32] | No
     return bits
 
 
-def _after(row: _Row, token: int) -> Guidance:
+def _after(row: _Row, token: int) -> GrammarStep:
     """Take a sampled token; return what must follow, and whether that is all."""
     if not row.problem and token >= 0 and not row.matcher.consume_token(token):
         row.problem = problem_of(row.matcher)
     if row.problem:
-        return Guidance(problem=row.problem)
+        return GrammarStep(problem=row.problem)
     if token < 0 or row.matcher.is_stopped():
-        return Guidance(is_complete=token >= 0)
+        return GrammarStep(is_complete=token >= 0)
     forced: list[int] = row.matcher.compute_ff_tokens() if row.forces else []
     if forced and not row.matcher.consume_tokens(forced):
         row.problem = problem_of(row.matcher)
-        return Guidance(problem=row.problem)
-    return Guidance(tuple(forced), is_complete=bool(row.matcher.is_stopped()))
+        return GrammarStep(problem=row.problem)
+    return GrammarStep(tuple(forced), is_complete=bool(row.matcher.is_stopped()))

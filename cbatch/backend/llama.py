@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from cbatch.backend.attention_tiles import most_long_context_prefills
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.context import available_cores, make_context, slot_window
 from cbatch.backend.fingerprint import (
@@ -19,18 +20,17 @@ from cbatch.backend.fingerprint import (
     model_parts,
     rope_factors,
 )
-from cbatch.backend.grammar import Guides, LlamaGrammars
+from cbatch.backend.grammar import GrammarMatchers, LlamaGrammars
 from cbatch.backend.library import handshake
 from cbatch.backend.log import llama_log
 from cbatch.backend.memory import LlamaCells, SavedCells, find_memory, has_states
 from cbatch.backend.native import NativeStepper
 from cbatch.backend.once import teams
 from cbatch.backend.saved import read_format
-from cbatch.backend.tiles import most_far
 from cbatch.core.plan import (
     BROKEN_ROW,
     Chunk,
-    Memory,
+    KvCapabilities,
     Slot,
     StepPlan,
     StepResult,
@@ -113,7 +113,7 @@ class LlamaBackend:
         self._saved: dict[int, SavedCells] = {}
         self.n_slots = options.n_slots
         self.n_threads = options.n_threads or min(available_cores(), MAX_THREADS)
-        self._guides = Guides(self.n_slots, self.n_threads)
+        self._guides = GrammarMatchers(self.n_slots, self.n_threads)
         self.is_unified = options.kv == "unified"
         try:
             self._open()
@@ -130,7 +130,7 @@ class LlamaBackend:
             model.n_ctx_train,
             is_pool=self.memory.kind == "unified",
         )
-        self.n_piece = _n_piece(self.n_batch, options)
+        self.chunk_alignment = _chunk_alignment(self.n_batch, options)
         self._parts = model_parts(model.name)
         self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self._ctx)))
         model.contexts.add(self)
@@ -168,7 +168,7 @@ class LlamaBackend:
             )
         return sample
 
-    def _find_memory(self) -> Memory:
+    def _find_memory(self) -> KvCapabilities:
         memory = find_memory(
             self._ctx,
             self._model,
@@ -178,7 +178,12 @@ class LlamaBackend:
         )
         if memory.kind != "partitioned" or self._is_on_device:
             return memory
-        return replace(memory, n_far_chunks=most_far(self._model, self._options, self.n_threads))
+        return replace(
+            memory,
+            n_long_context_prefills=most_long_context_prefills(
+                self._model, self._options, self.n_threads
+            ),
+        )
 
     def _find_format(self) -> SavedFormat | None:
         """Find out how the context writes cells, if that is a known way."""
@@ -234,7 +239,9 @@ class LlamaBackend:
     # ---- computing ----
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        result = self._pieces(plan) if self.n_piece else self._steps(plan.chunks, plan.n_steps)
+        result = (
+            self._pieces(plan) if self.chunk_alignment else self._steps(plan.chunks, plan.n_steps)
+        )
         if result.n_steps:
             self._doubt(plan.chunks, result.tokens)
             tokens, guided = self._guides.follow(plan.chunks, result.tokens)
@@ -422,17 +429,19 @@ class LlamaBackend:
             self._doubtful.add(slot)
         return True
 
-    def keep(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
+    def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         """Take cells that were saved; see `Backend.keep`."""
         self._saved[key] = SavedCells(data, n_cells, is_doubtful=True)
 
-    def fit(self, data: NDArray[np.uint8], n_cells: int, n_wanted: int) -> NDArray[np.uint8]:
+    def validate_state(
+        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
+    ) -> NDArray[np.uint8]:
         """Return cells from elsewhere as this memory would have them; see `Backend.fit`."""
         if self._format is None:
             raise ValueError("are of a memory whose layout this version does not know")
         return self._format.fit(data, n_cells, n_wanted)
 
-    def take(self, key: int) -> NDArray[np.uint8] | None:
+    def export_state(self, key: int) -> NDArray[np.uint8] | None:
         """Hand out what was saved; see `Backend.take`."""
         saved = self._saved.pop(key, None)
         return None if saved is None else saved.data
@@ -445,13 +454,13 @@ class LlamaBackend:
     @property
     def answer_settings(self) -> Mapping[str, str]:
         """What answers depend on besides the model; see `Backend.answer_settings`."""
-        said = answer_settings(self._options, self.n_piece, self.n_window)
+        said = answer_settings(self._options, self.chunk_alignment, self.n_window)
         return {**said, "rope factors": self._rope_factors}
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""
         said = {
-            "pieces": str(self.n_piece),
+            "pieces": str(self.chunk_alignment),
             "rope factors": self._rope_factors,
         }
         if self._adapters is not None:
@@ -581,6 +590,6 @@ def output_row(chunks: Sequence[Chunk], i_chunk: int) -> int:
     return len(chunks) + sum(len(c.tokens) - 1 for c in chunks[: i_chunk + 1]) - 1
 
 
-def _n_piece(n_batch: int, options: EngineOptions) -> int:
+def _chunk_alignment(n_batch: int, options: EngineOptions) -> int:
     """Return the size of a prompt's pieces: one graph run, and room for one beside the rows of all others."""
     return min(options.n_ubatch, n_batch - options.n_slots + 1) if options.exact else 0

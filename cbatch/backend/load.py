@@ -9,10 +9,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.adapters import Adapters
-from cbatch.backend.aside import run_aside
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.context import context_cells, slot_window
 from cbatch.backend.fingerprint import model_parts
+from cbatch.backend.fresh_thread import run_aside
 from cbatch.backend.library import handshake
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
@@ -44,7 +44,7 @@ def load_backend(
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     """Load `model` and make its context; return the backend and what asks the exactness probe.
 
-    Whatever this computes, it computes aside; see `cbatch.backend.aside`.
+    Whatever this computes, it computes aside; see `cbatch.backend.fresh_thread`.
 
     Args:
         model: path of a GGUF file, a `llama_cpp.Llama`, or None for the model that ships inside.

@@ -11,7 +11,7 @@ import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.layout import CELL_TYPES, read_layout
-from cbatch.core.plan import Memory
+from cbatch.core.plan import KvCapabilities
 from cbatch.errors import IncompatibleLlamaError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def has_states(model: LlamaModel) -> bool:
 
 def find_memory(
     ctx: Any, model: LlamaModel, *, n_slots: int, is_unified: bool, cache_type_k: str
-) -> Memory:
+) -> KvCapabilities:
     """Find out what the memory of an empty context can do, by five one-token decodes. Leaves it empty.
 
     Where layers look back over some positions only, llama.cpp reuses cells that fell out of their sight and does not
@@ -151,7 +151,7 @@ def find_memory(
     can_trim = not is_recurrent and not llama_cpp.llama_model_n_swa(model.pointer)
     can_copy = can_trim and target > 0 and _copies(ctx, cells, target, undisturbed, model)
     n_per_cell = max(0, -(-(sizes[-1] - sizes[0]) // (_N_KEPT - 1)))
-    return Memory(
+    return KvCapabilities(
         kind="recurrent" if is_recurrent else "unified" if is_unified else "partitioned",
         n_cells=int(llama_cpp.llama_n_ctx(ctx)),
         can_trim=can_trim,

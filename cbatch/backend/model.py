@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.backend.amx import AMX_ADVICE, has_sound_amx
 from cbatch.backend.bindings import llama_cpp, short_spins
-from cbatch.backend.chat import parse_override
+from cbatch.backend.chat_template import parse_override
 from cbatch.backend.devices import add_servers, list_devices
 from cbatch.backend.gguf_check import Cursor, DamagedError, check_file, read_header
 from cbatch.backend.once import once

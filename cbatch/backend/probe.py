@@ -131,7 +131,7 @@ class _Probe:
         yield from _compare(
             "when prompts are merged into one step", alone, self._merged(self._tokens)
         )
-        if not self._backend.n_piece:
+        if not self._backend.chunk_alignment:
             for n_chunk in (1, 3, 33, 64):
                 way = f"when a prompt is computed in chunks of {n_chunk}"
                 yield from _compare(way, alone, self._alone(self._tokens, n_chunk))
@@ -156,7 +156,7 @@ class _Probe:
         """Compute our prompt in one step with as many others as fit, in the slot above theirs."""
         self._clear()
         n_batch = self._backend.n_batch
-        n_first = min(len(tokens) - _N_DECODED, self._backend.n_piece or n_batch // 2)
+        n_first = min(len(tokens) - _N_DECODED, self._backend.chunk_alignment or n_batch // 2)
         company = self._fitting(n_batch - n_first)
         ours = Slot(len(company))
         chunks = [
@@ -185,7 +185,7 @@ class _Probe:
         self, slot: Slot, tokens: Sequence[int], n_chunk: int = 0, start: int = 0
     ) -> Logits:
         n_prompt = len(tokens) - _N_DECODED
-        n_chunk = n_chunk or self._backend.n_piece or self._backend.n_batch
+        n_chunk = n_chunk or self._backend.chunk_alignment or self._backend.n_batch
         for i in range(start, n_prompt, n_chunk):
             end = min(i + n_chunk, n_prompt)
             chunk = Chunk(slot, i, tokens[i:end], has_output=end == n_prompt)

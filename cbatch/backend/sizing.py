@@ -49,7 +49,7 @@ _log = Log("cbatch")
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class WorkloadProfile:
     """What prompts ask of a context.
 
     Args:
@@ -127,7 +127,7 @@ def settle(
     Raises:
         ModelLoadError: not even one slot of the least window fits.
     """
-    demand = read_demand(model.vocab, look_ahead) if look_ahead else Demand()
+    demand = read_profile(model.vocab, look_ahead) if look_ahead else WorkloadProfile()
     kv = _kv(model, options, demand)
     if options.n_ctx is not None:
         return replace(options, parallel=options.n_slots, kv=kv)
@@ -206,7 +206,7 @@ def _as_many(parallel: int | None, n_window: int, room: Room) -> Sizes:
     return Sizes(parallel or room.most_slots(n_window, DEFAULT_PARALLEL) or 1, n_window)
 
 
-def wanted_window(demand: Demand, n_trained: int) -> int:
+def wanted_window(demand: WorkloadProfile, n_trained: int) -> int:
     """Return the window that is wanted: the default one, or what the prompts that come need."""
     n_default = min(n_trained or DEFAULT_WINDOW, DEFAULT_WINDOW)
     if not demand.n_window:
@@ -241,14 +241,14 @@ def choose_kv(
     return "unified" if can_share_pool and is_much else "partitioned"
 
 
-def read_demand(vocab: Vocab, look_ahead: LookAhead) -> Demand:
+def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
     """Return what these prompts ask for; those that cannot be read are left out, and say nothing."""
     prompts = look_ahead.prompts[:N_LOOKED_AT]
     read = [(t, options) for prompt, options in prompts if (t := _tokens(vocab, prompt, options))]
     n_answers = max(1, sum(options.n_choices for _, options in read))
     n_again = sum(len(tokens) * (options.n_choices - 1) for tokens, options in read)
     n_cells = sum(o.n_choices * (len(t) + (o.max_tokens or OUTPUT_UNSAID)) for t, o in read)
-    return Demand(
+    return WorkloadProfile(
         n_window=max((_n_needed(len(tokens), options) for tokens, options in read), default=0),
         n_common=(n_common_tokens([tokens for tokens, _ in read]) + n_again) / n_answers,
         n_cells=n_cells / n_answers,
@@ -284,7 +284,7 @@ def _tokens(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[
 
 
 def _kv(
-    model: LlamaModel, options: EngineOptions, demand: Demand
+    model: LlamaModel, options: EngineOptions, demand: WorkloadProfile
 ) -> Literal["partitioned", "unified"]:
     if options.kv != "auto":
         return options.kv

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.breakers import BreakerTable
-from cbatch.backend.chat import ChatTemplate
+from cbatch.backend.chat_template import ChatTemplate
+from cbatch.backend.dry_breakers import BreakerTable
 from cbatch.errors import EngineClosedError, PromptError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.aside import run_aside
+from cbatch.backend.fresh_thread import run_aside
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import MAX_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError, DecodeError

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.backend.aside import run_aside
+from cbatch.backend.fresh_thread import run_aside
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model
@@ -70,7 +70,7 @@ def _seconds(
     prompts = job.prompts(model.vocab.n_vocab, seed)
     backend = run_aside(partial(LlamaBackend, model, options, owns_model=False))
     if not is_limited:
-        backend.memory = replace(backend.memory, n_far_chunks=0)
+        backend.memory = replace(backend.memory, n_long_context_prefills=0)
     with Engine(backend, options={"temperature": 0, "ignore_eos": True}) as engine:
         beginning = (prompts[0].tokens or ())[: job.n_common + 1]
         engine.submit(BatchPrompt(tokens=beginning), options={"max_tokens": 1}).result()

@@ -19,8 +19,8 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cbatch.backend.aside import run_aside
 from cbatch.backend.bare import PrefixLoop
+from cbatch.backend.fresh_thread import run_aside
 from cbatch.backend.load import describe_model
 from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.backend.aside import run_aside
+from cbatch.backend.fresh_thread import run_aside
 from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model
-from cbatch.backend.rivals import LogitRows
+from cbatch.backend.sampler_bench import LogitRows
 from cbatch.bench.synth import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
 from cbatch.options import Sampling

@@ -24,7 +24,7 @@ from cbatch.checks import check_seconds
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
-from cbatch.core.plan import Memory
+from cbatch.core.plan import KvCapabilities
 from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats, Percentiles
@@ -196,7 +196,7 @@ def simulate(
     cost: Cost = SMALL,
     n_window: int = 2048,
     n_batch: int = 2048,
-    memory: Memory | None = None,
+    memory: KvCapabilities | None = None,
     is_watched: bool = True,
 ) -> Report:
     """Serve a trace in virtual time and return how it went; memory does not grow with the trace.
@@ -236,7 +236,7 @@ class FakeServer:
         n_batch: int,
         options: ScheduleOptions,
         cost: Cost,
-        memory: Memory | None = None,
+        memory: KvCapabilities | None = None,
     ) -> None:
         options = replace(options, share_prefixes=False)  # its prompts are all alike
         self.cost, self.options = cost, options
@@ -476,9 +476,9 @@ def _schedule(policy: str, a: argparse.Namespace) -> ScheduleOptions:
     return ScheduleOptions(policy=policy, **said)  # type: ignore[arg-type]  # it is checked there
 
 
-def _memory(n_slots: int, a: argparse.Namespace) -> Memory:
+def _memory(n_slots: int, a: argparse.Namespace) -> KvCapabilities:
     n_cells = a.unified_cells or n_slots * a.window
-    return Memory(
+    return KvCapabilities(
         "unified" if a.unified_cells else "partitioned",
         n_cells,
         can_save=a.saved_bytes is not None,

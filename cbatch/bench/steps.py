@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.backend.aside import run_aside
 from cbatch.backend.bare import BareLoop
+from cbatch.backend.fresh_thread import run_aside
 from cbatch.backend.llama import LlamaBackend
 from cbatch.backend.log import llama_log
 from cbatch.backend.model import open_model

@@ -16,7 +16,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.places import stdin, stdout
 
 if TYPE_CHECKING:
-    from cbatch.store import CacheFile, CacheStore
+    from cbatch.cache.store import CacheFile, CacheStore
 
 _MIB = 2**20
 _HEADINGS = ("key", "tokens", "size", "last used", "model")
@@ -139,7 +139,7 @@ def table(files: "list[CacheFile]", *, is_narrow: bool = False) -> Iterator[str]
 
 
 def _open(cache_dir: Path | None) -> "tuple[Path, CacheStore]":
-    from cbatch.store import CacheStore, cells_folder  # numpy is slow to import
+    from cbatch.cache.store import CacheStore, cells_folder  # numpy is slow to import
 
     folder = cells_folder(cache_dir)
     return folder, CacheStore(folder, n_bytes_max=0)

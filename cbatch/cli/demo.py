@@ -14,7 +14,7 @@ from cbatch.files.input.item_stream import ahead_of
 from cbatch.files.input.lines import dump, result_as_json
 from cbatch.files.output.encoders import check_name
 from cbatch.files.places import check_apart, check_new, check_place, opened
-from cbatch.runtime.progress import View
+from cbatch.progress import View
 
 _GREEDY = cbatch.RunOptions(temperature=0)
 _MAX_WIDTH = 100

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from cbatch.cli.words import tell, tell_at_once
-from cbatch.runtime.progress import PLAIN_INTERVAL_S, Snapshot
+from cbatch.progress import PLAIN_INTERVAL_S, Snapshot
 
 
 class EventView:

@@ -71,7 +71,7 @@ from cbatch.files.file_run import run_file
 from cbatch.files.places import STDOUT, is_dash
 from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.summary import RunSummary
-from cbatch.runtime.progress import View, choose_view, summary_lines
+from cbatch.progress import View, choose_view, summary_lines
 
 _FILES = "Files"
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING
 
-from cbatch.core.cells import Cells
-from cbatch.core.choosing import choose_mover, choose_victim, slot_of
+from cbatch.core.cell_ops import Cells
 from cbatch.core.deadlines import Deadlines
-from cbatch.core.demand import Demand
-from cbatch.core.holds import Compiles, Fetches, Followers
-from cbatch.core.line import Line
+from cbatch.core.demand import KvDemandEstimator
+from cbatch.core.line import AdmissionQueue
 from cbatch.core.plan import Slot
+from cbatch.core.preemption import choose_mover, choose_victim, slot_of
 from cbatch.core.prompts import Prompts
-from cbatch.core.sharing import Sharing
+from cbatch.core.sharing import PrefixCache
 from cbatch.core.status import Status, Wait
+from cbatch.core.waiting import CacheReads, GrammarBuilds, PrefixWaiters
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import GrammarError
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import Memory
+    from cbatch.core.plan import KvCapabilities
     from cbatch.core.prompts import Tokenize
-    from cbatch.core.sharing import Beginning, Source
+    from cbatch.core.sharing import PrefixMatch, Source
     from cbatch.errors import CBatchError
     from cbatch.options import AdapterSet, Breakers, Grammar
     from cbatch.response import FinishReason
@@ -59,17 +59,21 @@ class MultiRequestBatcher:
         ledger: KvLedger,
         tokenize: Tokenize,
         options: ScheduleOptions | None = None,
-        memory: Memory | None = None,
-        n_piece: int = 0,
+        memory: KvCapabilities | None = None,
+        chunk_alignment: int = 0,
     ) -> None:
         options = options or ScheduleOptions()
         self.ledger = ledger
         self.running: list[SequenceDriver | None] = [None] * ledger.n_slots
         """Who has each slot; a paused one may."""
         self.in_flight: dict[str, SequenceDriver] = {}
-        self.demand = Demand(ledger, is_optimistic=options.admission != "reserve")
-        self.sharing = Sharing(
-            ledger, self.running, memory, n_piece=n_piece, is_on=options.share_prefixes
+        self.demand = KvDemandEstimator(ledger, is_optimistic=options.admission != "reserve")
+        self.sharing = PrefixCache(
+            ledger,
+            self.running,
+            memory,
+            chunk_alignment=chunk_alignment,
+            is_on=options.share_prefixes,
         )
         self.cells = Cells(ledger, memory, options.swap_mib * 2**20, self.sharing)
         self.deadlines = Deadlines()
@@ -81,10 +85,10 @@ class MultiRequestBatcher:
         """Those that ended and wait for their cells to be on disk."""
         self._is_sorted_by_length = options.policy == "shortest"
         self.prompts = Prompts(tokenize, ledger.n_window)
-        self._line = Line(options)
-        self.followers = Followers()
-        self.fetches = Fetches(self.sharing, self.cells)
-        self.compiles = Compiles()
+        self._line = AdmissionQueue(options)
+        self.followers = PrefixWaiters()
+        self.fetches = CacheReads(self.sharing, self.cells)
+        self.compiles = GrammarBuilds()
         self.last_adapters: AdapterSet = ()
         """What the last step was computed with."""
         self._numbers = count()
@@ -192,7 +196,7 @@ class MultiRequestBatcher:
     def _lets_in(
         self,
         driver: SequenceDriver,
-        found: Beginning,
+        found: PrefixMatch,
         now: float,
         admitted: list[SequenceDriver],
     ) -> bool:
@@ -226,7 +230,7 @@ class MultiRequestBatcher:
 
     def _fitting(
         self, waiting: Sequence[SequenceDriver]
-    ) -> tuple[SequenceDriver, Beginning] | None:
+    ) -> tuple[SequenceDriver, PrefixMatch] | None:
         """Return the first that fits or follows, with what it begins with; the head lets some pass, not for ever."""
         head = waiting[0]
         for driver in waiting:
@@ -260,7 +264,7 @@ class MultiRequestBatcher:
         n_taken = len(self.followers) + len(self.sharing.copied) + self.n_waiting
         return self.ledger.n_free_slots - n_taken > 1
 
-    def close_gap(self) -> SequenceDriver | None:
+    def compact_slots(self) -> SequenceDriver | None:
         """Move the sequence of the highest slot into a gap below it; return it, or None where that cannot be or pay."""
         mover = choose_mover(self.running, self.ledger)
         if mover is None:
@@ -323,7 +327,7 @@ class MultiRequestBatcher:
             self._line.remove(driver)
             self._line.hold(driver)
         driver.pause()
-        driver.leave_beside()
+        driver.release_load_followers()
         self.n_changes += 1
         return True
 
@@ -376,7 +380,7 @@ class MultiRequestBatcher:
         One whose cells go to disk has not ended before `end_stored`.
         """
         del self.in_flight[driver.request.id]
-        driver.leave_beside()
+        driver.release_load_followers()
         if not self._stores(driver):
             self._ended.append(driver)
         self.cells.forget(driver)

@@ -21,7 +21,7 @@ _N_REMEMBERED = 32
 """About so many of the last requests decide what is expected of the next."""
 
 
-class Demand:
+class KvDemandEstimator:
     """Decides whether a sequence fits, in the worst case or as far as can be expected.
 
     The expectation is a share of the cap, `ratio`: it follows what ended, and rises where the pool was full. Without a

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.core.answer import N_TAIL
+from cbatch.chat.answers import N_TAIL
 from cbatch.core.plan import (
     BROKEN_ROW,
     EMPTY_ROW,
@@ -14,7 +14,7 @@ from cbatch.core.plan import (
     N_TARGETS_MAX,
     Binding,
     Chunk,
-    Guidance,
+    GrammarStep,
     Slot,
 )
 from cbatch.core.stats import RequestClock
@@ -35,7 +35,7 @@ from cbatch.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.core.answer import Answer, AnswerReader
+    from cbatch.chat.answers import Answer, AnswerReader
     from cbatch.core.plan import TokenLogprobs
     from cbatch.core.request import Request
     from cbatch.options import Breakers, Grammar, Sampling
@@ -103,7 +103,7 @@ class SequenceDriver:
     """How many were admitted before it while it waited for cells at the head of the queue."""
     has_fetched: bool = False
     """Whether cells on disk were asked for."""
-    beside: tuple[SequenceDriver, ...] = ()
+    load_followers: tuple[SequenceDriver, ...] = ()
     """Who waits to copy what it begins with from disk."""
     n_taken: int = 0
     """Tokens whose cells it took over when it first got a slot."""
@@ -200,21 +200,21 @@ class SequenceDriver:
         """Whether the next token has no place before others are taken out."""
         return len(self.tokens) > self.n_window
 
-    def n_to_boundary(self, n_piece: int) -> int:
-        """Return how many pending tokens reach the next boundary: prompts end at multiples of `n_piece`.
+    def n_to_boundary(self, chunk_alignment: int) -> int:
+        """Return how many pending tokens reach the next boundary: prompts end at multiples of `chunk_alignment`.
 
         Output that is computed again goes one token at a time, as it was computed first.
         """
         if self.n_computed >= self.n_prompt:
             return 1
-        n_piece = self.own_piece(n_piece)
-        boundary = (self.n_computed // n_piece + 1) * n_piece
+        chunk_alignment = self.own_alignment(chunk_alignment)
+        boundary = (self.n_computed // chunk_alignment + 1) * chunk_alignment
         return min(self.n_prompt, boundary) - self.n_computed
 
-    def own_piece(self, n_piece: int) -> int:
-        """Return the size of this prompt's pieces, where they are `n_piece`: what a step can score is the most."""
+    def own_alignment(self, chunk_alignment: int) -> int:
+        """Return the size of this prompt's pieces, where `chunk_alignment` is the usual one."""
         is_scored = self.request.options.n_prompt_logprobs is not None
-        return min(n_piece, N_TARGETS_MAX) if is_scored else n_piece
+        return min(chunk_alignment, N_TARGETS_MAX) if is_scored else chunk_alignment
 
     @property
     def is_scoring(self) -> bool:
@@ -425,7 +425,7 @@ class SequenceDriver:
         n_chunk: int,
         sampled: list[int],
         now: float,
-        guidance: Guidance = FREE,
+        guidance: GrammarStep = FREE,
         logprobs: Sequence[TokenLogprobs] = (),
         *,
         later_s: float = 0.0,
@@ -463,7 +463,7 @@ class SequenceDriver:
         if guidance.forced:
             self._append_forced(guidance, now)
 
-    def _append_forced(self, guidance: Guidance, now: float) -> None:
+    def _append_forced(self, guidance: GrammarStep, now: float) -> None:
         for n_behind in range(len(guidance.forced), 0, -1):
             # what a full window has no place for is sampled under the grammar when the window has moved
             if self.finish_reason is not None or self.is_over_window:
@@ -501,7 +501,7 @@ class SequenceDriver:
         self.n_computed = n_cells
         self.n_reached = max(self.n_reached, n_cells)
 
-    def go_without(self, error: CacheError) -> None:
+    def proceed_uncached(self, error: CacheError) -> None:
         """Begin without cells from disk: refused where it wants nothing else, else warned, but for who saves first."""
         options = self.request.options
         if options.cache_required:
@@ -514,11 +514,11 @@ class SequenceDriver:
         self.saved_key = key
         self.take_over(n_cells)
 
-    def leave_beside(self) -> None:
+    def release_load_followers(self) -> None:
         """Let those ask for the file themselves that were to copy what this one does not load now."""
-        for other in self.beside:
+        for other in self.load_followers:
             other.has_fetched = other.has_fetched and other.has_run
-        self.beside = ()
+        self.load_followers = ()
 
     def lose_adopted(self) -> None:
         """Take in that the cells from disk could not be put into a slot: they have to be computed."""
@@ -528,7 +528,7 @@ class SequenceDriver:
         """Take in that the cells from disk are gone before they were of use: where it has no slot it asks once more."""
         self.lose_adopted()
         self.has_fetched = False
-        self.leave_beside()
+        self.release_load_followers()
 
     def rewind(self, n_computed: int = 0) -> None:
         """Forget the cells behind the first `n_computed`: their tokens are pending again."""

@@ -12,7 +12,7 @@ from cbatch.errors import LedgerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.core.plan import Memory
+    from cbatch.core.plan import KvCapabilities
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +43,7 @@ class KvLedger:
         "n_window",
     )
 
-    def __init__(self, n_slots: int, n_window: int, memory: Memory | None = None) -> None:
+    def __init__(self, n_slots: int, n_window: int, memory: KvCapabilities | None = None) -> None:
         self.memory = memory
         self.n_slots = n_slots
         self.n_window = n_window

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cbatch.engine_options import ScheduleOptions
 
 
-class Line:
+class AdmissionQueue:
     """Sequences without a slot. Who comes back goes before the queue, the oldest first; who is held is passed."""
 
     def __init__(self, options: ScheduleOptions) -> None:

@@ -92,15 +92,15 @@ class StepPlan:
     """Slots to empty, whatever is in them."""
     binds: tuple[Binding, ...] = ()
     trims: tuple[tuple[Slot, int], ...] = ()
-    """(slot, n): keep its first n cells. Only where `Memory.can_trim`."""
+    """(slot, n): keep its first n cells. Only where `KvCapabilities.can_trim`."""
     copies: tuple[tuple[Slot, Slot, int], ...] = ()
-    """(from, to, n): have the first n cells of one slot in another, empty one too. Only where `Memory.can_copy`."""
+    """(from, to, n): copy the first n cells to an empty slot. Only where `KvCapabilities.can_copy`."""
     saves: tuple[tuple[Slot, int], ...] = ()
-    """(slot, key): copy its cells to host memory under a new key. Only where `Memory.can_save`."""
+    """(slot, key): copy its cells to host memory under a new key. Only where `KvCapabilities.can_save`."""
     loads: tuple[tuple[Slot, int, int], ...] = ()
     """(slot, key, n): put the first n of saved cells into an empty slot; the key is gone then."""
     shifts: tuple[tuple[Slot, int, int], ...] = ()
-    """(slot, n_keep, n): take the `n` cells behind the first `n_keep` out; those behind move up. `Memory.can_shift`.
+    """(slot, n_keep, n): remove `n` cells behind the first `n_keep`; the rest move up. `KvCapabilities.can_shift`.
     Not done where the slot's cells were lost by a load that failed."""
     forgets: tuple[int, ...] = ()
     """Keys of saved cells that nobody will load; a key that there is not does no harm."""
@@ -111,7 +111,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Guidance:
+class GrammarStep:
     """What a constraint says once a token was sampled under it."""
 
     forced: tuple[int, ...] = ()
@@ -122,7 +122,7 @@ class Guidance:
     """Why the constraint cannot be followed any further; a broken row stands for the token sampled then."""
 
 
-FREE = Guidance()
+FREE = GrammarStep()
 """What is said of a sequence without a constraint: nothing."""
 
 
@@ -150,7 +150,7 @@ class StepResult:
     report none."""
     scores: Mapping[Slot, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Log-probabilities of the targets of each chunk that has some; empty where the step was not done."""
-    guided: Mapping[Slot, Guidance] = field(default_factory=dict)
+    guided: Mapping[Slot, GrammarStep] = field(default_factory=dict)
     """What constraints say of the tokens sampled in their slots; those that have nothing to say are left out."""
 
     @property
@@ -160,7 +160,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class KvCapabilities:
     """What a backend's memory is and can do; found out by trying, not by the model's name."""
 
     kind: Literal["partitioned", "unified", "recurrent"]
@@ -181,7 +181,7 @@ class Memory:
     saved_bytes: int = 0
     """Host memory of a saved sequence, without its cells."""
     saved_bytes_per_cell: int = 0
-    n_far_chunks: int = 0
+    n_long_context_prefills: int = 0
     """Most prompts that go on behind many cells and are computed fast in one step; 0 where it does not matter."""
 
     def n_saved_bytes(self, n_cells: int) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cbatch.core.choosing import slot_of
+from cbatch.core.bisection import FaultBisection
+from cbatch.core.budget import even_out, limit_long_context_prefills, split_budget, whole_pieces
 from cbatch.core.costs import StepCosts
 from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
-from cbatch.core.shape import even_out, limit_far, split_budget, whole_pieces
+from cbatch.core.preemption import slot_of
 from cbatch.core.status import Status
-from cbatch.core.trials import Trials
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import Binding, Memory
+    from cbatch.core.plan import Binding, KvCapabilities
     from cbatch.core.stats import EngineStats
     from cbatch.options import AdapterSet
 
@@ -57,18 +57,22 @@ class ContinuousBatchScheduler:
         stats: EngineStats,
         options: ScheduleOptions | None = None,
         *,
-        memory: Memory,
-        n_piece: int = 0,
+        memory: KvCapabilities,
+        chunk_alignment: int = 0,
         has_adapters: bool = False,
     ) -> None:
         self.batcher = batcher
         self.stats = stats
         self.options = options or ScheduleOptions()
         self.costs = StepCosts(batcher.ledger.n_slots)
-        self.trials = Trials()
-        self._n_batch, self._n_piece, self._can_trim = n_batch, n_piece, memory.can_trim
-        self._n_far_chunks = 0 if n_piece else memory.n_far_chunks
-        self._can_even = not (n_piece or batcher.ledger.is_shared)
+        self.trials = FaultBisection()
+        self._n_batch, self._chunk_alignment, self._can_trim = (
+            n_batch,
+            chunk_alignment,
+            memory.can_trim,
+        )
+        self._n_long_context_prefills = 0 if chunk_alignment else memory.n_long_context_prefills
+        self._can_even = not (chunk_alignment or batcher.ledger.is_shared)
         is_fair = self.options.policy == "round_robin"
         self._quantum = (self.options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._has_adapters = has_adapters
@@ -107,7 +111,7 @@ class ContinuousBatchScheduler:
             return shifted
         admitted = self.batcher.admit(now, self._n_copied_max())
         if not (admitted or shifted or self.batcher.n_waiting or self.batcher.n_awaited):
-            moved = self.batcher.close_gap()
+            moved = self.batcher.compact_slots()
             return [] if moved is None else [moved]
         return [*shifted, *admitted]
 
@@ -243,7 +247,7 @@ class ContinuousBatchScheduler:
         if newcomers:
             budget = min(self._budget(order, len(shares)), n_free - len(shares))
             wanted = self._wanted(newcomers)
-            split = whole_pieces if self._n_piece else split_budget
+            split = whole_pieces if self._chunk_alignment else split_budget
             for driver, n in zip(newcomers, split(wanted, budget), strict=True):
                 if n and driver.slot is not None:
                     shares[driver.slot] = n
@@ -265,13 +269,17 @@ class ContinuousBatchScheduler:
     def _wanted(self, newcomers: Sequence[SequenceDriver]) -> list[int]:
         n_chunk = self.options.prefill_chunk or self._n_batch
         wanted = [
-            d.n_to_boundary(self._n_piece) if self._n_piece else min(d.n_pending, n_chunk)
+            d.n_to_boundary(self._chunk_alignment)
+            if self._chunk_alignment
+            else min(d.n_pending, n_chunk)
             for d in newcomers
         ]
         if any(d.is_scoring for d in newcomers):
             self._limit_targets(newcomers, wanted)
-        if self._n_far_chunks:
-            limit_far(wanted, [d.n_computed for d in newcomers], self._n_far_chunks)
+        if self._n_long_context_prefills:
+            limit_long_context_prefills(
+                wanted, [d.n_computed for d in newcomers], self._n_long_context_prefills
+            )
         return wanted
 
     def _limit_targets(self, newcomers: Sequence[SequenceDriver], wanted: list[int]) -> None:
@@ -279,7 +287,7 @@ class ContinuousBatchScheduler:
         n_left = N_TARGETS_MAX
         for i, driver in enumerate(newcomers):
             n = driver.n_within(wanted[i], n_left)
-            wanted[i] = 0 if self._n_piece and n < wanted[i] else n
+            wanted[i] = 0 if self._chunk_alignment and n < wanted[i] else n
             n_left -= driver.n_targets(wanted[i])
 
     def _budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int:
@@ -291,7 +299,7 @@ class ContinuousBatchScheduler:
             asked = self._measured_budget(order, n_rows)
         if asked is None:
             return room
-        return min(room, max(asked, self._n_piece)) if asked else 0
+        return min(room, max(asked, self._chunk_alignment)) if asked else 0
 
     def _measured_budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int | None:
         """Return what keeps the step within the time it may take, by what steps took so far.
@@ -354,10 +362,10 @@ class ContinuousBatchScheduler:
         for driver in self.batcher.cells.settle(result.lost):
             options = driver.request.options
             error = CacheError(options.cache_key or "", "llama.cpp cannot take these cells")
-            for other in driver.beside:
+            for other in driver.load_followers:
                 if other.status is Status.WAITING:
-                    other.go_without(error)
-            driver.beside = ()
+                    other.proceed_uncached(error)
+            driver.load_followers = ()
             if options.cache_required:
                 driver.finish("error", now, error)
                 self.batcher.retire(driver)
@@ -465,8 +473,8 @@ class ContinuousBatchScheduler:
     def _keep_cells(self, driver: SequenceDriver, n_kept: int) -> None:
         """Keep what has a cell, but for the last token: it must be computed again for its logits."""
         n_kept = min(n_kept, driver.n_takeable)
-        if self._n_piece and n_kept < driver.n_prompt:
-            n_kept -= n_kept % driver.own_piece(self._n_piece)
+        if self._chunk_alignment and n_kept < driver.n_prompt:
+            n_kept -= n_kept % driver.own_alignment(self._chunk_alignment)
         self.batcher.keep_cells(driver, n_kept)
 
     def _note_failure(self, code: int) -> None:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import Memory, Slot
+    from cbatch.core.plan import KvCapabilities, Slot
     from cbatch.core.prefix import Branch
     from cbatch.options import AdapterSet
 
-N_WORTH = 32
+MIN_SHARED_TOKENS = 32
 """Cells worth a copy, or waiting for: fewer are computed in about the time of one small step."""
 
 
@@ -30,7 +30,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class PrefixMatch:
     """What there is of a prompt's beginning: the cells to take over, and who is about to have many more."""
 
     source: Source | None = None
@@ -39,10 +39,10 @@ class Beginning:
     """Cells that the leader will have to give."""
 
 
-class Sharing:
+class PrefixCache:
     """Finds what a newcomer can take over: from a slot that nobody has, or by a copy from one that is in use.
 
-    `n_piece` as of a backend: only whole pieces of prompts are the same bits whoever computes them, so with it
+    `chunk_alignment` as of a backend: only whole pieces of prompts are the same bits whoever computes them, so with it
     beginnings end at its multiples, and output is nothing to take over but for who goes on from it. What was computed
     with other adapters is another text.
     """
@@ -51,13 +51,13 @@ class Sharing:
         self,
         ledger: KvLedger,
         running: Sequence[SequenceDriver | None],
-        memory: Memory | None,
+        memory: KvCapabilities | None,
         *,
-        n_piece: int = 0,
+        chunk_alignment: int = 0,
         is_on: bool = True,
     ) -> None:
         self._ledger, self._running = ledger, running
-        self._n_piece = n_piece
+        self._chunk_alignment = chunk_alignment
         self._can_trim = memory is not None and memory.can_trim
         self._can_copy = memory is not None and memory.can_copy
         self._is_pool = memory is not None and memory.kind == "unified"
@@ -106,7 +106,7 @@ class Sharing:
 
     def leave_copy(self, slot: Slot, driver: SequenceDriver, n_cells: int) -> None:
         """Take in that a slot still holds the first `n_cells` of a driver that went on to another."""
-        n_known = min(n_cells, driver.n_prompt) if self._n_piece else n_cells
+        n_known = min(n_cells, driver.n_prompt) if self._chunk_alignment else n_cells
         self._put(slot, driver, n_known, is_left=True)
 
     def forget(self, slot: Slot) -> None:
@@ -126,7 +126,7 @@ class Sharing:
         Those of a window that moves would move for all in a pool; and pieces of another size are other bits.
         """
         options = driver.request.options
-        is_other = driver.own_piece(self._n_piece) != self._n_piece
+        is_other = driver.own_alignment(self._chunk_alignment) != self._chunk_alignment
         is_moving = bool(options.n_discard) and not options.prefill_only
         return is_other or (self._is_pool and is_moving)
 
@@ -139,21 +139,21 @@ class Sharing:
             index = self.index(driver.request.adapters)
             index.put(slot, driver.tokens[:n_tokens], is_left=is_left)
 
-    def find(self, driver: SequenceDriver) -> Beginning:
+    def find(self, driver: SequenceDriver) -> PrefixMatch:
         """Return what there is of a prompt's beginning, by one look into the index; changes nothing."""
         if driver.saved_key is not None:
-            return Beginning()
+            return PrefixMatch()
         matches = self._matches(driver)
         source = self._source(driver, matches)
-        n_least = N_WORTH + (source.n_cells if source else 0)
+        n_least = MIN_SHARED_TOKENS + (source.n_cells if source else 0)
         for n, branch in matches if self._can_copy else ():
             n_then = self._whole(n)
             if n_then < n_least:
                 break
             leader = self._on_the_way(branch.in_use, n)
             if leader is not None:
-                return Beginning(source, leader, n_then)
-        return Beginning(source)
+                return PrefixMatch(source, leader, n_then)
+        return PrefixMatch(source)
 
     def best(self, driver: SequenceDriver) -> Source | None:
         """Return where most of a prompt's beginning is computed; in a free slot if there is as good a one."""
@@ -168,7 +168,7 @@ class Sharing:
         rest = self._most(left, rest.n_cells if rest else 0, self._can_take) or rest
         if not self._can_copy:
             return rest
-        n_least = max(rest.n_cells if rest else 0, N_WORTH - 1)
+        n_least = max(rest.n_cells if rest else 0, MIN_SHARED_TOKENS - 1)
         return self._most(in_use, n_least, self._can_copy_from) or rest
 
     def _last_used_first(self, slots: Iterable[Slot]) -> list[Slot]:
@@ -196,7 +196,9 @@ class Sharing:
         """Whether a free slot is to be had: a common first token is not worth what somebody may come back for."""
         if n_cells < self.copied.get(slot, 0):
             return False
-        return n_cells >= N_WORTH or self._ledger.n_cells[slot] - n_cells < N_WORTH
+        return (
+            n_cells >= MIN_SHARED_TOKENS or self._ledger.n_cells[slot] - n_cells < MIN_SHARED_TOKENS
+        )
 
     def _own_rest(self, driver: SequenceDriver) -> Source | None:
         """Return what is left of the request that a driver goes on from, where it still has a slot to itself."""
@@ -226,9 +228,9 @@ class Sharing:
 
         Few of many are none: every chat begins with the same tokens of its template.
         """
-        n_there, n_wanted = n_given if self._n_piece else len(tokens), self._n_most(driver)
+        n_there, n_wanted = n_given if self._chunk_alignment else len(tokens), self._n_most(driver)
         n = self._whole(n_common([*tokens[:n_there]], driver.tokens[:n_wanted]))
-        is_worth = self._can_trim and (n >= N_WORTH or n == self._whole(n_wanted))
+        is_worth = self._can_trim and (n >= MIN_SHARED_TOKENS or n == self._whole(n_wanted))
         return n if is_worth or n == len(tokens) else 0
 
     def oldest_rest(self, needed: Container[Slot] = ()) -> Slot | None:
@@ -257,7 +259,9 @@ class Sharing:
 
     def _can_copy_rest(self, source: Source) -> bool:
         n_lost = self._ledger.n_cells[source.slot] - source.n_cells
-        return self._can_copy and n_lost >= N_WORTH and source.n_cells >= N_WORTH
+        return (
+            self._can_copy and n_lost >= MIN_SHARED_TOKENS and source.n_cells >= MIN_SHARED_TOKENS
+        )
 
     def _place_rank(self, slot: Slot) -> tuple[int, int, int]:
         """Rank by neighbours in use, for a gap costs a graph run; then by what is lost; then by number."""
@@ -278,13 +282,13 @@ class Sharing:
     def _n_most(self, driver: SequenceDriver) -> int:
         """Return the most tokens to take over."""
         n_most = driver.n_takeable
-        return min(n_most, driver.n_prompt - 1) if self._n_piece else n_most
+        return min(n_most, driver.n_prompt - 1) if self._chunk_alignment else n_most
 
     def _can_copy_from(self, slot: Slot, n_cells: int) -> bool:
         """Whether it pays to copy from a slot in use; a paused one may lose it in the same plan."""
         holder = self._running[slot]
         is_there = holder is not None and holder.status is Status.RUNNING
-        return n_cells >= N_WORTH and is_there and holder not in self.loading.values()
+        return n_cells >= MIN_SHARED_TOKENS and is_there and holder not in self.loading.values()
 
     def _usable(self, n_common: int, slot: Slot) -> int:
         n_cells = self._ledger.n_cells[slot]
@@ -293,4 +297,4 @@ class Sharing:
         return self._whole(min(n_common, n_cells))
 
     def _whole(self, n: int) -> int:
-        return n - n % self._n_piece if self._n_piece else n
+        return n - n % self._chunk_alignment if self._chunk_alignment else n

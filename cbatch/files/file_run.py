@@ -31,7 +31,7 @@ from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.window import Window
 from cbatch.files.work import Way, Work
 from cbatch.options import RunOptions
-from cbatch.runtime.progress import Progress, SilentView, choose_view, closing_line
+from cbatch.progress import Progress, SilentView, choose_view, closing_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from cbatch.files.input.item_stream import Paths
     from cbatch.files.summary import RunSummary
     from cbatch.files.work import Ended, Ledger, OnEnded
+    from cbatch.progress import View
     from cbatch.response import BatchResult, Reader
     from cbatch.runtime.mailbox import Counts
-    from cbatch.runtime.progress import View
 
 N_WINDOW_PER_SLOT = 8
 """Items read ahead for each slot, besides the four that the engine has in hand."""

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from cbatch.core.answer import N_TAIL, AnswerFormat, AnswerReader, Pieces, answer_format
-from cbatch.core.chosen import call_grammar, thinking_of
+from cbatch.chat.answers import N_TAIL, AnswerFormat, AnswerReader, Pieces, answer_format
+from cbatch.chat.tool_grammar import call_grammar, thinking_of
 from cbatch.errors import RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend import Backend, Message
-    from cbatch.core.chosen import Thinking
+    from cbatch.chat.tool_grammar import Thinking
     from cbatch.core.request import Request
     from cbatch.messages import BatchPrompt
     from cbatch.options import Grammar, RunOptions

@@ -26,7 +26,7 @@ def member_id(id: str, i_choice: int) -> str:
     return f"{id}{_MARK}{i_choice}"
 
 
-def said_id(inside: str) -> str:
+def display_id(inside: str) -> str:
     """Return what people read of a sequence: its request's id, `a[1]` for the second choice of `a`."""
     id, mark, i_choice = inside.partition(_MARK)
     return f"{id}[{i_choice}]" if mark else id

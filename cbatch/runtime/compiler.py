@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cbatch.backend import Backend
-    from cbatch.runtime.keeper import Post
+    from cbatch.runtime.cache_io import Post
 
     Want = Grammar | Breakers
     Then = Callable[[Want, object], object]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cbatch.core.outcome import result_of, take_chunk
+from cbatch.core.output import result_of, take_chunk
 from cbatch.errors import RequestFailedError, words_of
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import refused

@@ -5,23 +5,23 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.core.holds import Fetch
 from cbatch.core.plan import StepPlan
+from cbatch.core.waiting import CacheRef
 from cbatch.errors import CacheError, words_of
 
 if TYPE_CHECKING:
     from cbatch.backend import Backend
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.holds import Found
-    from cbatch.runtime.keeper import Arrival, Keeper
+    from cbatch.core.waiting import CacheEntry
+    from cbatch.runtime.cache_io import Arrival, CacheIo
 
 
 class Disk:
     """Hands the keeper what there is to read and to write, and takes in what came of it. Owner thread."""
 
     def __init__(
-        self, backend: Backend, batcher: MultiRequestBatcher, keeper: Keeper | None
+        self, backend: Backend, batcher: MultiRequestBatcher, keeper: CacheIo | None
     ) -> None:
         self._backend, self._batcher, self._keeper = backend, batcher, keeper
 
@@ -53,28 +53,30 @@ class Disk:
     def _keep(self, arrival: Arrival, driver: SequenceDriver, key: int) -> None:
         try:
             if arrival.data is not None:
-                self._backend.keep(key, arrival.data, arrival.n_cells)
+                self._backend.import_state(key, arrival.data, arrival.n_cells)
         except Exception as error:  # for want of memory
             self._batcher.cells.forget(driver)
             driver.lose_adopted()
             what = f"no room for its cells: {words_of(error)}"
-            driver.go_without(CacheError(arrival.fetch.key, what))
+            driver.proceed_uncached(CacheError(arrival.fetch.key, what))
 
     def store(self) -> None:
         """Have cells written that were copied out; whose cells could not be, has ended."""
         if not self._batcher.storing:
             return
         while (stored := self._batcher.cells.take_stored()) is not None:
-            data = None if stored.key is None else self._backend.take(stored.key)
+            data = None if stored.key is None else self._backend.export_state(stored.key)
             if data is None or self._keeper is None:
                 self._batcher.end_stored(stored.driver)
             else:
                 self._keeper.write(stored, data, self._end_stored)
 
-    def _end_stored(self, driver: SequenceDriver, found: Found | None, problem: str | None) -> None:
+    def _end_stored(
+        self, driver: SequenceDriver, found: CacheEntry | None, problem: str | None
+    ) -> None:
         request = driver.request
         if found is not None:
-            fetch = Fetch(request.options.cache_key or "", request.adapters)
+            fetch = CacheRef(request.options.cache_key or "", request.adapters)
             self._batcher.fetches.learn(fetch, found)
         self._batcher.end_stored(driver, problem)
 

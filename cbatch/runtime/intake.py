@@ -32,9 +32,9 @@ from cbatch.runtime.choices import Choices
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.ids import Ids, check_own, own_id
 from cbatch.runtime.mailbox import Mailbox, refused
-from cbatch.runtime.refusals import check_extension, origin_of
 from cbatch.runtime.routes import Route, drop, find
 from cbatch.runtime.sequences import SequenceMaker, extended
+from cbatch.runtime.validation import check_extension, origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.core.stats import StepRecord
     from cbatch.options import Breakers, Grammar
+    from cbatch.runtime.cache_io import CacheIo, Post
     from cbatch.runtime.compiler import Compiler
-    from cbatch.runtime.keeper import Keeper, Post
     from cbatch.runtime.mailbox import Mailbox
     from cbatch.runtime.routes import Route
 
-    MakeKeeper = Callable[[Post], Keeper]
+    MakeCacheIo = Callable[[Post], CacheIo]
     MakeCompiler = Callable[[Post], Compiler]
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Loop:
         backend: Backend,
         scheduler: ContinuousBatchScheduler,
         clock: Callable[[], float],
-        keeper: MakeKeeper | None = None,
+        keeper: MakeCacheIo | None = None,
         compiler: MakeCompiler | None = None,
     ) -> None:
         self.routes: dict[str, Route] = {}

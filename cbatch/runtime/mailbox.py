@@ -17,7 +17,7 @@ from anyio.lowlevel import checkpoint
 from cbatch.errors import EngineClosedError, EngineError
 from cbatch.interrupts import HeldBack, Sleepers
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
-from cbatch.runtime.bell import Bell
+from cbatch.runtime.waker import LoopWaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,7 +113,7 @@ class Mailbox:
         self._completed: deque[int] = deque()  # places
         self._changed = threading.Condition()  # held briefly, and under no handler of a signal
         self._waiting = Sleepers()
-        self._sleepers: deque[tuple[Bell, anyio.Event]] = deque()
+        self._sleepers: deque[tuple[LoopWaker, anyio.Event]] = deque()
         self._pid = os.getpid()
 
     def deliver(
@@ -327,7 +327,7 @@ class Mailbox:
 
     async def _sleep(self, is_ready: Callable[[], bool]) -> None:
         event = anyio.Event()
-        sleeper = Bell.here(), event
+        sleeper = LoopWaker.here(), event
         self._sleepers.append(sleeper)  # before it looks again: who wakes later wakes it
         try:
             if not is_ready():

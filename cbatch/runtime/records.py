@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.plan import FREE
 from cbatch.core.stats import StepRecord, StepRow
-from cbatch.runtime.choices import said_id
+from cbatch.runtime.choices import display_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import Chunk, Guidance, StepPlan, StepResult
+    from cbatch.core.plan import Chunk, GrammarStep, StepPlan, StepResult
 
     Seen: TypeAlias = tuple[tuple[StepRow, ...], int]
     """The rows of a run and the cells in use."""
@@ -36,12 +36,12 @@ def seen_in(plan: StepPlan, result: StepResult, batcher: MultiRequestBatcher) ->
 
 
 def _row(
-    chunk: Chunk, driver: SequenceDriver, sampled: Sequence[int], guidance: Guidance
+    chunk: Chunk, driver: SequenceDriver, sampled: Sequence[int], guidance: GrammarStep
 ) -> StepRow:
     n_known = max(driver.n_prompt, driver.n_reached)
     return StepRow(
         slot=chunk.slot,
-        id=said_id(driver.request.id),
+        id=display_id(driver.request.id),
         n_tokens=len(chunk.tokens),
         n_prefill=max(0, min(len(chunk.tokens), n_known - chunk.start)),
         n_sampled=len(sampled) + len(guidance.forced),

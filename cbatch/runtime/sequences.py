@@ -15,7 +15,7 @@ from cbatch.errors import ConfigError, PromptError, UnsupportedOptionError
 from cbatch.options import MAX_SEED, RunOptions
 from cbatch.runtime.chats import Chats
 from cbatch.runtime.choices import member_id
-from cbatch.runtime.refusals import check_chat, check_fits
+from cbatch.runtime.validation import check_chat, check_fits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ UNNAMED = "-"
 """What errors call a request that is looked at and not run."""
 
 
-class Settled:
+class OptionsMerger:
     """Options put over others, with the last answer kept: many say the same one after the other. From any thread."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class SequenceMaker:
         """The mark of an engine."""
         self._backend, self._batcher, self._schedule = backend, batcher, schedule
         self._chats = Chats(backend)
-        self._settled = Settled()
+        self._settled = OptionsMerger()
 
     def of_prompt(
         self,
@@ -145,10 +145,11 @@ class SequenceMaker:
 
     def _warn(self, driver: SequenceDriver) -> None:
         """Say what will have no effect: cells for nobody, a variable that the chat template never names."""
-        options, n_piece = driver.request.options, self._backend.n_piece
-        if options.prefill_only and driver.own_piece(n_piece) != n_piece:
+        options, chunk_alignment = driver.request.options, self._backend.chunk_alignment
+        if options.prefill_only and driver.own_alignment(chunk_alignment) != chunk_alignment:
             driver.warnings.append(
-                f"prefill_only leaves no cells: a scored prompt is computed in other pieces than those of {n_piece}"
+                "prefill_only leaves no cells: a scored prompt is not computed in pieces of "
+                f"{chunk_alignment}"
             )
         template = self._backend.vocab.template
         driver.warnings += (

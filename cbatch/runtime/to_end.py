@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from cbatch.runtime.bell import Bell
+from cbatch.runtime.waker import LoopWaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ async def do_to_end(work: Callable[[], object], hurry: Callable[[], object] | No
     is raised behind the work, and `hurry` is called when it first comes. What the work raises is raised here, and is
     the cause of a cancellation where both are.
     """
-    bell, has_ended, outcome = Bell.here(), anyio.Event(), Future[None]()
+    bell, has_ended, outcome = LoopWaker.here(), anyio.Event(), Future[None]()
 
     def do() -> None:
         try:

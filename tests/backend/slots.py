@@ -98,7 +98,7 @@ def saved(backend: LlamaBackend, tokens: Sequence[int], slot: int = 0) -> NDArra
     """Compute tokens in an empty slot, hand their cells out, and leave it empty."""
     backend.run(StepPlan((chunk(slot, 0, tokens),)))
     assert backend.run(StepPlan((), saves=((Slot(slot), 9),), clears=(Slot(slot),))).lost == ()
-    data = backend.take(9)
+    data = backend.export_state(9)
     assert data is not None
     return data
 

@@ -236,7 +236,7 @@ def test_exact_answers_do_not_depend_on_slots_where_no_prompt_is_cut(make: MakeB
     two, three = (
         make("partitioned", exact=True, parallel=n, n_ctx=None, ctx_per_seq=256) for n in (2, 3)
     )
-    assert two.n_piece != three.n_piece
+    assert two.chunk_alignment != three.chunk_alignment
     assert two.answer_settings == three.answer_settings
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cbatch.backend.grammar import _LIMITS, Constraint, Guides, LlamaGrammars
+from cbatch.backend.grammar import _LIMITS, Constraint, GrammarMatchers, LlamaGrammars
+from cbatch.backend.grammar_sandbox import GrammarSandbox
 from cbatch.backend.model import LlamaModel, open_model
-from cbatch.backend.trial import GrammarTrial
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Guidance, Slot
+from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, GrammarStep, Slot
 from cbatch.errors import EngineClosedError, GrammarError
 from cbatch.options import GREEDY, Grammar, RunOptions
 from tests import schema_fuzz
@@ -49,9 +49,9 @@ def compiled(grammars: LlamaGrammars, **options: Any) -> Constraint:
 
 def guides(
     constraint: Constraint, *, output: Sequence[int] = (), stops: Sequence[int] = (2, 4)
-) -> Guides:
+) -> GrammarMatchers:
     """Guides of two slots, the second of which has the constraint."""
-    made = Guides(2, 1)
+    made = GrammarMatchers(2, 1)
     made.bind(Binding(SLOT, 3, GREEDY, tuple(stops), constraint=constraint, output=tuple(output)))
     return made
 
@@ -66,7 +66,7 @@ def row() -> Chunk:
     return Chunk(SLOT, 5, (7,), has_output=True)
 
 
-def may_follow(made: Guides, n_vocab: int) -> list[int]:
+def may_follow(made: GrammarMatchers, n_vocab: int) -> list[int]:
     [mask] = made.masks([row()]) or [None]
     made.fill([row()])
     assert mask is not None
@@ -136,7 +136,7 @@ def test_output_so_far_is_followed(model: LlamaModel, grammars: LlamaGrammars) -
 def test_rows_of_one_grammar_are_apart(
     model: LlamaModel, grammars: LlamaGrammars, n_threads: int
 ) -> None:
-    constraint, made = compiled(grammars, regex="ab|cd"), Guides(3, n_threads)
+    constraint, made = compiled(grammars, regex="ab|cd"), GrammarMatchers(3, n_threads)
     [a], [c] = (
         model.vocab._tokenize(t, add_special=False, parse_special=True) for t in (b"a", b"c")
     )
@@ -188,11 +188,11 @@ def test_grammar_that_outgrows_its_limits_fails_its_row(
     ways = " | ".join('"a"' + " s" * n for n in range(60))
     behind_the_trial = f"start: /b{{33}}/ s\ns: {ways}\n"
     made = guides(compiled(grammars, grammar=behind_the_trial))
-    guided: dict[Slot, Guidance] = {}
+    guided: dict[Slot, GrammarStep] = {}
     for _ in range(60):
         found = may_follow(made, model.vocab.n_vocab)
         guided = made.follow([row()], [[found[-1] if found else 0]])[1]
-        if guided.get(SLOT, Guidance()).problem:
+        if guided.get(SLOT, GrammarStep()).problem:
             break
     assert "max is 2000" in guided[SLOT].problem
 
@@ -370,7 +370,7 @@ def test_grammar_that_ends_its_compiler_is_refused_the_next_compiles(
 def test_trial_alone_finds_what_ends_the_compiler(options: dict[str, Any]) -> None:
     from llguidance import LLMatcher
 
-    trial, structure = GrammarTrial(_LIMITS), RunOptions(**options).structure
+    trial, structure = GrammarSandbox(_LIMITS), RunOptions(**options).structure
     assert structure is not None
     is_lark = structure.kind == "lark"
     make = LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_json_schema
@@ -417,7 +417,7 @@ def test_number_at_the_edge_is_followed_exactly(
     made, text = guides(compiled(grammars, json_schema=schema)), b""
     for _ in range(len(answer)):
         token = may_follow(made, model.vocab.n_vocab)[-1]
-        said = made.follow([row()], [[token]])[1].get(SLOT, Guidance())
+        said = made.follow([row()], [[token]])[1].get(SLOT, GrammarStep())
         text += b"".join(map(model.vocab.piece, (token, *said.forced)))
         if said.is_complete:
             break
@@ -425,7 +425,7 @@ def test_number_at_the_edge_is_followed_exactly(
 
 
 def test_trial_that_was_closed_starts_again() -> None:
-    trial, source = GrammarTrial(_LIMITS), '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
+    trial, source = GrammarSandbox(_LIMITS), '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
     for _ in range(2):
         trial.start()
         trial.close()
@@ -457,7 +457,7 @@ def test_nasty_grammar_is_compiled_or_refused_in_bounded_time_and_steps(
         start = time.perf_counter()
         found = may_follow(made, model.vocab.n_vocab)
         token = int(rng.choice(found)) if found else 0
-        said = made.follow([row()], [[token]])[1].get(SLOT, Guidance())
+        said = made.follow([row()], [[token]])[1].get(SLOT, GrammarStep())
         assert time.perf_counter() - start < A_WHILE_S / 5
         if said.problem or said.is_complete:
             break

@@ -286,7 +286,7 @@ def test_shift_of_cells_that_were_lost_is_left_out(make: MakeBackend) -> None:
     backend = make("partitioned")
     shifted = shifted_by_hand(backend, 5)
     backend.run(StepPlan((chunk(1, 0, PROMPT),)))
-    backend.keep(1, np.zeros(64, np.uint8), 20)
+    backend.import_state(1, np.zeros(64, np.uint8), 20)
     plan = StepPlan((), loads=((Slot(2), 1, 20),), shifts=((Slot(2), 4, 7), *SHIFTS))
     assert backend.run(plan).lost == (1,)
     assert held(backend) == [0, N_LEFT, 0]
@@ -555,7 +555,7 @@ def test_time_of_moving_is_that_of_copies_alone(make: MakeBackend) -> None:
 def test_nothing_is_copied_where_a_load_failed(make: MakeBackend) -> None:
     backend = make("partitioned")
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
-    backend.keep(1, np.zeros(64, np.uint8), 20)
+    backend.import_state(1, np.zeros(64, np.uint8), 20)
     orders: dict[str, Any] = {"copies": ((Slot(0), Slot(2), 9),), "loads": ((Slot(1), 1, 20),)}
     assert backend.run(StepPlan((chunk(2, 9, [7]),), **orders)) == StepResult([[]], 0, lost=(1,))
     assert held(backend) == [20, 0, 0]

@@ -67,7 +67,7 @@ def format_of(backend: LlamaBackend) -> SavedFormat:
 
 def put(backend: LlamaBackend, slot: int, data: NDArray[np.uint8], n_cells: int) -> None:
     """Load the first of twenty cells."""
-    backend.keep(4, backend.fit(data, len(PROMPT), n_cells), n_cells)
+    backend.import_state(4, backend.validate_state(data, len(PROMPT), n_cells), n_cells)
     assert backend.run(StepPlan((), loads=((Slot(slot), 4, n_cells),))).lost == ()
 
 
@@ -93,11 +93,11 @@ def test_first_of_saved_cells_are_what_a_slot_with_these_alone_gives(
 ) -> None:
     kind, given = SETTINGS[setting]
     backend = make(kind, **given)
-    cut = backend.fit(saved(backend, PROMPT), 20, n)
+    cut = backend.validate_state(saved(backend, PROMPT), 20, n)
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
     backend.run(StepPlan((), trims=((Slot(0), n),)))
     backend.run(StepPlan((), saves=((Slot(0), 1),)))
-    alone = backend.take(1)
+    alone = backend.export_state(1)
     assert alone is not None
     assert np.array_equal(cut, alone)
 
@@ -112,13 +112,13 @@ def test_cells_in_the_order_of_a_pool_with_gaps_are_cut_by_their_positions(
     backend.run(StepPlan((), clears=(Slot(2),)))
     [token] = after(make("unified"), 0, PROMPT[:12], 1)
     backend.run(StepPlan((), saves=((Slot(0), 1),), clears=(Slot(0),)))
-    data = backend.take(1)
+    data = backend.export_state(1)
     assert data is not None
     positions = data[16:][: 15 * 12].view("<i4")[::3]
     shuffled = shuffle(data, 15)
     assert positions.tolist() == [*range(15)]
     for cells in (data, shuffled):
-        backend.keep(4, backend.fit(cells, 15, 12), 12)
+        backend.import_state(4, backend.validate_state(cells, 15, 12), 12)
         orders: dict[str, Any] = {"clears": (Slot(0),), "loads": ((Slot(0), 4, 12),)}
         assert go_on(backend, 0, [7], 1, start=12, **orders) == [token]
 
@@ -145,10 +145,10 @@ def shuffle(data: NDArray[np.uint8], n: int) -> NDArray[np.uint8]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_cells_are_handed_out_once(make: MakeBackend, kind: str) -> None:
     backend = make(kind)
-    assert backend.take(9) is None
+    assert backend.export_state(9) is None
     data = saved(backend, PROMPT)
     assert data.size == backend.memory.n_saved_bytes(20)
-    assert backend.take(9) is None
+    assert backend.export_state(9) is None
 
 
 SIZES = [(3, 768), (3, 1536), (2, 512), (1, 256), (5, 1280)]
@@ -185,14 +185,14 @@ def test_cells_go_from_a_pool_into_a_slot_of_its_own_and_back(
 def test_first_cells_of_more_than_a_slot_has_go_on(make: MakeBackend) -> None:
     backend, larger = make("partitioned"), make("partitioned", n_ctx=1536)
     data = saved(larger, LONG)
-    backend.keep(8, backend.fit(data, 300, 200), 200)
+    backend.import_state(8, backend.validate_state(data, 300, 200), 200)
     output = go_on(backend, 1, [7], 3, start=200, loads=((Slot(1), 8, 200),))
     assert output == after(larger, 0, LONG[:200], 3)
 
 
 def test_more_cells_than_a_slot_has_are_refused_or_lost(make: MakeBackend) -> None:
     backend, larger = make("partitioned"), make("partitioned", n_ctx=1536)
-    backend.keep(8, backend.fit(saved(larger, LONG), 300, 300), 300)
+    backend.import_state(8, backend.validate_state(saved(larger, LONG), 300, 300), 300)
     assert is_refused(backend, StepPlan((), loads=((Slot(1), 8, 300),)))
     assert backend.run(StepPlan((), loads=((Slot(1), 8, 200),))).lost == (8,)
     assert held(backend) == [0, 0, 0]
@@ -272,7 +272,7 @@ def test_token_beside_a_cell_is_one_of_the_vocabulary(token: int, is_one: bool) 
 
 def why_refused(backend: LlamaBackend, data: NDArray[np.uint8], n_cells: int = 20) -> str:
     with pytest.raises(ValueError, match=r".") as caught:
-        backend.fit(data, n_cells, n_cells)
+        backend.validate_state(data, n_cells, n_cells)
     return str(caught.value)
 
 
@@ -409,7 +409,7 @@ def test_number_that_is_none_or_too_large_is_refused(make: MakeBackend, case: st
     n_bytes = 4 if type == "f32" else 2
     data[start : start + n_bytes] = np.frombuffer(word.to_bytes(n_bytes, "little"), np.uint8)
     if is_good:
-        assert np.array_equal(backend.fit(data, 20, 20), data)
+        assert np.array_equal(backend.validate_state(data, 20, 20), data)
     else:
         assert "numbers" in why_refused(backend, data)
 
@@ -431,7 +431,7 @@ def test_every_value_is_looked_at_that_is_loaded(make: MakeBackend, setting: str
     behind = 8 if kind == "partitioned" else 0
     data[len(data) - behind - 2 : len(data) - behind] = 0xFF
     assert "numbers" in why_refused(backend, data)
-    backend.fit(data, 20, 19)  # the last cell alone has it
+    backend.validate_state(data, 20, 19)  # the last cell alone has it
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan, -np.inf, 3e38, -7e4])
@@ -456,7 +456,7 @@ def test_state_that_nothing_can_be_computed_from_is_gone_with_its_slot(
     data = saved(backend, PROMPT).copy()
     start = first_number("recurrent")
     data[start : start + 1024].view("<f4")[:] = 6e4
-    backend.keep(4, backend.fit(data, 20, 20), 20)
+    backend.import_state(4, backend.validate_state(data, 20, 20), 20)
     chunks = (chunk(0, 20, [7]), chunk(1, 24, [expected[-1]]))
     broken, fine = backend.run(StepPlan(chunks, loads=((Slot(0), 4, 20),))).tokens
     assert (broken, fine != [BROKEN_ROW]) == ([BROKEN_ROW], True)
@@ -522,10 +522,10 @@ def test_values_that_add_up_to_no_number_are_refused_in_a_pool(
     backend = make("unified", shape=WIDE)
     data = with_large_values(saved(backend, PROMPT))
     if n_wanted == 1:
-        backend.fit(data, 20, 1)
+        backend.validate_state(data, 20, 1)
     else:
         with pytest.raises(ValueError, match="add up"):
-            backend.fit(data, 20, n_wanted)
+            backend.validate_state(data, 20, n_wanted)
 
 
 # ---- damaged on the way ----
@@ -574,7 +574,7 @@ def load_damaged(make: MakeBackend, setting: str) -> None:
         damaged[start:end] = np.frombuffer(noise, np.uint8)[: end - start]
         backend.run(StepPlan((), clears=(Slot(0), Slot(1), Slot(2))))
         with suppress(ValueError):
-            backend.keep(8, backend.fit(damaged, 20, 20), 20)
+            backend.import_state(8, backend.validate_state(damaged, 20, 20), 20)
             assert backend.run(StepPlan((), loads=((Slot(0), 8, 20),))).lost == ()
             n_loaded += 1
         assert go_on(backend, 1, PROMPT, 4) == expected

@@ -23,15 +23,15 @@ from cbatch.backend.load import describe_model, load_backend
 from cbatch.backend.model import open_model
 from cbatch.backend.sizing import (
     COMMON_FOR_UNIFIED,
-    Demand,
     Room,
     Sizes,
+    WorkloadProfile,
     check_fits,
     choose_kv,
     choose_sizes,
     find_room,
     n_common_tokens,
-    read_demand,
+    read_profile,
     settle,
     trained_window,
     wanted_window,
@@ -149,19 +149,21 @@ def test_widest_window_fits_and_the_next_does_not(n_slots: int, n_most: int, n_c
 @pytest.mark.parametrize(
     ("demand", "n_trained", "n_window"),
     [
-        (Demand(), 32768, 2048),
-        (Demand(), 100, 100),
-        (Demand(), 0, 2048),
-        (Demand(700, is_all=True), 32768, 768),
-        (Demand(700), 32768, 2048),
-        (Demand(5000), 32768, 5120),
-        (Demand(5000, is_all=True), 32768, 5120),
-        (Demand(5000, is_all=True), 4096, 4096),
-        (Demand(700, is_all=True), 0, 768),
-        (Demand(is_all=True), 32768, 2048),
+        (WorkloadProfile(), 32768, 2048),
+        (WorkloadProfile(), 100, 100),
+        (WorkloadProfile(), 0, 2048),
+        (WorkloadProfile(700, is_all=True), 32768, 768),
+        (WorkloadProfile(700), 32768, 2048),
+        (WorkloadProfile(5000), 32768, 5120),
+        (WorkloadProfile(5000, is_all=True), 32768, 5120),
+        (WorkloadProfile(5000, is_all=True), 4096, 4096),
+        (WorkloadProfile(700, is_all=True), 0, 768),
+        (WorkloadProfile(is_all=True), 32768, 2048),
     ],
 )
-def test_window_is_what_prompts_need(demand: Demand, n_trained: int, n_window: int) -> None:
+def test_window_is_what_prompts_need(
+    demand: WorkloadProfile, n_trained: int, n_window: int
+) -> None:
     assert wanted_window(demand, n_trained) == n_window
 
 
@@ -188,19 +190,21 @@ def test_llama_corrects_its_own_number_as_we_do(synth: SynthFactory) -> None:
 
 def test_demand_is_that_of_the_longest_with_its_output(model: LlamaModel) -> None:
     ahead = look(tokens(100, max_tokens=50), tokens(90, max_tokens=70), max_tokens=7)
-    assert read_demand(model.vocab, ahead) == Demand(160, 90 / 2, (150 + 160) / 2, is_all=True)
-    assert read_demand(model.vocab, look(tokens(100), max_tokens=7)).n_window == 107
+    assert read_profile(model.vocab, ahead) == WorkloadProfile(
+        160, 90 / 2, (150 + 160) / 2, is_all=True
+    )
+    assert read_profile(model.vocab, look(tokens(100), max_tokens=7)).n_window == 107
 
 
 def test_answers_to_one_prompt_have_all_of_it_in_common(model: LlamaModel) -> None:
     ahead = look(tokens(100, max_tokens=50, best_of=3), tokens(90, max_tokens=70))
     n_common, n_cells = (90 + 2 * 100) / 4, (3 * 150 + 160) / 4
-    assert read_demand(model.vocab, ahead) == Demand(160, n_common, n_cells, is_all=True)
+    assert read_profile(model.vocab, ahead) == WorkloadProfile(160, n_common, n_cells, is_all=True)
 
 
 def test_prompt_without_a_cap_may_go_on_as_far_as_ever(model: LlamaModel) -> None:
-    assert read_demand(model.vocab, look(tokens(100))).n_window == 2048
-    assert read_demand(model.vocab, look(tokens(3000))).n_window == 3000 + 512
+    assert read_profile(model.vocab, look(tokens(100))).n_window == 2048
+    assert read_profile(model.vocab, look(tokens(3000))).n_window == 3000 + 512
 
 
 def test_text_and_chats_are_read_as_the_model_does(model: LlamaModel) -> None:
@@ -208,16 +212,16 @@ def test_text_and_chats_are_read_as_the_model_does(model: LlamaModel) -> None:
     n_text, n_chat = len(model.vocab.tokenize("Say red.")), len(model.vocab.render(chat))
     assert n_chat > n_text
     assert (
-        read_demand(model.vocab, look(BatchPrompt(prompt="Say red."), max_tokens=1)).n_window
+        read_profile(model.vocab, look(BatchPrompt(prompt="Say red."), max_tokens=1)).n_window
         == n_text + 1
     )
-    assert read_demand(model.vocab, look(BatchPrompt(chat), max_tokens=1)).n_window == n_chat + 1
+    assert read_profile(model.vocab, look(BatchPrompt(chat), max_tokens=1)).n_window == n_chat + 1
 
 
 def test_prompt_that_cannot_be_read_is_left_to_its_own_error(model: LlamaModel) -> None:
     bad = BatchPrompt(prompt="half \ud83d")
-    assert read_demand(model.vocab, look(bad, tokens(10), max_tokens=5)).n_window == 15
-    assert read_demand(model.vocab, look(bad)) == Demand(is_all=True)
+    assert read_profile(model.vocab, look(bad, tokens(10), max_tokens=5)).n_window == 15
+    assert read_profile(model.vocab, look(bad)) == WorkloadProfile(is_all=True)
 
 
 def test_no_more_prompts_are_read_than_are_looked_at(
@@ -225,7 +229,9 @@ def test_no_more_prompts_are_read_than_are_looked_at(
 ) -> None:
     monkeypatch.setattr(sizing, "N_LOOKED_AT", 2)
     ahead = look(tokens(10), tokens(20), tokens(3000), max_tokens=1)
-    assert read_demand(model.vocab, ahead) == Demand(21, 10 / 2, (11 + 21) / 2, is_all=False)
+    assert read_profile(model.vocab, ahead) == WorkloadProfile(
+        21, 10 / 2, (11 + 21) / 2, is_all=False
+    )
 
 
 @pytest.mark.parametrize(

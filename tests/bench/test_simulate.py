@@ -17,7 +17,7 @@ from cbatch.bench import simulate as script
 from cbatch.bench.costs import SMALL
 from cbatch.bench.simulate import Arrival, Report, capacity, poisson, read_trace, simulate
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.plan import Memory
+from cbatch.core.plan import KvCapabilities
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError
 
@@ -78,8 +78,12 @@ def test_request_over_the_window_ends_as_an_error_and_the_next_one_runs() -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("memory", [None, Memory("unified", 300)], ids=["partitioned", "unified"])
-def test_every_policy_serves_everybody_alike_each_time(policy: str, memory: Memory | None) -> None:
+@pytest.mark.parametrize(
+    "memory", [None, KvCapabilities("unified", 300)], ids=["partitioned", "unified"]
+)
+def test_every_policy_serves_everybody_alike_each_time(
+    policy: str, memory: KvCapabilities | None
+) -> None:
     def run() -> Report:
         trace = poisson(2.0, 60, 8, 12, seed=3)
         options = ScheduleOptions(policy=policy)  # type: ignore[arg-type]
@@ -131,7 +135,7 @@ def test_full_pool_takes_cells_back_and_everybody_ends() -> None:
         n_slots=8,
         n_window=64,
         cost=A_SECOND,
-        memory=Memory("unified", 120),
+        memory=KvCapabilities("unified", 120),
         options=ScheduleOptions(admission="optimistic"),
     )
     assert report.n_finished == {"length": 12}

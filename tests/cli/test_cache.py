@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import cbatch
-from cbatch.cell_file import CachedCells
+from cbatch.cache.cell_file import CachedCells
+from cbatch.cache.store import CacheFile, CacheStore
 from cbatch.cli import app
 from cbatch.cli.cache import table
-from cbatch.store import CacheFile, CacheStore
 from tests.cli.conftest import Done, invoke, parse, start
 from tests.cli.test_streams import redirected
 

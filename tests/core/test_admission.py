@@ -21,7 +21,7 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.plan import Memory
+    from cbatch.core.plan import KvCapabilities
     from cbatch.core.request import Request
 
 
@@ -184,7 +184,9 @@ def test_admission_looks_at_the_first_few_alone() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest", "round_robin"])
 @pytest.mark.parametrize("memory", [None, shared_pool(64), recurrent(4)])
-def test_long_queue_costs_a_plan_what_a_short_one_does(policy: str, memory: Memory | None) -> None:
+def test_long_queue_costs_a_plan_what_a_short_one_does(
+    policy: str, memory: KvCapabilities | None
+) -> None:
     n_visited = []
     for n in (20, 10_000):
         rig = make_scheduler(4, memory=memory, policy=policy)
@@ -208,7 +210,7 @@ def test_long_queue_behind_one_that_does_not_fit_is_not_looked_through() -> None
 
 
 @pytest.mark.parametrize("memory", [None, shared_pool(80)])
-def test_tokens_that_never_fit_are_refused_on_submission(memory: Memory | None) -> None:
+def test_tokens_that_never_fit_are_refused_on_submission(memory: KvCapabilities | None) -> None:
     rig = make_scheduler(2, n_window=64, memory=memory)
     rig.submit(
         make_request("bad", [1] * 60, max_tokens=5, strict_max_tokens=True),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cbatch.core.holds import _N_GRAMMARS_MAX
 from cbatch.core.status import Wait
+from cbatch.core.waiting import _N_GRAMMARS_MAX
 from cbatch.errors import DeadlineError, GrammarError, RequestCancelledError
 from cbatch.options import Grammar
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.core.demand import Demand
+from cbatch.core.demand import KvDemandEstimator
 from cbatch.core.scheduler import N_FAILURES_MAX
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
 from tests.helpers import (
@@ -24,7 +24,7 @@ from tests.helpers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from cbatch.core.plan import Chunk, Memory
+    from cbatch.core.plan import Chunk, KvCapabilities
     from cbatch.core.request import Request
 
 CODES = (1, -1, 2, -2, -3)
@@ -162,7 +162,9 @@ def test_full_pool_with_one_alone_fails_it_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize(("memory", "n_again"), [(None, 0), (recurrent(2), 2 * 5)])
-def test_abort_keeps_cells_where_memory_can_trim(memory: Memory | None, n_again: int) -> None:
+def test_abort_keeps_cells_where_memory_can_trim(
+    memory: KvCapabilities | None, n_again: int
+) -> None:
     rig = make_scheduler(2, memory=memory, code=in_turn([0, 0, 2]))
     requests = make_sequences(2, max_tokens=6)
     rig.submit(*requests)
@@ -290,7 +292,7 @@ def test_as_many_failures_as_allowed_are_borne() -> None:
 def test_nobody_running_though_somebody_could_is_a_bug_that_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Demand, "fits", lambda *_: False)
+    monkeypatch.setattr(KvDemandEstimator, "fits", lambda *_: False)
     rig = make_scheduler(2)
     rig.submit(make_request())
     with pytest.raises(PlanError, match=r"0 run, 1 wait, 128 cells and 2 slots are free"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake_vocab import FakeVocab
-from cbatch.core.demand import N_PREEMPTED_MAX, Demand
+from cbatch.core.demand import N_PREEMPTED_MAX, KvDemandEstimator
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from tests.helpers import make_request, shared_pool
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from cbatch.response import FinishReason
 
 
-def demand(n_pool: int, *, is_optimistic: bool = False) -> Demand:
-    return Demand(KvLedger(4, 64, shared_pool(n_pool)), is_optimistic=is_optimistic)
+def demand(n_pool: int, *, is_optimistic: bool = False) -> KvDemandEstimator:
+    return KvDemandEstimator(KvLedger(4, 64, shared_pool(n_pool)), is_optimistic=is_optimistic)
 
 
 def sequence(n_prompt: int, n_left: int, n_output: int = 0, **given: Any) -> SequenceDriver:
@@ -31,7 +31,7 @@ def sequence(n_prompt: int, n_left: int, n_output: int = 0, **given: Any) -> Seq
 
 
 def fits_beside(
-    some: Demand, driver: SequenceDriver, running: Sequence[SequenceDriver | None]
+    some: KvDemandEstimator, driver: SequenceDriver, running: Sequence[SequenceDriver | None]
 ) -> bool:
     some.begin(running)
     return some.fits(driver)
@@ -45,16 +45,18 @@ def ended(reason: FinishReason, n_output: int, n_cap: int) -> SequenceDriver:
 
 @pytest.mark.parametrize(("n_pool", "fits"), [(30, True), (29, False)])
 def test_reserve_fits_exactly_where_every_cap_does(n_pool: int, fits: bool) -> None:
-    beside = [sequence(4, 6), None, sequence(2, 5, n_output=3)]
-    assert fits_beside(demand(n_pool), sequence(7, 3), beside) is fits
+    load_followers = [sequence(4, 6), None, sequence(2, 5, n_output=3)]
+    assert fits_beside(demand(n_pool), sequence(7, 3), load_followers) is fits
 
 
 @pytest.mark.parametrize(("n_pool", "fits"), [(19, True), (18, False)])
 def test_optimistic_counts_a_share_of_what_is_left(n_pool: int, fits: bool) -> None:
     some = demand(n_pool, is_optimistic=True)
     some.ratio = 0.5
-    beside = sequence(4, 5, n_output=3, max_tokens=8)
-    assert fits_beside(some, sequence(4, 10, max_tokens=10), [beside]) is fits  # 4 + 5, 7 + 3
+    load_followers = sequence(4, 5, n_output=3, max_tokens=8)
+    assert (
+        fits_beside(some, sequence(4, 10, max_tokens=10), [load_followers]) is fits
+    )  # 4 + 5, 7 + 3
 
 
 @pytest.mark.parametrize(("n_pool", "fits"), [(18, True), (17, False)])
@@ -110,12 +112,12 @@ def test_who_joins_counts_as_who_ran_before() -> None:
 
 
 def test_slots_with_cells_of_their_own_always_fit() -> None:
-    some = Demand(KvLedger(2, 64), is_optimistic=False)
+    some = KvDemandEstimator(KvLedger(2, 64), is_optimistic=False)
     assert fits_beside(some, sequence(60, 4), [sequence(60, 4)])
 
 
 def test_pool_of_every_slots_window_is_not_shared() -> None:
-    some = Demand(KvLedger(2, 64, shared_pool(128)), is_optimistic=False)
+    some = KvDemandEstimator(KvLedger(2, 64, shared_pool(128)), is_optimistic=False)
     assert fits_beside(some, sequence(60, 4), [sequence(60, 4)])
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.backend.fake_vocab import END_TOKEN, FakeVocab
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.outcome import result_of, take_chunk
+from cbatch.core.output import result_of, take_chunk
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, N_TARGETS_MAX, Chunk, Slot, TokenLogprobs
 from cbatch.core.status import TRANSITIONS, Event, Status
 from cbatch.errors import (
@@ -389,4 +389,4 @@ def test_pieces_of_a_prompt_that_others_score_are_as_small() -> None:
     asked = make_request(prompt_logprobs=0)
     for request in (asked, replace(asked, n_prompt_logprobs=None)):
         driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
-        assert driver.own_piece(512) == N_TARGETS_MAX
+        assert driver.own_alignment(512) == N_TARGETS_MAX

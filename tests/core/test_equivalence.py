@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake_tokens import fake_logprobs
-from cbatch.core.plan import N_TARGETS_MAX, Memory, TokenLogprobs
+from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities, TokenLogprobs
 from cbatch.errors import (
     DeadlineError,
     DecodeError,
@@ -23,7 +23,7 @@ from cbatch.errors import (
     RequestFailedError,
 )
 from cbatch.options import RunOptions
-from cbatch.runtime.refusals import EXTENSIBLE
+from cbatch.runtime.validation import EXTENSIBLE
 from tests.helpers import (
     Rig,
     constraint_of,
@@ -105,9 +105,9 @@ class Workload:
     items: tuple[Item, ...]
     faults: tuple[int, ...]
     interrupts: tuple[bool, ...]
-    memory: Memory
+    memory: KvCapabilities
     options: dict[str, Any]
-    n_piece: int
+    chunk_alignment: int
     lost_keys: frozenset[int]
     n_targets: int
     """How many a step can score."""
@@ -188,13 +188,13 @@ def schedules(draw: st.DrawFn, n_batch: int, kind: str) -> dict[str, Any]:
 
 
 @st.composite
-def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
+def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> KvCapabilities:
     can_save = draw(st.sampled_from([True, True, False]))
     kind: Kind = draw(st.sampled_from(KINDS))
     n_cells = (
         draw(st.integers(n_window, n_slots * n_window)) if kind == "unified" else n_window * n_slots
     )
-    return Memory(
+    return KvCapabilities(
         kind,
         n_cells,
         can_trim=kind != "recurrent",
@@ -203,7 +203,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
         can_shift=kind != "recurrent",
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
-        n_far_chunks=draw(st.sampled_from([0, 0, 0, 1, 2])),
+        n_long_context_prefills=draw(st.sampled_from([0, 0, 0, 1, 2])),
     )
 
 
@@ -211,12 +211,14 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> Memory:
 def workloads(draw: st.DrawFn) -> Workload:
     n_slots = draw(st.integers(1, 5))
     n_window = draw(st.integers(12, 64) | st.integers(64, 96) | st.integers(90, 128))
-    n_piece = draw(st.sampled_from([0, 0, 4, 16]))
-    n_least = n_slots + max(0, n_piece - 1)  # room for a piece beside the rows of all others
+    chunk_alignment = draw(st.sampled_from([0, 0, 4, 16]))
+    n_least = n_slots + max(
+        0, chunk_alignment - 1
+    )  # room for a piece beside the rows of all others
     n_batch = draw(st.integers(n_least, n_least + 2) | st.integers(n_least, n_least + 20))
     memory = draw(memories(n_slots, n_window))
     options = draw(schedules(n_batch, memory.kind))
-    if n_piece:
+    if chunk_alignment:
         options.pop("prefill_chunk", None)
     return Workload(
         n_slots=n_slots,
@@ -224,7 +226,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         n_batch=n_batch,
         memory=memory,
         options=options,
-        n_piece=n_piece,
+        chunk_alignment=chunk_alignment,
         n_targets=draw(st.sampled_from([1, 5, 12, N_TARGETS_MAX])),
         copy_s=draw(st.sampled_from([0.0, 0.02, 1.0])),
         lost_keys=draw(st.frozensets(st.integers(0, 6), max_size=2)),
@@ -301,7 +303,7 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
         broken=trouble.broken,
         swap=lambda key: key not in workload.lost_keys,
         memory=workload.memory,
-        n_piece=workload.n_piece,
+        chunk_alignment=workload.chunk_alignment,
         adapters=("a", "b"),
         copy_s=workload.copy_s,
         **workload.options,
@@ -312,7 +314,7 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
 def _request(rig: Rig, id: str, item: Item) -> Request:
     """Return an item's request; its stops are cut from the stream that it gives without them."""
     said: dict[str, Any] = {"adapter": item.adapter, "regex": item.grammar}
-    if item.window and rig.backend.memory.can_shift and not rig.backend.n_piece:
+    if item.window and rig.backend.memory.can_shift and not rig.backend.chunk_alignment:
         said["n_keep"], said["n_discard"] = item.window
     plain = make_request(id, item.prompt, seed=item.seed, ignore_eos=True, **said)
     stream = rig.alone(plain, 16)
@@ -489,7 +491,7 @@ def _check_cut_short(rig: Rig, request: Request, result: BatchResult) -> None:
 def short_limits(n_targets: int) -> Iterator[None]:
     """Have steps score no more than so many, and few cells be many: prompts here are short."""
     with ExitStack() as stack:
-        stack.enter_context(patch("cbatch.core.shape.N_FAR", 8))
+        stack.enter_context(patch("cbatch.core.budget.LONG_CONTEXT", 8))
         for place in ("core.scheduler", "core.driver", "backend.fake"):
             stack.enter_context(patch(f"cbatch.{place}.N_TARGETS_MAX", n_targets))
         yield

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.core.plan import Chunk, Memory, Slot, StepPlan
+from cbatch.core.plan import Chunk, KvCapabilities, Slot, StepPlan
 from cbatch.errors import PlanError
 from tests.core.fake_plans import bind, row
 
@@ -18,7 +18,7 @@ TOKENS = list(range(1, 9))
 
 def moving(*, unified: bool = False, faults: Faults | None = None, **can: Any) -> FakeBackend:
     """A backend that can move cells; slot 0 holds 8, the other 3 none, and the first 8 are saved under 1."""
-    memory = Memory("unified" if unified else "partitioned", 64, **{**ABLE, **can})
+    memory = KvCapabilities("unified" if unified else "partitioned", 64, **{**ABLE, **can})
     backend = FakeBackend(4, 16, 32, memory=memory, faults=faults or Faults())
     backend.run(StepPlan((row(n=8),), binds=tuple(bind(slot, 8) for slot in range(4))))
     if memory.can_save:
@@ -78,11 +78,11 @@ def test_orders_are_done_in_the_order_that_the_plan_names() -> None:
 
 def test_cells_go_from_one_backend_to_another() -> None:
     first, second = moving(), moving()
-    data = first.take(1)
+    data = first.export_state(1)
     assert data is not None
-    assert first.take(1) is None
+    assert first.export_state(1) is None
     assert data.dtype == np.uint8
-    second.keep(7, data, 8)
+    second.import_state(7, data, 8)
     output = next_tokens(second, 3, 8, loads=((Slot(3), 7, 8),))
     assert output == next_tokens(first, 0, 8)
 
@@ -90,9 +90,9 @@ def test_cells_go_from_one_backend_to_another() -> None:
 @pytest.mark.parametrize("n_bytes", [0, 1, 17, 32])
 def test_cut_cells_are_lost_and_nothing_is_copied_or_computed(n_bytes: int) -> None:
     backend = moving()
-    data = backend.take(1)
+    data = backend.export_state(1)
     assert data is not None
-    backend.keep(7, data[:n_bytes], 8)
+    backend.import_state(7, data[:n_bytes], 8)
     chunk = Chunk(Slot(1), 8, (50,), has_output=True)
     orders: dict[str, Any] = {"copies": ((Slot(0), Slot(2), 4),), "loads": ((Slot(1), 7, 8),)}
     result = backend.run(StepPlan((chunk,), **orders))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.core.line import Line
+from cbatch.core.line import AdmissionQueue
 from cbatch.engine_options import ScheduleOptions
 from tests.core.drivers import make_driver
 
@@ -23,7 +23,7 @@ def drivers(n: int) -> list[SequenceDriver]:
 
 @pytest.mark.parametrize("n", range(6))
 def test_preempted_come_first_the_oldest_first_and_then_the_queue(n: int) -> None:
-    line, some = Line(ScheduleOptions()), drivers(5)
+    line, some = AdmissionQueue(ScheduleOptions()), drivers(5)
     line.add(some[:3])
     line.put_back(some[4])
     line.put_back(some[3])
@@ -33,7 +33,7 @@ def test_preempted_come_first_the_oldest_first_and_then_the_queue(n: int) -> Non
 
 @pytest.mark.parametrize("i", range(4))
 def test_one_is_taken_out_wherever_it_stands(i: int) -> None:
-    line, some = Line(ScheduleOptions()), drivers(4)
+    line, some = AdmissionQueue(ScheduleOptions()), drivers(4)
     line.add(some[:2])
     for driver in some[2:]:
         line.put_back(driver)
@@ -42,7 +42,7 @@ def test_one_is_taken_out_wherever_it_stands(i: int) -> None:
 
 
 def test_held_one_stands_nowhere_until_it_is_put_back() -> None:
-    line, [driver] = Line(ScheduleOptions()), drivers(1)
+    line, [driver] = AdmissionQueue(ScheduleOptions()), drivers(1)
     line.hold(driver)
     assert (line.is_held(driver), line.n_held, len(line)) == (True, 1, 0)
     line.put_back(driver)

@@ -354,7 +354,7 @@ def test_pool_that_a_paused_one_fills_lets_a_prompt_go_on() -> None:
 
 
 def test_turn_of_adapters_for_which_there_is_no_room_goes_to_others() -> None:
-    rig = hopeful(40, 2, n_piece=16, adapters=("a",))
+    rig = hopeful(40, 2, chunk_alignment=16, adapters=("a",))
     rig.submit(make_request("0", (1, 2, 3), max_tokens=30))
     rig.submit(make_request("1", [7] * 32, max_tokens=1, adapter="a"))
     until(rig, lambda: rig.drivers["1"].n_computed == 16)

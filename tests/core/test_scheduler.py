@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.core.plan import Memory, StepResult
+from cbatch.core.plan import KvCapabilities, StepResult
 from cbatch.core.scheduler import N_STEPS_MAX
 from cbatch.errors import DecodeError, PlanError, PromptTooLongError, RequestFailedError
 from tests.helpers import (
@@ -98,7 +98,7 @@ def test_prompt_of_512_beside_a_generating_row_is_ready_after_five_steps() -> No
 
 
 def test_long_context_prefill_goes_two_at_a_time_where_there_are_tiles() -> None:
-    memory = Memory("partitioned", 4 * 512, n_far_chunks=2)
+    memory = KvCapabilities("partitioned", 4 * 512, n_long_context_prefills=2)
     rig = make_scheduler(n_slots=4, n_window=512, n_batch=1200, memory=memory, prefill_chunk=260)
     rig.submit(*make_sequences(4, n_prompt=310, max_tokens=4))
     plans = [sizes(must(step(rig))) for _ in range(3)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.plan import Slot
-from cbatch.core.sharing import N_WORTH, Source
+from cbatch.core.sharing import MIN_SHARED_TOKENS, Source
 from cbatch.core.status import Status, Wait
 from tests.helpers import (
     Rig,
@@ -23,7 +23,7 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.plan import Memory
+    from cbatch.core.plan import KvCapabilities
     from cbatch.core.request import Request
 
 COMMON = range(50)
@@ -304,7 +304,7 @@ def test_slot_emptied_last_is_taken_before_one_that_holds_cells(
 
 
 def test_beginning_that_holds_no_whole_piece_is_not_waited_for() -> None:
-    rig = make_rig(n_piece=64)
+    rig = make_rig(chunk_alignment=64)
     rig.submit(*alike(2))
     step(rig)
     assert rig.running() == ["0", "1"]
@@ -365,7 +365,7 @@ def test_memory_that_cannot_trim_goes_on_only_where_a_state_ends() -> None:
 
 def test_state_is_passed_on_where_it_ends_a_piece_and_nowhere_else() -> None:
     for n_prompt, n_cached in [(48, 48), (50, 0)]:
-        rig = make_rig(1, memory=recurrent(1), n_piece=16)
+        rig = make_rig(1, memory=recurrent(1), chunk_alignment=16)
         rig.submit(make_request("a", range(n_prompt), prefill_only=True))
         drive(rig)
         rig.submit(make_request("b", range(n_prompt + 20), max_tokens=2))
@@ -488,7 +488,7 @@ def test_cells_of_a_slot_that_nobody_has_are_room_that_its_heir_takes() -> None:
 
 
 def test_exact_pieces_are_passed_on_whole_and_output_never() -> None:
-    rig = make_rig(n_slots=2, n_piece=16)
+    rig = make_rig(n_slots=2, chunk_alignment=16)
     sharing = rig.batcher.sharing
     rig.submit(make_request("a", COMMON, max_tokens=20))
     drive(rig)
@@ -574,7 +574,7 @@ def test_chats_with_a_common_first_token_do_not_drive_each_other_out() -> None:
 @pytest.mark.parametrize("memory", [partitioned(5 * 256), shared_pool(5 * 160, can_copy=True)])
 @pytest.mark.parametrize("n_at_once", [1, 2, 4])
 def test_chats_with_a_common_system_prompt_find_their_whole_history(
-    memory: Memory, n_at_once: int
+    memory: KvCapabilities, n_at_once: int
 ) -> None:
     n_chats, rig = 4, make_rig(5, n_window=256, memory=memory)
     chats = {str(chat): [*COMMON, *[100 + chat] * 40] for chat in range(n_chats)}
@@ -591,7 +591,9 @@ def test_chats_with_a_common_system_prompt_find_their_whole_history(
 
 
 @pytest.mark.parametrize("memory", [partitioned(8 * 256), shared_pool(8 * 128, can_copy=True)])
-def test_chats_that_come_together_take_the_slots_of_those_that_come_last(memory: Memory) -> None:
+def test_chats_that_come_together_take_the_slots_of_those_that_come_last(
+    memory: KvCapabilities,
+) -> None:
     rig, n_chats, n_found = make_rig(8, n_window=256, memory=memory), 10, 0
     chats = {str(chat): [*COMMON, *[100 + chat] * 40] for chat in range(n_chats)}
     for turn in range(6):
@@ -617,7 +619,7 @@ def test_slot_of_which_a_plan_copies_more_is_taken_over_by_nobody(
 
 
 def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
-    rig = make_rig(n_slots=2, n_piece=16)
+    rig = make_rig(n_slots=2, chunk_alignment=16)
     rig.submit(make_request("a", [7] * 90, max_tokens=1))
     drive(rig)
     rig.submit(replace(make_request("b", [7] * 40), output=(7,) * 30))
@@ -703,8 +705,8 @@ def test_moved_cells_that_come_back_are_no_beginning_behind_those_kept() -> None
     ("n_saved", "n_shared", "n_prompt", "n_usable"),
     [
         (100, 1, 60, 0),  # as every chat begins
-        (100, N_WORTH - 1, 60, 0),
-        (100, N_WORTH, 60, N_WORTH),
+        (100, MIN_SHARED_TOKENS - 1, 60, 0),
+        (100, MIN_SHARED_TOKENS, 60, MIN_SHARED_TOKENS),
         (5, 5, 60, 5),  # the whole file
         (100, 9, 10, 9),  # all that the prompt can begin with
         (100, 8, 10, 0),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.costs import StepCosts
-from cbatch.core.outcome import result_of
+from cbatch.core.output import result_of
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ COST = StepCost(base_s=1.0, token_s=0.01)
 """Virtual seconds: a decoding step of 8 rows takes 1.08, a prompt of 100 tokens alone 2."""
 
 
-def beside(n_decoding: int, *, is_watched: bool = False, **options: Any) -> Rig:
+def load_followers(n_decoding: int, *, is_watched: bool = False, **options: Any) -> Rig:
     """A scheduler with so many rows that decode, all of whose prompts had 64 tokens, and a slot to spare."""
     rig = make_scheduler(n_decoding + 1, 4096, 2048, cost=COST, **options)
     rig.submit(*make_sequences(n_decoding, n_prompt=64, max_tokens=500))
@@ -136,12 +136,12 @@ def load(rig: Rig, n_prompt: int) -> tuple[list[int], list[float]]:
 
 
 def test_prompt_of_512_in_chunks_of_128_is_ready_after_four_steps() -> None:
-    assert load(beside(1, prefill_chunk=128), 512)[0] == [128] * 4
+    assert load(load_followers(1, prefill_chunk=128), 512)[0] == [128] * 4
 
 
 @pytest.mark.parametrize("n_decoding", [1, 8])
 def test_prefill_budget_is_all_that_joins_rows_that_decode(n_decoding: int) -> None:
-    assert load(beside(n_decoding, prefill_budget=100), 350)[0] == [100, 100, 100, 50]
+    assert load(load_followers(n_decoding, prefill_budget=100), 350)[0] == [100, 100, 100, 50]
 
 
 def test_prefill_budget_is_shared_by_all_newcomers() -> None:
@@ -154,7 +154,7 @@ def test_prefill_budget_is_shared_by_all_newcomers() -> None:
 
 
 def test_prefill_budget_less_than_a_piece_lets_one_join() -> None:
-    rig = make_scheduler(2, 128, 64, prefill_budget=10, n_piece=16)
+    rig = make_scheduler(2, 128, 64, prefill_budget=10, chunk_alignment=16)
     rig.submit(make_request("a", [1] * 8, max_tokens=9))
     rig.backend.interrupt()
     step(rig)
@@ -178,32 +178,32 @@ def test_prefill_chunk_holds_for_each_prompt_and_with_nobody_decoding() -> None:
 
 
 def test_nobody_reading_along_leaves_the_whole_step_to_prompts() -> None:
-    assert load(beside(8), 3000)[0] == [2040, 960]
+    assert load(load_followers(8), 3000)[0] == [2040, 960]
 
 
 @pytest.mark.parametrize("n_decoding", [1, 8, 15])
 def test_long_prompt_makes_no_step_longer_than_about_two_without_it(n_decoding: int) -> None:
-    rig = beside(n_decoding, is_watched=True)
+    rig = load_followers(n_decoding, is_watched=True)
     chunks, seconds = load(rig, 2500)
     assert max(seconds) <= 2.05 * COST(n_decoding + 1, 0)
     assert len(chunks) <= 40  # some hundred tokens fit in a second
 
 
 def test_one_reader_among_many_is_enough_to_spare_it() -> None:
-    rig = beside(8)
+    rig = load_followers(8)
     rig.drivers["3"].is_watched = True
     assert max(load(rig, 2500)[1]) <= 2.05 * COST(9, 0)
 
 
 def test_reader_of_a_prompt_that_still_loads_holds_up_nobody() -> None:
-    rig = beside(8)
+    rig = load_followers(8)
     rig.submit(make_request("other", [1] * 3000, max_tokens=2))
     rig.drivers["other"].is_watched = True
     assert len(one_step(rig).chunks[-1].tokens) == 2040
 
 
 def test_costly_prompt_tokens_still_go_sixteen_at_a_time() -> None:
-    rig = beside(2, is_watched=True)
+    rig = load_followers(2, is_watched=True)
     for _ in range(50):
         rig.scheduler.costs.learn_mixed(2, 10, 100.0)
     assert load(rig, 40)[0] == [16, 16, 8]
@@ -211,7 +211,7 @@ def test_costly_prompt_tokens_still_go_sixteen_at_a_time() -> None:
 
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_aim_for_a_step_decides_how_much_of_a_prompt_joins(is_watched: bool) -> None:
-    rig = beside(8, is_watched=is_watched, itl_ms=1500)
+    rig = load_followers(8, is_watched=is_watched, itl_ms=1500)
     chunks, seconds = load(rig, 500)
     assert max(seconds) <= 1.5 * 1.05
     assert 20 <= min(chunks[:-1]) <= max(chunks) <= 45
@@ -271,7 +271,7 @@ def test_prompts_that_cost_nothing_are_not_held_up(options: dict[str, Any]) -> N
 
 
 def test_aim_below_what_decoding_takes_still_lets_prompts_in() -> None:
-    assert load(beside(8, itl_ms=10), 48)[0] == [16, 16, 16]
+    assert load(load_followers(8, itl_ms=10), 48)[0] == [16, 16, 16]
 
 
 def test_one_alone_runs_as_many_steps_at_once_as_there_are() -> None:

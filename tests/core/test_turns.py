@@ -24,7 +24,7 @@ from tests.helpers import (
 
 if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import Memory
+    from cbatch.core.plan import KvCapabilities
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Turn:
     running: set[str]
 
 
-def fair(n_slots: int = 1, quantum: int | None = 2, memory: Memory | None = None) -> Rig:
+def fair(n_slots: int = 1, quantum: int | None = 2, memory: KvCapabilities | None = None) -> Rig:
     memory = memory or partitioned(n_slots * 128)
     return make_scheduler(n_slots, 128, memory=memory, policy="round_robin", quantum=quantum)
 

@@ -11,7 +11,7 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.output.sorting import sort_in_place
-from cbatch.runtime.progress import SilentView
+from cbatch.progress import SilentView
 from tests.files.runs import SHORT, answers, make_engine, records, write_requests
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from cbatch.files.estimate import estimate_file
 from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.output.sorting import Sorted, sort_in_place
 from cbatch.files.stop import Interrupted, Stopper
-from cbatch.runtime.progress import PlainView, SilentView, summary_lines
+from cbatch.progress import PlainView, SilentView, summary_lines
 from tests import call_runs
 from tests.files.runs import SHORT, answers, make_engine, records, write_requests
 from tests.helpers import A_SECOND_A_STEP

@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
-from cbatch.runtime.progress import SilentView
+from cbatch.progress import SilentView
 from tests.files.runs import make_engine, write_requests
 
 if TYPE_CHECKING:

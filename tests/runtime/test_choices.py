@@ -13,7 +13,7 @@ import pytest
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake_tokens import fake_logprobs
-from cbatch.core.plan import Memory
+from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import (
@@ -372,7 +372,7 @@ def test_choices_that_never_ran_do_not_count_as_computed() -> None:
 
 
 def test_choice_before_the_one_that_scores_has_no_prompt_scores() -> None:
-    pool = Memory(
+    pool = KvCapabilities(
         "unified", 128, can_copy=True
     )  # where the second finds its prompt, and the first has no room for it
     schedule = ScheduleOptions(admission="reserve")

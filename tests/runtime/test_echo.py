@@ -12,7 +12,7 @@ import pytest
 
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.core.plan import N_TARGETS_MAX, Memory
+from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError, RequestFailedError
 from tests.runtime.backends import GatedBackend, all_results
@@ -110,7 +110,7 @@ def test_company_that_is_not_scored_is_computed_beside(
 
 
 def test_scored_prompt_takes_nothing_over_but_gives(backend: FakeBackend) -> None:
-    memory = Memory("partitioned", 4 * 256, can_copy=True)
+    memory = KvCapabilities("partitioned", 4 * 256, can_copy=True)
     with closing(Engine(FakeBackend(4, 256, 200, memory=memory), options=LONG)) as engine:
         first = answer(engine, prompt_logprobs=0)
         again = answer(engine, prompt_logprobs=0)
@@ -163,11 +163,11 @@ def test_request_that_never_ran_tells_nothing_of_its_prompt() -> None:
     assert (last.text, last.token_ids, last.logprobs, last.prompt_logprobs) == ("", (), (), ())
 
 
-@pytest.mark.parametrize("n_piece", [8, 32])
-def test_pieces_of_exact_are_scored_whole(n_piece: int) -> None:
+@pytest.mark.parametrize("chunk_alignment", [8, 32])
+def test_pieces_of_exact_are_scored_whole(chunk_alignment: int) -> None:
     """Where pieces are larger than what a step can score, those of a scored prompt are smaller, and nobody's else."""
-    backend = FakeBackend(2, 256, 64, memory=Memory("partitioned", 512, can_copy=True))
-    backend.n_piece = n_piece
+    backend = FakeBackend(2, 256, 64, memory=KvCapabilities("partitioned", 512, can_copy=True))
+    backend.chunk_alignment = chunk_alignment
     with (
         patch("cbatch.core.scheduler.N_TARGETS_MAX", 16),
         patch("cbatch.core.driver.N_TARGETS_MAX", 16),
@@ -183,8 +183,13 @@ def test_pieces_of_exact_are_scored_whole(n_piece: int) -> None:
     assert first.prompt_logprobs == second.prompt_logprobs
     assert figures(other.prompt_logprobs) == wanted(backend, PROMPT[::-1], 0)
     assert first.token_ids == second.token_ids == plain.token_ids
-    assert {len(c.targets) for p in backend.plans for c in p.chunks} <= {0, min(n_piece, 16), 2, 3}
-    assert (plain.usage.cached_tokens > 0) == (n_piece <= 16)
+    assert {len(c.targets) for p in backend.plans for c in p.chunks} <= {
+        0,
+        min(chunk_alignment, 16),
+        2,
+        3,
+    }
+    assert (plain.usage.cached_tokens > 0) == (chunk_alignment <= 16)
 
 
 # ---- echo ----
@@ -307,11 +312,11 @@ def test_no_tokens_without_echo_are_refused_with_the_ways_out(engine: Engine) ->
 
 
 def test_cells_from_disk_are_not_for_a_scored_prompt() -> None:
-    memory = Memory("partitioned", 512, can_save=True, can_copy=True)
+    memory = KvCapabilities("partitioned", 512, can_save=True, can_copy=True)
     backend = FakeBackend(2, 256, 64, memory=memory)
     with closing(Engine(backend, options=LONG)) as engine:
         with pytest.raises(ConfigError, match="cache_required"):
             answer(engine, prompt_logprobs=0, cache_key="k", cache_required=True)
-        backend.n_piece = 128
+        backend.chunk_alignment = 128
         with pytest.raises(ConfigError, match="n_ubatch=64"):
             answer(engine, echo=True, logprobs=True, cache_key="k", save_cache=True)

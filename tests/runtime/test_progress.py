@@ -11,8 +11,7 @@ from rich.console import Console
 
 from cbatch.core.stats import EngineStats
 from cbatch.errors import EngineClosedError
-from cbatch.runtime.mailbox import Counts
-from cbatch.runtime.progress import (
+from cbatch.progress import (
     LiveView,
     PlainView,
     Progress,
@@ -24,6 +23,7 @@ from cbatch.runtime.progress import (
     progress_line,
     summary_lines,
 )
+from cbatch.runtime.mailbox import Counts
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:

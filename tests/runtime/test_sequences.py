@@ -1,20 +1,20 @@
 from __future__ import annotations
 
 from cbatch.options import RunOptions
-from cbatch.runtime.sequences import Settled
+from cbatch.runtime.sequences import OptionsMerger
 
 ENGINE = RunOptions(max_tokens=9, temperature=0)
 
 
 def test_settled_options_are_one_object_for_all_who_say_the_same() -> None:
-    settled = Settled()
+    settled = OptionsMerger()
     first = settled.over(RunOptions(max_tokens=3), ENGINE)
     assert first == RunOptions(max_tokens=3, temperature=0)
     assert settled.over(RunOptions(max_tokens=3), ENGINE) is first
 
 
 def test_settled_options_follow_what_is_said_and_what_it_is_put_over() -> None:
-    settled, own = Settled(), RunOptions(max_tokens=3)
+    settled, own = OptionsMerger(), RunOptions(max_tokens=3)
     settled.over(own, ENGINE)
     assert settled.over(RunOptions(max_tokens=4), ENGINE).max_tokens == 4
     assert settled.over(own, RunOptions(temperature=1)).temperature == 1

@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.backend.fake_vocab import FakeVocab
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.outcome import result_of, take_chunk
+from cbatch.core.output import result_of, take_chunk
 from cbatch.core.plan import Slot
 from cbatch.errors import SequenceStateError
 from cbatch.response import TokenLogprob

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cbatch.backend import Backend, Vocab
-    from cbatch.core.plan import Memory
+    from cbatch.core.plan import KvCapabilities
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt
     from cbatch.options import RunOptions
@@ -61,7 +61,7 @@ def _check_tokens(options: RunOptions, n_vocab: int) -> None:
             raise ConfigError(f"{name} has {highest}, which is not in the vocabulary of {n_vocab}")
 
 
-def _check_key(options: RunOptions, memory: Memory) -> None:
+def _check_key(options: RunOptions, memory: KvCapabilities) -> None:
     if (options.save_cache or options.cache_required) and options.cache_key is None:
         raise ConfigError("save_cache and cache_required need a cache_key: a name for the cells")
     if options.cache_key is None:
@@ -80,7 +80,7 @@ def _check_key(options: RunOptions, memory: Memory) -> None:
 def _check_window(options: RunOptions, backend: Backend) -> None:
     if options.n_keep is not None and options.n_discard is None:
         raise ConfigError(f"n_keep={options.n_keep} has no effect without n_discard")
-    if not options.n_discard or (backend.memory.can_shift and not backend.n_piece):
+    if not options.n_discard or (backend.memory.can_shift and not backend.chunk_alignment):
         return
     refused = f"n_discard={options.n_discard} cannot be had with "
     if backend.memory.can_shift:
@@ -101,10 +101,10 @@ def _check_scoring(options: RunOptions, backend: Backend) -> None:
             "cache_required cannot be had with prompt_logprobs or echoed logprobs, for which all of the prompt is "
             "computed: leave it out"
         )
-    if options.save_cache and backend.n_piece > N_TARGETS_MAX:
+    if options.save_cache and backend.chunk_alignment > N_TARGETS_MAX:
         raise ConfigError(
             f"save_cache with prompt_logprobs or echoed logprobs and exact=True needs n_ubatch={N_TARGETS_MAX} or "
-            f"less, not {backend.n_piece}: save the cells by a request of its own"
+            f"less, not {backend.chunk_alignment}: save the cells by a request of its own"
         )
 
 

@@ -22,8 +22,11 @@ _N_CHUNKS_MIN = 4
 """Measured with one to eight chunks of equal and unequal length; see docs/performance.md."""
 
 
-def most_far(model: LlamaModel, options: EngineOptions, n_threads: int) -> int:
-    """Return `Memory.n_far_chunks`: enough for each thread's tiles, and few of unequal length; 0 without tiles."""
+def most_long_context_prefills(model: LlamaModel, options: EngineOptions, n_threads: int) -> int:
+    """Return `KvCapabilities.n_long_context_prefills`: enough for each thread's tiles, few of unequal length.
+
+    0 where attention is not computed by tiles.
+    """
     has_tiles = options.cache_type_k == options.cache_type_v and options.cache_type_k in (
         "f16",
         "f32",

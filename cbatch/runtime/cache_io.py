@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cbatch.cell_file import CachedCells
-from cbatch.core.holds import Fetch, Found
+from cbatch.cache.cell_file import CachedCells
+from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.errors import CacheError, words_of
 
 if TYPE_CHECKING:
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend import Backend
-    from cbatch.core.cells import Stored
+    from cbatch.cache.store import CacheStore, NoStore
+    from cbatch.core.cell_ops import Stored
     from cbatch.core.driver import SequenceDriver
-    from cbatch.store import CacheStore, NoStore
 
-    Wants = Callable[[Found | None], int]
+    Wants = Callable[[CacheEntry | None], int]
     """Tells how many of a file's cells are wanted, before it is read with None: 0 for nothing. From any thread."""
     Post = Callable[[Callable[[], object]], None]
     """Has something done by the owner thread."""
-    Written = Callable[[SequenceDriver, Found | None, str | None], object]
+    Written = Callable[[SequenceDriver, CacheEntry | None, str | None], object]
     """Takes whose cells were to be written, what is on disk now, and what went wrong."""
 
 
@@ -48,13 +48,13 @@ class Arrival:
         n_cells: how many these are.
     """
 
-    fetch: Fetch
-    found: Found | CacheError | None
+    fetch: CacheRef
+    found: CacheEntry | CacheError | None
     data: NDArray[np.uint8] | None = None
     n_cells: int = 0
 
 
-class Keeper:
+class CacheIo:
     """Reads and writes files of cells in a thread of its own, which starts with the first of them.
 
     What it brings it hands to `post`, which has it done by the owner thread between two runs.
@@ -75,7 +75,7 @@ class Keeper:
         """Whether the caller's thread is the one that reads and writes."""
         return self._thread is threading.current_thread()
 
-    def read(self, fetch: Fetch, then: Callable[[Arrival], object], n_wanted: Wants) -> None:
+    def read(self, fetch: CacheRef, then: Callable[[Arrival], object], n_wanted: Wants) -> None:
         """Read a file, if it is wanted still, then have `then` called with what came of it."""
         self._do(lambda: self._read(fetch, then, n_wanted), _READ)
 
@@ -112,7 +112,7 @@ class Keeper:
             with suppress(Exception):  # it has told whoever asked
                 work()
 
-    def _read(self, fetch: Fetch, then: Callable[[Arrival], object], n_wanted: Wants) -> None:
+    def _read(self, fetch: CacheRef, then: Callable[[Arrival], object], n_wanted: Wants) -> None:
         arrival = Arrival(fetch, CacheError(fetch.key, "reading it was broken off"))
         try:
             is_wanted = not self._is_closing and n_wanted(None)
@@ -126,15 +126,15 @@ class Keeper:
         finally:
             self._post(lambda: then(arrival))
 
-    def _read_first(self, fetch: Fetch, n_wanted: Wants) -> Arrival:
+    def _read_first(self, fetch: CacheRef, n_wanted: Wants) -> Arrival:
         """Read a file, and keep as many of its cells as somebody wants."""
         cells = self._store.read(fetch.key, self._backend.fingerprint(fetch.adapters))
-        found = Found(cells.tokens.tolist(), cells.n_prompt)
+        found = CacheEntry(cells.tokens.tolist(), cells.n_prompt)
         n_cells = n_wanted(found)
         if not n_cells:
             return Arrival(fetch, found)
         try:
-            data = self._backend.fit(cells.data, len(found.tokens), n_cells)
+            data = self._backend.validate_state(cells.data, len(found.tokens), n_cells)
         except ValueError as error:
             raise CacheError(fetch.key, f"the cells in its file {error}") from error
         return Arrival(fetch, found, data, n_cells)
@@ -142,13 +142,13 @@ class Keeper:
     def _write(self, stored: Stored, data: NDArray[np.uint8], then: Written) -> None:
         driver, n_cells = stored.driver, stored.n_cells
         key, adapters = driver.request.options.cache_key or "", driver.request.adapters
-        found: Found | None = None
+        found: CacheEntry | None = None
         problem: str | None = "the cells were not saved: writing them was broken off"
         try:
             tokens = np.array(driver.tokens[:n_cells], np.int32)
             cells = CachedCells(tokens, min(driver.n_prompt, n_cells), data)
             self._store.write(key, cells, self._backend.fingerprint(adapters))
-            found, problem = Found(tokens.tolist(), cells.n_prompt), None
+            found, problem = CacheEntry(tokens.tolist(), cells.n_prompt), None
         except Exception as error:
             problem = f"the cells were not saved: {words_of(error)}"
         finally:

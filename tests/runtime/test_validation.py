@@ -12,16 +12,16 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.runtime.refusals import check_chat, check_fits
+from cbatch.runtime.validation import check_chat, check_fits
 from tests.helpers import partitioned
 
 CHAT = BatchPrompt(messages=({"role": "user", "content": "Hi"},))
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def check(options: RunOptions, n_piece: int = 0, **schedule: object) -> None:
+def check(options: RunOptions, chunk_alignment: int = 0, **schedule: object) -> None:
     backend = FakeBackend(2, 64, 16, memory=partitioned(128))
-    backend.n_piece = n_piece
+    backend.chunk_alignment = chunk_alignment
     check_fits(options, backend, ScheduleOptions(**schedule))  # type: ignore[arg-type]
 
 
@@ -33,9 +33,9 @@ def test_priority_needs_the_policy_that_follows_it() -> None:
 
 def test_saving_what_is_scored_needs_pieces_that_a_step_can_score() -> None:
     options = RunOptions(cache_key="k", save_cache=True, prompt_logprobs=0)
-    check(options, n_piece=N_TARGETS_MAX)
+    check(options, chunk_alignment=N_TARGETS_MAX)
     with pytest.raises(ConfigError, match=f"n_ubatch={N_TARGETS_MAX}"):
-        check(options, n_piece=N_TARGETS_MAX + 1)
+        check(options, chunk_alignment=N_TARGETS_MAX + 1)
 
 
 def test_tools_need_a_template_that_shows_them() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
 
 
-class Trials:
+class FaultBisection:
     """A stack of groups to compute apart from all others; a group is over when each of it is past the failure.
 
     So a passing failure does no harm, and n sequences with one guilty need about 2 log₂ n steps.

@@ -11,7 +11,14 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.calls import Call, CallFormat, FoundCalls, call_format, find_calls, read_call
+from cbatch.chat.call_formats import (
+    Call,
+    CallFormat,
+    FoundCalls,
+    call_format,
+    find_calls,
+    read_call,
+)
 from cbatch.core.text import TextStream
 
 if TYPE_CHECKING:

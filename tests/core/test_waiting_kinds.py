@@ -10,9 +10,9 @@ import pytest
 
 from cbatch.core.batcher import N_FETCHED_PER_SLOT, N_STORED_PER_SLOT
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.holds import _N_KNOWN_MAX, Fetch, Followers, Found
-from cbatch.core.sharing import N_WORTH
+from cbatch.core.sharing import MIN_SHARED_TOKENS
 from cbatch.core.status import Wait
+from cbatch.core.waiting import _N_KNOWN_MAX, CacheEntry, CacheRef, PrefixWaiters
 from cbatch.errors import CacheError
 from tests.helpers import (
     Rig,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
 
-FETCH = Fetch("k")
-FILE = Found(range(100), 100)
+FETCH = CacheRef("k")
+FILE = CacheEntry(range(100), 100)
 
 
 def make_rig(n_slots: int = 4, **options: Any) -> Rig:
@@ -53,7 +53,7 @@ def waiting(rig: Rig, *requests: Request) -> Rig:
 
 
 def adopted(
-    rig: Rig, found: Found | CacheError = FILE, n_read: int = len(FILE.tokens)
+    rig: Rig, found: CacheEntry | CacheError = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
     """Who gets cells of the file whose first are there now, and how many it begins with."""
     _, adopted = rig.batcher.fetches.arrive(FETCH, found, n_read)
@@ -70,8 +70,8 @@ def adopted(
         ((100, 40, 100), [("0", 100)]),
         ((40, 100, 100), [("0", 40), ("1", 100)]),
         ((1, 100), [("1", 100)]),
-        ((60, 60 + N_WORTH - 1), [("0", 60)]),
-        ((60, 60 + N_WORTH), [("0", 60), ("1", 60 + N_WORTH)]),
+        ((60, 60 + MIN_SHARED_TOKENS - 1), [("0", 60)]),
+        ((60, 60 + MIN_SHARED_TOKENS), [("0", 60), ("1", 60 + MIN_SHARED_TOKENS)]),
     ],
 )
 def test_requests_that_share_much_more_get_cells_of_their_own(
@@ -87,7 +87,7 @@ def test_without_sharing_each_one_gets_cells_of_its_own() -> None:
     assert adopted(rig) == [("0", 100), ("1", 100), ("2", 100)]
 
 
-@pytest.mark.parametrize("n_shared", [0, 1, N_WORTH - 1])
+@pytest.mark.parametrize("n_shared", [0, 1, MIN_SHARED_TOKENS - 1])
 def test_one_that_shares_next_to_nothing_goes_without(n_shared: int) -> None:
     rig = waiting(make_rig(), reader("a", n_shared), reader("b", n_shared, cache_required=True))
     assert adopted(rig) == []
@@ -104,7 +104,7 @@ def test_as_much_of_a_file_is_wanted_as_the_longest_common_beginning(
     n_shared: tuple[int, ...],
 ) -> None:
     rig = waiting(make_rig(), *(reader(f"{i}", n) for i, n in enumerate(n_shared)))
-    n_wanted = max(n if n >= N_WORTH else 0 for n in n_shared)
+    n_wanted = max(n if n >= MIN_SHARED_TOKENS else 0 for n in n_shared)
     assert rig.batcher.fetches.n_wanted(FETCH, FILE) == n_wanted
 
 
@@ -205,7 +205,7 @@ def test_those_beside_one_that_has_loaded_ask_for_nothing_when_it_ends() -> None
     rig = waiting(with_file(2), *requests[:4])
     rig.submit(*requests[4:])
     step(rig)
-    assert not rig.drivers["0"].beside
+    assert not rig.drivers["0"].load_followers
     drive(rig, after=lambda rig, _: rig.fetching and pytest.fail("it is read again"))
     assert [rig.results[r.id].usage.cached_tokens >= 100 for r in requests] == [True] * 6
 
@@ -277,7 +277,7 @@ def test_one_that_goes_on_from_a_result_asks_for_no_file() -> None:
 
 
 def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> None:
-    followers, rig = Followers(), make_rig()
+    followers, rig = PrefixWaiters(), make_rig()
     rig.submit(make_request("leader", range(9)), make_request("follower"))
     step(rig)
     leader = rig.drivers["leader"]
@@ -349,6 +349,6 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
 def test_files_whose_tokens_are_remembered_are_the_last_few() -> None:
     fetches = make_rig().batcher.fetches
     for i in range(_N_KNOWN_MAX + 1):
-        fetches.learn(Fetch(str(i)), FILE)
+        fetches.learn(CacheRef(str(i)), FILE)
     assert len(fetches._known) == _N_KNOWN_MAX
-    assert Fetch("0") not in fetches._known
+    assert CacheRef("0") not in fetches._known

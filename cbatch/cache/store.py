@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
-from cbatch.cell_file import (
+from cbatch.cache.cell_file import (
     N_DIGEST,
     BadFileError,
     CachedCells,
@@ -37,7 +37,7 @@ from cbatch.logs import Log
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cbatch.cell_file import Fingerprint
+    from cbatch.cache.cell_file import Fingerprint
 
 _log = Log("cbatch.store")
 

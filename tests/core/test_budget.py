@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.core.shape import N_FAR, even_out, limit_far, split_budget, whole_pieces
+from cbatch.core.budget import (
+    LONG_CONTEXT,
+    even_out,
+    limit_long_context_prefills,
+    split_budget,
+    whole_pieces,
+)
 
 
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 100))
@@ -90,17 +96,17 @@ def test_even_out_shortens_cut_chunks_alone_and_none_by_much(
 @pytest.mark.parametrize(
     ("wanted", "n_before", "expected"),
     [
-        ([9, 9, 9], [N_FAR] * 3, [9, 9, 0]),
-        ([90, 30, 10, 20], [N_FAR] * 4, [90, 0, 10, 0]),
-        ([9, 9, 9], [N_FAR, N_FAR - 1, N_FAR], [9, 9, 9]),
-        ([9, 9, 0, 9], [N_FAR, 0, N_FAR, N_FAR], [9, 9, 0, 9]),
-        ([1, 9, 9, 1], [N_FAR] * 4, [1, 9, 9, 1]),
+        ([9, 9, 9], [LONG_CONTEXT] * 3, [9, 9, 0]),
+        ([90, 30, 10, 20], [LONG_CONTEXT] * 4, [90, 0, 10, 0]),
+        ([9, 9, 9], [LONG_CONTEXT, LONG_CONTEXT - 1, LONG_CONTEXT], [9, 9, 9]),
+        ([9, 9, 0, 9], [LONG_CONTEXT, 0, LONG_CONTEXT, LONG_CONTEXT], [9, 9, 0, 9]),
+        ([1, 9, 9, 1], [LONG_CONTEXT] * 4, [1, 9, 9, 1]),
     ],
 )
 def test_limit_of_long_context_prefill_leaves_the_oldest_and_the_shortest(
     wanted: list[int], n_before: list[int], expected: list[int]
 ) -> None:
-    limit_far(wanted, n_before, 2)
+    limit_long_context_prefills(wanted, n_before, 2)
     assert wanted == expected
 
 

@@ -22,21 +22,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cbatch.cell_file
-import cbatch.store
+import cbatch.cache.cell_file
+import cbatch.cache.store
 from cbatch.backend.fake import FakeBackend
-from cbatch.cell_file import CachedCells
-from cbatch.core.plan import Memory
+from cbatch.cache.cell_file import CachedCells
+from cbatch.cache.store import CacheStore, cells_folder
+from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError
-from cbatch.store import CacheStore, cells_folder
 from tests.test_imports import inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
-    from cbatch.store import CacheFile
+    from cbatch.cache.store import CacheFile
 
 F16 = {"model": "sha256:ab", "type_k": "f16"}
 Q8 = {"model": "sha256:ab", "type_k": "q8_0"}
@@ -121,7 +121,7 @@ def test_read_gives_what_was_written(folder: Path, n_bytes: int, n_tokens: int) 
 def test_read_of_a_large_file_takes_several_pieces(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cbatch.cell_file, "_PIECE", 64)
+    monkeypatch.setattr(cbatch.cache.cell_file, "_PIECE", 64)
     written = cells(SMALL + 1)
     store.write("a", written, F16)
     assert same(store.read("a", F16), written)
@@ -202,7 +202,7 @@ def test_any_text_is_a_key_and_names_a_file_of_the_folder(store: CacheStore, fol
         assert same(store.read(key, F16), cells(seed=seed))
     assert keys(store) == NASTY[::-1]
     assert [path.name for path in folder.parent.iterdir()] == ["cells"]
-    assert all(cbatch.store._FILE.fullmatch(path.name) for path in folder.iterdir())
+    assert all(cbatch.cache.store._FILE.fullmatch(path.name) for path in folder.iterdir())
     assert [store.remove(key) for key in NASTY] == [1] * len(NASTY)
     assert list(folder.iterdir()) == []
 
@@ -260,7 +260,7 @@ def test_folder_of_a_user_without_a_home_is_refused(homeless: None) -> None:
 def test_user_without_a_home_runs_what_needs_no_folder_and_is_told_else(
     homeless: None,
 ) -> None:
-    memory = Memory("partitioned", 128, can_save=True, can_copy=True)
+    memory = KvCapabilities("partitioned", 128, can_save=True, can_copy=True)
     with Engine(FakeBackend(2, 64, 64, memory=memory), threaded=False) as engine:
         assert engine.submit("a", options={"max_tokens": 1}).result().warnings == ()
         keyed = engine.submit("a", options={"max_tokens": 1, "cache_key": "k", "save_cache": True})
@@ -277,8 +277,8 @@ def test_named_folder_in_a_home_that_is_not_there_is_refused(
 
 
 def test_store_and_its_files_depend_on_errors_and_the_log_alone() -> None:
-    assert (inside("store"), inside("cell_file")) == (
-        {"errors", "cell_file", "logs"},
+    assert (inside("cache.store"), inside("cache.cell_file")) == (
+        {"errors", "cache.cell_file", "logs"},
         {"errors"},
     )
 
@@ -548,14 +548,14 @@ def test_file_beyond_the_memory_is_an_error(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("a", cells(), F16)
-    take = cbatch.cell_file.FileReader.take
+    take = cbatch.cache.cell_file.FileReader.take
 
     def refuse(reader: Any, n_bytes: int) -> Any:
         if n_bytes == SMALL:
             raise MemoryError
         return take(reader, n_bytes)
 
-    monkeypatch.setattr(cbatch.cell_file.FileReader, "take", refuse)
+    monkeypatch.setattr(cbatch.cache.cell_file.FileReader, "take", refuse)
     assert fails(store).endswith("is larger than the memory there is")
 
 
@@ -563,14 +563,14 @@ def test_file_cut_off_while_it_is_read_is_an_error(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("a", cells(), F16)
-    head = cbatch.cell_file.FileReader.head
+    head = cbatch.cache.cell_file.FileReader.head
 
     def cut(reader: Any) -> Any:
         found = head(reader)
         os.truncate(store._path("a", F16), 300)
         return found
 
-    monkeypatch.setattr(cbatch.cell_file.FileReader, "head", cut)
+    monkeypatch.setattr(cbatch.cache.cell_file.FileReader, "head", cut)
     assert fails(store).endswith("was cut off meanwhile")
 
 
@@ -803,11 +803,11 @@ CHILD = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-from cbatch.core.plan import Memory
+from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError
-from cbatch.cell_file import CachedCells
-from cbatch.store import CacheStore
+from cbatch.cache.cell_file import CachedCells
+from cbatch.cache.store import CacheStore
 folder, how = Path(sys.argv[1]), sys.argv[2]
 new = CachedCells(np.arange(5, dtype=np.int32), 5, np.ones(100_000, np.uint8))
 really = getattr(os, how, None)
@@ -1053,14 +1053,14 @@ def test_reader_keeps_the_file_that_is_replaced_meanwhile(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("a", cells(), F16)
-    head = cbatch.cell_file.FileReader.head
+    head = cbatch.cache.cell_file.FileReader.head
 
     def replace(reader: Any) -> Any:
-        monkeypatch.setattr(cbatch.cell_file.FileReader, "head", head)
+        monkeypatch.setattr(cbatch.cache.cell_file.FileReader, "head", head)
         store.write("a", cells(seed=1), F16)
         return head(reader)
 
-    monkeypatch.setattr(cbatch.cell_file.FileReader, "head", replace)
+    monkeypatch.setattr(cbatch.cache.cell_file.FileReader, "head", replace)
     assert same(store.read("a", F16), cells())
     assert same(store.read("a", F16), cells(seed=1))
 

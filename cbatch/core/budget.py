@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-N_FAR = 256
+LONG_CONTEXT = 256
 """Cells before a chunk from which attention is much of what it costs. Source: docs/performance.md."""
 
 
@@ -39,17 +39,19 @@ def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-def limit_far(wanted: list[int], n_before: Sequence[int], n_far_chunks: int) -> None:
+def limit_long_context_prefills(
+    wanted: list[int], n_before: Sequence[int], n_long_context_prefills: int
+) -> None:
     """Have few chunks in a step that go on behind many cells: the oldest, then the shortest; mutates `wanted`.
 
     Args:
         wanted: tokens of each newcomer, the oldest first.
         n_before: cells that each has.
-        n_far_chunks: how many, as of `Memory`.
+        n_far_chunks: how many, as of `KvCapabilities`.
     """
-    far = [i for i, n in enumerate(n_before) if n >= N_FAR and wanted[i] > 1]
+    far = [i for i, n in enumerate(n_before) if n >= LONG_CONTEXT and wanted[i] > 1]
     by_size = far[:1] + sorted(far[1:], key=lambda i: wanted[i])
-    for i in by_size[n_far_chunks:]:
+    for i in by_size[n_long_context_prefills:]:
         wanted[i] = 0
 
 

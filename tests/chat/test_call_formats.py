@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.core.calls import FORMATS, N_MALFORMED_MAX, CallFormat, call_format, call_id, find_calls
+from cbatch.chat.call_formats import (
+    FORMATS,
+    N_MALFORMED_MAX,
+    CallFormat,
+    call_format,
+    call_id,
+    find_calls,
+)
 from cbatch.tools import Tools, check_tools
 
 CITY = {"city": "Paris", "days": 3}

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cbatch.backend.fake_vocab import FakeVocab
-from cbatch.core.cells import Cells, Stored
+from cbatch.core.cell_ops import Cells, Stored
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
-from cbatch.core.plan import Memory, Slot
-from cbatch.core.sharing import Sharing
+from cbatch.core.plan import KvCapabilities, Slot
+from cbatch.core.sharing import PrefixCache
 from tests.helpers import make_request, partitioned, shared_pool
 
 if TYPE_CHECKING:
-    from cbatch.core.cells import Orders
+    from cbatch.core.cell_ops import Orders
 
 KIB = 1024
 
 
-def make_cells(n_kib: int = 1024, memory: Memory | None = None) -> Cells:
+def make_cells(n_kib: int = 1024, memory: KvCapabilities | None = None) -> Cells:
     """Cells of four slots; a saved one takes 1 KiB, and `n_kib` are allowed."""
     return Cells(KvLedger(4, 64), memory or partitioned(256), n_kib * KIB)
 
@@ -43,10 +43,10 @@ def moved(cells: Cells) -> tuple[SequenceDriver, Slot]:
     return driver, slot
 
 
-def shared(memory: Memory) -> Cells:
+def shared(memory: KvCapabilities) -> Cells:
     """Cells of four slots that keep what it holds when it is left."""
     ledger = KvLedger(4, 64, memory)
-    return Cells(ledger, memory, KIB, Sharing(ledger, [None] * 4, memory))
+    return Cells(ledger, memory, KIB, PrefixCache(ledger, [None] * 4, memory))
 
 
 def leave(cells: Cells, driver: SequenceDriver, slot: Slot) -> None:
@@ -155,8 +155,8 @@ def test_keys_are_never_used_again() -> None:
     assert keys == [0, 1, 2]
 
 
-@pytest.mark.parametrize("memory", [Memory("partitioned", 256), None])
-def test_memory_that_cannot_save_loses_the_cells(memory: Memory | None) -> None:
+@pytest.mark.parametrize("memory", [KvCapabilities("partitioned", 256), None])
+def test_memory_that_cannot_save_loses_the_cells(memory: KvCapabilities | None) -> None:
     cells = Cells(KvLedger(4, 64), memory, 1024 * KIB)
     driver = parked(cells, 5)
     assert (driver.n_computed, driver.saved_key) == (0, None)
@@ -182,14 +182,14 @@ def test_budget_is_free_again_after_a_load_and_after_a_forget() -> None:
 
 
 def test_state_without_cells_weighs_what_memory_says() -> None:
-    memory = Memory("recurrent", 4, can_trim=False, can_save=True, saved_bytes=4 * KIB)
+    memory = KvCapabilities("recurrent", 4, can_trim=False, can_save=True, saved_bytes=4 * KIB)
     cells = make_cells(8, memory)
     assert [parked(cells, 5).n_computed for _ in range(3)] == [5, 5, 0]
     assert cells.n_saved_bytes == 8 * KIB
 
 
 def test_slot_without_cells_is_not_saved() -> None:
-    cells = make_cells(memory=Memory("recurrent", 4, can_save=True, saved_bytes=KIB))
+    cells = make_cells(memory=KvCapabilities("recurrent", 4, can_save=True, saved_bytes=KIB))
     assert parked(cells, 0).saved_key is None
     assert "saves" not in cells.take()
 

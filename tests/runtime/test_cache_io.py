@@ -12,13 +12,13 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake_vocab import FakeVocab
-from cbatch.core.cells import Stored
+from cbatch.cache.store import CacheStore
+from cbatch.core.cell_ops import Stored
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.holds import Fetch, Found
+from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.errors import CacheError
-from cbatch.runtime import keeper as subject
-from cbatch.runtime.keeper import Arrival, Keeper
-from cbatch.store import CacheStore
+from cbatch.runtime import cache_io as subject
+from cbatch.runtime.cache_io import Arrival, CacheIo
 from tests.helpers import make_request
 from tests.places import text_of
 from tests.runtime.backends import PATIENCE_S, in_thread
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cbatch.cell_file import CachedCells, Fingerprint
+    from cbatch.cache.cell_file import CachedCells, Fingerprint
 
 DATA = np.zeros(80, np.uint8)
 
@@ -36,14 +36,14 @@ DATA = np.zeros(80, np.uint8)
 class Owner:
     """Who asks a keeper, and is told."""
 
-    keeper: Keeper
+    keeper: CacheIo
     posted: SimpleQueue[Callable[[], object]]
     told: list[Any] = field(default_factory=list)
 
     def read(self, key: str, *, is_wanted: bool = True) -> None:
         told = self.told
         self.keeper.read(
-            Fetch(key), lambda arrival: told.append(arrival.found), lambda found: 10 * is_wanted
+            CacheRef(key), lambda arrival: told.append(arrival.found), lambda found: 10 * is_wanted
         )
 
     def write(self, key: str) -> None:
@@ -66,7 +66,7 @@ def stored(key: str) -> Stored:
 def make_owner(folder: Path, *, is_threaded: bool) -> Owner:
     posted = SimpleQueue[Any]()
     store = CacheStore(folder, 2**40)
-    return Owner(Keeper(store, FakeBackend(), posted.put, is_threaded=is_threaded), posted)
+    return Owner(CacheIo(store, FakeBackend(), posted.put, is_threaded=is_threaded), posted)
 
 
 @pytest.fixture
@@ -92,9 +92,9 @@ def raises(error: BaseException) -> Callable[..., Any]:
 
 def test_file_that_was_written_is_read(owner: Owner) -> None:
     owner.write("k")
-    assert owner.take() == [(Found(text_of(10), 10), None)]
+    assert owner.take() == [(CacheEntry(text_of(10), 10), None)]
     owner.read("k")
-    assert owner.take() == [Found(text_of(10), 10)]
+    assert owner.take() == [CacheEntry(text_of(10), 10)]
 
 
 # ---- whatever happens, whoever asked is told ----
@@ -117,11 +117,11 @@ def test_answer_that_cannot_be_posted_leaves_the_thread_to_the_next(tmp_path: Pa
     posted = SimpleQueue[Any]()
     posts = iter([raises(RuntimeError("the engine is closed")), posted.put])
     store = CacheStore(tmp_path, 2**40)
-    keeper = Keeper(store, FakeBackend(), lambda c: next(posts)(c), is_threaded=True)
+    keeper = CacheIo(store, FakeBackend(), lambda c: next(posts)(c), is_threaded=True)
     owner = Owner(keeper, posted)
     owner.write("lost")
     owner.write("k")
-    assert owner.take() == [(Found(text_of(10), 10), None)]
+    assert owner.take() == [(CacheEntry(text_of(10), 10), None)]
     in_thread(keeper.close)()
 
 
@@ -147,19 +147,19 @@ def test_thread_that_cannot_start_leaves_the_work_to_who_asks(
         patch.setattr(threading.Thread, "start", raises(RuntimeError("can't start new thread")))
         owner.write("k")
         owner.read("k")
-    assert owner.take(2) == [(Found(text_of(10), 10), None), Found(text_of(10), 10)]
+    assert owner.take(2) == [(CacheEntry(text_of(10), 10), None), CacheEntry(text_of(10), 10)]
 
 
 def test_keeper_knows_its_own_thread(tmp_path: Path) -> None:
     told = SimpleQueue[bool]()
-    keeper = Keeper(
+    keeper = CacheIo(
         CacheStore(tmp_path, 2**40),
         FakeBackend(),
         lambda _: told.put(keeper.is_current_thread),
         is_threaded=True,
     )
     assert not keeper.is_current_thread
-    keeper.read(Fetch("k"), Arrival.__repr__, lambda found: 1)
+    keeper.read(CacheRef("k"), Arrival.__repr__, lambda found: 1)
     assert told.get(timeout=PATIENCE_S)
     assert not keeper.is_current_thread
     in_thread(keeper.close)()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.core.answer import (
+from cbatch.chat.answers import (
     THINKING,
     Answer,
     AnswerFormat,
@@ -16,9 +16,9 @@ from cbatch.core.answer import (
     Pieces,
     answer_format,
 )
-from cbatch.core.calls import Call
+from cbatch.chat.call_formats import Call
 from cbatch.tools import Tools
-from tests.core.test_calls import TOOLS
+from tests.chat.test_call_formats import TOOLS
 
 CUT = ("the answer ended while it was thinking",)
 THINK = "Say {% if x %}<think>{% endif %} and </think>"

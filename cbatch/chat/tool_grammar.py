@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from cbatch.core.calls import Call, find_calls
+from cbatch.chat.call_formats import Call, find_calls
 from cbatch.errors import UnsupportedOptionError
 from cbatch.options import Grammar
 from cbatch.tools import arguments_schema
 
 if TYPE_CHECKING:
-    from cbatch.core.answer import AnswerFormat
-    from cbatch.core.calls import CallFormat
+    from cbatch.chat.answers import AnswerFormat
+    from cbatch.chat.call_formats import CallFormat
     from cbatch.tools import Tools
 
 Named = Callable[[str], "int | None"]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.core.choosing import N_WORTH_MOVE, choose_mover, choose_victim, slot_of
 from cbatch.core.kv import KvLedger
-from cbatch.core.plan import Memory, Slot
+from cbatch.core.plan import KvCapabilities, Slot
+from cbatch.core.preemption import N_WORTH_MOVE, choose_mover, choose_victim, slot_of
 from cbatch.core.status import Status
 from cbatch.errors import LedgerError
 from tests.core.drivers import make_driver, make_running
@@ -27,7 +27,7 @@ def at(slot: int, n_computed: int = 9, **given: int | Status) -> SequenceDriver:
     return driver
 
 
-def lent(drivers: list[SequenceDriver | None], memory: Memory) -> KvLedger:
+def lent(drivers: list[SequenceDriver | None], memory: KvCapabilities) -> KvLedger:
     """Books in which each has its slot, with as many cells as it has computed."""
     ledger = KvLedger(4, 64, memory)
     for driver in drivers:
@@ -67,9 +67,9 @@ def test_nobody_moves_where_there_is_no_gap() -> None:
 
 
 @pytest.mark.parametrize(
-    "memory", [Memory("partitioned", 256), shared_pool(256, can_copy=True), recurrent(4)]
+    "memory", [KvCapabilities("partitioned", 256), shared_pool(256, can_copy=True), recurrent(4)]
 )
-def test_nobody_moves_where_it_cannot_be_or_saves_nothing(memory: Memory) -> None:
+def test_nobody_moves_where_it_cannot_be_or_saves_nothing(memory: KvCapabilities) -> None:
     drivers = [at(0), None, at(2)]
     assert choose_mover(drivers, lent(drivers, memory)) is None
 

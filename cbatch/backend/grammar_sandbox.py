@@ -1,6 +1,6 @@
 """Tries grammars in a process of its own: some make the compiler overflow its stack, or never end.
 
-`GrammarTrial` starts this very file as a script, which imports nothing of cbatch. The process stays for the next
+`GrammarSandbox` starts this very file as a script, which imports nothing of cbatch. The process stays for the next
 grammar: starting it takes some 0.1 s, a trial a millisecond or a few.
 """
 
@@ -28,7 +28,7 @@ _N_STEPS = 30
 _READY = b"ready\n"
 
 
-class GrammarTrial:
+class GrammarSandbox:
     """Finds out whether a grammar can be compiled and followed without ending the process. One thread at a time."""
 
     def __init__(self, limits: dict[str, Any]) -> None:

@@ -6,16 +6,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.sharing import N_WORTH
+from cbatch.core.sharing import MIN_SHARED_TOKENS
 from cbatch.core.status import Status
 from cbatch.errors import CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cbatch.core.cells import Cells
+    from cbatch.core.cell_ops import Cells
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.sharing import Sharing
+    from cbatch.core.sharing import PrefixCache
     from cbatch.options import AdapterSet, Breakers, Grammar
 
     Want = Grammar | Breakers
@@ -44,7 +44,7 @@ class _Follower:
         return is_running and not is_stuck and n_computed < self.n_cells
 
 
-class Followers:
+class PrefixWaiters:
     """Those that wait for another to compute what they share."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Followers:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class CacheRef:
     """A file of cells to read: its key, and what they were computed with."""
 
     key: str
@@ -86,21 +86,21 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CacheEntry:
     """The tokens of a file of cells, `n_given` of them a prompt's."""
 
     tokens: Sequence[int]
     n_given: int
 
 
-class Fetches:
+class CacheReads:
     """Those that wait for cells from disk; each file is read once for all who want it at that time."""
 
-    def __init__(self, sharing: Sharing, cells: Cells) -> None:
+    def __init__(self, sharing: PrefixCache, cells: Cells) -> None:
         self._sharing, self._cells = sharing, cells
-        self._waiting: dict[Fetch, list[SequenceDriver]] = {}
-        self._orders: deque[Fetch] = deque()
-        self._known: dict[Fetch, Found] = {}
+        self._waiting: dict[CacheRef, list[SequenceDriver]] = {}
+        self._orders: deque[CacheRef] = deque()
+        self._known: dict[CacheRef, CacheEntry] = {}
 
     @property
     def n_waiting(self) -> int:
@@ -119,7 +119,7 @@ class Fetches:
             return found is None or not self._is_in_memory(driver, found)
         if not self._n_usable(driver, found):
             driver.has_fetched = True
-            driver.go_without(_no_beginning(_fetch_of(driver), found))
+            driver.proceed_uncached(_no_beginning(_fetch_of(driver), found))
         return not driver.has_fetched and not self._is_in_memory(driver, found)
 
     def add(self, driver: SequenceDriver) -> None:
@@ -130,12 +130,12 @@ class Fetches:
             self._orders.append(fetch)
         self._waiting.setdefault(fetch, []).append(driver)
 
-    def take_order(self) -> Fetch | None:
+    def take_order(self) -> CacheRef | None:
         """Return a file to read, each once, or None."""
         return self._orders.popleft() if self._orders else None
 
     def arrive(
-        self, fetch: Fetch, found: Found | CacheError, n_read: int
+        self, fetch: CacheRef, found: CacheEntry | CacheError, n_read: int
     ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int]]]:
         """Take in what reading a file brought, its first `n_read` cells.
 
@@ -145,10 +145,10 @@ class Fetches:
             that it wants more than was read waits on.
         """
         drivers = [d for d in self._waiting.pop(fetch, []) if d.status is not Status.FINISHED]
-        if not isinstance(found, Found):
+        if not isinstance(found, CacheEntry):
             self._known.pop(fetch, None)
             for driver in drivers:
-                driver.go_without(found)
+                driver.proceed_uncached(found)
             return drivers, []
         self.learn(fetch, found)
         late = [d for d in drivers if self._n_usable(d, found) > n_read]
@@ -159,7 +159,7 @@ class Fetches:
         return drivers, [*self._adopt(fetch, found, drivers)]
 
     def _adopt(
-        self, fetch: Fetch, found: Found, drivers: Sequence[SequenceDriver]
+        self, fetch: CacheRef, found: CacheEntry, drivers: Sequence[SequenceDriver]
     ) -> Iterator[tuple[SequenceDriver, int]]:
         """Yield who gets cells of its own; the others have some, copy from one before them, or go without."""
         loader, n_most = None, 0
@@ -169,24 +169,24 @@ class Fetches:
             if driver.status is not Status.WAITING:  # paused: it asks again when its turn comes
                 driver.has_fetched = False
             elif not n_cells:
-                driver.go_without(_no_beginning(fetch, found))
+                driver.proceed_uncached(_no_beginning(fetch, found))
             elif self._is_in_memory(driver, found):
                 continue
-            elif can_share and loader is not None and n_cells < n_most + N_WORTH:
-                loader.beside += (driver,)
+            elif can_share and loader is not None and n_cells < n_most + MIN_SHARED_TOKENS:
+                loader.load_followers += (driver,)
             else:
                 yield driver, self._cells.adopt(driver, n_cells)
                 if can_share:
                     loader, n_most = driver, n_cells
 
-    def order_again(self, fetch: Fetch) -> None:
+    def order_again(self, fetch: CacheRef) -> None:
         """Have a file read after all that nobody wanted for a while, if somebody does now."""
         if self.n_wanted(fetch):
             self._orders.append(fetch)
         else:  # who asks next is to order it
             self._waiting.pop(fetch, None)
 
-    def n_wanted(self, fetch: Fetch, found: Found | None = None) -> int:
+    def n_wanted(self, fetch: CacheRef, found: CacheEntry | None = None) -> int:
         """Return how many of a file's cells they want who wait for it, how many do before it is read. From any thread.
 
         Only a whole state, or window, is of any use: so it is all of them or none where memory cannot trim.
@@ -196,7 +196,7 @@ class Fetches:
             return len(drivers)
         return max((self._n_usable(driver, found) for driver in drivers), default=0)
 
-    def learn(self, fetch: Fetch, found: Found) -> None:
+    def learn(self, fetch: CacheRef, found: CacheEntry) -> None:
         """Take in what a file holds now."""
         self._known.pop(fetch, None)
         self._known[fetch] = found
@@ -209,17 +209,17 @@ class Fetches:
             if driver in drivers:
                 drivers.remove(driver)
 
-    def _is_in_memory(self, driver: SequenceDriver, found: Found) -> bool:
+    def _is_in_memory(self, driver: SequenceDriver, found: CacheEntry) -> bool:
         """Whether slots hold about as much of a prompt's beginning as the file does, which is something."""
         n_cells = self._n_usable(driver, found)
         best = self._sharing.best(driver)
-        return n_cells > 0 and best is not None and n_cells < best.n_cells + N_WORTH
+        return n_cells > 0 and best is not None and n_cells < best.n_cells + MIN_SHARED_TOKENS
 
-    def _n_usable(self, driver: SequenceDriver, found: Found) -> int:
+    def _n_usable(self, driver: SequenceDriver, found: CacheEntry) -> int:
         return self._sharing.n_usable(driver, found.tokens, found.n_given)
 
 
-class Compiles:
+class GrammarBuilds:
     """Those that wait for their grammar, or DRY's breakers; each is compiled once for all who want it, and kept."""
 
     def __init__(self) -> None:
@@ -269,10 +269,10 @@ class Compiles:
             self._waiting.get(want, {}).pop(driver.number, None)
 
 
-def _fetch_of(driver: SequenceDriver) -> Fetch:
-    return Fetch(driver.request.options.cache_key or "", driver.request.adapters)
+def _fetch_of(driver: SequenceDriver) -> CacheRef:
+    return CacheRef(driver.request.options.cache_key or "", driver.request.adapters)
 
 
-def _no_beginning(fetch: Fetch, found: Found) -> CacheError:
+def _no_beginning(fetch: CacheRef, found: CacheEntry) -> CacheError:
     n = len(found.tokens)
     return CacheError(fetch.key, f"the prompt does not begin with any of its {n} tokens to be had")

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from cbatch.backend.fake_vocab import FakeVocab
+from cbatch.core.bisection import FaultBisection
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import Slot
-from cbatch.core.trials import Trials
 from tests.helpers import make_request
 
 
@@ -26,7 +26,7 @@ def ids(drivers: list[SequenceDriver]) -> str:
 
 def search(drivers: list[SequenceDriver], guilty: int) -> tuple[SequenceDriver, int, int]:
     """Compute groups until the guilty one is found; return it, the failed and the good steps."""
-    trials, n_failed, n_good = Trials(), 1, 0
+    trials, n_failed, n_good = FaultBisection(), 1, 0
     trials.blame(dict.fromkeys(drivers, 5))
     while group := trials.group():
         if drivers[guilty] in group:
@@ -41,11 +41,11 @@ def search(drivers: list[SequenceDriver], guilty: int) -> tuple[SequenceDriver, 
 
 
 def test_nobody_is_under_suspicion_at_first() -> None:
-    assert Trials().group() == []
+    assert FaultBisection().group() == []
 
 
 def test_halves_stand_apart_and_the_first_comes_first() -> None:
-    trials, drivers = Trials(), running(5)
+    trials, drivers = FaultBisection(), running(5)
     trials.blame(dict.fromkeys(drivers, 5))
     assert ids(trials.group()) == "012"
     for driver in drivers[:3]:
@@ -54,7 +54,7 @@ def test_halves_stand_apart_and_the_first_comes_first() -> None:
 
 
 def test_who_is_past_the_failure_is_clear_and_the_others_are_not() -> None:
-    trials, drivers = Trials(), running(4)
+    trials, drivers = FaultBisection(), running(4)
     trials.blame({d: 4 + i for i, d in enumerate(drivers)})
     drivers[0].n_computed = drivers[1].n_computed = 4
     assert ids(trials.group()) == "1"
@@ -63,7 +63,7 @@ def test_who_is_past_the_failure_is_clear_and_the_others_are_not() -> None:
 
 
 def test_who_leaves_its_slot_is_no_longer_looked_at() -> None:
-    trials, drivers = Trials(), running(4)
+    trials, drivers = FaultBisection(), running(4)
     trials.blame(dict.fromkeys(drivers, 5))
     drivers[0].cancel(0.0)
     drivers[1].pause()
@@ -72,7 +72,7 @@ def test_who_leaves_its_slot_is_no_longer_looked_at() -> None:
 
 
 def test_one_alone_that_fails_is_guilty() -> None:
-    trials, [driver] = Trials(), running(1)
+    trials, [driver] = FaultBisection(), running(1)
     trials.blame({driver: 5})
     assert trials.split({driver: 5}) is driver
     assert trials.group() == []

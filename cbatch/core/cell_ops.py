@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, TypedDict
 
-from cbatch.core.sharing import Sharing
+from cbatch.core.sharing import PrefixCache
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import Memory, Slot
+    from cbatch.core.plan import KvCapabilities, Slot
     from cbatch.core.sharing import Source
 
 
@@ -50,12 +50,12 @@ class Cells:
     def __init__(
         self,
         ledger: KvLedger,
-        memory: Memory | None,
+        memory: KvCapabilities | None,
         n_bytes_max: int,
-        sharing: Sharing | None = None,
+        sharing: PrefixCache | None = None,
     ) -> None:
         self.ledger = ledger
-        self.sharing = sharing or Sharing(ledger, (), memory, is_on=False)
+        self.sharing = sharing or PrefixCache(ledger, (), memory, is_on=False)
         self.n_saved_bytes = 0
         self._memory = memory if memory and memory.can_save else None
         self._can_trim = memory is None or memory.can_trim
@@ -278,7 +278,7 @@ class Cells:
                 self._drop(key)
                 self._lose(driver)
         for key in self._loading.keys() - set(unloaded):
-            self._loading[key].beside = ()
+            self._loading[key].load_followers = ()
         from_disk = [self._loading[key] for key in unloaded if key in self._adopted]
         for driver in from_disk:
             driver.lose_adopted()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
+from cbatch.backend.attention_tiles import most_long_context_prefills
 from cbatch.backend.model import open_model
-from cbatch.backend.tiles import most_far
 from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def model(test_model: Path) -> Iterator[LlamaModel]:
     ],
 )
 def test_there_are_no_tiles_with(settings: dict[str, Any], model: LlamaModel) -> None:
-    assert most_far(model, EngineOptions(**settings), n_threads=2) == 0
+    assert most_long_context_prefills(model, EngineOptions(**settings), n_threads=2) == 0
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_chunks_of_a_step_give_each_thread_whole_tiles(
     n_threads: int, n_ubatch: int, n_chunks: int, model: LlamaModel
 ) -> None:
     options = EngineOptions(n_ubatch=n_ubatch)
-    assert most_far(model, options, n_threads) == n_chunks
+    assert most_long_context_prefills(model, options, n_threads) == n_chunks

@@ -8,8 +8,8 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from cbatch.core.answer import Answer
-from cbatch.core.calls import call_id
+from cbatch.chat.answers import Answer
+from cbatch.chat.call_formats import call_id
 from cbatch.core.request import Origin
 from cbatch.errors import SequenceStateError
 from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob, ToolCall, Usage

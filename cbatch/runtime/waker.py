@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from anyio import Event
 
 
-class Bell:
-    """Sets events of one event loop from other threads; `Bell.here()` is the running loop's only one."""
+class LoopWaker:
+    """Sets events of one event loop from other threads; `LoopWaker.here()` is the running loop's only one."""
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
         """Make one for the loop that does what is given to `call_soon`, which any thread may call."""
@@ -23,12 +23,12 @@ class Bell:
         self._rung: list[Event] = []
 
     @staticmethod
-    def here() -> Bell:
+    def here() -> LoopWaker:
         """Return the bell of the event loop that runs in this thread."""
         try:
             return _bell.get()
         except LookupError:
-            bell = Bell(_call_soon())
+            bell = LoopWaker(_call_soon())
             _bell.set(bell)
             return bell
 
@@ -62,4 +62,4 @@ def _call_soon() -> Callable[[Callable[[], None]], object]:
     return call_soon
 
 
-_bell: RunVar[Bell] = RunVar("cbatch.bell")
+_bell: RunVar[LoopWaker] = RunVar("cbatch.bell")

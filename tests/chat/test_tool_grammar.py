@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from cbatch.core.answer import AnswerFormat, AnswerReader, Pieces, answer_format
-from cbatch.core.calls import call_format
-from cbatch.core.chosen import BARE, N_CALLS_MAX, call_form, call_grammar, thinking_of
+from cbatch.chat.answers import AnswerFormat, AnswerReader, Pieces, answer_format
+from cbatch.chat.call_formats import call_format
+from cbatch.chat.tool_grammar import BARE, N_CALLS_MAX, call_form, call_grammar, thinking_of
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.tools import Tools, check_tools
 from tests import call_runs
@@ -28,7 +28,7 @@ from tests.backend.test_templates import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.chosen import Named, Thinking
+    from cbatch.chat.tool_grammar import Named, Thinking
 
 MARKS = {"<think>": 1, "</think>": 2, "<tool_call>": 3, "</tool_call>": 4, "</arg_value>": 5}
 """Tokens that stand for marks, of those of a vocabulary of bytes that no text here has."""
