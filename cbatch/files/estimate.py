@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from time import perf_counter
@@ -12,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import MAX_INT, check_int, check_seconds
 from cbatch.files.engines import engine_for
 from cbatch.files.input.item_stream import Reading, ahead_of
-from cbatch.files.report.environment import peak_bytes
-from cbatch.files.report.units import duration
 from cbatch.files.settings import split_settings
+from cbatch.files.units import duration
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
@@ -161,5 +161,15 @@ def _extrapolated(results: list[BatchResult], n_items: int, elapsed_s: float) ->
         round(n_prompt * factor),
         round(mean * n_items),
         elapsed_s,
-        peak_bytes(),
+        _peak_bytes(),
     )
+
+
+def _peak_bytes() -> int | None:
+    """Return the most host memory that this process has had, in bytes; None where the system does not tell."""
+    try:
+        import resource  # which Windows has not
+    except ImportError:
+        return None
+    n = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return n if sys.platform == "darwin" else n * 1024

@@ -13,14 +13,11 @@ import pytest
 import cbatch
 from cbatch.core.stats import Percentiles
 from cbatch.errors import ConfigError, GrammarError
-from cbatch.files.report.charts import Axis, distribution_chart
-from cbatch.files.report.environment import machine_facts, version_facts
-from cbatch.files.report.markup import Markup, tag
-from cbatch.files.report.page import report_page, write_report
+from cbatch.files.report.charts import N_COLORS, Axis, DistributionChart, colors
+from cbatch.files.report.page import machine_facts, report_page, version_facts, write_report
 from cbatch.files.report.recorder import N_SPANS_PER_SLOT, RunRecorder
 from cbatch.files.report.spans import Span
-from cbatch.files.report.timeline import N_COLORS, colors
-from cbatch.files.report.units import (
+from cbatch.files.units import (
     clock,
     count,
     duration,
@@ -111,6 +108,19 @@ def test_id_and_title_are_text_whatever_they_say(tmp_path: Path, id: str) -> Non
     assert "script" not in {tag for tag, _ in page.attributes}
     assert page.all("h1") == [shown]
     assert any(text.startswith(f"{shown}\nslot 0, prefill") for text in page.all("title"))
+
+
+@pytest.mark.parametrize("text", ["<script>x</script>", '"><b>', "' onload='x", "{{ 7 * 7 }}"])
+def test_every_text_of_a_record_is_escaped(text: str) -> None:
+    recorder = a_run(id=text)
+    recorder.add_error(text, text)
+    recorder.results.finish_reasons[text] += 1
+    page = Reader(report_page(recorder, text, {text: text}, {text: text}, NOW))
+    known = Reader(page_of(a_run()))
+    assert {tag for tag, _ in page.attributes} <= {tag for tag, _ in known.attributes}
+    assert {n for _, a in page.attributes for n in a} <= {n for _, a in known.attributes for n in a}
+    places = ("h1", "dt", "dd", "code", "td", "th")
+    assert all(text in page.all(place) for place in places)
 
 
 def test_every_picture_says_what_it_shows() -> None:
@@ -209,16 +219,9 @@ def test_distribution_shows_every_time_once(times: list[float]) -> None:
     counted = Percentiles()
     for seconds in times:
         counted.add(seconds)
-    bars = re.findall(r"<title>.*?: ([\d,]+) \(", distribution_chart(counted, "t", "blue"))
-    assert sum(int(n.replace(",", "")) for n in bars) == len(times)
-
-
-def test_tag_escapes_texts_and_attributes_but_no_markup() -> None:
-    inner = tag("b", "a < b")
-    assert tag("p", inner, "&", class_='"x"', data_n=0.25, title=None) == (
-        '<p class="&quot;x&quot;" data-n="0.2"><b>a &lt; b</b>&amp;</p>'
-    )
-    assert isinstance(inner, Markup)
+    bars = DistributionChart("t", "", counted, "blue").bars
+    found = [re.search(r": ([\d,]+) \(", bar.words) for bar in bars]
+    assert sum(int(n[1].replace(",", "")) for n in found if n) == len(times)
 
 
 @pytest.mark.parametrize(

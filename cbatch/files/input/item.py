@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.checks import MAX_DEPTH
 from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.files.report.units import cut
+from cbatch.files.units import cut
 
 if TYPE_CHECKING:
     from collections.abc import Collection

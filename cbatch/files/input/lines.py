@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cbatch.checks import MAX_DEPTH, is_too_deep, why_unread
 from cbatch.files.input.item import WRONG, Item, ItemError, LineError, unlabelled, what_is_wrong
 from cbatch.files.input.known import Known, digest_in
-from cbatch.files.report.units import cut
+from cbatch.files.units import cut
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import Timings, Usage

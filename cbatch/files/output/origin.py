@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cbatch.checks import readable
 from cbatch.files.output.manifest import NUMBERED, record_key
 from cbatch.files.places import is_dash
-from cbatch.files.report.units import cut
+from cbatch.files.units import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

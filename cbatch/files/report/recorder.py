@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cbatch.core.stats import Percentiles
 from cbatch.errors import ConfigError
 from cbatch.files.report.spans import SlotSpans, SpanStore
-from cbatch.files.report.units import cut
+from cbatch.files.units import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
