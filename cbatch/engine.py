@@ -50,6 +50,7 @@ from cbatch.messages import (
 )
 from cbatch.options import RunOptions
 from cbatch.plain import flag_of
+from cbatch.progress import Progress, choose_view, closing_line
 from cbatch.response import BatchResponse
 from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.ids import RequestId
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.stats import StepRecord
-    from cbatch.progress import Progress, View
+    from cbatch.progress import View
     from cbatch.response import BatchResult
     from cbatch.runtime.cache_io import CacheIo, Post
     from cbatch.runtime.intake import Run
@@ -493,12 +494,6 @@ class Engine:
     def _show(self, run: Run, progress: bool | View, before: EngineStats | None) -> Progress | None:
         if not progress or before is None:
             return None
-        from cbatch.progress import (
-            Progress,
-            choose_view,
-            closing_line,
-        )  # rich is slow to import
-
         view = choose_view(closing_line) if progress is True else progress
         return Progress(view, run.mailbox.counts, self.stats, before, self.parallel)
 

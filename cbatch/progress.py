@@ -1,6 +1,6 @@
-"""How far a batch is: a live line on a terminal, plain lines elsewhere, a summary at the end.
+"""The progress of a batch: a live line on a terminal, plain lines elsewhere, a summary at the end.
 
-One thread asks the engine for its books. Every question interrupts a run, so it asks seldom and sleeps in between.
+One thread asks the engine for its statistics. Every question interrupts a run, so the thread asks seldom.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from cbatch.checks import check_wait
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
-from cbatch.runtime.endings import ENDINGS
 
 if TYPE_CHECKING:
-    from cbatch.core.stats import EngineStats
-    from cbatch.runtime.mailbox import Counts
+    from collections.abc import Mapping
+
+    from rich.console import Console
 
 LIVE_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 5.0
@@ -39,9 +36,65 @@ _LEAST_FIRST = ("queue", "cached", "in", "slots", "bar", "out", "left")
 """What a narrow line does without, in this order; how many items are done is always there."""
 
 
+Ending: TypeAlias = Literal["done", "limit", "time", "asked", "now"]
+"""Why a run over a file ended: every item has its record; `limit`; `max_time_s`; the first signal; the second."""
+
+ENDINGS: Mapping[Ending, str] = MappingProxyType(
+    {
+        "done": "not every item has its record",
+        "limit": "stopped at the limit",
+        "time": "stopped for want of time",
+        "asked": "interrupted, running items were finished",
+        "now": "interrupted",
+    }
+)
+"""What users read of each ending where items are left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Items of a batch: all (None while prompts are still read), done, failed ones of these, and cancelled ones."""
+
+    n_total: int | None
+    n_done: int
+    n_failed: int
+    n_cancelled: int = 0
+    n_about: int | None = None
+    """An estimate of the number of items, where the number is unknown."""
+    n_before: int = 0
+    """Items of `n_done` that an earlier run has done."""
+    ending: Ending | None = None
+    """Why a run over a file ended; None while the run goes on, and for other batches."""
+
+    @property
+    def share(self) -> float | None:
+        """Share of the items that is done; None where the number of items is unknown."""
+        n_total = self.n_total or self.n_about
+        return min(1.0, self.n_done / n_total) if n_total else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every item has ended."""
+        return self.n_done + self.n_cancelled == self.n_total
+
+
+class WorkDone(Protocol):
+    """What an engine has done so far; see `cbatch.EngineStats`."""
+
+    n_running: int
+    n_waiting: int
+    n_held: int
+    n_active_max: int
+    n_prompt_tokens: int
+    n_output_tokens: int
+    n_cached_tokens: int
+    n_steps: int
+    n_active_steps: int
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A batch at one moment; work is the engine's since the batch began, rates are means over that time."""
+    """A batch at one moment: work is the engine's since the batch began, rates are means over that time."""
 
     counts: Counts
     n_slots: int
@@ -131,6 +184,8 @@ class LiveView:
     interval_s = LIVE_INTERVAL_S
 
     def __init__(self, summary: Summary, console: Console) -> None:
+        from rich.live import Live  # slow to import
+
         self._summary, self._console = summary, console
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
@@ -140,6 +195,8 @@ class LiveView:
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw the line."""
+        from rich.text import Text
+
         room = self._console.width - len("^C ")  # which the terminal echoes behind the line
         text = Text(fitted_line(snapshot, room))
         text.truncate(room, overflow="ellipsis")
@@ -173,9 +230,11 @@ def choose_view(
     summary: Summary, *, is_quiet: bool = False, has_free_terminal: bool = True
 ) -> View:
     """Return the view for this place: none, a live line on a terminal of its own, or plain lines."""
-    console = Console(stderr=True)
     if is_quiet:
         return SilentView()
+    from rich.console import Console  # slow to import
+
+    console = Console(stderr=True)
     is_live = has_free_terminal and console.is_terminal
     return LiveView(summary, console) if is_live else PlainView(summary)
 
@@ -187,8 +246,8 @@ class Progress:
         self,
         view: View,
         counts: Callable[[], Counts],
-        stats: Callable[[], EngineStats],
-        before: EngineStats,
+        stats: Callable[[], WorkDone],
+        before: WorkDone,
         n_slots: int,
         *,
         clock: Callable[[], float] = time.perf_counter,
@@ -234,7 +293,7 @@ class Progress:
             n_waiting=last.n_waiting + last.n_held,
         )
 
-    def _latest(self) -> EngineStats:
+    def _latest(self) -> WorkDone:
         """Ask the engine for its books; what it said last where it has stopped."""
         with suppress(CBatchError):
             self._last = self._ask()

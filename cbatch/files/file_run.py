@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from cbatch.files.input.item_stream import Paths
     from cbatch.files.summary import RunSummary
     from cbatch.files.work import Ended, Ledger, OnEnded
-    from cbatch.progress import View
+    from cbatch.progress import Counts, View
     from cbatch.response import BatchResult, Reader
-    from cbatch.runtime.mailbox import Counts
 
 N_WINDOW_PER_SLOT = 8
 """Items read ahead for each slot, besides the four that the engine has in hand."""

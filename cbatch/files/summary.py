@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.runtime.endings import ENDINGS
+from cbatch.progress import ENDINGS
 
 if TYPE_CHECKING:
-    from cbatch.runtime.endings import Ending
+    from cbatch.progress import Ending
 
 
 @dataclass(frozen=True, slots=True)

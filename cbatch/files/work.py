@@ -17,7 +17,7 @@ from cbatch.files.input.item import duplicate, in_own_words, item_key, label, ri
 from cbatch.files.summary import RunSummary
 from cbatch.files.window import Entry, Window, length
 from cbatch.options import RunOptions
-from cbatch.runtime.mailbox import Counts
+from cbatch.progress import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from cbatch.files.output.journal import Claim
     from cbatch.files.stop import Stopper
     from cbatch.messages import BatchPrompt
+    from cbatch.progress import Ending
     from cbatch.response import BatchResponse, BatchResult, Reader
-    from cbatch.runtime.endings import Ending
 
     Ended: TypeAlias = "tuple[Item, BatchResult | None]"
     """An item that ended, and its result; None where the item itself is wrong."""

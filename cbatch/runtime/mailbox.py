@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -16,6 +15,7 @@ from anyio.lowlevel import checkpoint
 
 from cbatch.errors import EngineClosedError, EngineError
 from cbatch.interrupts import HeldBack, Sleepers
+from cbatch.progress import Counts
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
 from cbatch.runtime.waker import LoopWaker
 
@@ -23,34 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.errors import CBatchError
-    from cbatch.runtime.endings import Ending
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Items of a batch: all of them (None while they are still read), done, of these failed, and cancelled."""
-
-    n_total: int | None
-    n_done: int
-    n_failed: int
-    n_cancelled: int = 0
-    n_about: int | None = None
-    """How many items there are by an estimate, where nobody knows."""
-    n_before: int = 0
-    """Of those that are done: by an earlier run."""
-    ending: Ending | None = None
-    """Why a run over a file ended; None while it goes on, and of other batches."""
-
-    @property
-    def share(self) -> float | None:
-        """Share that is done, None where nobody knows."""
-        n_total = self.n_total or self.n_about
-        return min(1.0, self.n_done / n_total) if n_total else None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every item has ended."""
-        return self.n_done + self.n_cancelled == self.n_total
 
 
 def refused(

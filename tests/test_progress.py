@@ -12,6 +12,7 @@ from rich.console import Console
 from cbatch.core.stats import EngineStats
 from cbatch.errors import EngineClosedError
 from cbatch.progress import (
+    Counts,
     LiveView,
     PlainView,
     Progress,
@@ -23,7 +24,6 @@ from cbatch.progress import (
     progress_line,
     summary_lines,
 )
-from cbatch.runtime.mailbox import Counts
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
