@@ -105,14 +105,18 @@ def test_long_context_prefill_goes_two_at_a_time_where_there_are_tiles() -> None
     assert plans == [dict.fromkeys(range(4), 260), {0: 50, 1: 50}, {0: 1, 1: 1, 2: 50, 3: 50}]
 
 
-def test_first_token_comes_before_the_last_prompt_is_loaded() -> None:
-    rig = make_scheduler(n_slots=4, n_batch=8)
-    rig.submit(*make_sequences(4, n_prompt=8, max_tokens=4))
-    assert sizes(must(step(rig))) == {0: 4, 1: 4}
-    step(rig)
-    drivers = [rig.drivers[id] for id in "0123"]
-    assert [d.n_output for d in drivers] == [1, 1, 0, 0]
-    assert [d.n_computed for d in drivers[2:]] == [0, 0]
+@pytest.mark.parametrize("n_batch", [8, 13, 24, 48, 96, 150])
+@pytest.mark.parametrize("memory", [None, shared_pool(512)], ids=["partitioned", "unified"])
+def test_first_token_comes_before_the_last_prompt_is_computed(
+    n_batch: int, memory: KvCapabilities | None
+) -> None:
+    rig = make_scheduler(n_slots=8, n_batch=n_batch, memory=memory)
+    rig.submit(*make_sequences(8, n_prompt=24, max_tokens=40))
+    drivers = [rig.drivers[str(i)] for i in range(8)]
+    while not any(d.n_output for d in drivers):
+        step(rig)
+    assert drivers[0].n_output
+    assert min(d.n_computed for d in drivers) < 24
 
 
 def test_slots_freed_together_are_refilled_in_one_plan() -> None:
