@@ -61,6 +61,7 @@ def test_answers_validate_where_cells_are_taken_back() -> None:
     with cbatch.load(parallel=8, n_ctx=512, kv="unified", swap_mib=0) as small:
         found = structure_runs.run(small, 48)
         assert found.n_right > 24
+        assert small.stats().n_preempted > 0
 
 
 def test_bad_grammar_fails_alone_and_the_next_request_runs(engine: Engine) -> None:
@@ -169,12 +170,21 @@ def test_moving_window_keeps_to_the_grammar(engine: Engine) -> None:
         assert part[4:].isdigit()
 
 
-def test_pause_and_resume_keep_to_the_grammar(engine: Engine) -> None:
-    response = engine.submit("A", options={"json_schema": PERSON, "temperature": 1.5})
-    [id] = response.ids
-    if engine.pause(id):
-        engine.resume(id)
-    json.loads(response.result().text)
+def test_pause_amid_an_answer_changes_no_token_of_it() -> None:
+    options = {"json_schema": PERSON, "temperature": 1.5, "seed": 11}
+    with cbatch.load(parallel=2, ctx_per_seq=512, exact=True, threaded=False) as by_hand:
+        whole = by_hand.submit("A", options=options).result()
+        response = by_hand.submit("A", options=options)
+        chunks = iter(response)
+        first = next(chunks)
+        assert 0 < len(first.token_ids) < len(whole.token_ids)
+        assert by_hand.pause(first.id)
+        by_hand.submit("B", options=options).result()
+        assert by_hand.stats().n_paused == 1
+        assert by_hand.resume(first.id)
+        rest = [token for chunk in chunks for token in chunk.token_ids]
+    assert (*first.token_ids, *rest) == whole.token_ids
+    json.loads(whole.text)
 
 
 def test_engine_without_a_thread_compiles_too() -> None:
