@@ -13,68 +13,29 @@ from rich.markup import escape
 import cbatch
 from cbatch.checks import check_whole
 from cbatch.cli.main import ExitCode, write
-from cbatch.cli.options import (
-    Adapters,
-    CacheTypeK,
-    CacheTypeV,
-    ChatTemplate,
-    CtxPerSeq,
-    FlashAttn,
-    GpuLayers,
-    IgnoreEos,
-    MaxTokens,
-    MemoryMib,
-    MinP,
-    ModelPath,
-    Seed,
-    Set,
-    Stop,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    answer_options,
-    name_of,
-    named_adapters,
-    option,
-    said,
-)
+from cbatch.cli.options import Given, name_of, option, takes
 from cbatch.cli.words import say, shown
-from cbatch.engine_options import EngineOptions
 from cbatch.files.places import stdin
 
 
+@takes(
+    *("model", "ctx_per_seq", "cache_type_k", "cache_type_v", "flash_attn", "memory_mib"),
+    *("threads", "gpu_layers", "adapter", "chat_template"),
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "set"),
+)
 def ask(
     ctx: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The question; - is stdin.")
     ] = None,
     *,
-    model: ModelPath = None,
     interactive: Annotated[
         bool, option("--interactive", "-i", help="Go on asking; an empty line ends.")
     ] = False,
     system: Annotated[
         str | None, option(help="What the model is told before.", default="nothing")
     ] = None,
-    ctx_per_seq: CtxPerSeq = None,
-    cache_type_k: CacheTypeK = EngineOptions.cache_type_k,
-    cache_type_v: CacheTypeV = EngineOptions.cache_type_v,
-    flash_attn: FlashAttn = EngineOptions.flash_attn,
-    memory_mib: MemoryMib = None,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    adapter: Adapters = None,
-    chat_template: ChatTemplate = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    ignore_eos: IgnoreEos = False,
-    set: Set = None,
+    given: Given,
 ) -> None:
     """Answer one question as a chat; the answer goes to stdout as it comes.
 
@@ -83,36 +44,11 @@ def ask(
 
     Example: cbatch ask "Why is the sky blue?" -m model.gguf --max-tokens 64
     """
-    adapters = named_adapters(adapter)
-    options = answer_options(
-        adapters,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        sets=set,
-    )
-    settings = said(
-        parallel=1,
-        ctx_per_seq=ctx_per_seq,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        flash_attn=flash_attn,
-        memory_mib=memory_mib,
-        n_threads=threads,
-        n_gpu_layers=gpu_layers,
-        adapters=adapters,
-        chat_template=chat_template,
-    )
-    EngineOptions.of(settings)
+    options, settings = given.run_options(), {"parallel": 1, **given.engine_settings()}
     if system is not None:
         check_whole("system", system)
     question = "" if interactive and prompt is None else _first_question(prompt)
-    with _open(model, options, settings) as engine:
+    with _open(given["model"], options, settings) as engine:
         conversation = Conversation(engine, system)
         try:
             if interactive:

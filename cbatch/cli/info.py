@@ -10,20 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cbatch.cli.main import write
-from cbatch.cli.options import (
-    CacheTypeK,
-    CacheTypeV,
-    CtxPerSeq,
-    FlashAttn,
-    GpuLayers,
-    Kv,
-    MemoryMib,
-    NCtx,
-    Parallel,
-    Threads,
-    option,
-    said,
-)
+from cbatch.cli.options import Given, option, takes
 from cbatch.cli.words import shown
 from cbatch.engine_options import EngineOptions
 from cbatch.files.places import stdout
@@ -31,6 +18,10 @@ from cbatch.files.places import stdout
 _MIB, _GIB = 2**20, 2**30
 
 
+@takes(
+    *("parallel", "ctx_per_seq", "n_ctx", "kv", "cache_type_k", "cache_type_v", "flash_attn"),
+    *("memory_mib", "threads", "gpu_layers"),
+)
 def info(
     model: Annotated[
         Path | None,
@@ -39,14 +30,7 @@ def info(
         ),
     ] = None,
     *,
-    parallel: Parallel = None,
-    ctx_per_seq: CtxPerSeq = None,
-    n_ctx: NCtx = None,
-    kv: Kv = EngineOptions.kv,
-    cache_type_k: CacheTypeK = EngineOptions.cache_type_k,
-    cache_type_v: CacheTypeV = EngineOptions.cache_type_v,
-    flash_attn: FlashAttn = EngineOptions.flash_attn,
-    memory_mib: MemoryMib = None,
+    given: Given,
     exactness: Annotated[
         bool,
         option(
@@ -56,28 +40,13 @@ def info(
     exact: Annotated[
         bool, option("--exact", help="The same, for a model loaded with exact=True.")
     ] = False,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
     """Tell what a model file is, what each slot would hold, and what that takes.
 
     Example: cbatch info model.gguf --parallel 8 --cache-type-k q8_0
     """
-    settings = said(
-        parallel=parallel,
-        ctx_per_seq=ctx_per_seq,
-        n_ctx=n_ctx,
-        kv=kv,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        flash_attn=flash_attn,
-        memory_mib=memory_mib,
-        exact=exact,
-        n_threads=threads,
-        n_gpu_layers=gpu_layers,
-    )
-    options = EngineOptions.of(settings)
+    options = EngineOptions.of({**given.engine_settings(), "exact": exact})
     from cbatch.backend.load import describe_model  # llama_cpp is slow to import
 
     found = describe_model(model, options, asks_probe=exactness or exact)

@@ -11,60 +11,8 @@ import cbatch
 from cbatch.cli.demo import run_demo
 from cbatch.cli.events import EventView, note_at_once
 from cbatch.cli.main import ExitCode, leave_stdout
-from cbatch.cli.options import (
-    Adapters,
-    Admission,
-    AgeingS,
-    CacheDir,
-    CacheMib,
-    CacheTypeK,
-    CacheTypeV,
-    ChatTemplate,
-    CtxPerSeq,
-    Exact,
-    FlashAttn,
-    GpuLayers,
-    IgnoreEos,
-    ItlMs,
-    Kv,
-    MainGpu,
-    MaxQueue,
-    MaxTokens,
-    MemoryMib,
-    MinP,
-    Mlock,
-    ModelPath,
-    NBatch,
-    NCtx,
-    NoMmap,
-    NoOffloadKqv,
-    NoSharePrefixes,
-    NUbatch,
-    Parallel,
-    Policy,
-    PrefillBudget,
-    PrefillChunk,
-    Quantum,
-    Seed,
-    Set,
-    SplitMode,
-    Stop,
-    SwapMib,
-    Temperature,
-    TensorSplit,
-    Threads,
-    TimeoutS,
-    TopK,
-    TopP,
-    WhenFull,
-    answer_options,
-    named_adapters,
-    option,
-    said,
-    shares_of,
-)
+from cbatch.cli.options import FILES, NAMES, OPTIONS, Given, option, takes
 from cbatch.cli.words import say
-from cbatch.engine_options import EngineOptions
 from cbatch.files.check import CheckSummary, check_file
 from cbatch.files.estimate import Estimate, estimate_file
 from cbatch.files.file_run import run_file
@@ -73,9 +21,10 @@ from cbatch.files.stop import Interrupted, Stopper
 from cbatch.files.summary import RunSummary
 from cbatch.progress import View, choose_view, summary_lines
 
-_FILES = "Files"
+_NOT_FOR_DEMO = tuple(o.name for o in OPTIONS if o.panel == FILES and o.name != "force")
 
 
+@takes(*NAMES)
 def run(
     source: Annotated[
         list[str] | None,
@@ -97,130 +46,7 @@ def run(
     demo: Annotated[
         bool, option("--demo", help="Ask 64 chats that show what the model inside can do.")
     ] = False,
-    errors: Annotated[
-        Path | None,
-        option(
-            help="A file of their own for items that fail.", default="in the output", panel=_FILES
-        ),
-    ] = None,
-    format: Annotated[
-        str,
-        option(
-            help="Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow.",
-            panel=_FILES,
-        ),
-    ] = "auto",
-    output_format: Annotated[
-        str | None,
-        option(help="Of the output.", default="as its name says, else as the input", panel=_FILES),
-    ] = None,
-    template: Annotated[
-        str | None,
-        option(help="The prompt of a row: 'Classify: {review}'.", default="none", panel=_FILES),
-    ] = None,
-    system: Annotated[
-        str | None,
-        option(help="A system message for each row, a template too.", default="none", panel=_FILES),
-    ] = None,
-    raw: Annotated[
-        bool, option("--raw", help="Rows are text to complete, not chats.", panel=_FILES)
-    ] = False,
-    limit: Annotated[
-        int | None, option(help="Most items to run.", default="all", panel=_FILES)
-    ] = None,
-    shuffle: Annotated[
-        bool, option("--shuffle", help="Run the items in random order.", panel=_FILES)
-    ] = False,
-    strict: Annotated[
-        bool,
-        option("--strict", help="Check the whole input first, stop at a bad item.", panel=_FILES),
-    ] = False,
-    check: Annotated[
-        bool,
-        option("--check", help="Check the input and count its tokens; run nothing.", panel=_FILES),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        option("--dry-run", help="Run a sample, say how long all would take.", panel=_FILES),
-    ] = False,
-    retry_errors: Annotated[
-        bool, option("--retry-errors", help="Run again what has failed before.", panel=_FILES)
-    ] = False,
-    adopt: Annotated[
-        bool,
-        option(
-            "--adopt",
-            help="Make a lost manifest again, of the JSON lines in the output, and go on.",
-            panel=_FILES,
-        ),
-    ] = False,
-    force: Annotated[
-        bool,
-        option(
-            "--force",
-            help="Go on though settings differ, or replace a file that is not cbatch's.",
-            panel=_FILES,
-        ),
-    ] = False,
-    report: Annotated[
-        Path | None,
-        option(metavar="HTML", help="A page on the run.", default="none", panel=_FILES),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        option(
-            metavar="JSON", help="Its steps, for Perfetto or Chrome.", default="none", panel=_FILES
-        ),
-    ] = None,
-    window: Annotated[
-        int | None,
-        option(help="Items read ahead to be put in order.", default="8 a slot", panel=_FILES),
-    ] = None,
-    model: ModelPath = None,
-    parallel: Parallel = None,
-    ctx_per_seq: CtxPerSeq = None,
-    n_ctx: NCtx = None,
-    kv: Kv = EngineOptions.kv,
-    cache_type_k: CacheTypeK = EngineOptions.cache_type_k,
-    cache_type_v: CacheTypeV = EngineOptions.cache_type_v,
-    flash_attn: FlashAttn = EngineOptions.flash_attn,
-    memory_mib: MemoryMib = None,
-    policy: Policy = EngineOptions.policy,
-    quantum: Quantum = None,
-    ageing_s: AgeingS = None,
-    admission: Admission = None,
-    max_queue: MaxQueue = None,
-    when_full: WhenFull = None,
-    prefill_budget: PrefillBudget = None,
-    prefill_chunk: PrefillChunk = None,
-    itl_ms: ItlMs = None,
-    swap_mib: SwapMib = None,
-    no_share_prefixes: NoSharePrefixes = False,
-    n_batch: NBatch = None,
-    n_ubatch: NUbatch = None,
-    cache_mib: CacheMib = None,
-    no_mmap: NoMmap = False,
-    mlock: Mlock = False,
-    no_offload_kqv: NoOffloadKqv = False,
-    split_mode: SplitMode = None,
-    main_gpu: MainGpu = None,
-    tensor_split: TensorSplit = None,
-    exact: Exact = False,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    adapter: Adapters = None,
-    cache_dir: CacheDir = None,
-    chat_template: ChatTemplate = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    ignore_eos: IgnoreEos = False,
-    timeout_s: TimeoutS = None,
-    set: Set = None,
+    given: Given,
     max_time_s: Annotated[
         float | None,
         option(
@@ -248,86 +74,34 @@ def run(
 
     Example: cbatch run chats.jsonl -m model.gguf -o answers.jsonl --max-tokens 64
     """
-    adapters = named_adapters(adapter)
-    options = answer_options(
-        adapters,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        timeout_s=timeout_s,
-        sets=set,
-    )
-    settings = said(
-        parallel=parallel,
-        ctx_per_seq=ctx_per_seq,
-        n_ctx=n_ctx,
-        kv=kv,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        flash_attn=flash_attn,
-        memory_mib=memory_mib,
-        policy=policy,
-        quantum=quantum,
-        ageing_s=ageing_s,
-        admission=admission,
-        max_queue=max_queue,
-        when_full=when_full,
-        prefill_budget=prefill_budget,
-        prefill_chunk=prefill_chunk,
-        itl_ms=itl_ms,
-        swap_mib=swap_mib,
-        share_prefixes=not no_share_prefixes,
-        n_batch=n_batch,
-        n_ubatch=n_ubatch,
-        cache_mib=cache_mib,
-        use_mmap=not no_mmap,
-        use_mlock=mlock,
-        offload_kqv=not no_offload_kqv,
-        split_mode=split_mode,
-        main_gpu=main_gpu,
-        tensor_split=shares_of(tensor_split),
-        exact=exact,
-        n_threads=threads,
-        n_gpu_layers=gpu_layers,
-        adapters=adapters,
-        cache_dir=cache_dir,
-        chat_template=chat_template,
-    )
-    EngineOptions.of(settings)
-    looks_only = check or dry_run
-    _check_call(source, output, demo=demo, needs_output=not looks_only)
+    options, settings = given.run_options(), given.engine_settings()
+    is_dry = given["check"] or given["dry_run"]
+    _check_call(source, output, demo=demo, needs_output=not is_dry)
     target = STDOUT if output is None else output
     view = _view(target, is_quiet=quiet, is_json=json)
-    of_files = {
-        "errors": errors,
-        "format": format,
-        "output_format": output_format,
-        "template": template,
-        "system": system,
-        "is_raw": raw,
-        "limit": limit,
-        "shuffle": shuffle,
-        "strict": strict,
-        "retry_errors": retry_errors,
-        "adopt": adopt,
-        "window": window,
-        "report": report,
-        "trace": trace,
-        "max_time_s": max_time_s,
-    }
     if demo:
-        _check_demo({**of_files, "check": check, "dry_run": dry_run})
+        _check_demo(given, max_time_s)
         with _ending_with_the_reader(view):
-            run_demo(target, view, model, options, settings, is_shown=output is None, force=force)
+            run_demo(
+                target,
+                view,
+                given["model"],
+                options,
+                settings,
+                is_shown=output is None,
+                force=given["force"],
+            )
         return
-    call = {"model": model, "options": options, "force": force, **of_files, **settings}
-    if looks_only:
-        _look(source or [], view, is_dry_run=dry_run, call=call)
+    call = {
+        "model": given["model"],
+        "options": options,
+        "force": given["force"],
+        "max_time_s": max_time_s,
+        **given.settings(FILES),
+        **settings,
+    }
+    if is_dry:
+        _look(source or [], view, is_estimate=given["dry_run"], call=call)
     else:
         _answer(source or [], target, view, call)
 
@@ -360,9 +134,9 @@ def _ending_with_the_reader(view: View) -> Iterator[None]:
         raise typer.Exit(ExitCode.DONE) from None
 
 
-def _look(source: list[str], view: View, *, is_dry_run: bool, call: dict[str, Any]) -> None:
+def _look(source: list[str], view: View, *, is_estimate: bool, call: dict[str, Any]) -> None:
     """Say what is in the input, or what a run would take; no record is written."""
-    if is_dry_run:
+    if is_estimate:
         _say_all(view, "estimate", estimate_file(source, **call))
         return
     found = check_file(source, **call)
@@ -398,12 +172,13 @@ def _view(target: Path, *, is_quiet: bool, is_json: bool) -> View:
     return choose_view(summary_lines, is_quiet=is_quiet, has_free_terminal=not is_dash(target))
 
 
-def _check_demo(of_files: dict[str, Any]) -> None:
-    """Refuse what is for files: --demo would take no notice of it."""
-    for name, value in of_files.items():
+def _check_demo(given: Given, max_time_s: float | None) -> None:
+    """Refuse options for files: --demo would ignore them."""
+    values = {name: given[name] for name in _NOT_FOR_DEMO} | {"max_time_s": max_time_s}
+    for name, value in values.items():
         if value not in (None, False, "auto"):
-            option = name.removeprefix("is_").replace("_", "-")
-            raise cbatch.ConfigError(f"--demo brings its own chats: leave out --{option}")
+            flag = name.replace("_", "-")
+            raise cbatch.ConfigError(f"--demo brings its own chats: leave out --{flag}")
 
 
 def _check_call(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.cli.options import answer_options, shares_of
+from cbatch.cli.options import Given, shares_of
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
@@ -80,7 +80,7 @@ VALUES: dict[str, tuple[str, object]] = {
 
 
 def options_of(*sets: str, **said: Any) -> RunOptions:
-    return answer_options(None, stop=None, ignore_eos=False, sets=list(sets), **said)
+    return Given({"set": list(sets), **said}).run_options()
 
 
 def test_every_option_of_a_request_has_its_value_here() -> None:
@@ -158,9 +158,8 @@ def test_option_that_is_said_twice_is_refused() -> None:
 
 
 def test_adapter_that_is_alone_answers_all_unless_another_is_set() -> None:
-    one = {"a": "a.gguf"}
     for sets, found in (([], {"a": 1.0}), (['adapter={"a": 0.5}'], {"a": 0.5})):
-        assert answer_options(one, stop=None, ignore_eos=False, sets=sets).adapter == found
+        assert options_of(*sets, adapter=["a=a.gguf"]).adapter == found
 
 
 def test_long_value_comes_from_a_file(tmp_path: Path) -> None:
@@ -256,7 +255,7 @@ def test_flag_reaches_the_engine(
         (("--when-full", "wait"), "needs max_queue"),
         (("--admission", "never"), "admission must be one of reserve, optimistic"),
         (("--itl-ms", 5, "--prefill-budget", 5), "not both"),
-        (("--tensor-split", "a,b"), "tensor_split must be numbers with commas between"),
+        (("--tensor-split", "a,b"), "tensor_split must be numbers separated by commas"),
     ],
     ids=str,
 )
