@@ -634,6 +634,6 @@ def _name_of(model: Any) -> str:
 def _open_backend(
     model: Any, options: EngineOptions, look_ahead: LookAhead | None, is_stopped: IsStopped
 ) -> tuple[Backend, Exactness]:
-    from cbatch.backend.load import load_backend  # llama_cpp is slow to import
+    from cbatch.backend.load.loader import load_backend  # llama_cpp is slow to import
 
     return load_backend(model, options, look_ahead, is_stopped)

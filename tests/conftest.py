@@ -71,7 +71,7 @@ def synth(tmp_path_factory: pytest.TempPathFactory) -> SynthFactory:
 @pytest.fixture(scope="session")
 def test_model() -> Path:
     """Return the path of the model that ships inside."""
-    from cbatch.backend.shipped import shipped_model
+    from cbatch.backend.load.open_model import shipped_model
 
     return shipped_model()
 

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.backend.fake import FakeBackend, Faults, StepCost
-from cbatch.backend.fake_grammar import FakeConstraint, FakeGrammars, FakeMatcher
+from cbatch.backend.fake import (
+    FakeBackend,
+    FakeConstraint,
+    FakeGrammars,
+    FakeMatcher,
+    Faults,
+    StepCost,
+)
 from cbatch.core.batcher import N_LOOK, N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.demand import N_PREEMPTED_MAX
 from cbatch.core.driver import SequenceDriver

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.backend.grammar import LlamaGrammars
+    from cbatch.backend.llama.grammar import LlamaGrammars
 
 T = TypeVar("T")
 
@@ -435,7 +435,7 @@ def _grammar(options: dict[str, Any]) -> Any:
 def _follow(constraint: Any, dice: random.Random) -> str:
     import numpy as np
 
-    from cbatch.backend.grammar import GrammarMatchers
+    from cbatch.backend.llama.grammar import GrammarMatchers
     from cbatch.core.plan import Binding, Chunk, GrammarStep, Slot
     from cbatch.options import GREEDY
 
@@ -456,9 +456,8 @@ def _follow(constraint: Any, dice: random.Random) -> str:
 
 
 def _child(seed: int, first: int, end: int) -> None:
-    from cbatch.backend.grammar import LlamaGrammars
-    from cbatch.backend.model import open_model
-    from cbatch.backend.shipped import shipped_model
+    from cbatch.backend.llama.grammar import LlamaGrammars
+    from cbatch.backend.load.open_model import open_model, shipped_model
 
     model = open_model(shipped_model())
     grammars = LlamaGrammars(model)

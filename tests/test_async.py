@@ -287,7 +287,7 @@ async def test_a_failing_backend_ends_everyone_who_waits() -> None:
 async def test_loads_and_closes_in_a_worker_thread(
     test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cbatch.backend import load
+    from cbatch.backend.load import loader as load
 
     threads: list[threading.Thread] = []
     real = load.load_backend

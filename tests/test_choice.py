@@ -10,18 +10,19 @@ import pytest
 
 import cbatch
 from cbatch import BatchPrompt
-from cbatch.backend.chain import LlamaChain
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.model import LlamaModel, open_model
-from cbatch.backend.sampling import logprobs
+from cbatch.backend.llama.chain import LlamaChain
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from cbatch.options import DRY_SEQUENCE_BREAKERS, GREEDY, RunOptions
+from tests.oracle.sampling import logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
 
 PROMPT = tuple(range(300, 330)) * 2

@@ -75,7 +75,7 @@ def workplace(tmp_path: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "model.gguf").symlink_to(test_model)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cbatch.backend.llama.available_cores", lambda: 1)
+    monkeypatch.setattr("cbatch.backend.llama.llama_backend.available_cores", lambda: 1)
     return tmp_path
 
 

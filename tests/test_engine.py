@@ -19,8 +19,8 @@ import pytest
 
 import cbatch
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load.open_model import open_model
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import (

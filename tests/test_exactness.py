@@ -11,9 +11,9 @@ import llama_cpp
 import pytest
 
 import cbatch
-from cbatch.backend.llama import LlamaBackend, output_row
-from cbatch.backend.model import open_model
-from cbatch.backend.native import NativeStepper
+from cbatch.backend.llama.llama_backend import LlamaBackend, output_row
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.load.open_model import open_model
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.backend.fake_vocab import END_TOKEN
+from cbatch.backend.fake import END_TOKEN, FakeBackend, Faults
 from cbatch.cache.store import CacheStore
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine

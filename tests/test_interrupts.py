@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.backend.fresh_thread import run_aside
+from cbatch.backend.threads import run_aside
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from cbatch.interrupts import HeldBack, Latch, Postponed

@@ -9,8 +9,8 @@ import llama_cpp
 import pytest
 
 import cbatch
-from cbatch.backend import log as log_module
-from cbatch.backend.once import once
+from cbatch.backend.llama import log as log_module
+from cbatch.backend.threads import once
 from cbatch.errors import EngineClosedError, ModelLoadError
 from tests.runtime.backends import all_results, in_thread
 from tests.test_engine import run_script
@@ -104,7 +104,7 @@ def test_first_loads_in_many_threads_share_one_log(test_model: Path) -> None:
         """
         import sys, threading
         import cbatch
-        from cbatch.backend import log
+        from cbatch.backend.llama import log
 
         made, new = [], log.LlamaLog.__init__
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.model import open_model
-from cbatch.backend.native import NativeStepper
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import StepResult
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions

@@ -12,14 +12,14 @@ import pytest
 
 import cbatch
 from cbatch import BatchPrompt
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.model import LlamaModel, open_model
-from cbatch.backend.native import NativeStepper
-from cbatch.backend.python_stepper import PythonStepper
-from cbatch.backend.sampling import logprobs
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import N_TARGETS_MAX, Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from cbatch.options import GREEDY
+from tests.oracle.python_stepper import PythonStepper
+from tests.oracle.sampling import logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from cbatch.backend.llama.model import LlamaModel
     from cbatch.core.plan import StepResult, TokenLogprobs
     from cbatch.response import BatchResult
     from tests.conftest import SynthFactory
@@ -159,7 +160,7 @@ class CountingStepper(NativeStepper):
 def test_many_long_prompts_never_ask_for_more_rows_than_there_are(
     test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.backend.llama.NativeStepper", CountingStepper)
+    monkeypatch.setattr("cbatch.backend.llama.llama_backend.NativeStepper", CountingStepper)
     with cbatch.load(test_model, **SMALL) as engine:
         items = [BatchPrompt(tokens=PROMPTS[3][i:]) for i in range(12)]
         results = engine.run(items, options={**SHORT, "prompt_logprobs": 20}).results()

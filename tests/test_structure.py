@@ -11,10 +11,8 @@ import anyio
 import pytest
 
 import cbatch
-from cbatch.backend.fake import FakeBackend
-from cbatch.backend.fake_grammar import FakeConstraint, FakeGrammars
-from cbatch.backend.fake_vocab import FakeVocab
-from cbatch.backend.grammar import GrammarMatchers
+from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars, FakeVocab
+from cbatch.backend.llama.grammar import GrammarMatchers
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError

@@ -11,9 +11,7 @@ import pytest
 
 import cbatch
 from cbatch import BatchPrompt, ConfigError, Engine, GrammarError, UnsupportedOptionError
-from cbatch.backend.fake import FakeBackend
-from cbatch.backend.fake_grammar import FakeGrammars, FakeMatcher
-from cbatch.backend.fake_vocab import END_TOKEN
+from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeGrammars, FakeMatcher
 from cbatch.cli.demo import write_result
 from tests import call_runs
 from tests.test_tools import NAMED, TIME, USER, WEATHER

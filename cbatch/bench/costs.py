@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.fresh_thread import run_aside
+from cbatch.backend.threads import run_aside
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import MAX_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError, DecodeError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
 
-    from cbatch.backend.model import LlamaModel
+    from cbatch.backend.llama.model import LlamaModel
 
 Points = tuple[tuple[int, float], ...]
 
@@ -178,7 +178,7 @@ class _Steps:
     def __init__(
         self, model: LlamaModel, n_slots: int, n_window: int, n_threads: int | None
     ) -> None:
-        from cbatch.backend.llama import LlamaBackend  # llama_cpp is slow to import
+        from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
 
         n_batch = max(2048, n_window + n_slots)
         options = EngineOptions(
@@ -239,8 +239,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns after the warm-up")
     parser.add_argument("--threads", type=int, help="as n_threads of load")
     a = parser.parse_args()
-    from cbatch.backend.log import llama_log  # llama_cpp is slow to import
-    from cbatch.backend.model import open_model
+    from cbatch.backend.llama.log import llama_log  # llama_cpp is slow to import
+    from cbatch.backend.load.open_model import open_model
 
     llama_log().install()
     model = open_model(a.model)

@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.backend.fresh_thread import run_aside
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.log import llama_log
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.load.open_model import open_model
+from cbatch.backend.threads import run_aside
 from cbatch.bench.prefix import FIRST_TOKEN, in_turn
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
-    from cbatch.backend.model import LlamaModel
+    from cbatch.backend.llama.model import LlamaModel
 
 
 @dataclass(frozen=True, slots=True)

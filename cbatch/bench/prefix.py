@@ -19,11 +19,11 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cbatch.backend.bare import PrefixLoop
-from cbatch.backend.fresh_thread import run_aside
-from cbatch.backend.load import describe_model
-from cbatch.backend.log import llama_log
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.bare import PrefixLoop
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.load.loader import describe_model
+from cbatch.backend.load.open_model import open_model
+from cbatch.backend.threads import run_aside
 from cbatch.engine import load
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.backend.fresh_thread import run_aside
-from cbatch.backend.log import llama_log
-from cbatch.backend.model import open_model
-from cbatch.backend.sampler_bench import LogitRows
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.sampler_bench import LogitRows
+from cbatch.backend.load.open_model import open_model
+from cbatch.backend.threads import run_aside
 from cbatch.bench.synth import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
 from cbatch.options import Sampling
@@ -26,7 +26,7 @@ from cbatch.options import Sampling
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.backend.model import LlamaModel
+    from cbatch.backend.llama.model import LlamaModel
 
 _ALL = Sampling(top_k=0, top_p=1.0, min_p=0.0)
 _FEW = replace(_ALL, top_k=40, top_p=0.95)

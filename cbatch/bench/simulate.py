@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     Cost = Callable[[int, int], float]
 
 RUN_S = 0.02
-"""After so many seconds a run of several steps ends. Source: `slice_s` of `cbatch.backend.native.NativeStepper`."""
+"""After so many seconds a run of several steps ends. Source: `slice_s` of `NativeStepper`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.backend.bare import BareLoop
-from cbatch.backend.fresh_thread import run_aside
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.log import llama_log
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.bare import BareLoop
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.load.open_model import open_model
+from cbatch.backend.threads import run_aside
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.messages import BatchPrompt
@@ -26,7 +26,7 @@ from cbatch.messages import BatchPrompt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.backend.model import LlamaModel
+    from cbatch.backend.llama.model import LlamaModel
 
 
 _CHAIN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.0, "ignore_eos": True}

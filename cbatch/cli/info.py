@@ -47,7 +47,7 @@ def info(
     Example: cbatch info model.gguf --parallel 8 --cache-type-k q8_0
     """
     options = EngineOptions.of({**given.engine_settings(), "exact": exact})
-    from cbatch.backend.load import describe_model  # llama_cpp is slow to import
+    from cbatch.backend.load.loader import describe_model  # llama_cpp is slow to import
 
     found = describe_model(model, options, asks_probe=exactness or exact)
     width = shutil.get_terminal_size().columns if stdout().isatty() else None

@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.log import llama_log
-from cbatch.backend.memory import LlamaCells
-from cbatch.backend.model import open_model
-from cbatch.backend.native import NativeStepper
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import PlanError

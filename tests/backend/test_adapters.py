@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import cbatch
-from cbatch.backend.adapters import Adapters
-from cbatch.backend.log import llama_log
-from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.llama.adapters import Adapters
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.load.open_model import open_model
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 from tests.backend.lora import ALL, ALPHA, write_lora
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
 
     Logits = NDArray[np.float32]
@@ -493,8 +494,8 @@ def test_feed_forward_weights_that_cannot_be_adapted_are_refused(
 
 FUZZ = """
 import random, sys, pathlib
-from cbatch.backend.adapters import Adapters
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.adapters import Adapters
+from cbatch.backend.load.open_model import open_model
 from cbatch.errors import ModelLoadError
 from tests.backend.test_adapters import PROMPT, Context
 base, path, seed = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])

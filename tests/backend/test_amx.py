@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.backend import amx
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.model import open_model
+from cbatch.backend.load import amx
+from cbatch.backend.load.open_model import open_model
 from cbatch.errors import ModelLoadError
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
-from cbatch.backend.attention_tiles import most_long_context_prefills
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.attention_tiles import most_long_context_prefills
+from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cbatch.backend.model import LlamaModel
+    from cbatch.backend.llama.model import LlamaModel
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def _spin_count_read(module: str, **policy: str) -> str:
     return line.partition("=")[2].strip(" '")
 
 
-@pytest.mark.parametrize("module", ["cbatch.backend.load", "cbatch.backend.bindings"])
+@pytest.mark.parametrize("module", ["cbatch.backend.load.loader", "cbatch.backend.bindings"])
 def test_openmp_spins_briefly_and_the_environment_is_as_before(module: str) -> None:
     assert _spin_count_read(module) == SPIN_COUNT
 
@@ -36,4 +36,4 @@ def test_openmp_spins_briefly_and_the_environment_is_as_before(module: str) -> N
     ("policy", "count"), [({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
 )
 def test_policy_of_the_user_is_kept(policy: dict[str, str], count: str) -> None:
-    assert _spin_count_read("cbatch.backend.load", **policy) == count
+    assert _spin_count_read("cbatch.backend.load.loader", **policy) == count

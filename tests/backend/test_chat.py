@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.backend.chat_template import NAMED_TEMPLATES, ChatTemplate, parse_override
+from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate, parse_override
 from cbatch.errors import ConfigError, RequestFailedError
 
 if TYPE_CHECKING:

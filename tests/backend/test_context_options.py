@@ -10,17 +10,17 @@ import llama_cpp
 import pytest
 
 import cbatch
-from cbatch.backend.context import (
+from cbatch.backend.llama.context import (
     _ROPE_SCALING,
     _params,
     check_cell_types,
     context_cells,
     flash_attn_type,
 )
-from cbatch.backend.layout import CELL_TYPES
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.model import open_model
-from cbatch.backend.probe import BITWISE, probe
+from cbatch.backend.llama.layout import CELL_TYPES
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load.open_model import open_model
+from cbatch.backend.load.probe import BITWISE, probe
 from cbatch.core.plan import N_TARGETS_MAX
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cbatch.backend.model import LlamaModel
+    from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
 
 SMALL: dict[str, Any] = {"parallel": 2, "ctx_per_seq": 256, "n_threads": 1}

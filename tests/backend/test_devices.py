@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
-from cbatch.backend import devices
-from cbatch.backend.devices import Device, add_servers, list_devices
-from cbatch.backend.model import Placement, open_model, place
+from cbatch.backend.llama.model import Placement
+from cbatch.backend.load import devices
+from cbatch.backend.load.devices import Device, add_servers, list_devices
+from cbatch.backend.load.open_model import open_model, place
 from cbatch.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def test_placement_of_nothing_is_llama_s_own() -> None:
 
 
 def test_split_modes_are_llama_s() -> None:
-    from cbatch.backend.model import _SPLIT_MODES
+    from cbatch.backend.load.open_model import _SPLIT_MODES
 
     for name, mode in _SPLIT_MODES.items():
         assert getattr(llama_cpp, f"LLAMA_SPLIT_MODE_{name.upper()}") == mode

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
-from cbatch.backend import fingerprint as subject
-from cbatch.backend.fingerprint import (
+from cbatch.backend.llama import fingerprint as subject
+from cbatch.backend.llama.fingerprint import (
     answer_settings,
     file_digest,
     fingerprint,
     model_parts,
     rope_factors,
 )
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import EngineOptions
 from tests.backend.slots import make_backends
 

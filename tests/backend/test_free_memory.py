@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.backend import free_memory
-from cbatch.backend.devices import Device
-from cbatch.backend.free_memory import free_for_cells, host_free, host_most, share_on_host
-from cbatch.backend.model import Placement, open_model
+from cbatch.backend.llama.model import Placement
+from cbatch.backend.load import free_memory
+from cbatch.backend.load.devices import Device
+from cbatch.backend.load.free_memory import free_for_cells, host_free, host_most, share_on_host
+from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cbatch.backend.grammar import _LIMITS, Constraint, GrammarMatchers, LlamaGrammars
-from cbatch.backend.grammar_sandbox import GrammarSandbox
-from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.llama.grammar import _LIMITS, Constraint, GrammarMatchers, LlamaGrammars
+from cbatch.backend.llama.grammar_sandbox import GrammarSandbox
+from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, GrammarStep, Slot
 from cbatch.errors import EngineClosedError, GrammarError
 from cbatch.options import GREEDY, Grammar, RunOptions
@@ -21,6 +21,8 @@ from tests import schema_fuzz
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from cbatch.backend.llama.model import LlamaModel
 
 SLOT = Slot(1)
 A_WHILE_S = 5.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
-from cbatch.backend.layout import (
+from cbatch.backend.llama.layout import (
     CELL_TYPES,
     File,
     Footprint,
@@ -18,8 +18,8 @@ from cbatch.backend.layout import (
     layout_of,
     read_layout,
 )
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:

@@ -16,13 +16,12 @@ import llama_cpp
 import pytest
 
 import cbatch
-from cbatch.backend import context
-from cbatch.backend.context import available_cores
-from cbatch.backend.llama import LlamaBackend, output_row
-from cbatch.backend.log import llama_log
-from cbatch.backend.model import open_model
-from cbatch.backend.native import NativeStepper
-from cbatch.backend.python_stepper import PythonStepper
+from cbatch.backend.llama import context
+from cbatch.backend.llama.context import available_cores
+from cbatch.backend.llama.llama_backend import LlamaBackend, output_row
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
 from cbatch.engine import Engine, load
 from cbatch.engine_options import EngineOptions, ScheduleOptions
@@ -35,6 +34,7 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, Sampling
+from tests.oracle.python_stepper import PythonStepper
 from tests.runtime.backends import PATIENCE_S, in_thread, streams
 
 if TYPE_CHECKING:

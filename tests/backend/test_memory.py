@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import llama_cpp
 import pytest
 
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.load import describe_model
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load.loader import describe_model
+from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError

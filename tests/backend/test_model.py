@@ -12,9 +12,10 @@ import llama_cpp
 import pytest
 
 import cbatch
-from cbatch.backend.gguf_check import check_file
-from cbatch.backend.layout import read_layout
-from cbatch.backend.model import Placement, Watch, open_model
+from cbatch.backend.llama.layout import read_layout
+from cbatch.backend.llama.model import Placement
+from cbatch.backend.load.gguf_check import check_file
+from cbatch.backend.load.open_model import Watch, open_model
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -262,7 +263,8 @@ def test_metadata_that_llama_only_asserts_is_refused(
 
 FUZZ = """
 import random, sys, pathlib
-from cbatch.backend.model import Placement, Watch, open_model
+from cbatch.backend.llama.model import Placement
+from cbatch.backend.load.open_model import Watch, open_model
 from cbatch.errors import ModelLoadError
 base, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 data, rng, path = base.read_bytes(), random.Random(seed), base.with_name(f"damaged-{seed}.gguf")

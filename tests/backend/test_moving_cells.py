@@ -9,8 +9,8 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from cbatch.backend.context import make_context
-from cbatch.backend.memory import LlamaCells
+from cbatch.backend.llama.context import make_context
+from cbatch.backend.llama.memory import LlamaCells
 from cbatch.core.plan import Slot, StepPlan, StepResult
 from cbatch.errors import PlanError
 from tests.backend.slots import (
@@ -31,7 +31,7 @@ from tests.backend.slots import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cbatch.backend.llama import LlamaBackend
+    from cbatch.backend.llama.llama_backend import LlamaBackend
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cbatch.backend import probe as probe_module
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.log import llama_log
-from cbatch.backend.model import LlamaModel, open_model
-from cbatch.backend.probe import BITWISE, probe
-from cbatch.backend.python_stepper import PythonStepper
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.load import probe as probe_module
+from cbatch.backend.load.open_model import open_model
+from cbatch.backend.load.probe import BITWISE, probe
 from cbatch.core.plan import StepResult
 from cbatch.engine import Engine, load
 from cbatch.engine_options import EngineOptions
+from tests.oracle.python_stepper import PythonStepper
 from tests.runtime.backends import streams
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from cbatch.backend.llama.model import LlamaModel
     from cbatch.core.plan import Chunk, Slot
 
 Touch = Callable[[Sequence["Chunk"], "Slot"], bool]

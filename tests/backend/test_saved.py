@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cbatch
-from cbatch.backend.layout import CELL_TYPES
-from cbatch.backend.memory import LlamaCells
-from cbatch.backend.saved import read_format
+from cbatch.backend.llama.layout import CELL_TYPES
+from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.llama.saved import read_format
 from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
 from tests.backend.slots import (
     CELL_SETTINGS,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cbatch.backend.llama import LlamaBackend
-    from cbatch.backend.saved import SavedFormat
+    from cbatch.backend.llama.llama_backend import LlamaBackend
+    from cbatch.backend.llama.saved import SavedFormat
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
 
@@ -250,7 +250,7 @@ def test_memory_of_an_unknown_layout_says_that_it_cannot_be_checked(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert make("partitioned").memory.can_check
-    monkeypatch.setattr("cbatch.backend.llama.read_format", lambda *_, **__: None)
+    monkeypatch.setattr("cbatch.backend.llama.llama_backend.read_format", lambda *_, **__: None)
     assert not make("unified").memory.can_check
 
 

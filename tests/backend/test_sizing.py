@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cbatch
-from cbatch.backend import sizing
-from cbatch.backend.layout import Footprint
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.load import describe_model, load_backend
-from cbatch.backend.model import open_model
-from cbatch.backend.sizing import (
+from cbatch.backend.llama.layout import Footprint
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load import sizing
+from cbatch.backend.load.loader import describe_model, load_backend
+from cbatch.backend.load.open_model import open_model
+from cbatch.backend.load.sizing import (
     COMMON_FOR_UNIFIED,
     Room,
     Sizes,
@@ -44,7 +44,7 @@ from cbatch.options import RunOptions
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cbatch.backend.model import LlamaModel
+    from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
 
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not

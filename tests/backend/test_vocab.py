@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synth import BOS, CONTROL_TOKENS, EOS, TURN_END, TURN_START
 from cbatch.errors import EngineClosedError, RequestFailedError
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.backend import Vocab
-    from cbatch.backend.vocab import LlamaVocab
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.vocab import LlamaVocab
     from tests.conftest import SynthFactory
 
 

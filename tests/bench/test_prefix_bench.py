@@ -10,9 +10,9 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from cbatch.backend.bare import PrefixLoop, suffix_rows
-from cbatch.backend.llama import LlamaBackend
-from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.llama.bare import PrefixLoop, suffix_rows
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load.open_model import open_model
 from cbatch.bench import prefix
 from cbatch.bench.prefix import Job, Prompts
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
 
 N_VOCAB = 1024

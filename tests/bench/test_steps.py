@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.backend.bare import BareLoop
-from cbatch.backend.model import open_model
+from cbatch.backend.llama.bare import BareLoop
+from cbatch.backend.load.open_model import open_model
 from cbatch.bench import steps
 from cbatch.engine_options import EngineOptions
 

@@ -12,7 +12,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synth import CONTROL_TOKENS, SHAPES, Shape, vocabulary, write_model
 from cbatch.errors import ConfigError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
 
 SMALLEST = Shape(1, 32, 1, 1, 32, 400, "f32")

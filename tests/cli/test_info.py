@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import cbatch
-from cbatch.backend.llama import LlamaBackend
+from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.cli import app
 from cbatch.cli.info import as_text
 from tests.cli.conftest import forbid_opening, invoke
@@ -145,7 +145,7 @@ def test_info_of_a_model_with_states_counts_them_by_slot(synth: SynthFactory) ->
 def test_info_of_a_file_that_does_not_tell_says_so(
     test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.backend.sizing.footprint", lambda *args: None)
+    monkeypatch.setattr("cbatch.backend.load.sizing.footprint", lambda *args: None)
     found = info(test_model)
     assert (found["n_cell_bytes"], found["n_memory_bytes"], found["is_about"]) == (None, None, True)
     said = as_text(found)
@@ -235,7 +235,7 @@ def test_info_asks_the_probe_as_the_model_would_be_loaded(
         asked.append(options.exact)
         return "found"
 
-    monkeypatch.setattr("cbatch.backend.load.probe", probe)
+    monkeypatch.setattr("cbatch.backend.load.loader.probe", probe)
     assert info(test_model, "--exactness")["exactness"] == "found"
     assert info(test_model, "--exact")["exactness"] == "found"
     assert asked == [False, True]

@@ -211,7 +211,7 @@ def test_traceback_and_interrupt_are_in_the_event(monkeypatch: pytest.MonkeyPatc
     def press(*args: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cbatch.backend.load.describe_model", press)
+    monkeypatch.setattr("cbatch.backend.load.loader.describe_model", press)
     done = invoke("info", "any.gguf", "--json")
     assert done.exit_code == 130
     assert parse(done.stderr) == [{"event": "error", "text": "interrupted", "exit_code": 130}]
@@ -352,7 +352,7 @@ def test_ctrl_c_in_any_command_exits_130(monkeypatch: pytest.MonkeyPatch) -> Non
     def press(*args: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cbatch.backend.load.describe_model", press)
+    monkeypatch.setattr("cbatch.backend.load.loader.describe_model", press)
     assert invoke("info", "any.gguf") == Done(130, "", "cbatch: interrupted\n")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.backend.fake_vocab import FakeVocab
+from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import Slot
 from tests.helpers import make_request

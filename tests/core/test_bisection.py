@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cbatch.backend.fake_vocab import FakeVocab
+from cbatch.backend.fake import FakeVocab
 from cbatch.core.bisection import FaultBisection
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import Slot

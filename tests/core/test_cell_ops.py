@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.backend.fake_vocab import FakeVocab
+from cbatch.backend.fake import FakeVocab
 from cbatch.core.cell_ops import Cells, Stored
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.backend.fake import FakeBackend
-from cbatch.backend.fake_vocab import FakeVocab
+from cbatch.backend.fake import FakeBackend, FakeVocab
 from cbatch.core.deadlines import Deadlines
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.status import Wait

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.backend.fake_vocab import FakeVocab
+from cbatch.backend.fake import FakeVocab
 from cbatch.core.demand import N_PREEMPTED_MAX, KvDemandEstimator
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.backend.fake_vocab import END_TOKEN, FakeVocab
+from cbatch.backend.fake import END_TOKEN, FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.output import result_of, take_chunk
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, N_TARGETS_MAX, Chunk, Slot, TokenLogprobs

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbatch.backend.fake_tokens import fake_logprobs
+from cbatch.backend.fake import fake_logprobs
 from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities, TokenLogprobs
 from cbatch.errors import (
     DeadlineError,

@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from cbatch.backend.fake import FakeBackend, Faults, StepCost
-from cbatch.backend.fake_tokens import fake_logprobs
-from cbatch.backend.fake_vocab import END_TOKEN, FakeVocab
+from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab, Faults, StepCost, fake_logprobs
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepPlan
 from cbatch.errors import ConfigError, PlanError
 from cbatch.options import GREEDY

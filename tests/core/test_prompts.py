@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.backend.fake_vocab import FakeVocab
+from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.prompts import Prompts
 from cbatch.messages import BatchPrompt

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
-from cbatch.backend.fake import FakeBackend
-from cbatch.backend.fake_grammar import FakeConstraint, FakeGrammars
+from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars
 from cbatch.engine import Engine
 from cbatch.errors import (
     ConfigError,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from cbatch.backend.load import describe_model
-from cbatch.backend.model import open_model
+from cbatch.backend.load.loader import describe_model
+from cbatch.backend.load.open_model import open_model
 from cbatch.engine import load
 from cbatch.engine_options import EngineOptions
 from cbatch.models import CHAT_MODEL, DRAFT_MODEL

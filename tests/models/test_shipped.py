@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import cbatch
-from cbatch.backend.shipped import shipped_model
+from cbatch.backend.load.open_model import shipped_model
 from cbatch.errors import ModelLoadError
 from cbatch.models.recipe.tasks import SHORT_TASKS, held_out_chats, is_right
 

@@ -7,7 +7,7 @@ import ctypes
 import llama_cpp
 import pytest
 
-from cbatch.backend import library
+from cbatch.backend.llama import library
 from cbatch.errors import IncompatibleLlamaError
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.backend import native
-from cbatch.backend.chain import LlamaChain
-from cbatch.backend.model import LlamaModel, open_model
+from cbatch.backend.llama import native
+from cbatch.backend.llama.chain import LlamaChain
+from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Slot
 from cbatch.options import DRY_SEQUENCE_BREAKERS, Sampling
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from cbatch.backend.llama.model import LlamaModel
 
     Logits = NDArray[np.float32]
 

@@ -8,8 +8,8 @@ import threading
 import llama_cpp
 import pytest
 
-from cbatch.backend.library import library
-from cbatch.backend.log import LlamaLog, llama_log
+from cbatch.backend.llama.library import library
+from cbatch.backend.llama.log import LlamaLog, llama_log
 
 
 def say(log: LlamaLog, level: int, text: str) -> None:

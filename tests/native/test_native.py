@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.backend import native
-from cbatch.backend.library import library
-from cbatch.backend.llama_api import LlamaApi
-from cbatch.backend.native import NativeStepper
-from cbatch.backend.python_stepper import PythonStepper
-from cbatch.backend.structs import NativeSizes
+from cbatch.backend.llama import native
+from cbatch.backend.llama.library import library
+from cbatch.backend.llama.llama_api import LlamaApi
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.llama.structs import NativeSizes
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepResult
 from cbatch.errors import EngineClosedError, PlanError
 from cbatch.options import GREEDY, Sampling
+from tests.oracle.python_stepper import PythonStepper
 
 Stepper = NativeStepper | PythonStepper
 N_SLOTS, N_BATCH, N_VOCAB = 4, 16, 50

@@ -11,16 +11,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cbatch.backend import native, sampling
-from cbatch.backend.library import library
+from cbatch.backend.llama import native
+from cbatch.backend.llama.library import library
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Binding, Slot
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
+from tests.oracle import sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.backend.sampling import Logits, Mask
+    from tests.oracle.sampling import Logits, Mask
 
 ISAS = range(library().cbatch_isa_best() + 1)
 

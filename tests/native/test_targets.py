@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.backend import sampling
-from cbatch.backend.llama_api import LlamaApi
-from cbatch.backend.native import NativeStepper
-from cbatch.backend.python_stepper import PythonStepper
+from cbatch.backend.llama.llama_api import LlamaApi
+from cbatch.backend.llama.native import NativeStepper
 from cbatch.core.plan import N_TARGETS_MAX, Binding, Chunk, Slot, StepResult, TokenLogprobs
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.native.test_native import N_SLOTS, N_VOCAB, FakeLlama, chunk
+from tests.oracle import sampling
+from tests.oracle.python_stepper import PythonStepper
 
 Stepper = NativeStepper | PythonStepper
 MakeStepper = Callable[..., Any]

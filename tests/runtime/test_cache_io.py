@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cbatch.backend.fake import FakeBackend
-from cbatch.backend.fake_vocab import FakeVocab
+from cbatch.backend.fake import FakeBackend, FakeVocab
 from cbatch.cache.store import CacheStore
 from cbatch.core.cell_ops import Stored
 from cbatch.core.driver import SequenceDriver

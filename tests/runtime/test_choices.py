@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch import BatchPrompt
-from cbatch.backend.fake import FakeBackend
-from cbatch.backend.fake_tokens import fake_logprobs
+from cbatch.backend.fake import FakeBackend, fake_logprobs
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions

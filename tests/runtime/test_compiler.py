@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from cbatch.backend.fake import FakeBackend
-from cbatch.backend.fake_grammar import FakeConstraint, FakeGrammars
+from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars
 from cbatch.options import Grammar
 from cbatch.runtime.compiler import Compiler
 from tests.runtime.backends import PATIENCE_S

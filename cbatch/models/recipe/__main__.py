@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.backend.model import open_model
+from cbatch.backend.load.open_model import open_model
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.models import CHAT_MODEL, DRAFT_MODEL
 from cbatch.models.recipe.export import (

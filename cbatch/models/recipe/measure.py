@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from cbatch.backend.model import open_model
+from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synth import TURN_END
 from cbatch.engine import load
 from cbatch.messages import BatchPrompt

@@ -1,0 +1,407 @@
+"""A backend without a model, for tests of scheduling and for simulation at scale.
+
+It keeps a fake cell for every token. Its next token is a function of the tokens found in a sequence's cells, of its
+history, of its seed and of the output position, never of the slot: a leaked cell, a wrong position, a history that is
+not its own or a recycled slot that is not clean gives a wrong token, so equality of streams proves the scheduler right.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cbatch.backend.fake.fake_cells import FakeCells
+from cbatch.backend.fake.fake_grammar import FakeGrammars, matcher_of
+from cbatch.backend.fake.fake_tokens import fake_logprobs, fake_score, mix, state_after, tag_of
+from cbatch.backend.fake.fake_vocab import END_TOKEN, FakeVocab
+from cbatch.backend.fake.history import History
+from cbatch.core.plan import (
+    BROKEN_ROW,
+    N_TARGETS_MAX,
+    Binding,
+    Chunk,
+    GrammarStep,
+    KvCapabilities,
+    Slot,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from cbatch.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from cbatch.backend.fake.fake_grammar import FakeMatcher
+    from cbatch.options import AdapterSet
+
+_N_SEEN = 4
+"""Newest tokens of a history that the next token depends on, besides how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Virtual seconds of a step: `base_s`, plus `token_s` for every token in it."""
+
+    base_s: float = 0.0
+    token_s: float = 0.0
+
+    def __call__(self, n_rows: int, n_prompt: int) -> float:
+        """Return the seconds of a step of `n_rows` sequences with `n_prompt` tokens beyond one each."""
+        return self.base_s + self.token_s * (n_rows + n_prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, asked before it could.
+
+    Args:
+        code: called with the plan's chunks before each step; what it returns is the step's return code.
+        broken: called with a chunk's tokens; True makes its row broken (NaN logits).
+        swap: called with a key before cells are saved or loaded; False makes that fail.
+    """
+
+    code: Callable[[Sequence[Chunk]], int] = lambda _: 0
+    broken: Callable[[Chunk], bool] = lambda _: False
+    swap: Callable[[int], bool] = lambda _: True
+
+
+_NO_FAULTS = Faults()
+_NO_COST = StepCost()
+
+
+class FakeBackend:
+    """Implements `Backend` over lists; every return code of `llama_decode` is to be had on demand.
+
+    Args:
+        n_slots: sequences at once.
+        n_window: cells of a slot.
+        n_batch: most tokens in a step.
+        n_vocab: token ids; about one token in `n_vocab` ends a generation. At least 257.
+        seed: changes every token of every sequence.
+        faults: what goes wrong.
+        cost: what a step takes of the virtual clock `now_s`: called with its sequences, and its tokens beyond one each.
+        memory: partitioned unless said; in unified memory a step that finds no room returns code 1.
+
+    After code 2 and below −1 an unknown part of the step's cells stays behind, as in llama.cpp.
+    """
+
+    sampling_defaults: Mapping[str, float] = {}
+
+    def __init__(
+        self,
+        n_slots: int = 4,
+        n_window: int = 256,
+        n_batch: int = 64,
+        *,
+        n_vocab: int = 320,
+        seed: int = 0,
+        faults: Faults = _NO_FAULTS,
+        cost: Callable[[int, int], float] = _NO_COST,
+        memory: KvCapabilities | None = None,
+    ) -> None:
+        if n_vocab <= END_TOKEN:
+            raise ConfigError(f"n_vocab must be above {END_TOKEN}, not {n_vocab}")
+        self.n_slots, self.n_window, self.n_batch = n_slots, n_window, n_batch
+        self.chunk_alignment = 0
+        self.memory = memory or KvCapabilities("partitioned", n_slots * n_window)
+        self.vocab = FakeVocab(n_vocab)
+        self._start = seed * 2 + 1
+        self._kv = FakeCells(n_slots, n_window, self.memory, self._start, faults.swap)
+        self.cells, self.saved = self._kv.cells, self._kv.saved
+        self.adapters: tuple[str, ...] = ()
+        self.answer_settings: dict[str, str] = {}
+        self.now_s = 0.0
+        self.n_steps = 0
+        self.n_rebuilt = 0
+        self.plans: list[StepPlan] = []
+        self._tag = 0
+        self._scores: dict[Slot, list[TokenLogprobs]] = {}
+        self._bindings: dict[Slot, Binding] = {}
+        self._histories: dict[Slot, History] = {}
+        self._matchers: dict[Slot, FakeMatcher] = {}
+        self.grammars = FakeGrammars()
+        self._seed, self._faults, self._cost = seed, faults, cost
+        self._is_interrupted = False
+        self.is_closed = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Do one plan on the fake cells; see `Backend.run`."""
+        self._check(plan)
+        self._check_positions(plan)
+        self.plans.append(plan)
+        lost = self._kv.do(plan)
+        self._begin(plan)
+        tokens: list[list[int]] = [[] for _ in plan.chunks]
+        if any(key in lost for _, key, _ in plan.loads):
+            return StepResult(tokens, 0, lost=lost)
+        start_s = self.now_s
+        n_done, code, first_s = self._steps(plan, tokens)
+        n_kept = tuple(self._settle(c) for c in plan.chunks) if code not in (0, 1, -1) else ()
+        found = self._logprobs(plan.chunks, tokens)
+        return StepResult(
+            tokens,
+            n_done,
+            code,
+            decode_s=self.now_s - start_s,
+            first_s=first_s,
+            n_kept=n_kept,
+            lost=lost,
+            logprobs=found,
+            scores=self._scores if n_done else {},
+            guided=self._guide(plan.chunks, tokens) if n_done else {},
+        )
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Take in how the plan's sequences are sampled, and with which adapters."""
+        if plan.is_rebuild:
+            self.n_rebuilt += 1
+            for known in (self._bindings, self._histories, self._matchers):
+                known.clear()
+        self._tag = tag_of(plan.adapters)
+        self._bind(plan.binds)
+        self._histories.update((b.slot, History(b.history)) for b in plan.binds)
+
+    def _steps(self, plan: StepPlan, tokens: list[list[int]]) -> tuple[int, int, float]:
+        """Do a plan's steps and add to `tokens`; return how many were done, the code and when the first one ended."""
+        chunks, n_done, start_s, first_s = list(plan.chunks), 0, self.now_s, 0.0
+        while chunks and n_done < plan.n_steps:
+            code = self._step(chunks)
+            if code:
+                return n_done, code, first_s
+            n_done += 1
+            first_s = first_s or self.now_s - start_s
+            sampled = [self._sample(c) if c.has_output else None for c in chunks]
+            for row, token in zip(tokens, sampled, strict=True):
+                row.extend(() if token is None else (token,))
+            is_interrupted = self._take_interrupt()
+            if is_interrupted or n_done == plan.n_steps or any(map(self._ends, chunks, sampled)):
+                break
+            chunks = [
+                _next_chunk(c, t) for c, t in zip(chunks, sampled, strict=True) if t is not None
+            ]
+        return n_done, 0, first_s
+
+    def interrupt(self) -> None:
+        """End the run in flight, or the next one, after one step."""
+        self._is_interrupted = True
+
+    def close(self) -> None:
+        """Refuse further runs."""
+        self.is_closed = True
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use; in unified memory those that several slots have are one."""
+        return self._kv.n_used
+
+    def expected(
+        self, prompt: Sequence[int], binding: Binding, n_output: int, adapters: AdapterSet = ()
+    ) -> list[int]:
+        """Return the first `n_output` tokens of a sequence run alone, its end included: the reference for tests.
+
+        `binding.history` is what it was before its first output.
+        """
+        tag = tag_of(adapters)
+        state, output = state_after(self._start, [token | tag for token in prompt]), list[int]()
+        while len(output) < n_output:
+            matcher = matcher_of(binding, output)
+            history = (*binding.history, *output)
+            output.append(self._token(state, history, binding, len(prompt) + len(output), matcher))
+            if output[-1] in binding.stop_tokens:
+                break
+            guidance = matcher.follow(output[-1]) if matcher else GrammarStep()
+            if guidance.problem:
+                del output[-1]
+            if guidance.problem or (guidance.is_complete and not guidance.forced):
+                break
+            state = mix(state, output[-1] | tag)
+        return output
+
+    def expected_scores(
+        self, tokens: Sequence[int], n_top: int, adapters: AdapterSet = ()
+    ) -> list[TokenLogprobs]:
+        """Return the scores of all tokens but the first, run alone: the reference for tests."""
+        state, tag = self._start, tag_of(adapters)
+        scores = list[TokenLogprobs]()
+        for token, target in pairwise(tokens):
+            state = mix(state, token | tag)
+            scores.append(fake_score(state, target, n_top))
+        return scores
+
+    def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
+        """Return what cells depend on."""
+        return {"seed": str(self._seed), "kind": self.memory.kind, "adapters": repr(adapters)}
+
+    def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
+        """Take cells that were saved elsewhere; what is not a whole list of them is empty."""
+        self.saved[key] = data.view(np.int64).tolist() if len(data) % 8 == 0 else []
+        self._kv.n_said[key] = n_cells
+
+    def validate_state(
+        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
+    ) -> NDArray[np.uint8]:
+        """Return the first cells as they are."""
+        if len(data) < 8 * n_cells or len(data) % 8:
+            raise ValueError("are cut off")
+        return data[: 8 * n_wanted]
+
+    def export_state(self, key: int) -> NDArray[np.uint8] | None:
+        """Hand out saved cells and forget them."""
+        cells = self.saved.pop(key, None)
+        return None if cells is None else np.array(cells, np.int64).view(np.uint8)
+
+    def _bind(self, bindings: Sequence[Binding]) -> None:
+        for binding in bindings:
+            self._bindings[binding.slot] = binding
+            self._matchers.pop(binding.slot, None)
+            if matcher := matcher_of(binding):
+                self._matchers[binding.slot] = matcher
+
+    def _guide(self, chunks: Sequence[Chunk], tokens: list[list[int]]) -> dict[Slot, GrammarStep]:
+        """Have constraints follow what was sampled; a row that breaks one is broken."""
+        guided: dict[Slot, GrammarStep] = {}
+        for chunk, sampled in zip(chunks, tokens, strict=True):
+            matcher = self._matchers.get(chunk.slot)
+            if matcher is None or not sampled or sampled[-1] < 0:
+                continue
+            if sampled[-1] not in self._bindings[chunk.slot].stop_tokens:
+                guided[chunk.slot] = guidance = matcher.follow(sampled[-1])
+                sampled[-1] = BROKEN_ROW if guidance.problem else sampled[-1]
+        return guided
+
+    def _settle(self, chunk: Chunk) -> int:
+        """Return how many cells of a failed step's slot are known: none where they cannot be taken off."""
+        if not self.memory.can_trim:
+            self._kv.put(chunk.slot, [])
+        return len(self.cells[chunk.slot])
+
+    def _step(self, chunks: Sequence[Chunk]) -> int:
+        self._scores = {}
+        code = self._faults.code(chunks)
+        self.n_steps += 1
+        n_tokens = sum(len(c.tokens) for c in chunks)
+        self.now_s += self._cost(len(chunks), n_tokens - len(chunks))
+        if not code and self.memory.kind == "unified":
+            code = int(self.n_used + n_tokens > self.memory.n_cells)
+        for chunk in chunks:
+            if chunk.slot in self._histories:
+                self._histories[chunk.slot].feed(chunk)
+            self._compute(chunk, _n_computed(code, len(chunk.tokens)))
+        return code
+
+    def _compute(self, chunk: Chunk, n: int) -> None:
+        """Make cells of the first `n` tokens of a chunk, and score what comes behind them."""
+        state, cells = self._kv.states[chunk.slot], [t | self._tag for t in chunk.tokens[:n]]
+        for i, cell in enumerate(cells):
+            state = mix(state, cell)
+            if i < len(chunk.targets):
+                score = self._score(chunk, i, state)
+                self._scores.setdefault(chunk.slot, []).append(score)
+        self._kv.append(chunk.slot, cells, state)
+
+    def _score(self, chunk: Chunk, i: int, state: int) -> TokenLogprobs:
+        if self._faults.broken(Chunk(chunk.slot, chunk.start, chunk.tokens[: i + 1], False)):
+            return TokenLogprobs(math.nan)
+        binding = self._bindings.get(chunk.slot)
+        return fake_score(state, chunk.targets[i], binding.n_target_top if binding else 0)
+
+    def _sample(self, chunk: Chunk) -> int:
+        if self._faults.broken(chunk):
+            return BROKEN_ROW
+        slot = chunk.slot
+        history, matcher = self._histories[slot].tokens, self._matchers.get(slot)
+        return self._token(
+            self._kv.states[slot], history, self._bindings[slot], len(self.cells[slot]), matcher
+        )
+
+    def _token(
+        self,
+        state: int,
+        history: Sequence[int],
+        binding: Binding,
+        n_cells: int,
+        matcher: FakeMatcher | None = None,
+    ) -> int:
+        for seen in (*history[-_N_SEEN:], len(history), binding.sampling.seed):
+            state = mix(state, seen)
+        token = mix(state, n_cells - binding.n_prompt) % self.vocab.n_vocab
+        return matcher.choose(token) if matcher else token
+
+    def _logprobs(
+        self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[TokenLogprobs]]:
+        """Return made-up log-probabilities of the chunks' tokens: `fake_logprobs` of each."""
+        n_top = [self._bindings[c.slot].n_logprobs if c.has_output else None for c in chunks]
+        if all(n is None for n in n_top):
+            return ()
+        return [
+            [] if n is None else [fake_logprobs(token, n) for token in row]
+            for n, row in zip(n_top, tokens, strict=True)
+        ]
+
+    def _ends(self, chunk: Chunk, token: int | None) -> bool:
+        return token == BROKEN_ROW or token in self._bindings[chunk.slot].stop_tokens
+
+    def _take_interrupt(self) -> bool:
+        was, self._is_interrupted = self._is_interrupted, False
+        return was
+
+    def _check(self, plan: StepPlan) -> None:
+        slots = [c.slot for c in plan.chunks]
+        if self.is_closed:
+            raise PlanError("the backend is closed")
+        if slots != sorted(set(slots)) or any(not 0 <= s < self.n_slots for s in slots):
+            raise PlanError(f"slots must ascend within {self.n_slots}: {plan}")
+        if not all(c.tokens for c in plan.chunks) or plan.n_steps < 1:
+            raise PlanError(f"nothing to compute: {plan}")
+        if sum(len(c.tokens) for c in plan.chunks) > self.n_batch:
+            raise PlanError(f"more than {self.n_batch} tokens: {plan}")
+        if plan.n_steps > 1 and not all(c.has_output for c in plan.chunks):
+            raise PlanError(f"only steps with outputs can be repeated: {plan}")
+        self._check_targets(plan)
+        if plan.n_steps > 1 and self._is_constrained(plan):
+            raise PlanError(f"steps under a constraint cannot be repeated: {plan}")
+        if any(name not in self.adapters for name, _ in plan.adapters):
+            raise PlanError(f"no such adapter: {plan}")
+
+    def _check_targets(self, plan: StepPlan) -> None:
+        n_targets = sum(len(c.targets) for c in plan.chunks)
+        if n_targets > (N_TARGETS_MAX if plan.n_steps == 1 else 0):
+            raise PlanError(f"{n_targets} targets are too many: {plan}")
+        if any(len(c.targets) > len(c.tokens) - c.has_output for c in plan.chunks):
+            raise PlanError(f"a target without a token before it: {plan}")
+
+    def _is_constrained(self, plan: StepPlan) -> bool:
+        bindings = {**self._bindings, **{b.slot: b for b in plan.binds}}
+        return any(bindings[c.slot].constraint for c in plan.chunks if c.slot in bindings)
+
+    def _check_positions(self, plan: StepPlan) -> None:
+        bound = {b.slot for b in plan.binds}
+        if not plan.is_rebuild:
+            bound |= self._bindings.keys()
+        held = self._kv.after(plan)
+        for c in plan.chunks:
+            if c.start != held[c.slot]:
+                raise PlanError(f"slot {c.slot} holds {held[c.slot]} cells: {plan}")
+            if c.start + len(c.tokens) + plan.n_steps - 1 > self.n_window:
+                raise PlanError(f"past the window of {self.n_window}: {plan}")
+            if c.has_output and c.slot not in bound:
+                raise PlanError(f"slot {c.slot} was never bound: {plan}")
+
+
+def _n_computed(code: int, n_tokens: int) -> int:
+    """Return how many tokens of a chunk get cells in a step that returns `code`."""
+    if code in (1, -1):
+        return 0
+    return (n_tokens + 1) // 2 if code else n_tokens
+
+
+def _next_chunk(chunk: Chunk, token: int) -> Chunk:
+    return Chunk(chunk.slot, chunk.start + len(chunk.tokens), (token,), has_output=True)

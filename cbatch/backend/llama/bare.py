@@ -1,0 +1,180 @@
+"""The limit: hand-written loops of `llama_decode` with nothing around them. No sampling, no scheduling, no text."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.errors import ConfigError, DecodeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
+
+
+class BareLoop:
+    """`n_rows` sequences in slots 0, 1, …, each fed one fixed token a step, by `llama_decode` alone.
+
+    Works on a backend's own context, so that what is compared differs in nothing else.
+    """
+
+    def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
+        self._backend = LlamaBackend(model, options, owns_model=False)
+        self._ctx: Any = self._backend._ctx
+        n_rows = self._backend.n_slots
+        self._batch = llama_cpp.llama_batch_init(n_rows, 0, 1)
+        self._batch.n_tokens = n_rows
+        # What llama_batch_init allocated: `run` puts its own there. A cast, for the bare field would change with it.
+        self._own_pos = ctypes.cast(self._batch.pos, ctypes.POINTER(ctypes.c_int32))
+        for i in range(n_rows):
+            self._batch.token[i] = 1 + i
+            self._batch.n_seq_id[i] = 1
+            self._batch.seq_id[i][0] = i
+            self._batch.logits[i] = 1
+
+    def run(self, n_steps: int) -> float:
+        """Decode `n_steps` tokens a row into empty cells; return the seconds it took.
+
+        Raises:
+            DecodeError: `llama_decode` failed.
+        """
+        memory = llama_cpp.llama_get_memory(self._ctx)
+        llama_cpp.llama_memory_clear(memory, True)
+        batch, ctx, n_rows = self._batch, self._ctx, self._batch.n_tokens
+        positions = [(ctypes.c_int32 * n_rows)(*[i] * n_rows) for i in range(n_steps)]
+        start = time.perf_counter()
+        for position in positions:
+            batch.pos = position
+            if code := llama_cpp.llama_decode(ctx, batch):
+                raise DecodeError(code)
+        llama_cpp.llama_synchronize(ctx)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Free the batch and the context."""
+        self._batch.pos = self._own_pos
+        llama_cpp.llama_batch_free(self._batch)
+        self._backend.close()
+
+
+class PrefixLoop:
+    """Prompts that begin alike, as one would write it by hand for them alone.
+
+    The beginning is computed once, in slot 0, and copied to all slots. Requests come in waves of as many as there are
+    slots: one batch with what is each one's own, then one fixed token a row; then every slot is cut back.
+    Works on a backend's own context, so that what is compared differs in nothing else.
+    """
+
+    def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
+        """Make a context of its own.
+
+        Raises:
+            ConfigError: the model's memory cannot be copied and cut back.
+        """
+        self._backend = LlamaBackend(model, options, owns_model=False)
+        self._ctx: Any = self._backend._ctx
+        self._cells = self._backend._cells
+        memory = self._backend.memory
+        if not memory.can_trim or (self._backend.n_slots > 1 and not memory.can_copy):
+            self._backend.close()
+            raise ConfigError("this model's memory cannot be copied from slot to slot and cut back")
+
+    def run(self, common: Sequence[int], owns: Sequence[Sequence[int]], n_output: int) -> float:
+        """Compute everything, the beginning too, in empty cells; return the seconds it took.
+
+        Args:
+            common: tokens that all prompts begin with; may be empty.
+            owns: what follows in each prompt, at least one token.
+            n_output: tokens of each answer; the last is not computed, as nothing is sampled after it.
+
+        Raises:
+            DecodeError: `llama_decode` failed.
+        """
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), True)
+        n_common, n_slots = len(common), self._backend.n_slots
+        prefix = self._batches(_Row(token, i, 0) for i, token in enumerate(common))
+        waves = [
+            self._wave(owns[i : i + n_slots], n_common, n_output)
+            for i in range(0, len(owns), n_slots)
+        ]
+        slots = range(min(n_slots, len(owns)))
+        start = time.perf_counter()
+        self._decode(prefix)
+        for slot in slots[1:] if common else ():
+            self._cells.copy(0, slot, n_common)
+        for wave in waves:
+            self._decode(wave)
+            for slot in slots:
+                self._cells.trim(slot, n_common)
+        llama_cpp.llama_synchronize(self._ctx)
+        return time.perf_counter() - start
+
+    def _wave(self, owns: Sequence[Sequence[int]], n_common: int, n_output: int) -> list[Any]:
+        """Return the batches of one request a slot: what is their own, then a token a row."""
+        batches = self._batches(suffix_rows(owns, n_common))
+        for i in range(n_output - 1):
+            rows = (
+                _Row(1 + slot, n_common + len(own) + i, slot, has_output=True)
+                for slot, own in enumerate(owns)
+            )
+            batches += self._batches(rows)
+        return batches
+
+    def _batches(self, rows: Iterable[_Row]) -> list[Any]:
+        """Return the rows in batches as large as the context takes."""
+        rows, n = list(rows), self._backend.n_batch
+        return [_batch(rows[i : i + n]) for i in range(0, len(rows), n)]
+
+    def _decode(self, batches: Iterable[Any]) -> None:
+        for batch in batches:
+            if code := llama_cpp.llama_decode(self._ctx, batch):
+                raise DecodeError(code)
+
+    def close(self) -> None:
+        """Free the context."""
+        self._backend.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One token of a batch."""
+
+    token: int
+    position: int
+    slot: int
+    has_output: bool = False
+
+
+def suffix_rows(owns: Sequence[Sequence[int]], n_common: int) -> list[_Row]:
+    """Return all tokens behind the first `n_common`, an output after each last one: first tokens first, then the rest.
+
+    So llama.cpp finds the first ones in adjacent slots, one token each, and cuts the batch into fewer graph runs.
+    """
+    ends = [n_common + len(own) - 1 for own in owns]
+    rows = [
+        _Row(token, n_common + i, slot, n_common + i == ends[slot])
+        for slot, own in enumerate(owns)
+        for i, token in enumerate(own)
+    ]
+    return sorted(rows, key=lambda row: row.position > n_common)
+
+
+def _batch(rows: Sequence[_Row]) -> Any:
+    """Return a `llama_batch` in memory that Python keeps as long as the batch."""
+    n = len(rows)
+    int32s = ctypes.c_int32 * n
+    slots = [ctypes.pointer(ctypes.c_int32(row.slot)) for row in rows]
+    return llama_cpp.llama_batch(
+        n_tokens=n,
+        token=int32s(*[row.token for row in rows]),
+        pos=int32s(*[row.position for row in rows]),
+        n_seq_id=int32s(*[1] * n),
+        seq_id=(ctypes.POINTER(ctypes.c_int32) * n)(*slots),
+        logits=(ctypes.c_int8 * n)(*[row.has_output for row in rows]),
+    )

@@ -1,0 +1,209 @@
+"""A llama.cpp context's sizes and how it is made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.layout import CELL_TYPES, read_layout
+from cbatch.backend.llama.log import llama_log
+from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.errors import ConfigError, ModelLoadError
+
+if TYPE_CHECKING:
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
+
+DEFAULT_WINDOW = 2048
+"""One slot's window where nothing was said and the model allows it: room for a long prompt and answer."""
+
+N_PAD = 256
+"""llama.cpp rounds a context's cells up to a multiple of this. Source: src/llama-context.cpp."""
+
+_N_CTX_MAX = 2**31 - 1
+"""Positions are int32. Source: include/llama.h, llama_pos."""
+
+# Source: include/llama.h, enum llama_flash_attn_type and enum llama_rope_scaling_type.
+_FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+_ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
+
+ROPE_VALUES = (
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+)
+"""Options that llama.cpp has under the same names."""
+
+
+def make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
+    """Return a new `llama_context *`; the caller frees it.
+
+    Raises:
+        ModelLoadError: llama.cpp cannot make it, for want of memory as a rule.
+        ConfigError: more cells than llama.cpp can count, or of a type that this model cannot have; what YaRN has no use
+            for.
+    """
+    check_cell_types(model, options)
+    check_yarn(model, options)
+    params = _params(model, options, n_threads)
+    ctx = llama_cpp.llama_init_from_model(model.pointer, params)
+    if not ctx:
+        llama_log().drain()
+        said = "; ".join(llama_log().recent[-2:])
+        raise ModelLoadError(
+            f"llama.cpp cannot make a context of {params.n_ctx} cells for {options.n_slots} "
+            f"sequences: {said or 'it gave no reason'}. "
+            "Fewer slots (parallel) or a smaller window (ctx_per_seq) need less memory"
+        )
+    return ctx
+
+
+def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
+    params = llama_cpp.llama_context_default_params()
+    params.n_seq_max = options.n_slots
+    # beyond it llama.cpp ends the process; the graph's memory is reserved for so many
+    params.n_outputs_max = options.n_slots + N_TARGETS_MAX
+    params.n_ctx = context_cells(model, options)
+    params.n_batch = options.n_batch
+    params.n_ubatch = min(options.n_ubatch, options.n_batch)
+    params.n_threads = params.n_threads_batch = n_threads
+    params.kv_unified = options.kv == "unified"
+    params.type_k = CELL_TYPES[options.cache_type_k].id
+    params.type_v = CELL_TYPES[options.cache_type_v].id
+    params.flash_attn_type = flash_attn_type(options)
+    params.offload_kqv = options.offload_kqv
+    params.rope_scaling_type = _ROPE_SCALING[options.rope_scaling]
+    for name in ROPE_VALUES:
+        if (value := getattr(options, name)) is not None:
+            setattr(params, name, value)
+    return params
+
+
+def flash_attn_type(options: EngineOptions) -> int:
+    """Return llama.cpp's number for how flash attention is chosen.
+
+    `exact` has it off, where its kernel depends on the shape of a step, but for values in blocks, which need it.
+    """
+    if options.exact:
+        return _FLASH_ATTN["on" if options.has_quantised_values else "off"]
+    return _FLASH_ATTN[options.flash_attn]
+
+
+def check_cell_types(model: LlamaModel, options: EngineOptions) -> None:
+    """Refuse types of cells that llama.cpp would refuse for this model, or read wrongly.
+
+    Raises:
+        ConfigError: heads that blocks do not divide, keys and values of two types where the model stores one, or
+            values in blocks where the model has no flash attention.
+    """
+    # Source: src/llama-context.cpp, llama_init_from_model
+    layout = read_layout(model)
+    for name, cell_type, widths in (
+        ("cache_type_k", options.cache_type_k, layout.key_widths),
+        ("cache_type_v", options.cache_type_v, layout.value_widths),
+    ):
+        n_block = CELL_TYPES[cell_type].n_block
+        for n_width in widths:
+            if n_width % n_block:
+                raise ConfigError(
+                    f"{name}={cell_type!r} stores blocks of {n_block} numbers, which do not divide this model's "
+                    f"heads of {n_width}: use 'f16', 'bf16' or 'f32'"
+                )
+    if layout.has_one_type and options.cache_type_k != options.cache_type_v:
+        raise ConfigError(
+            f"cache_type_k={options.cache_type_k!r} and cache_type_v={options.cache_type_v!r} must be one type: "
+            f"a model of architecture {model.architecture!r} stores both in one"
+        )
+    if model.architecture == "grok" and options.has_quantised_values:
+        raise ConfigError(
+            f"cache_type_v={options.cache_type_v!r} needs flash attention, which grok models cannot have: "
+            "use 'f16', 'bf16' or 'f32'"
+        )
+
+
+def check_yarn(model: LlamaModel, options: EngineOptions) -> None:
+    """Refuse what llama.cpp would take and not look at: where YaRN is off its corrections, where it is on its factor.
+
+    Raises:
+        ConfigError: it names the option and what it needs.
+    """
+    is_on = _yarn_ext_factor(model, options) != 0
+    names = (
+        ("yarn_attn_factor",) if is_on else ("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx")
+    )
+    needed = (
+        "yarn_ext_factor=0, else llama.cpp computes it" if is_on else "YaRN: rope_scaling='yarn'"
+    )
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            raise ConfigError(
+                f"{name}={value} has no effect here: it needs {needed}; or leave it out"
+            )
+
+
+def _yarn_ext_factor(model: LlamaModel, options: EngineOptions) -> float:
+    """Return YaRN's mix as llama.cpp settles it. Source: src/llama-context.cpp, the constructor."""
+    said, prefix = model.metadata, f"{model.architecture}.rope.scaling."
+    factor = options.yarn_ext_factor
+    if factor is None:
+        factor = float(said.get(f"{prefix}yarn_ext_factor", "-1"))
+    if factor >= 0:
+        return factor
+    return float((options.rope_scaling or said.get(f"{prefix}type")) == "yarn")
+
+
+def context_cells(model: LlamaModel, options: EngineOptions) -> int:
+    """Return the cells in total: the pool, or every slot's window, rounded up as llama.cpp does it.
+
+    Raises:
+        ConfigError: more than llama.cpp can count.
+    """
+    window = min(model.n_ctx_train or DEFAULT_WINDOW, DEFAULT_WINDOW)
+    if options.kv == "unified":
+        n_ctx = padded(options.n_ctx or options.n_slots * (options.ctx_per_seq or window))
+    else:
+        asked = options.n_ctx // options.n_slots if options.n_ctx else options.ctx_per_seq
+        n_ctx = options.n_slots * padded(asked or window)
+    if n_ctx > _N_CTX_MAX:
+        raise ConfigError(
+            f"{options.n_slots} slots of {n_ctx // options.n_slots} cells need {n_ctx}, "
+            f"llama.cpp counts up to {_N_CTX_MAX}: "
+            "use fewer slots (parallel) or a smaller window (ctx_per_seq)"
+        )
+    return n_ctx
+
+
+def slot_window(options: EngineOptions, n_cells: int, n_ctx_train: int, *, is_pool: bool) -> int:
+    """Return the most positions of one slot: its part of `n_cells`, or of a pool what is asked or was trained for."""
+    if not is_pool:
+        return n_cells // options.n_slots
+    return min(n_cells, options.ctx_per_seq or n_ctx_train or n_cells)
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use: its affinity and its cgroup's quota, not the machine's count."""
+    try:
+        n_cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS and Windows have no affinity to ask for
+        n_cores = os.cpu_count() or 1
+    return max(1, min(n_cores, _cgroup_cores() or n_cores))
+
+
+def padded(n_cells: int) -> int:
+    """Return a number of cells rounded up as llama.cpp does it."""
+    return -(-n_cells // N_PAD) * N_PAD
+
+
+def _cgroup_cores() -> int | None:
+    # Source: Linux Documentation/admin-guide/cgroup-v2.rst, cpu.max: "$MAX $PERIOD", MAX may be "max".
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, int(quota) // int(period)) if quota != "max" else None
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,142 @@
+"""What saved cells depend on: loaded where any of it differs, they would be read as something else."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.context import ROPE_VALUES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
+
+Parts: TypeAlias = "tuple[tuple[Path, int, int], ...]"
+"""Each file of a model, its size, and when it was written in ns."""
+
+_N_SAMPLES = 256
+_N_SAMPLE_BYTES = 2**16
+_N_HEAD_BYTES = 2**24
+
+_OF_CELLS = ("cache_type_k", "cache_type_v", "flash_attn")
+
+_DEVICES = (
+    "n_gpu_layers",
+    "offload_kqv",
+    "split_mode",
+    "main_gpu",
+    "tensor_split",
+    "rpc_servers",
+)
+"""Engine options that say where a model is computed: kernels of another device round differently."""
+
+_SETTINGS = (
+    *_OF_CELLS,
+    "exact",
+    "rope_scaling",
+    *ROPE_VALUES,
+)
+"""Engine options that change the cells. Source: src/llama-kv-cache.cpp, state_read, and what it does not check."""
+
+
+def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
+    """Return what the cells of a context depend on, by name. Reads some 32 MiB of a model's file, the first time.
+
+    Args:
+        parts: the model's files, as `model_parts` found them when it was loaded.
+        options: those of the context.
+
+    Raises:
+        OSError: the files are gone, or others than those that were loaded.
+    """
+    if not parts or parts != model_parts(str(parts[0][0])):
+        raise OSError("the model's file is gone, or not the one that was loaded")
+    said = {name: str(getattr(options, name)) for name in _SETTINGS}
+    return {
+        "model": file_digest(parts),
+        "llama-cpp-python": llama_cpp.__version__,
+        **said,
+    }
+
+
+def answer_settings(options: EngineOptions, chunk_alignment: int, n_window: int) -> dict[str, str]:
+    """Return the settings that change what a model answers, by name, in words for people.
+
+    What changes but the rounding, as company does, is none of them, unless the options are exact.
+
+    Args:
+        options: those of the context.
+        n_piece: tokens in the pieces of a prompt, where the options are exact.
+        n_window: what one slot holds.
+    """
+    return {
+        "exact": "False" if not options.exact else _exactly(options, chunk_alignment, n_window),
+        **{name: str(getattr(options, name)) for name in _OF_CELLS},
+        "rope": _said(options, ("rope_scaling", *ROPE_VALUES)) or "the model's own",
+    }
+
+
+def _exactly(options: EngineOptions, chunk_alignment: int, n_window: int) -> str:
+    if chunk_alignment >= n_window:  # every prompt is one piece, as it is in those of `n_ubatch`
+        chunk_alignment = max(chunk_alignment, options.n_ubatch)
+    devices = _said(options, _DEVICES)
+    places = f", {devices}" if devices else ""
+    return f"True (pieces of {chunk_alignment}, llama-cpp-python {llama_cpp.__version__}{places})"
+
+
+def _said(options: EngineOptions, names: Sequence[str]) -> str:
+    values = ((name, getattr(options, name)) for name in names)
+    return ", ".join(f"{name}={value}" for name, value in values if value is not None)
+
+
+def rope_factors(model: LlamaModel, n_ctx_seq: int) -> str:
+    """Return which of its two sets of factors a model takes for such windows: src/llama-model.cpp, get_rope_factors."""
+    said = model.metadata.get(f"{model.architecture}.rope.scaling.original_context_length", "")
+    if not said.isdigit():
+        return "one"
+    return "long" if n_ctx_seq > int(said) else "short"
+
+
+def model_parts(name: str) -> Parts:
+    """Return a model's files with size and time, or nothing where they are gone."""
+    try:
+        stats = [(part, part.stat()) for part in _parts(Path(name).absolute())]
+    except OSError:
+        return ()
+    return tuple((part, stat.st_size, stat.st_mtime_ns) for part, stat in stats)
+
+
+@lru_cache(maxsize=8)
+def file_digest(parts: Parts) -> str:
+    """Return a digest of a model's parts: their sizes, the headers, and samples spread over the weights.
+
+    Two models that share a beginning of 16 MiB and each of 256 places in the weights count as one.
+
+    Args:
+        parts: each file, its size, and when it was written in ns: another file of that name is read anew.
+    """
+    digest = hashlib.sha256()
+    for part, n_bytes, _ in parts:
+        digest.update(n_bytes.to_bytes(8, "little"))
+        with part.open("rb") as file:
+            digest.update(file.read(_N_HEAD_BYTES))
+            for i in range(_N_SAMPLES):
+                file.seek(i * n_bytes // _N_SAMPLES)
+                digest.update(file.read(_N_SAMPLE_BYTES))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the files of a split model, or the one. Source: llama.cpp, llama_split_path: NAME-00001-of-00003.gguf."""
+    match = re.fullmatch(r"(.*-)00001(-of-(\d{5})\.gguf)", path.name)
+    if match is None:
+        return [path]
+    before, behind, n = match.groups()
+    parts = [path.with_name(f"{before}{i:05}{behind}") for i in range(1, int(n) + 1)]
+    return [part for part in parts if part.exists()]

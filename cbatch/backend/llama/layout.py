@@ -1,0 +1,185 @@
+"""What a model's sequences take in memory, by what its file says: bytes of a token's cells, and of a state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cbatch.backend.bindings import llama_cpp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
+
+
+@dataclass(frozen=True, slots=True)
+class CellFormat:
+    """How llama.cpp stores numbers: `n_block` of them in `n_bytes`."""
+
+    id: int
+    """Source: ggml/include/ggml.h, enum ggml_type."""
+    n_block: int
+    n_bytes: int
+
+    def row(self, n_numbers: int) -> int:
+        """Return the bytes of so many numbers, whole blocks."""
+        return -(-n_numbers // self.n_block) * self.n_bytes
+
+
+# Source: ggml/src/ggml-common.h, the block structures; a test compares them with the library's own answers.
+CELL_TYPES: Mapping[str, CellFormat] = {
+    "f32": CellFormat(0, 1, 4),
+    "f16": CellFormat(1, 1, 2),
+    "q4_0": CellFormat(2, 32, 18),
+    "q4_1": CellFormat(3, 32, 20),
+    "q5_0": CellFormat(6, 32, 22),
+    "q5_1": CellFormat(7, 32, 24),
+    "q8_0": CellFormat(8, 32, 34),
+    "iq4_nl": CellFormat(20, 32, 18),
+    "bf16": CellFormat(30, 1, 2),
+}
+
+_STATE_BYTES = 4  # a state's numbers are f32. Source: src/llama-model.cpp, create_memory
+_GEMMA3N_LAYERS = 20  # with cells; the file does not say. Source: src/models/gemma3n.cpp
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What each layer of a model keeps of a sequence.
+
+    Args:
+        heads: key and value heads of each layer that has cells.
+        n_key: width of one key head.
+        n_value: width of one value head; 0 where keys hold both.
+        key_widths: every width of a key head in the model.
+        value_widths: every width of a value head.
+        n_state: numbers of a sequence's state, all layers together.
+        is_about: whether some layers may keep more or less than this says.
+        is_known: whether this says anything.
+    """
+
+    heads: tuple[int, ...] = ()
+    n_key: int = 0
+    n_value: int = 0
+    key_widths: frozenset[int] = frozenset()
+    value_widths: frozenset[int] = frozenset()
+    n_state: int = 0
+    is_about: bool = False
+    is_known: bool = True
+
+    @property
+    def has_one_type(self) -> bool:
+        """Whether keys and values are stored as one, and so of one type."""
+        return bool(self.heads) and not self.n_value
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that sequences take in a context: `n_cell_bytes` for each token, `n_state_bytes` for each slot."""
+
+    n_cell_bytes: int
+    n_state_bytes: int = 0
+    is_about: bool = False
+
+    def of(self, n_slots: int, n_cells: int) -> int:
+        """Return the bytes of a context of so many slots and of cells in all."""
+        return n_slots * self.n_state_bytes + n_cells * self.n_cell_bytes
+
+
+def footprint(layout: Layout, options: EngineOptions) -> Footprint | None:
+    """Return what sequences take with these types of cells; None where the file does not tell."""
+    if not layout.is_known:
+        return None
+    keys, values = CELL_TYPES[options.cache_type_k], CELL_TYPES[options.cache_type_v]
+    n_cell_bytes = sum(
+        keys.row(n * layout.n_key) + values.row(n * layout.n_value) for n in layout.heads
+    )
+    return Footprint(n_cell_bytes, layout.n_state * _STATE_BYTES, layout.is_about)
+
+
+def read_layout(model: LlamaModel) -> Layout:
+    """Return what the file of a loaded model says of its layers."""
+    has_states = bool(
+        llama_cpp.llama_model_is_recurrent(model.pointer)
+        or llama_cpp.llama_model_is_hybrid(model.pointer)
+    )
+    return layout_of(File(model.metadata, lambda: model.integers), has_states=has_states)
+
+
+class File:
+    """The numbers of a file's own architecture."""
+
+    def __init__(
+        self, metadata: Mapping[str, str], lists: Callable[[], Mapping[str, Sequence[int]]]
+    ) -> None:
+        """Take what llama.cpp shows of a file, and what reads its lists, asked where a number is not there."""
+        self.architecture = metadata.get("general.architecture", "")
+        self._metadata, self._lists = metadata, lists
+
+    def has(self, word: str) -> bool:
+        """Whether a key of the architecture with this word in it is more than 0: llama.cpp writes all keys, with 0."""
+        own = f"{self.architecture}."
+        named = (key for key in self._metadata if key.startswith(own) and word in key)
+        return any(self.number(key.removeprefix(own)) for key in named)
+
+    def number(self, key: str, default: int = 0) -> int:
+        """Return a count; `default` where the file has none."""
+        text = self._metadata.get(f"{self.architecture}.{key}", "")
+        return int(text) if text.isascii() and text.isdigit() else default
+
+    def numbers(self, key: str, n: int) -> tuple[int, ...]:
+        """Return a count for each of `n` layers: one that holds for all, or the file's list; empty without either."""
+        own = f"{self.architecture}.{key}"
+        if own in self._metadata:
+            return (self.number(key),) * n
+        return tuple(self._lists().get(own, ()))[:n]
+
+
+def layout_of(file: File, *, has_states: bool) -> Layout:
+    """Return what a file says of its layers. Source: src/llama-model.cpp, load_hparams and create_memory."""
+    n_layers = file.number("block_count") - file.number("nextn_predict_layers")
+    n_heads = file.numbers("attention.head_count", n_layers)
+    heads = file.numbers("attention.head_count_kv", n_layers) or n_heads
+    n_state = _state(file) * (heads.count(0) or n_layers) if has_states else 0
+    if not any(heads):
+        return Layout(n_state=n_state, is_known=n_state > 0)
+    if not n_heads[0]:
+        return Layout(is_known=False)
+    n_width = file.number("embedding_length") // n_heads[0]
+    keys, values = (_widths(file, f"attention.{name}_length", n_width) for name in ("key", "value"))
+    is_mla = file.has("attention.key_length_mla")
+    is_varied = len({*heads}) > 1  # values may be padded to those of the widest layer
+    return Layout(
+        heads=heads[: _layers_with_cells(file, n_layers)],
+        n_key=max(keys),
+        n_value=0 if is_mla else max(values),
+        key_widths=keys,
+        value_widths=values,
+        n_state=n_state,
+        is_about=has_states or is_varied or len(keys) + len(values) > 2 or file.has(".indexer."),
+    )
+
+
+def _widths(file: File, key: str, default: int) -> frozenset[int]:
+    """Return the width of a head, and that in layers which look back over some positions only."""
+    n_width = file.number(key) or default
+    return frozenset((n_width, file.number(f"{key}_swa") or n_width))
+
+
+def _layers_with_cells(file: File, n_layers: int) -> int:
+    """Return how many of the layers keep cells; those behind them use theirs."""
+    if file.architecture == "gemma3n":
+        return _GEMMA3N_LAYERS
+    return n_layers - file.number("attention.shared_kv_layers")
+
+
+def _state(file: File) -> int:
+    """Return the numbers of a recurrent layer's state; 0 where it is none that we know.
+
+    Source: src/llama-hparams.cpp, n_embd_r and n_embd_s.
+    """
+    n_inner, n_state = file.number("ssm.inner_size"), file.number("ssm.state_size")
+    n_conv = max(0, file.number("ssm.conv_kernel") - 1)
+    return n_conv * (n_inner + 2 * file.number("ssm.group_count") * n_state) + n_state * n_inner

@@ -1,0 +1,127 @@
+"""llama.cpp's log, on its way to `logging` without ever calling Python from llama.cpp's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.library import library
+from cbatch.backend.threads import once
+from cbatch.logs import Log
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CONTINUATION = 5
+# Source: ggml.h, enum ggml_log_level (llama_cpp._logger has the table of an older one). What has no
+# level is plain output.
+_LEVELS = {
+    0: logging.INFO,
+    1: logging.DEBUG,
+    2: logging.INFO,
+    3: logging.WARNING,
+    4: logging.ERROR,
+}
+
+
+class LlamaLog:
+    """llama.cpp's log lines, kept natively until `drain`.
+
+    So no thread of llama.cpp waits for the interpreter. llama.cpp has one log callback for the
+    whole process: use the one object of `llama_log()`.
+    """
+
+    def __init__(self, n_bytes: int = 1 << 18) -> None:
+        """Make the ring of `n_bytes`. It is never freed: llama.cpp may still hold it at exit."""
+        self._lib = library()
+        self._ring = self._lib.cbatch_log_init(n_bytes)
+        if self._ring is None:
+            raise MemoryError("no memory for llama.cpp's log")
+        self._buffer = ctypes.create_string_buffer(n_bytes)
+        self._lock = threading.Lock()
+        self._n_users = 0
+        self._level, self._partial = logging.INFO, b""
+        self._recent: deque[str] = deque(maxlen=20)
+        self._log = Log("cbatch.llama")
+
+    @property
+    def ring(self) -> int:
+        """Address of the ring, the user data of `cbatch_log_callback`."""
+        return int(self._ring)
+
+    @property
+    def recent(self) -> list[str]:
+        """The last warnings and errors that were drained, the oldest first."""
+        return list(self._recent)
+
+    def install(self) -> None:
+        """Take llama.cpp's log over; each call wants its own `remove`.
+
+        Debug lines are kept only if the logger `cbatch.llama` wants them now.
+        """
+        with self._lock:
+            has_debug = self._log.has_debug
+            self._lib.cbatch_log_set_debug(self._ring, has_debug)
+            self._n_users += 1
+            if self._n_users == 1:
+                callback = ctypes.cast(self._lib.cbatch_log_callback, llama_cpp.llama_log_callback)
+                llama_cpp.llama_log_set(callback, ctypes.c_void_p(self._ring))
+
+    def remove(self) -> None:
+        """Give the log back to llama-cpp-python when the last user has gone; drain what is left."""
+        with self._lock:
+            self._n_users -= 1
+            if self._n_users == 0:
+                callback = llama_cpp._logger.llama_log_callback
+                llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+        self.drain()
+
+    def drain(self) -> list[str]:
+        """Pass new lines to the logger `cbatch.llama`; return the warnings and errors of them."""
+        with self._lock:
+            lines = list(self._take_lines())
+            found = [line for level, line in lines if level >= logging.WARNING]
+            self._recent.extend(found)
+        for level, line in lines:
+            self._log.write(level, "%s", line)
+        return found
+
+    def _take_lines(self) -> Iterator[tuple[int, str]]:
+        n_dropped = ctypes.c_int64()
+        n = self._lib.cbatch_log_drain(
+            self._ring, self._buffer, len(self._buffer), ctypes.byref(n_dropped)
+        )
+        if n_dropped.value:
+            yield logging.WARNING, f"{n_dropped.value} older lines of llama.cpp's log were dropped"
+        for level, text in _records(ctypes.string_at(self._buffer, n)):
+            yield from self._join(level, text)
+
+    def _join(self, level: int, text: bytes) -> Iterator[tuple[int, str]]:
+        """Add a piece to the line begun; yield the lines that are complete."""
+        if level != _CONTINUATION:
+            if self._partial:
+                yield self._level, self._partial.decode(errors="replace")
+            self._level, self._partial = _LEVELS.get(level, logging.INFO), b""
+        *complete, self._partial = (self._partial + text).split(b"\n")
+        for line in complete:
+            if line.strip():
+                yield self._level, line.decode(errors="replace")
+
+
+def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (level, text) of each record that `cbatch_log_drain` wrote."""
+    i = 0
+    while i < len(data):
+        level, n = memoryview(data)[i : i + 8].cast("i")
+        yield level, data[i + 8 : i + 8 + n]
+        i += 8 + n
+
+
+@once
+def llama_log() -> LlamaLog:
+    """Return the process's one log."""
+    return LlamaLog()

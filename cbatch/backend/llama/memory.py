@@ -1,0 +1,212 @@
+"""What a context's sequences hold: emptied, cut short, copied to host memory and back; which of these can be done."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.layout import CELL_TYPES, read_layout
+from cbatch.core.plan import KvCapabilities
+from cbatch.errors import IncompatibleLlamaError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from numpy.typing import NDArray
+
+    from cbatch.backend.llama.model import LlamaModel
+
+_N_KEPT = 3
+"""Cells of the sequence that is cut short, saved and loaded when a memory is tried."""
+
+_N_ROTATED = 64
+"""Heads of a multiple of this width are stored rotated. Source: src/llama-kv-cache.cpp, attn_rot_k."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCells:
+    """One sequence's cells in host memory, as llama.cpp writes them."""
+
+    data: NDArray[np.uint8]
+    """(n_bytes,) uint8."""
+    n_cells: int
+    """How many there are at least."""
+    is_doubtful: bool = False
+    """Whether they came from elsewhere, or go on from what did, and nobody knows what is computed from them."""
+
+
+class LlamaCells:
+    """The sequences of one context. Every slot must be in range: llama.cpp ends the process otherwise."""
+
+    def __init__(self, ctx: Any) -> None:
+        """Look at a `llama_context *`, which must outlive this."""
+        self._ctx = ctx
+        self._memory = llama_cpp.llama_get_memory(ctx)
+
+    def count(self, slot: int) -> int:
+        """Return a slot's cells: its last position + 1."""
+        return int(llama_cpp.llama_memory_seq_pos_max(self._memory, slot)) + 1
+
+    def trim(self, slot: int, n_cells: int) -> bool:
+        """Take off all but the first `n_cells`; return whether it was done. With 0 it can always be done."""
+        return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, n_cells or -1, -1))
+
+    def copy(self, source: int, target: int, n_cells: int) -> None:
+        """Have the first `n_cells` of one slot in another too, which must be empty.
+
+        Between slots with memory of their own the bytes are copied at the next decode: until then nothing in the target
+        may be saved, and nothing loaded into it. Source: src/llama-kv-cache.cpp, seq_cp and update.
+        """
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        self.trim(target, n_cells)
+
+    def shift(self, slot: int, n_kept: int, n: int) -> None:
+        """Take out the `n` cells behind the first `n_kept`. The rest moves up at the next decode: save not before."""
+        llama_cpp.llama_memory_seq_rm(self._memory, slot, n_kept, n_kept + n)
+        llama_cpp.llama_memory_seq_add(self._memory, slot, n_kept + n, -1, -n)
+
+    def n_saved_bytes(self, slot: int) -> int:
+        """Return the size of a slot's saved cells; 0 where llama.cpp cannot say."""
+        return int(llama_cpp.llama_state_seq_get_size(self._ctx, slot))
+
+    def save(self, slot: int) -> SavedCells | None:
+        """Return a copy of a slot's cells, or None where that failed, for want of memory too."""
+        n_bytes = self.n_saved_bytes(slot)
+        if not n_bytes:
+            return None
+        try:
+            data = np.empty(n_bytes, np.uint8)
+        except MemoryError:
+            return None
+        n_copied = llama_cpp.llama_state_seq_get_data(self._ctx, _bytes_of(data), n_bytes, slot)
+        return SavedCells(data, self.count(slot)) if n_copied == n_bytes else None
+
+    def wipe(self, slots: Collection[int], sample: SavedCells) -> None:
+        """Overwrite what emptied slots have left, all of them, with a sample of a sequence; they are empty again.
+
+        A state that begins is an old one multiplied by zero, and cells that nobody has are computed and masked: both
+        leave what is no number as it is. Source: llama.cpp, src/llama-graph.cpp, build_rs;
+        src/llama-memory-recurrent.cpp, find_slot; ggml/src/ggml-cpu/ops.cpp, flash attention by tiles.
+        """
+        for slot in slots:
+            self.load(slot, sample)
+        for slot in slots:
+            self.trim(slot, 0)
+
+    def load(self, slot: int, saved: SavedCells) -> bool:
+        """Put saved cells into a slot; return whether it was done. Where it was not the slot is empty."""
+        n_bytes = len(saved.data)
+        n_read = llama_cpp.llama_state_seq_set_data(self._ctx, _bytes_of(saved.data), n_bytes, slot)
+        if n_read == n_bytes and self.count(slot) >= saved.n_cells:
+            return True
+        self.trim(slot, 0)
+        return False
+
+
+def _bytes_of(data: NDArray[np.uint8]) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+def has_states(model: LlamaModel) -> bool:
+    """Return whether a model has recurrent layers, alone or beside attention."""
+    return bool(
+        llama_cpp.llama_model_is_recurrent(model.pointer)
+        or llama_cpp.llama_model_is_hybrid(model.pointer)
+    )
+
+
+def find_memory(
+    ctx: Any, model: LlamaModel, *, n_slots: int, is_unified: bool, cache_type_k: str
+) -> KvCapabilities:
+    """Find out what the memory of an empty context can do, by five one-token decodes. Leaves it empty.
+
+    Where layers look back over some positions only, llama.cpp reuses cells that fell out of their sight and does not
+    save them, so that a sequence cut short may lack some: such a memory counts as one that cannot trim.
+    Source: src/llama-kv-cache.cpp, find_slot and state_write.
+
+    Raises:
+        IncompatibleLlamaError: a token cannot be decoded.
+    """
+    cells, target = LlamaCells(ctx), n_slots - 1
+    sizes = []
+    for position in range(_N_KEPT):
+        _decode(ctx, 0, position, has_output=False)
+        sizes.append(cells.n_saved_bytes(0))
+    saved = cells.save(0)
+    undisturbed = _next_token(ctx, 0, model)
+    is_cut = cells.trim(0, _N_KEPT) and cells.count(0) == _N_KEPT
+    cells.trim(0, 0)
+    can_save = (
+        saved is not None
+        and cells.load(target, saved)
+        and _next_token(ctx, target, model) == undisturbed
+    )
+    cells.trim(target, 0)
+    is_recurrent = has_states(model) or not is_cut
+    can_trim = not is_recurrent and not llama_cpp.llama_model_n_swa(model.pointer)
+    can_copy = can_trim and target > 0 and _copies(ctx, cells, target, undisturbed, model)
+    n_per_cell = max(0, -(-(sizes[-1] - sizes[0]) // (_N_KEPT - 1)))
+    return KvCapabilities(
+        kind="recurrent" if is_recurrent else "unified" if is_unified else "partitioned",
+        n_cells=int(llama_cpp.llama_n_ctx(ctx)),
+        can_trim=can_trim,
+        can_save=can_save,
+        can_copy=can_copy,
+        can_shift=can_trim and _can_shift(ctx, model, cache_type_k),
+        saved_bytes=max(0, sizes[0] - n_per_cell) if can_save else 0,
+        saved_bytes_per_cell=n_per_cell if can_save else 0,
+    )
+
+
+def _can_shift(ctx: Any, model: LlamaModel, cache_type_k: str) -> bool:
+    """Whether keys can be turned to other positions; llama.cpp ends the process where it cannot, so it is not tried.
+
+    It cannot with bf16, nor with blocks but in heads of one width that 64 divides, unless its variable says otherwise.
+    Source: src/llama-kv-cache.cpp, attn_rot_k and build_rope_shift (ggml-org/llama.cpp#25636); ggml-cpu/ops.cpp, rope.
+    """
+    if not llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(ctx)):
+        return False
+    if CELL_TYPES[cache_type_k].n_block == 1:
+        return cache_type_k != "bf16"
+    widths = read_layout(model).key_widths
+    is_rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") == "0"
+    return is_rotated and len(widths) == 1 and not max(widths) % _N_ROTATED
+
+
+def _copies(ctx: Any, cells: LlamaCells, target: int, undisturbed: int, model: LlamaModel) -> bool:
+    """Whether the beginning of a longer sequence goes on as it would alone in a slot that it is copied to."""
+    for position in range(_N_KEPT + 1):
+        _decode(ctx, 0, position, has_output=False)
+    cells.copy(0, target, _N_KEPT)
+    is_alike = cells.count(target) == _N_KEPT and _next_token(ctx, target, model) == undisturbed
+    cells.trim(0, 0)
+    cells.trim(target, 0)
+    return is_alike
+
+
+def _next_token(ctx: Any, slot: int, model: LlamaModel) -> int:
+    """Decode the token after the first `_N_KEPT`; return the likeliest one to follow."""
+    _decode(ctx, slot, _N_KEPT, has_output=True)
+    row = llama_cpp.llama_get_logits_ith(ctx, 0)
+    return int(np.ctypeslib.as_array(row, (model.vocab.n_vocab,)).argmax())
+
+
+def _decode(ctx: Any, slot: int, position: int, *, has_output: bool) -> None:
+    """Decode one token, whose id is its position."""
+    batch = llama_cpp.llama_batch_init(1, 0, 1)
+    try:
+        batch.n_tokens, batch.n_seq_id[0], batch.logits[0] = 1, 1, has_output
+        batch.token[0] = batch.pos[0] = position
+        batch.seq_id[0][0] = slot
+        code = llama_cpp.llama_decode(ctx, batch)
+    finally:
+        llama_cpp.llama_batch_free(batch)
+    if code:
+        raise IncompatibleLlamaError(
+            f"token {position} of a sequence gave code {code} (llama-cpp-python {llama_cpp.__version__})"
+        )

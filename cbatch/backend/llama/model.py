@@ -1,0 +1,238 @@
+"""A loaded model: what its file says, who computes with it; freed once."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.vocab import LlamaVocab
+from cbatch.backend.load.gguf_check import Cursor, DamagedError, read_header
+from cbatch.errors import ConfigError, EngineClosedError
+from cbatch.options import RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+# Source: llama-model.cpp, llama_model_meta_key_str; ours are the names of `RunOptions`.
+_SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "xtc_probability": "general.sampling.xtc_probability",
+    "xtc_threshold": "general.sampling.xtc_threshold",
+    "repeat_penalty": "general.sampling.penalty_repeat",
+    "repeat_last_n": "general.sampling.penalty_last_n",
+}
+_N_MAGIC = 8  # bytes of a GGUF before its counts: its name and version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Which devices hold a model's layers; what is not said is llama.cpp's choice.
+
+    Args:
+        n_gpu_layers: layers to put on GPUs, -1 for all.
+        split_mode: "none" for one device, "layer", "row" or "tensor" for several.
+        main_gpu: the device that "none" takes.
+        tensor_split: shares of the devices.
+        rpc_servers: "host:port" of ggml's RPC servers, whose devices come before the own ones.
+    """
+
+    n_gpu_layers: int | None = None
+    split_mode: str | None = None
+    main_gpu: int | None = None
+    tensor_split: Sequence[float] | None = None
+    rpc_servers: Sequence[str] = ()
+
+
+class Context(Protocol):
+    """Computes with a model."""
+
+    def give_up(self) -> None:
+        """Free what belongs to the model; wait for the run in flight. From any thread."""
+
+
+class LlamaModel:
+    """Owns a `llama_model *`, or borrows a `llama_cpp.Llama`'s, which it then never frees."""
+
+    def __init__(
+        self,
+        pointer: Any,
+        name: str,
+        *,
+        placement: Placement | None = None,
+        owner: object = None,
+        template: str | None = None,
+    ) -> None:
+        """Read the model's metadata and vocabulary.
+
+        Args:
+            pointer: `llama_model *` as ctypes gives it.
+            name: what error messages call it: its path.
+            placement: where its layers were put.
+            owner: who frees it; `None` for this object.
+            template: Jinja that replaces the model's own chat template.
+        """
+        self.placement = placement or Placement()
+        self._pointer: Any = pointer
+        self._owner = owner
+        self._end = ""
+        """Why it is closed; empty while it is open."""
+        self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+        """What computes with it."""
+        self.busy = threading.Lock()
+        """Held by who must not lose the model while it works on it; `close` waits for it."""
+        self.name = name
+        self.metadata: Mapping[str, str] = read_metadata(pointer)
+        self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
+        own = self.metadata.get("tokenizer.chat_template")
+        self.vocab = LlamaVocab(
+            pointer,
+            template=template or own,
+            template_name="the given chat_template" if template else f"the template in {name}",
+        )
+
+    @property
+    def pointer(self) -> Any:
+        """The `llama_model *`, valid until `close`.
+
+        Raises:
+            EngineClosedError: the model is closed.
+        """
+        self.check_open()
+        return self._pointer
+
+    def check_open(self) -> None:
+        """Refuse to work on a model that is freed.
+
+        Raises:
+            EngineClosedError: it is closed, by us or by the `llama_cpp.Llama` that it is borrowed from.
+        """
+        if self._end:
+            raise EngineClosedError(self._end)
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return self.metadata.get("general.architecture", "")
+
+    @property
+    def file_type(self) -> str:
+        """What most weights are stored as, such as "q4_k_m"; by its tensors where the file is silent."""
+        found = llama_cpp.llama_model_ftype(self.pointer) & ~llama_cpp.LLAMA_FTYPE_GUESSED
+        return _file_types().get(found, "unknown")
+
+    @cached_property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What the file itself says of sampling, by the names of `RunOptions`, where that takes the values."""
+        found = {name: _number(self.metadata.get(key)) for name, key in _SAMPLING_KEYS.items()}
+        said = {
+            name: int(value) if name in ("top_k", "repeat_last_n") else value
+            for name, value in found.items()
+            if value is not None
+        }
+        return {name: value for name, value in said.items() if _is_option(name, value)}
+
+    @property
+    def n_layers(self) -> int:
+        """Layers, without the output's."""
+        return int(llama_cpp.llama_model_n_layer(self.pointer))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all weights."""
+        return int(llama_cpp.llama_model_size(self.pointer))
+
+    @cached_property
+    def integers(self) -> Mapping[str, tuple[int, ...]]:
+        """The file's arrays of whole numbers, which llama.cpp reads and does not show; empty without the file."""
+        try:
+            return _read_integers(Path(self.name))
+        except (OSError, ValueError, DamagedError):
+            return {}
+
+    def give_up(self) -> None:
+        """Let go of a borrowed model, for its owner frees it: those that compute with it end their run first."""
+        self._end = (
+            f"{self.name}: the llama_cpp.Llama that owns this model was closed under its engine: "
+            "close the engine first"
+        )
+        for context in list(self.contexts):
+            context.give_up()
+        self.close()
+
+    def close(self) -> None:
+        """Free the model, unless it is borrowed. Twice is harmless; no context may be using it."""
+        with self.busy:
+            pointer, self._pointer = self._pointer, None
+            self._end = self._end or f"{self.name} is closed"
+            self.vocab.close(self._end)
+            if pointer is not None and self._owner is None:
+                llama_cpp.llama_model_free(pointer)
+            self._owner = None
+
+
+def read_metadata(pointer: Any) -> dict[str, str]:
+    """Return the GGUF's key-value pairs as text; arrays are not among them."""
+    return {
+        _read_text(llama_cpp.llama_model_meta_key_by_index, pointer, i): _read_text(
+            llama_cpp.llama_model_meta_val_str_by_index, pointer, i
+        )
+        for i in range(llama_cpp.llama_model_meta_count(pointer))
+    }
+
+
+def _read_integers(path: Path) -> Mapping[str, tuple[int, ...]]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return read_header(Cursor(data, at=_N_MAGIC)).integers
+
+
+def _read_text(read: Callable[..., int], *args: Any) -> str:
+    """Call a llama.cpp function that fills a buffer and returns the length it needs."""
+    n_room = 256
+    while True:
+        buffer = ctypes.create_string_buffer(n_room)
+        n = read(*args, buffer, n_room)
+        if n < n_room:
+            return buffer.raw[: max(n, 0)].decode(errors="replace")
+        n_room = n + 1
+
+
+@cache
+def _file_types() -> Mapping[int, str]:
+    """Return the names of file types by their values, from llama.cpp's constants."""
+    prefix = "LLAMA_FTYPE_"
+    return {
+        getattr(llama_cpp, name): name.removeprefix(prefix)
+        .removeprefix("MOSTLY_")
+        .removeprefix("ALL_")
+        .lower()
+        for name in dir(llama_cpp)
+        if name.startswith(prefix)
+    }
+
+
+def _is_option(name: str, value: float) -> bool:
+    try:
+        RunOptions.of({name: value})
+    except ConfigError:
+        return False
+    return True
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text) if text is not None else math.nan
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,368 @@
+"""Steps in native code."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from array import array
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cbatch.backend.llama.library import library
+from cbatch.backend.llama.llama_api import LlamaApi
+from cbatch.backend.llama.structs import (
+    NativeLogprobs,
+    NativeReport,
+    NativeScoring,
+    NativeSizes,
+    as_logprobs,
+    as_native,
+    flat_breakers,
+)
+from cbatch.core.plan import (
+    N_TARGETS_MAX,
+    Binding,
+    Chunk,
+    Slot,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from cbatch.errors import EngineClosedError, PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
+
+    from numpy.typing import NDArray
+
+    Masks: TypeAlias = "Sequence[NDArray[np.uint32] | None] | NDArray[np.uint32]"
+
+_NO_TOKEN = -2
+"""Source: native/include/cbatch.h, CBATCH_NO_TOKEN."""
+
+ISA_BEST = -1
+"""The best instruction set that build and machine have; 0, 1, 2 are the base, AVX2, AVX-512."""
+
+# Source: native/include/cbatch.h, return codes.
+_MEANINGS = {
+    1: "the table of addresses is not the one this library wants",
+    2: "a size below 1, or an instruction set that this machine has not",
+    3: "out of memory",
+    4: "a slot out of range, not ascending or twice",
+    5: "a sampling value out of its range",
+    6: "no chunk, a chunk without tokens, or a start out of range",
+    7: "a token id outside the vocabulary: to compute, in a history, or with a bias",
+    8: "more tokens than n_batch",
+    9: "n_steps below 1, or several steps while a chunk has no output or masks are given",
+    10: "an output in a slot that was never bound",
+    11: "targets that do not fit their chunk, too many of them, outside the vocabulary, or in several steps",
+}
+
+_VoidFunction = ctypes.CFUNCTYPE(None)
+
+_N_BREAKERS_KEPT = 16
+"""Sets of DRY's breakers that a stepper keeps as the native library takes them."""
+
+
+class NativeStepper:
+    """Runs steps of one llama context in native code, the interpreter lock released.
+
+    One thread only, but for `interrupt`.
+    """
+
+    def __init__(
+        self,
+        ctx: Any,
+        *,
+        n_slots: int,
+        n_batch: int,
+        n_vocab: int,
+        n_threads: int,
+        slice_s: float = 0.02,
+        api: LlamaApi | None = None,
+        isa: int = ISA_BEST,
+    ) -> None:
+        """Allocate everything that a step needs.
+
+        Args:
+            ctx: address of the `llama_context`, for `n_slots + N_TARGETS_MAX` outputs where chunks have targets; must
+                outlive the stepper.
+            n_slots: slots, llama.cpp's sequence ids `0 … n_slots − 1`.
+            n_batch: most tokens in one step.
+            n_vocab: floats in one row of logits.
+            n_threads: size of the team that samples; give the one that decoding uses.
+            slice_s: a run ends after the first step that passes this many seconds; 0 = no limit.
+            api: functions to call instead of llama-cpp-python's.
+            isa: instruction set of the sampling code; all give the same tokens.
+
+        Raises:
+            IncompatibleLlamaError: the library is missing or does not fit.
+            PlanError: a size is out of range.
+        """
+        self._lib = library()
+        self._api = api or LlamaApi.of_llama_cpp()  # kept: it owns what the addresses point to
+        self._budget_us = int(slice_s * 1e6)
+        self._lock = (
+            threading.RLock()
+        )  # `interrupt`, also in a handler of a signal, against `close`
+        self._report = NativeReport()
+        self._report_at = ctypes.addressof(self._report)
+        self._grow_out(0)
+        self._reporting: set[int] = set()  # slots that report log-probabilities
+        self._n_tops: dict[int, int] = {}  # alternatives of targets, by slots
+        self._n_vocab = n_vocab
+        self._breakers: dict[int, tuple[object, array[int]]] = {}
+        sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, N_TARGETS_MAX)
+        self._handle = self._init(ctx, sizes)
+
+    def _init(self, ctx: Any, sizes: NativeSizes) -> int | None:
+        table, handle = self._api.table(), ctypes.c_void_p()
+        code = self._lib.cbatch_stepper_init(
+            ctypes.byref(table), ctx, ctypes.byref(sizes), ctypes.byref(handle)
+        )
+        if code != 0:
+            given = {name: getattr(sizes, name) for name, *_ in NativeSizes._fields_}
+            raise PlanError(f"{_MEANINGS[code]}: {given}")
+        return handle.value
+
+    def _grow_out(self, n: int) -> None:
+        self._out = (ctypes.c_int32 * n)()
+        self._out_at = ctypes.addressof(self._out)
+
+    def bind(self, binding: Binding) -> None:
+        """Say how `binding.slot` is sampled from now on. Copies everything.
+
+        Raises:
+            PlanError: the slot, a sampling value or a token is out of range.
+        """
+        try:
+            breakers = self._flat_breakers(binding.sampling.dry_breakers)
+            native, _kept = as_native(binding, breakers)
+        except (TypeError, OverflowError, ctypes.ArgumentError) as error:
+            raise PlanError(f"{error}: {binding!r}") from error
+        code = self._lib.cbatch_stepper_bind(self._open(), binding.slot, ctypes.byref(native))
+        if code != 0:
+            raise PlanError(f"{_MEANINGS[code]}: {binding!r}")
+        change = self._reporting.discard if binding.n_logprobs is None else self._reporting.add
+        change(binding.slot)
+        self._n_tops[binding.slot] = binding.n_target_top
+
+    def _flat_breakers(self, breakers: tuple[tuple[int, ...], ...]) -> array[int]:
+        """Return DRY's breakers as the native library takes them; what was seen is kept, as there can be thousands."""
+        if id(breakers) not in self._breakers:
+            while len(self._breakers) >= _N_BREAKERS_KEPT:
+                del self._breakers[next(iter(self._breakers))]
+            # with the original, which lives as long as its id is looked up here
+            self._breakers[id(breakers)] = breakers, flat_breakers(breakers)
+        return self._breakers[id(breakers)][1]
+
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        n_steps: int = 1,
+        masks: Masks | None = None,
+        await_masks: Callable[[], object] | None = None,
+    ) -> StepResult:
+        """Do up to `n_steps` steps, feeding each sampled token to the next.
+
+        `StepPlan` says when a run ends early. Mutates the cells of the chunks' slots. A failing
+        `llama_decode` is no exception here: it is the result's `code`.
+
+        Args:
+            chunks: what to compute.
+            n_steps: most steps; 1 where there are masks.
+            masks: (n_rows, n_words) uint32, a row for each chunk with an output, `n_words` of 32 tokens each; token `i`
+                is allowed where bit `i % 32` of word `i // 32` is set. A sequence of rows may hold None for all tokens.
+            await_masks: called once the step is decoded and before the masks are read: returns when they are written.
+                Not called where decoding fails. None where they are written already.
+
+        Raises:
+            PlanError: the chunks break a rule of `StepPlan`, or the masks do not fit; nothing was done.
+            EngineClosedError: the stepper is closed.
+        """
+        n_chunks = len(chunks)
+        if n_chunks * n_steps > len(self._out):
+            self._grow_out(n_chunks * n_steps)
+        try:
+            heads, tokens = _flatten(chunks)
+            scoring = _Scoring(chunks, self._n_tops) if any(c.targets for c in chunks) else None
+        except (TypeError, OverflowError) as error:
+            raise PlanError(f"{error}: {StepPlan(tuple(chunks), n_steps)!r}") from error
+        mask_rows = None if masks is None else self._mask_rows(masks, chunks)
+        reports = self._reports(chunks, n_steps)
+        code = self._lib.cbatch_stepper_run(
+            self._open(),
+            heads.buffer_info()[0],
+            n_chunks,
+            tokens.buffer_info()[0],
+            n_steps,
+            self._budget_us,
+            mask_rows,
+            None if masks is None or await_masks is None else _VoidFunction(await_masks),
+            self._out_at,
+            reports,
+            None if scoring is None else scoring.at,
+            self._report_at,
+        )
+        if code != 0:
+            raise PlanError(f"{_MEANINGS[code]}: {StepPlan(tuple(chunks), n_steps)!r}")
+        result = self._result(chunks)
+        if reports is not None:
+            result = replace(result, logprobs=self._logprobs(chunks, result.n_steps, reports))
+        if scoring is not None and result.n_steps:
+            result = replace(result, scores=scoring.found())
+        return result
+
+    def _mask_rows(self, masks: Masks, chunks: Sequence[Chunk]) -> Any:
+        """Return the addresses of the masks, checked; they are read while `masks` lives."""
+        n_rows, n_words = sum(c.has_output for c in chunks), (self._n_vocab + 31) // 32
+        if len(masks) != n_rows:
+            raise PlanError(f"{len(masks)} masks for {n_rows} rows")
+        for mask in masks:
+            if mask is not None and not _is_mask(mask, n_words):
+                raise PlanError(f"a mask is {n_words} words of uint32 on end, not {mask!r}")
+        return (ctypes.c_void_p * n_rows)(*(None if m is None else m.ctypes.data for m in masks))
+
+    def _reports(self, chunks: Sequence[Chunk], n_steps: int) -> Any:
+        """Return room for log-probabilities, or None where nobody wants any."""
+        if not self._reporting or n_steps < 1:
+            return None
+        if not any(c.slot in self._reporting and c.has_output for c in chunks):
+            return None
+        return (NativeLogprobs * (len(chunks) * n_steps))()
+
+    def _logprobs(
+        self, chunks: Sequence[Chunk], n_steps: int, reports: Any
+    ) -> list[list[TokenLogprobs]]:
+        n = len(chunks)
+        return [
+            [as_logprobs(reports[i + n * j]) for j in range(n_steps)]
+            if c.has_output and c.slot in self._reporting
+            else []
+            for i, c in enumerate(chunks)
+        ]
+
+    def _result(self, chunks: Sequence[Chunk]) -> StepResult:
+        report, out, n = self._report, self._out, len(chunks)
+        n_steps = report.n_steps
+        if n_steps == 1:  # the usual case, twice as fast as by slices
+            tokens = [[out[i]] if c.has_output else [] for i, c in enumerate(chunks)]
+        else:
+            end = n * n_steps
+            tokens = [out[i:end:n] if c.has_output else [] for i, c in enumerate(chunks)]
+        return StepResult(
+            tokens,
+            n_steps,
+            report.code,
+            decode_s=report.decode_ns * 1e-9,
+            sample_s=report.sample_ns * 1e-9,
+            first_s=report.first_ns * 1e-9,
+        )
+
+    def interrupt(self) -> None:
+        """Ask the run in flight, or else the next, to end after its current step. Any thread."""
+        with self._lock:
+            if self._handle is not None:
+                self._lib.cbatch_stepper_interrupt(self._handle)
+
+    def close(self) -> None:
+        """Free everything; twice is harmless. Not while a run is in flight."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+        self._lib.cbatch_stepper_free(handle)
+
+    def _open(self) -> int:
+        if self._handle is None:
+            raise EngineClosedError("the stepper is closed")
+        return self._handle
+
+
+def _flatten(chunks: Sequence[Chunk]) -> tuple[array[int], array[int]]:
+    """Return the chunks as `cbatch_chunk`s (n_chunks × 4 int32) and all their tokens (int32)."""
+    heads: list[int] = []
+    tokens: list[int] = []
+    for c in chunks:
+        heads += (c.slot, c.start, len(c.tokens), c.has_output)
+        tokens += c.tokens
+    return array("i", heads), array("i", tokens)
+
+
+class _Scoring:
+    """The targets of chunks as the native library takes them, and the room for what it finds."""
+
+    def __init__(self, chunks: Sequence[Chunk], n_tops: Mapping[int, int]) -> None:
+        """Take chunks, and how many alternatives each slot wants, where that is not 0."""
+        self._chunks = chunks
+        self._n_targets = array("i", [len(c.targets) for c in chunks])
+        self._n_top = array("i", [n_tops.get(c.slot, 0) for c in chunks])
+        self._targets = array("i", [token for c in chunks for token in c.targets])
+        self._out = (NativeLogprobs * len(self._targets))()
+        self._native = NativeScoring(
+            self._n_targets.buffer_info()[0],
+            self._n_top.buffer_info()[0],
+            self._targets.buffer_info()[0],
+            ctypes.addressof(self._out),
+        )
+        self.at = ctypes.addressof(self._native)
+
+    def found(self) -> dict[Slot, list[TokenLogprobs]]:
+        """Return what was found, by slots."""
+        each = map(as_logprobs, self._out)
+        return {c.slot: [next(each) for _ in c.targets] for c in self._chunks if c.targets}
+
+
+def _is_mask(mask: Any, n_words: int) -> bool:
+    return bool(mask.shape == (n_words,) and mask.dtype == np.uint32 and mask.flags.c_contiguous)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What became of one row: the token, its log-probabilities if asked for, and the weights it was drawn by."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+    kept: NDArray[np.uint64]
+    """(n_vocab,) uint64, 0 where a token could not have been drawn."""
+
+
+def sample_row(
+    logits: Any,
+    binding: Binding,
+    i_output: int = 0,
+    *,
+    mask: Any = None,
+    isa: int = ISA_BEST,
+) -> SampledRow:
+    """Return what a stepper would make of one row; a broken one has no weights. For tests.
+
+    Args:
+        logits: (n_vocab,) float32 numpy array, contiguous; as before afterwards.
+        binding: how to choose, and what was there.
+        i_output: which output of its sequence the token is, from 0.
+        mask: (n_words,) uint32, or None.
+        isa: instruction set of the code to use.
+
+    Raises:
+        PlanError: a value is out of range, or this machine has not that instruction set.
+    """
+    try:
+        native, _kept = as_native(binding, flat_breakers(binding.sampling.dry_breakers))
+    except (TypeError, OverflowError) as error:
+        raise PlanError(f"{error}: {binding!r}") from error
+    found, kept = NativeLogprobs(), np.zeros(len(logits), np.uint64)
+    token: int = library().cbatch_sample_row(
+        logits.ctypes.data,
+        len(logits),
+        ctypes.byref(native),
+        None if mask is None else mask.ctypes.data,
+        i_output,
+        isa,
+        ctypes.byref(found),
+        kept.ctypes.data,
+    )
+    if token == _NO_TOKEN:
+        raise PlanError(f"cannot sample {len(logits)} logits by {binding!r} with code {isa}")
+    return SampledRow(token, None if binding.n_logprobs is None else as_logprobs(found), kept)

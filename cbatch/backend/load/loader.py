@@ -1,0 +1,249 @@
+"""From a path to a backend that runs."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing, contextmanager
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.adapters import Adapters
+from cbatch.backend.llama.context import context_cells, slot_window
+from cbatch.backend.llama.fingerprint import model_parts
+from cbatch.backend.llama.library import handshake
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.memory import has_states
+from cbatch.backend.llama.model import LlamaModel, Placement
+from cbatch.backend.load.open_model import Watch, open_model, shipped_model
+from cbatch.backend.load.probe import BITWISE, probe
+from cbatch.backend.load.sizing import check_fits, find_room, settle
+from cbatch.backend.threads import run_aside
+from cbatch.checks import check_path, readable, reading
+from cbatch.errors import ConfigError
+from cbatch.interrupts import Postponed
+from cbatch.logs import Log
+from cbatch.messages import LookAhead
+
+_log = Log("cbatch")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cbatch.backend.load.sizing import Room
+    from cbatch.engine_options import EngineOptions
+
+
+def load_backend(
+    model: Any,
+    options: EngineOptions,
+    look_ahead: LookAhead | None = None,
+    is_stopped: Callable[[], bool] = bool,
+) -> tuple[LlamaBackend, Callable[[], str]]:
+    """Load `model` and make its context; return the backend and what asks the exactness probe.
+
+    Whatever this computes, it computes aside; see `cbatch.backend.threads`.
+
+    Args:
+        model: path of a GGUF file, a `llama_cpp.Llama`, or None for the model that ships inside.
+        options: what was said; slots, window and kind of memory are settled here, see `cbatch.backend.load.sizing`.
+        look_ahead: prompts that will come, to settle them by.
+        is_stopped: asked now and then; once it is true, nothing more is loaded, and some `CBatchError` is raised.
+
+    Raises:
+        ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
+        ConfigError: `exact` was asked for and the probe found a difference.
+    """
+    return run_aside(partial(_load, model, options, look_ahead, is_stopped))
+
+
+def describe_model(
+    model: str | os.PathLike[str] | None, options: EngineOptions, *, asks_probe: bool
+) -> dict[str, Any]:
+    """Return what a model file is and what a slot would hold, as JSON values; weights are read for the probe alone.
+
+    Args:
+        model: path of a GGUF file; None for the one that ships inside.
+        options: those that `load_backend` would get.
+        asks_probe: find out the exactness too, which computes for some seconds; None in its place without.
+
+    Raises:
+        ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
+        ConfigError: more cells than llama.cpp can count.
+    """
+    with Postponed() as signals:
+        is_stopped = partial(getattr, signals, "has_struck")
+        return run_aside(partial(_describe, model, options, asks_probe, is_stopped))
+
+
+def _describe(
+    model: Any, options: EngineOptions, asks_probe: bool, is_stopped: Callable[[], bool]
+) -> dict[str, Any]:
+    model = _checked(model)
+    opened = _opened(model, options, is_stopped, has_weights=asks_probe)
+    with opened as loaded, closing(loaded):
+        room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
+        settled = settle(loaded, options, room)
+        return {
+            "path": loaded.name,
+            "name": loaded.metadata.get("general.name", ""),
+            "architecture": loaded.architecture,
+            "file_type": loaded.file_type,
+            "n_bytes": sum(size for _, size, _ in model_parts(loaded.name)),
+            "n_params": int(llama_cpp.llama_model_n_params(loaded.pointer)),
+            "n_ctx_train": loaded.n_ctx_train,
+            "has_chat_template": "tokenizer.chat_template" in loaded.metadata,
+            "n_vocab": loaded.vocab.n_vocab,
+            "end_tokens": list(loaded.vocab.end_tokens),
+            "sampling_defaults": dict(loaded.sampling_defaults),
+            **_sizes(loaded, settled, room),
+            "exactness": probe(loaded, settled, is_stopped) if asks_probe else None,
+        }
+
+
+def _sizes(loaded: LlamaModel, options: EngineOptions, room: Room) -> dict[str, Any]:
+    """Return what settled options take of the memory, and what else it would hold."""
+    n_cells, cost = context_cells(loaded, options), room.footprint
+    is_pool = options.kv == "unified" and not has_states(loaded)
+    n_most = loaded.n_ctx_train or n_cells
+    return {
+        "parallel": options.n_slots,
+        "n_window": slot_window(options, n_cells, loaded.n_ctx_train, is_pool=is_pool),
+        "n_cells": n_cells,
+        "kv": options.kv,
+        "cache_type_k": options.cache_type_k,
+        "cache_type_v": options.cache_type_v,
+        "n_cell_bytes": cost and cost.n_cell_bytes,
+        "n_state_bytes": cost and cost.n_state_bytes,
+        "is_about": cost is None or cost.is_about,
+        "n_memory_bytes": cost and cost.of(options.n_slots, n_cells),
+        "n_weight_bytes": loaded.n_bytes,
+        "n_free_bytes": room.n_free,
+        "n_budget_bytes": room.n_budget,
+        "n_slots_fit": room.most_slots(n_cells // options.n_slots),
+        "n_window_fit": room.most_window(options.n_slots, n_most),
+    }
+
+
+def _load(
+    model: Any,
+    options: EngineOptions,
+    look_ahead: LookAhead | None,
+    is_stopped: Callable[[], bool],
+) -> tuple[LlamaBackend, Callable[[], str]]:
+    model = _checked(model)
+    if not isinstance(look_ahead, LookAhead | None):
+        raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
+    start_s = perf_counter()
+    with _opened(model, options, is_stopped) as loaded:
+        room = find_room(loaded, options)
+        settled = settle(loaded, options, room, look_ahead)
+        check_fits(loaded, settled, room)
+        backend, ask = _make_backend(loaded, settled, is_stopped)
+        if _log.has_info:
+            _log.tell("loaded", **_facts(loaded, settled, room, backend), load_s=_since(start_s))
+        return backend, ask
+
+
+def _facts(
+    loaded: LlamaModel, options: EngineOptions, room: Room, backend: LlamaBackend
+) -> dict[str, object]:
+    """Return what the log says of a model that is loaded."""
+    sizes = _sizes(loaded, options, room)
+    return {
+        "model": readable(loaded.name),
+        "architecture": loaded.architecture,
+        "file_type": loaded.file_type,
+        "weight_bytes": loaded.n_bytes,
+        "slots": backend.n_slots,
+        "window": backend.n_window,
+        "cells": sizes["n_cells"],
+        "kv": backend.memory.kind,
+        "cache_type_k": options.cache_type_k,
+        "cache_type_v": options.cache_type_v,
+        "memory_bytes": sizes["n_memory_bytes"],
+        "batch": backend.n_batch,
+        "threads": backend.n_threads,
+    }
+
+
+def _since(start_s: float) -> float:
+    return round(perf_counter() - start_s, 3)
+
+
+def _checked(model: object) -> object:
+    with reading("model"):
+        if isinstance(model, llama_cpp.Llama):
+            return model
+        if isinstance(model, str | os.PathLike):
+            return check_path("model", model)
+        if model is None:
+            return shipped_model()
+    raise ConfigError(f"model must be a path or a llama_cpp.Llama, not {type(model).__name__}")
+
+
+@contextmanager
+def _opened(
+    model: Any,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool],
+    *,
+    has_weights: bool = True,
+) -> Iterator[LlamaModel]:
+    """Open a model and keep llama.cpp's log meanwhile; where the block fails, close it."""
+    handshake()
+    log = llama_log()
+    log.install()
+    try:
+        loaded = open_model(
+            model,
+            placement=_placement(options),
+            use_mmap=options.use_mmap,
+            use_mlock=options.use_mlock,
+            use_extra_bufts=False if options.exact else None,
+            has_weights=has_weights,
+            chat_template=options.chat_template,
+            watch=Watch(recent_errors=log.drain, is_stopped=is_stopped),
+        )
+        try:
+            yield loaded
+        except BaseException:
+            loaded.close()
+            raise
+    finally:
+        log.remove()
+
+
+def _placement(options: EngineOptions) -> Placement:
+    return Placement(
+        n_gpu_layers=options.n_gpu_layers,
+        split_mode=options.split_mode,
+        main_gpu=options.main_gpu,
+        tensor_split=options.tensor_split,
+        rpc_servers=options.rpc_servers or (),
+    )
+
+
+def _make_backend(
+    loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+) -> tuple[LlamaBackend, Callable[[], str]]:
+    ask: Callable[[], str] = partial(_ask, loaded, options)
+    if options.exact:
+        found = probe(loaded, options, is_stopped)
+        if found != BITWISE:
+            raise ConfigError(f"exact=True cannot hold for this model: {found}")
+        ask = partial(str, found)
+    adapters = Adapters(loaded, options.adapters or {})
+    try:
+        return LlamaBackend(loaded, options, adapters=adapters), ask
+    except BaseException:
+        adapters.close()
+        raise
+
+
+def _ask(loaded: LlamaModel, options: EngineOptions) -> str:
+    with Postponed() as signals:
+        is_stopped = partial(getattr, signals, "has_struck")
+        return run_aside(partial(probe, loaded, options, is_stopped))

@@ -1,0 +1,228 @@
+"""Finds out whether a request's logits depend on its company, by trying: the same bits or a reason.
+
+One sequence is computed alone; then again in every way that a scheduler may compute it: beside others, in narrow and
+wide steps, in chunks, merged into one step with other prompts, in another slot, re-computed from its tokens. Logits
+are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.errors import CBatchError, EngineError
+from cbatch.options import GREEDY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
+
+    Logits = NDArray[np.float32]
+
+BITWISE = "bitwise"
+_NOT_ASKED = (
+    "not guaranteed: the probe found no difference, but prompts are cut to fit each step; "
+    "exact=True cuts them all alike"
+)
+WIDTHS = (2, 7, 8, 9, 16)
+"""Widths at which kernels of the CPU backend change. Source: measured; see docs/exactness.md."""
+_N_PROMPT = 70  # above 64: the chunk length from which flash attention takes its tiled path
+_N_LONG = 560  # above 512: the cells from which a lone row takes flash attention's split path
+_N_DECODED = 2
+_N_LEAST = 16  # cells to try anything in; a window is never that small but in a pool
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One way of computing that gave other bits than computing alone."""
+
+    way: str
+    difference: float
+
+
+def probe(model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool) -> str:
+    """Return `bitwise`, or `not guaranteed: reason`, for this model under these settings.
+
+    Works on a context of its own, so an engine on the same model is not disturbed. Computes about 4,000 tokens, and
+    no more of them once `is_stopped` says so.
+    """
+    n_slots = min(options.n_slots, max(WIDTHS) + 1)
+    wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.n_slots
+    n_window = max(_N_LEAST, min(wanted, model.n_ctx_train or wanted, _N_LONG + 16))
+    small = replace(options, parallel=n_slots, n_ctx=None, ctx_per_seq=n_window)
+    try:
+        with model.busy:
+            finding = _first_finding(model, small, is_stopped)
+    except CBatchError as error:
+        return f"not guaranteed: the probe could not run: {error}"
+    if finding is None:
+        return BITWISE if options.exact else _NOT_ASKED
+    cause = _cause(finding, model, options)
+    return (
+        f"not guaranteed: logits change {finding.way} (by up to {finding.difference:.2g}): {cause}"
+    )
+
+
+def _first_finding(
+    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+) -> Finding | None:
+    backend = LlamaBackend(model, options, owns_model=False)
+    try:
+        n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up
+        return next(_Probe(backend, n_window, is_stopped).findings(), None)
+    finally:
+        backend.close()
+
+
+def _cause(finding: Finding, model: LlamaModel, options: EngineOptions) -> str:
+    if options.kv == "unified":
+        return "in unified KV the place of a cell changes the rounding"
+    if finding.way.startswith("with the width"):
+        is_plain = model.file_type.startswith(("q8_0", "q4_0", "q4_1", "q5_0", "q5_1"))
+        if is_plain and not options.exact:
+            return "repacked weights or flash attention compute some rows of a step differently"
+        return f"{model.file_type} weights use another kernel in narrow steps"
+    if options.exact:
+        return f"kernels for {model.file_type} weights depend on the shape of a step"
+    if options.flash_attn != "off":
+        return "flash attention chooses its kernel by the shape of a step"
+    return "a lone token takes other kernels than several; exact=True cuts all prompts alike"
+
+
+class _Probe:
+    def __init__(
+        self, backend: LlamaBackend, n_window: int, is_stopped: Callable[[], bool]
+    ) -> None:
+        self._backend, self._is_stopped = backend, is_stopped
+        dice = random.Random(1)
+        n_vocab = backend.vocab.n_vocab
+        n_prompt = min(_N_PROMPT, n_window - _N_DECODED - 2)
+        n_long = min(_N_LONG, n_window - _N_DECODED - 2)
+        # [0, n_prompt) prompt   [n_prompt, n_prompt + _N_DECODED) fed one by one
+        self._tokens = [dice.randrange(n_vocab) for _ in range(n_prompt + _N_DECODED)]
+        self._long = [dice.randrange(n_vocab) for _ in range(n_long + _N_DECODED)]
+        self._others = [
+            [dice.randrange(n_vocab) for _ in range(3 + (11 * i) % n_prompt + _N_DECODED)]
+            for i in range(backend.n_slots)
+        ]
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield every way that changes the bits, the cheap ones to find first."""
+        alone = self._alone(self._tokens)
+        for width in (w for w in WIDTHS if w <= self._backend.n_slots):
+            for i_ours in {0, width // 2, width - 1}:
+                company = [self._others[i] for i in range(width)]
+                company[i_ours] = self._tokens
+                yield from _compare(
+                    f"with the width of a step ({width} rows against 1)",
+                    alone,
+                    self._beside(company, i_ours),
+                )
+        yield from _compare(
+            "when prompts are merged into one step", alone, self._merged(self._tokens)
+        )
+        if not self._backend.chunk_alignment:
+            for n_chunk in (1, 3, 33, 64):
+                way = f"when a prompt is computed in chunks of {n_chunk}"
+                yield from _compare(way, alone, self._alone(self._tokens, n_chunk))
+            way = "when tokens are computed again as a prompt"
+            yield from _compare(way, alone[-1:], self._again(self._tokens))
+        if len(self._long) > len(self._tokens):
+            alone = self._alone(self._long)
+            yield from _compare("when long prompts share a step", alone, self._merged(self._long))
+
+    def _alone(self, tokens: Sequence[int], n_chunk: int = 0) -> list[Logits]:
+        """Compute a sequence alone in slot 0, its prompt in chunks of `n_chunk` tokens if not 0."""
+        self._clear()
+        return [self._prefill(Slot(0), tokens, n_chunk), *self._decode([tokens], 0)]
+
+    def _beside(self, company: Sequence[Sequence[int]], i_ours: int) -> list[Logits]:
+        """Compute the prompts one after another, then feed all of them together, one row each."""
+        self._clear()
+        logits = [self._prefill(Slot(i), tokens) for i, tokens in enumerate(company)]
+        return [logits[i_ours], *self._decode(company, i_ours)]
+
+    def _merged(self, tokens: Sequence[int]) -> list[Logits]:
+        """Compute our prompt in one step with as many others as fit, in the slot above theirs."""
+        self._clear()
+        n_batch = self._backend.n_batch
+        n_first = min(len(tokens) - _N_DECODED, self._backend.chunk_alignment or n_batch // 2)
+        company = self._fitting(n_batch - n_first)
+        ours = Slot(len(company))
+        chunks = [
+            Chunk(Slot(i), 0, other[:-_N_DECODED], has_output=True)
+            for i, other in enumerate(company)
+        ]
+        is_whole = n_first == len(tokens) - _N_DECODED
+        chunks.append(Chunk(ours, 0, tokens[:n_first], has_output=is_whole))
+        first = self._run(chunks, len(company))
+        if not is_whole:
+            first = self._prefill(ours, tokens, start=n_first)
+        return [first, *self._decode([*company, tokens], len(company))]
+
+    def _fitting(self, n_tokens: int) -> list[list[int]]:
+        """Return the first of the others, one slot short of all, whose prompts have `n_tokens` in sum at most."""
+        sizes = accumulate(len(other) - _N_DECODED for other in self._others[:-1])
+        n_fitting = sum(size <= n_tokens for size in sizes)
+        return self._others[:n_fitting]
+
+    def _again(self, tokens: Sequence[int]) -> list[Logits]:
+        """Compute prompt and fed tokens as one prompt, as after a preemption."""
+        self._clear()
+        return [self._prefill(Slot(0), [*tokens, *[0] * _N_DECODED])]
+
+    def _prefill(
+        self, slot: Slot, tokens: Sequence[int], n_chunk: int = 0, start: int = 0
+    ) -> Logits:
+        n_prompt = len(tokens) - _N_DECODED
+        n_chunk = n_chunk or self._backend.chunk_alignment or self._backend.n_batch
+        for i in range(start, n_prompt, n_chunk):
+            end = min(i + n_chunk, n_prompt)
+            chunk = Chunk(slot, i, tokens[i:end], has_output=end == n_prompt)
+            logits = self._run([chunk], 0)
+        return logits
+
+    def _decode(self, company: Sequence[Sequence[int]], i_ours: int) -> list[Logits]:
+        """Feed every sequence of slots 0, 1, … its last tokens, one a step; return our rows."""
+        found = []
+        for i_fed in range(_N_DECODED, 0, -1):
+            chunks = [
+                Chunk(Slot(i), len(t) - i_fed, [t[-i_fed]], has_output=True)
+                for i, t in enumerate(company)
+            ]
+            found.append(self._run(chunks, i_ours))
+        return found
+
+    def _run(self, chunks: Sequence[Chunk], i_ours: int) -> Logits:
+        """Run one step; return our row's logits (empty where it has no output)."""
+        if self._is_stopped():
+            raise EngineError("it was broken off")
+        result = self._backend.run(StepPlan(tuple(chunks)))
+        if result.code:
+            raise EngineError(f"llama_decode returned {result.code}")
+        if not chunks[i_ours].has_output:
+            return np.empty(0, np.float32)
+        return self._backend.logits(chunks[i_ours].slot)
+
+    def _clear(self) -> None:
+        slots = [Slot(i) for i in range(self._backend.n_slots)]
+        binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
+        self._backend.run(StepPlan((), clears=tuple(slots), binds=binds))
+
+
+def _compare(way: str, alone: Sequence[Logits], found: Sequence[Logits]) -> Iterator[Finding]:
+    """Yield a finding where the bits differ."""
+    for a, b in zip(alone, found, strict=True):
+        if a.tobytes() != b.tobytes():
+            yield Finding(way, float(np.max(np.abs(a - b))))
+            return

@@ -1,0 +1,180 @@
+"""What a backend must be able to do, and what belongs to it: a vocabulary and grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cbatch.core.plan import KvCapabilities, StepPlan, StepResult
+    from cbatch.options import AdapterSet, Grammar
+
+Message = Mapping[str, object]
+"""One chat message: at least `role` and `content`."""
+
+
+class Vocab(Protocol):
+    """Text to tokens and back. Every method may be called from any thread; nothing here touches the context."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Every id that ends a generation, ascending."""
+
+    @property
+    def suppressed_tokens(self) -> tuple[int, ...]:
+        """Every id that the model's file says is never to be sampled, ascending."""
+
+    @property
+    def control_tokens(self) -> frozenset[int]:
+        """Every id that adds nothing to the text but has one of its own, such as the mark of a tool call."""
+
+    @property
+    def template(self) -> str:
+        """The chat template's source; empty where there is none."""
+
+    @property
+    def tool_refusal(self) -> str:
+        """Why chats cannot have tools, naming the template; empty where they can."""
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes a token adds to the text; control tokens add none."""
+
+    def shown_piece(self, token: int) -> bytes:
+        """Return the bytes of a token; control tokens are written out."""
+
+    def named_token(self, mark: str) -> int | None:
+        """Return the token that stands for this mark alone and that a grammar means by its id; None for no such."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one, never twice."""
+
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> list[int]:
+        """Return the tokens of a chat by the model's template; a last message from `assistant` is left open.
+
+        Args:
+            messages: the chat; the arguments of `tool_calls` are mappings.
+            variables: what the template gets besides, such as `tools`.
+
+        Raises:
+            RequestFailedError: there is no template, or it refuses these messages.
+        """
+
+    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of tokens that DRY takes for these strings: `Sampling.dry_breakers`.
+
+        The first call may take a second or so; what was asked is kept.
+        """
+
+
+class Grammars(Protocol):
+    """Grammars for one model's tokens."""
+
+    def compile(self, grammar: Grammar) -> object:
+        """Return what a binding takes as `constraint`; may take a while. From one thread at a time, not the owner.
+
+        Raises:
+            GrammarError: it cannot be compiled, or is larger than the limits.
+        """
+
+
+class Backend(Protocol):
+    """Runs step plans. One thread only, but for `interrupt`; sizes are fixed from construction on."""
+
+    @property
+    def n_slots(self) -> int:
+        """Sequences that can run at once: slots `0 … n_slots − 1`."""
+
+    @property
+    def n_window(self) -> int:
+        """Positions one slot holds."""
+
+    @property
+    def n_batch(self) -> int:
+        """Most tokens one step may hold."""
+
+    @property
+    def chunk_alignment(self) -> int:
+        """Prompts are computed in pieces that start at multiples of this, each whole in one step; 0 = anyhow."""
+
+    @property
+    def memory(self) -> KvCapabilities:
+        """What the memory is, and which of a plan's orders it can do."""
+
+    @property
+    def vocab(self) -> Vocab:
+        """The model's vocabulary and template."""
+
+    @property
+    def grammars(self) -> Grammars:
+        """What compiles grammars for plans of this backend."""
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What the model itself says of sampling, by the names of `Sampling`."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Do one plan. Mutates cells of the slots in it and nothing else.
+
+        Raises:
+            PlanError: the plan breaks a rule of `StepPlan` or exceeds a size above; nothing was done.
+            ModelLoadError: the context could not be made anew.
+        """
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of LoRA adapters that a plan may ask for."""
+
+    @property
+    def answer_settings(self) -> Mapping[str, str]:
+        """Which settings answers depend on, beyond the rounding that differs with company too; by readable names."""
+
+    def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
+        """Return what cells computed with `adapters` depend on, by readable names. From any thread; may read files."""
+
+    def validate_state(
+        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
+    ) -> NDArray[np.uint8]:
+        """Check exported cells and return the first of them, for `import_state`. From any thread.
+
+        Args:
+            data: (n_bytes,) uint8: anything.
+            n_cells: how many cells it is said to hold at least.
+            n_wanted: how many to return, 1 … `n_cells`; all of them where memory cannot trim.
+
+        Returns:
+            (n_bytes,) uint8: nothing but cells that do no harm to those of others.
+
+        Raises:
+            ValueError: they are none of this memory's; its text is the end of a sentence about them.
+        """
+
+    def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
+        """Take cells for a plan to load under `key`. Owner thread.
+
+        Args:
+            key: new.
+            data: (n_bytes,) uint8, as `validate_state` returned them, kept until they are loaded or forgotten.
+            n_cells: how many cells it holds.
+        """
+
+    def export_state(self, key: int) -> NDArray[np.uint8] | None:
+        """Hand out what a plan saved under `key` and forget it; None where it was lost. Owner thread.
+
+        Returns:
+            (n_bytes,) uint8.
+        """
+
+    def interrupt(self) -> None:
+        """Ask the run in flight, or else the next one, to end after its current step. From any thread."""
+
+    def close(self) -> None:
+        """Free the context and what the backend loaded. Twice is harmless."""

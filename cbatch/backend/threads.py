@@ -1,0 +1,94 @@
+"""Threads that compute: one object of a kind in a process, what a fork leaves behind, and threads that end.
+
+GNU's OpenMP keeps a team of workers for every thread that ever computed, until that thread ends. Once there are more
+workers than cores, workers sleep between two parallel regions instead of spinning, and a decode step of a small model
+takes twice as long. So the owner thread's team must be the only one: everything else is computed in threads that end.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+from cbatch.errors import EngineError
+from cbatch.interrupts import Latch, Postponed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+def once(make: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that calls `make` the first time and returns what that returned; others wait meanwhile."""
+    making, kept = threading.Lock(), functools.cache(make)
+
+    @functools.wraps(make)
+    def get() -> T:
+        with making:
+            return kept()
+
+    return get
+
+
+class Teams:
+    """Knows which thread has a team of OpenMP's, in which process: a fork takes the thread along without its team."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def join(self) -> None:
+        """Note that the calling thread computes with others, in this process.
+
+        Raises:
+            EngineError: it did so before the process was forked: it would wait for its team for ever.
+        """
+        pid = os.getpid()
+        if vars(self._of_thread).setdefault("pid", pid) != pid:
+            raise EngineError(
+                "this thread computed before the process was forked, and the threads that helped it are not here: load "
+                "with threaded=True, which computes in a new one, or start the process by multiprocessing's 'spawn', "
+                "or fork before anything is computed"
+            )
+
+
+@once
+def teams() -> Teams:
+    """Return the process's one list of teams."""
+    return Teams()
+
+
+def run_aside(work: Callable[[], T]) -> T:
+    """Do `work` in a thread of its own, which has ended when this returns; return or raise what it does.
+
+    A native call cannot be broken off: Ctrl-C is raised when `work` has ended, and the program ends no earlier.
+    """
+    done: Future[T] = Future()
+    ended = Latch()
+
+    def settle() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+        finally:
+            ended.open()
+
+    with Postponed():
+        at_exit = weakref.finalize(done, _outlast, ended)
+        thread = threading.Thread(target=settle, name="cbatch-aside")
+        thread.start()
+        ended.wait()
+        thread.join()
+        at_exit.detach()
+    return done.result()
+
+
+def _outlast(ended: Latch) -> None:
+    """Wait whatever happens: native code that runs on while a process ends takes it down."""
+    with Postponed():
+        ended.wait()

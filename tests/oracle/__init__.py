@@ -1,0 +1,1 @@
+"""Slow and simple twins of what the product computes natively, to compare with."""
