@@ -54,6 +54,7 @@ from cbatch.progress import Progress, choose_view, closing_line
 from cbatch.response import BatchResponse
 from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.ids import RequestId
+from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.intake import CANCELLED_EARLY, CLOSED_EARLY, Intake, is_in_event_loop
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
@@ -91,6 +92,7 @@ class _Parts:
     backend: Backend
     batcher: MultiRequestBatcher
     loop: Loop
+    in_flight: InFlight
     intake: Intake
     stats: EngineStats
     exactness: Exactness | None
@@ -245,9 +247,10 @@ class Engine:
         compiler = partial(Compiler, backend, is_threaded=self._threaded)
         keeper = self._make_cache_io(backend)
         loop = Loop(backend, scheduler, time.perf_counter, keeper, compiler)
-        intake = Intake(backend, batcher, loop, schedule, is_threaded=self._threaded)
+        in_flight = InFlight(loop, batcher, time.perf_counter)
+        intake = Intake(backend, batcher, loop, in_flight, schedule, is_threaded=self._threaded)
         self._finalizer = weakref.finalize(self, loop.close)
-        self._made = _Parts(backend, batcher, loop, intake, stats, exactness)
+        self._made = _Parts(backend, batcher, loop, in_flight, intake, stats, exactness)
         if self._threaded:
             loop.start()
 
@@ -267,6 +270,10 @@ class Engine:
     @property
     def _loop(self) -> Loop:
         return self._parts.loop
+
+    @property
+    def _in_flight(self) -> InFlight:
+        return self._parts.in_flight
 
     @property
     def _backend(self) -> Backend:
@@ -407,7 +414,7 @@ class Engine:
         Returns:
             False where no such request is in flight.
         """
-        return bool(self._loop.cancel([_asked(id)]))
+        return bool(self._in_flight.cancel([_asked(id)]))
 
     def pause(self, id: str) -> bool:
         """Stop one request where it is; it keeps its slot and cells until somebody else needs them.
@@ -417,7 +424,7 @@ class Engine:
         Returns:
             False where no such request is in flight, or it is paused already.
         """
-        return self._loop.pause(_asked(id))
+        return self._in_flight.pause(_asked(id))
 
     def resume(self, id: str) -> bool:
         """Let a paused request go on; nothing is computed again while its cells are kept.
@@ -425,7 +432,7 @@ class Engine:
         Returns:
             False where no such request is in flight, or it is not paused.
         """
-        return self._loop.resume(_asked(id))
+        return self._in_flight.resume(_asked(id))
 
     def cancel_all(self) -> int:
         """Cancel every request that is in flight now, queued or running, and read no further prompts of their runs.
@@ -436,7 +443,7 @@ class Engine:
             How many were in flight.
         """
         self._parts.intake.end(RequestCancelledError(CANCELLED_EARLY))
-        return self._loop.cancel(list(self._loop.routes))
+        return self._in_flight.cancel(list(self._loop.routes))
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work done since the model was loaded, or since `reset_stats`."""
@@ -479,13 +486,13 @@ class Engine:
         )
 
     def _cancel_batch(self, mailbox: Mailbox) -> int:
-        return self._loop.cancel_batch(mailbox)
+        return self._in_flight.cancel_batch(mailbox)
 
     def _cancel_waiting_soon(self, mailbox: Mailbox) -> None:
-        self._loop.cancel_waiting_soon(mailbox)
+        self._in_flight.cancel_waiting_soon(mailbox)
 
     def _cancel_batch_soon(self, mailbox: Mailbox) -> None:
-        self._loop.cancel_batch_soon(mailbox)
+        self._in_flight.cancel_batch_soon(mailbox)
 
     def _pump(self) -> bool:
         self._parts.intake.fill()

@@ -46,7 +46,14 @@ from tests.places import (
     text_of,
     wait_until,
 )
-from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread, owner_of
+from tests.runtime.backends import (
+    PATIENCE_S,
+    GatedBackend,
+    ids_in_flight,
+    ids_outside,
+    in_thread,
+    owner_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -611,7 +618,7 @@ def test_close_saves_what_runs_and_nobody_waits_for_ever(any_way: Place) -> None
     results = any_way.results(response)
     assert [r.finish_reason for r in results] == ["cancelled"] * 4
     assert any_way.keys() == [f"k{i}" for i, r in enumerate(results) if r.error is None] != []
-    assert engine._loop.routes == {}
+    assert not ids_in_flight(engine)
 
 
 def test_close_while_a_file_is_written_waits_for_it(place: Place, writing: Gate) -> None:
@@ -803,11 +810,11 @@ def test_ctrl_c_while_run_waits_for_room_leaves_the_engine_usable(
 
     items = [item(text_of(9), id, cache_key=id, save_cache=True, max_tokens=9999) for id in "ab"]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._loop, "_wait_for_room", strike)
+        patch.setattr(engine._loop, "wait_for_change", strike)
         with pytest.raises(KeyboardInterrupt):
             engine.run(items)
-    wait_until(lambda: not engine._loop.routes)
-    assert not engine._loop._outside
+    wait_until(lambda: not ids_in_flight(engine))
+    assert not ids_outside(engine)
     assert place.result(engine, text_of(9)).token_ids == expected(text_of(9))
 
 
@@ -824,7 +831,7 @@ def test_key_that_stands_twice_in_a_batch_is_refused_and_nothing_is_queued(any_w
     engine = any_way.engine()
     items = [item(text_of(40), **SAVED), item(text_of(30)), item(text_of(20), **SAVED)]
     assert refuses(lambda: engine.run(items)).key == "k"
-    assert engine._loop.routes == {}
+    assert not ids_in_flight(engine)
     assert engine.stats().n_submitted == 0
     assert any_way.keys() == []
     assert not any_way.folder.exists()
@@ -840,7 +847,7 @@ def test_key_that_is_in_flight_is_refused_until_its_request_has_ended(any_way: P
     first = engine.run([saver()])
     refuses(lambda: engine.submit(item(text_of(30), **SAVED)))
     refuses(lambda: engine.run([item(text_of(20)), item(text_of(30), **SAVED)]))
-    assert [*engine._loop.routes] == ["saver"]
+    assert ids_in_flight(engine) == ["saver"]
     assert any_way.result(engine, text_of(20), cache_key="other", save_cache=True).error is None
     engine.cancel("saver")
     any_way.results(first)
@@ -1530,7 +1537,7 @@ def test_unknown_adapter_is_refused_with_the_names_that_there_are(any_way: Place
         engine.run([item(text_of(9)), with_adapter(text_of(9), "c")])
     with pytest.raises(ConfigError, match="'c' is not loaded"):
         engine.submit(item(text_of(9), adapter={"a": 1.0, "c": 0.0}))
-    assert engine._loop.routes == {}
+    assert not ids_in_flight(engine)
     with pytest.raises(ConfigError, match="loaded are: none"):
         any_way.engine().submit(with_adapter(text_of(9), "a"))
 

@@ -34,7 +34,16 @@ from cbatch.errors import (
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResponse
 from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
-from tests.runtime.backends import PATIENCE_S, GatedBackend, all_results, in_thread, streams
+from tests.runtime.backends import (
+    PATIENCE_S,
+    GatedBackend,
+    all_results,
+    ids_in_flight,
+    ids_outside,
+    in_thread,
+    is_room_awaited,
+    streams,
+)
 
 if TYPE_CHECKING:
     from cbatch.core.plan import StepPlan, StepResult
@@ -173,7 +182,7 @@ def test_rejected_batch_leaves_nothing(by_hand: MakeEngine) -> None:
     engine.step()
     assert books(engine) == before
     assert engine.stats().n_submitted == n_submitted
-    assert [*engine._loop.routes] == ["a"]
+    assert ids_in_flight(engine) == ["a"]
     assert ends(first) == [("length", 3)]
 
 
@@ -286,7 +295,7 @@ def test_cancel_of_one_that_waits_makes_room_for_another(make: MakeEngine) -> No
         engine.cancel("b")
     run = in_thread(lambda: engine.run(prompts("c", max_tokens=1)))
     if engine._threaded:
-        wait_until(lambda: len(engine._loop._wanting_room) > 0)
+        wait_until(lambda: is_room_awaited(engine))
         engine.cancel("b")
     response = run()
     engine.cancel("a")
@@ -305,7 +314,7 @@ def crowd(make: MakeEngine) -> Crowd:
         engine.run(prompts("a"))
         newcomers = prompts("b", "c", **{"max_tokens": 2, **options})
         wait = in_thread(lambda: engine.run(newcomers))
-        wait_until(lambda: len(engine._loop._outside) >= 2)
+        wait_until(lambda: len(ids_outside(engine)) >= 2)
         return engine, wait
 
     return make_crowd
@@ -329,7 +338,7 @@ def test_id_of_one_that_was_cancelled_while_it_waited_for_room_is_free(crowd: Cr
         engine.run(prompts("b"))
     assert engine.cancel("b")
     again = in_thread(lambda: engine.run(prompts("b", max_tokens=3)))
-    wait_until(lambda: "b" in engine._loop._outside)
+    wait_until(lambda: "b" in ids_outside(engine))
     engine.cancel("a")
     assert ends(wait()) == [("cancelled", 0), ("length", 2)]
     assert ends(again()) == [("length", 3)]
@@ -339,7 +348,7 @@ def test_all_that_wait_for_room_are_cancelled_with_all_others(crowd: Crowd) -> N
     engine, wait = crowd()
     assert engine.cancel_all() == 3
     assert ends(wait()) == [("cancelled", 0)] * 2
-    assert (engine._loop.routes, engine._loop._outside, books(engine)) == ({}, {}, (0, 0, []))
+    assert (ids_in_flight(engine), ids_outside(engine), books(engine)) == ([], [], (0, 0, []))
 
 
 def test_one_that_waits_for_room_can_be_paused_and_others_pass_it(crowd: Crowd) -> None:
@@ -372,7 +381,7 @@ def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
     with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
         engine.run(prompts("a"))
         response = engine.run(iter(prompts("b", "c")))
-        wait_until(lambda: "b" in engine._loop._outside)
+        wait_until(lambda: "b" in ids_outside(engine))
         way(response)
         assert ends(response) == [("cancelled", 0)]
 
@@ -381,7 +390,7 @@ def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
     schedule = ScheduleOptions(max_queue=0)
     with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
         response = engine.run(iter(prompts("a", "b", "c")))
-        wait_until(lambda: "b" in engine._loop._outside)
+        wait_until(lambda: "b" in ids_outside(engine))
         response.wind_down()
         wait_until(lambda: all(t.name != "cbatch-feed" for t in threading.enumerate()))
         assert engine.stats().n_running == 1
@@ -394,12 +403,12 @@ def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> Non
     engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
     first = engine.run(prompts("a", "b"))
     waits = in_thread(lambda: engine.run(prompts("c", "d")))
-    wait_until(lambda: len(engine._loop._wanting_room) > 0)
+    wait_until(lambda: is_room_awaited(engine))
     engine.close()
     with pytest.raises(EngineClosedError):
         waits()
     assert [r.finish_reason for r in all_results(first)] == ["cancelled"] * 2
-    assert (engine._loop.routes, engine._loop._outside, books(engine)) == ({}, {}, (0, 0, []))
+    assert (ids_in_flight(engine), ids_outside(engine), books(engine)) == ([], [], (0, 0, []))
 
 
 def test_failure_while_somebody_waits_for_room_tells_it() -> None:
@@ -407,7 +416,7 @@ def test_failure_while_somebody_waits_for_room_tells_it() -> None:
     engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
     first = engine.run(prompts("a", "b"))
     waits = in_thread(lambda: engine.run(prompts("c", "d")))
-    wait_until(lambda: len(engine._loop._wanting_room) > 0)
+    wait_until(lambda: is_room_awaited(engine))
     backend.run = None  # type: ignore[assignment, method-assign]
     with pytest.raises(EngineClosedError) as caught:
         waits()
@@ -434,7 +443,7 @@ def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
 
     backend.run = lingering  # type: ignore[method-assign]
     other, waiting = engine.run(prompts("a")), in_thread(wait)
-    wait_until(lambda: len(engine._loop._wanting_room) > 0)
+    wait_until(lambda: is_room_awaited(engine))
     engine.close()
     with pytest.raises(EngineClosedError):
         waiting()
@@ -460,7 +469,7 @@ def test_event_loop_is_told_at_once_though_another_thread_waits_for_room() -> No
     engine = Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule)
     engine.run(prompts("a", "b"))
     waits = in_thread(lambda: engine.run(prompts("c")))
-    wait_until(lambda: len(engine._loop._wanting_room) > 0)
+    wait_until(lambda: is_room_awaited(engine))
     told = threading.Event()
 
     async def submit() -> None:
@@ -541,7 +550,7 @@ def test_time_of_a_run_ends_the_reading_of_a_generator_that_never_ends(virtual: 
     found = ends(response)
     assert found[:3] == [("length", 4), ("length", 4), ("timeout", 2)]
     assert set(found[3:]) <= {("timeout", 0)}
-    assert engine._loop.routes == {}
+    assert not ids_in_flight(engine)
     gc.collect()
     assert is_closed.is_set()
 
@@ -550,7 +559,7 @@ def test_time_of_a_run_ends_a_generator_that_is_read_in_a_thread() -> None:
     with Engine(GatedBackend(1, 64, 64), options=GREEDY) as engine:
         response = engine.run(map(str, count()), options={"max_tokens": 4}, max_time_s=0.05)
         assert {reason for reason, _ in ends(response)} <= {"length", "timeout"}
-        assert engine._loop.routes == {}
+        assert not ids_in_flight(engine)
 
 
 def test_time_of_a_run_counts_while_it_waits_for_room(virtual: MakeEngine) -> None:
@@ -568,7 +577,7 @@ def test_wrong_time_of_a_run_is_refused_and_nothing_is_queued(
     engine = make()
     with pytest.raises(ConfigError, match="max_time_s"):
         engine.run(prompts("a"), max_time_s=max_time_s)
-    assert engine._loop.routes == {}
+    assert not ids_in_flight(engine)
 
 
 # ---- pauses, and commands that come too late ----
@@ -680,7 +689,7 @@ def test_tokens_that_never_fit_never_wait(by_hand: MakeEngine) -> None:
     engine.step()
     [result] = response.results(timeout=0, return_errors=True)
     assert isinstance(result.error, PromptTooLongError)
-    assert [*engine._loop.routes] == ["a"]
+    assert ids_in_flight(engine) == ["a"]
 
 
 # ---- figures ----
@@ -747,7 +756,7 @@ def test_statistics_are_never_begun_anew_in_the_middle_of_a_run() -> None:
     engine.run(prompts("a"))
     backend.wait_for_run()
     resetting = in_thread(engine.reset_stats)
-    wait_until(lambda: engine._loop._commands.qsize() > 0)
+    wait_until(lambda: len(engine._loop._commands) > 0)
     assert engine._parts.stats.n_submitted == 1
     backend.let(1000)
     resetting()
@@ -771,7 +780,7 @@ def test_queued_cancel_is_answered_before_the_running_one_ends() -> None:
         assert engine.cancel("b")
         [result] = all_results(queued)
         assert isinstance(result.error, RequestCancelledError)
-        assert "a" in engine._loop.routes
+        assert "a" in ids_in_flight(engine)
 
 
 # ---- options at odds ----

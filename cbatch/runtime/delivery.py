@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.in_flight import Route
     from cbatch.runtime.mailbox import Mailbox
-    from cbatch.runtime.routes import Route
 
 
 def deliver(

@@ -31,8 +31,8 @@ from cbatch.messages import as_prompt
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.ids import Ids, check_own, own_id
+from cbatch.runtime.in_flight import Route
 from cbatch.runtime.mailbox import Mailbox, refused
-from cbatch.runtime.routes import Route, drop, find
 from cbatch.runtime.sequences import SequenceMaker, extended
 from cbatch.runtime.validation import check_extension, origin_of
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from cbatch.options import Breakers, Grammar, RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
+    from cbatch.runtime.in_flight import InFlight
     from cbatch.runtime.loop import Loop
 
 
@@ -85,11 +86,13 @@ class Intake:
         backend: Backend,
         batcher: MultiRequestBatcher,
         loop: Loop,
+        in_flight: InFlight,
         schedule: ScheduleOptions,
         *,
         is_threaded: bool,
     ) -> None:
-        self._loop, self._schedule, self._is_threaded = loop, schedule, is_threaded
+        self._loop, self._in_flight = loop, in_flight
+        self._schedule, self._is_threaded = schedule, is_threaded
         self.sequences = SequenceMaker(backend, batcher, schedule)
         self._n_ahead = N_AHEAD_PER_SLOT * backend.n_slots
         self._ids = Ids()
@@ -126,7 +129,7 @@ class Intake:
         now = time.perf_counter()
         with self._undone_if_it_raises() as routes:
             with self._submitting:
-                ids = self._ids.of_batch([prompt.id for prompt in prompts], self._loop.routes)
+                ids = self._ids.of_batch([prompt.id for prompt in prompts], self._in_flight.routes)
                 items = [
                     self.sequences.of_prompt(
                         prompt, id, options, now, ends_s, name="" if prompt.id else f"prompts[{i}]"
@@ -147,7 +150,7 @@ class Intake:
         now, id = time.perf_counter(), own_id(origin.request.id)
         with self._undone_if_it_raises() as routes:
             with self._submitting:
-                check_own((id,), self._loop.routes)
+                check_own((id,), self._in_flight.routes)
                 request = extended(origin, id, result, n_tokens, now)
                 driver = self.sequences.of_request(request, now)
                 self._check_keys([driver])
@@ -165,7 +168,7 @@ class Intake:
         keys = [d.request.options.cache_key for d in drivers if d.request.options.save_cache]
         if not keys:
             return
-        if len(self._saving) > 2 * len(self._loop.routes) + _N_FORGOTTEN:
+        if len(self._saving) > 2 * len(self._in_flight.routes) + _N_FORGOTTEN:
             self._saving = {key: id for key, id in self._saving.items() if self._lives(id)}
         seen: set[str] = set()
         for key in map(str, keys):
@@ -176,7 +179,7 @@ class Intake:
             seen.add(key)
 
     def _lives(self, id: str) -> bool:
-        return find(self._loop.routes, id) is not None
+        return self._in_flight.find(id) is not None
 
     def feed(
         self,
@@ -218,7 +221,7 @@ class Intake:
         """Return the sequences of a prompt that was read, with a free id; their routes are added to `routes`."""
         ids, given = run.mailbox.ids, run.mailbox.given
         with self._submitting:
-            taken = ChainMap(given, self._loop.routes)
+            taken = ChainMap(given, self._in_flight.routes)
             id = self._ids.automatic(taken)
             try:
                 prompt = as_prompt(item)
@@ -253,8 +256,10 @@ class Intake:
             members = [d.request.id for d in drivers]
             routes.update((member, Route(choices, i, member)) for i, member in enumerate(members))
         with HeldBack():
-            check_own(list(routes), self._loop.routes)  # a handler may have taken one meanwhile
-            self._loop.routes.update(routes)
+            check_own(
+                list(routes), self._in_flight.routes
+            )  # a handler may have taken one meanwhile
+            self._in_flight.routes.update(routes)
         saving = [d.request for item in items for d in item if d.request.options.save_cache]
         self._saving.update((str(r.options.cache_key), r.id) for r in saving)
 
@@ -265,30 +270,30 @@ class Intake:
         try:
             yield routes
         except (RequestError, ConfigError):  # nothing came in
-            drop(self._loop.routes, routes)
+            self._in_flight.drop(routes)
             raise
         except BaseException:  # closed, or Ctrl-C: what has not come in has no way out
             if routes:
-                self._loop.forget(routes)
+                self._in_flight.forget(routes)
             raise
 
     def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
         """Submit sequences whose routes are set; may wait for room in the queue, so not under a lock."""
         n_limit = self._schedule.max_queue
         if n_limit is None:
-            self._loop.submit(drivers)
+            self._in_flight.submit(drivers)
         elif is_fed:
-            self._loop.submit_as_room_comes(drivers, n_limit)
+            self._in_flight.submit_as_room_comes(drivers, n_limit)
         elif self._schedule.when_full == "reject":
-            self._loop.submit_within(drivers, n_limit)
+            self._in_flight.submit_within(drivers, n_limit)
         elif self._is_threaded and is_in_event_loop():
             self._submit_in_event_loop(drivers, n_limit)
         else:
-            self._loop.submit_as_room_comes(drivers, n_limit)
+            self._in_flight.submit_as_room_comes(drivers, n_limit)
 
     def _submit_in_event_loop(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         try:
-            self._loop.submit_within(drivers, n_limit)
+            self._in_flight.submit_within(drivers, n_limit)
         except QueueFullError as error:
             raise ConfigError(
                 f"no room for {len(drivers)} more (max_queue={n_limit}), and run() must not wait in an event loop: "

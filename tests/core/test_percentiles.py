@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cbatch.backend.fake import StepCost
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.stats import EngineStats, Percentiles, StepRecord
+from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
-from cbatch.runtime.routes import Route
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
 if TYPE_CHECKING:
@@ -169,10 +169,12 @@ def make_loop(n_slots: int = 1) -> tuple[Loop, Rig]:
     return Loop(rig.backend, rig.scheduler, lambda: rig.now), rig
 
 
-def submit(loop: Loop, rig: Rig, *requests: Request) -> None:
-    box = Mailbox(len(requests), loop.cancel_batch, None)
+def submit(loop: Loop, rig: Rig, *requests: Request) -> InFlight:
+    in_flight = InFlight(loop, rig.batcher, lambda: rig.now)
+    box = Mailbox(len(requests), in_flight.cancel_batch, None)
     loop.routes.update((r.id, Route(box, i, r.id)) for i, r in enumerate(requests))
-    loop.submit([SequenceDriver.of(r, rig.backend.vocab.piece, rig.now) for r in requests])
+    in_flight.submit([SequenceDriver.of(r, rig.backend.vocab.piece, rig.now) for r in requests])
+    return in_flight
 
 
 def work(loop: Loop, rig: Rig) -> None:
@@ -235,9 +237,7 @@ def test_buckets_of_percentiles_hold_what_was_counted() -> None:
 
 def test_who_never_ran_has_no_queue_time_and_no_first_token() -> None:
     loop, rig = make_loop()
-    submit(loop, rig, *make_sequences(2, max_tokens=3))
-    loop._do_commands()
-    loop._cancel(["1"])
+    submit(loop, rig, *make_sequences(2, max_tokens=3)).cancel(["1"])
     work(loop, rig)
     assert rig.stats.n_finished == {"cancelled": 1, "length": 1}
     assert (rig.stats.queue_s.n, rig.stats.ttft_s.n) == (1, 1)

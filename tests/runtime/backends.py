@@ -126,6 +126,20 @@ def owner_of(engine: Engine) -> threading.Thread:
     return thread
 
 
+def ids_in_flight(engine: Engine) -> list[str]:
+    return [*engine._loop.routes]
+
+
+def ids_outside(engine: Engine) -> list[str]:
+    """The ids of requests that wait for room in the queue."""
+    return [*engine._in_flight._outside]
+
+
+def is_room_awaited(engine: Engine) -> bool:
+    """Whether a thread sleeps until there is room in the queue."""
+    return len(engine._loop.waiters) > 0
+
+
 def all_results(response: BatchResponse) -> list[BatchResult]:
     """The results, failed ones in place; fails rather than hangs."""
     return response.results(timeout=PATIENCE_S, return_errors=True)

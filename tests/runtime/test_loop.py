@@ -14,9 +14,9 @@ import pytest
 from cbatch.backend.fake import Faults
 from cbatch.core.driver import SequenceDriver
 from cbatch.errors import EngineClosedError, RequestCancelledError
+from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
-from cbatch.runtime.routes import Route
 from tests.helpers import Rig, make_request, make_scheduler
 from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, in_thread
 
@@ -30,6 +30,7 @@ class LoopRig:
     """A loop on a fake backend, counting its plans."""
 
     loop: Loop
+    in_flight: InFlight
     backend: FakeBackend
     rig: Rig
     n_plans: int = 0
@@ -37,16 +38,19 @@ class LoopRig:
 
     def submit(self, *ids: str, **options: Any) -> Mailbox:
         """Queue one batch whose items are these ids."""
-        box = Mailbox(len(ids), self.loop.cancel_batch, None)
+        box = Mailbox(len(ids), self.in_flight.cancel_batch, None)
         self.loop.routes.update((id, Route(box, i, id)) for i, id in enumerate(ids))
         piece = self.backend.vocab.piece
-        self.loop.submit([SequenceDriver.of(make_request(id, **options), piece, 0.0) for id in ids])
+        self.in_flight.submit(
+            [SequenceDriver.of(make_request(id, **options), piece, 0.0) for id in ids]
+        )
         return box
 
 
 def make_loop(backend: FakeBackend, *, is_threaded: bool = True) -> LoopRig:
     rig = make_scheduler(backend.n_slots, backend.n_window, backend.n_batch)
-    made = LoopRig(Loop(backend, rig.scheduler, time.perf_counter), backend, rig)
+    loop = Loop(backend, rig.scheduler, time.perf_counter)
+    made = LoopRig(loop, InFlight(loop, rig.batcher, time.perf_counter), backend, rig)
     plan = rig.scheduler.plan
 
     def counted(now: float) -> StepPlan | None:
@@ -139,7 +143,7 @@ def test_cancelled_waiting_request_answers_while_the_others_run(gated: Make) -> 
     box = made.submit("a", "b", "c")
     backend.wait_until_held()
     backend.release_when_asked()
-    assert made.loop.cancel(["c"]) == 1
+    assert made.in_flight.cancel(["c"]) == 1
     first = box.next_result()
     assert first is not None
     assert first.id == "c"  # the others, long as they are, come later
@@ -151,7 +155,7 @@ def test_cancel_counts_what_was_in_flight(gated: Make) -> None:
     made.submit("a", "b", "c")
     backend.wait_until_held()
     backend.release_when_asked()
-    assert made.loop.cancel(["a", "c", "x"]) == 2
+    assert made.in_flight.cancel(["a", "c", "x"]) == 2
 
 
 def test_routes_are_the_ids_in_flight(gated: Make) -> None:

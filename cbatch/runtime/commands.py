@@ -1,0 +1,124 @@
+"""What threads hand to the owner of the backend: commands and timers; and turns where no thread is the owner."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from contextlib import contextmanager, suppress
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from cbatch.interrupts import HeldBack, Latch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
+
+
+class Commands:
+    """Commands that the owner does between two runs, in order, and timers. Any thread may `put`."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    def put(self, command: Callable[[], object]) -> None:
+        """Add a command. From any thread."""
+        self._queue.put(command)
+
+    def do_all(self) -> None:
+        """Do every command that waits."""
+        while True:
+            try:
+                command = self._queue.get_nowait()
+            except Empty:
+                return
+            command()
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait for one command and do it; return after `timeout` seconds at the latest."""
+        with suppress(Empty):
+            self._queue.get(timeout=timeout)()
+
+    def set_timer(self, when_s: float, action: Callable[[], object]) -> None:
+        """Have `do_due` do `action` when the owner's clock says `when_s`."""
+        heapq.heappush(self._timers, (when_s, next(self._numbers), action))
+
+    def do_due(self, now: float) -> None:
+        """Do the actions whose time has come."""
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+
+    @property
+    def next_s(self) -> float | None:
+        """When the first timer is due, or None."""
+        return self._timers[0][0] if self._timers else None
+
+
+class Command(Generic[T]):
+    """A command for whose result a thread waits; handlers of signals may be called in that thread meanwhile."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work, self._done = work, Latch()
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+
+    def __call__(self) -> None:
+        """Do the work. Owner thread."""
+        try:
+            self._result.append(self._work())
+        except BaseException as error:
+            self._error = error
+        self._done.open()
+
+    def wait(self) -> T:
+        """Return what the work returned, or raise what it raised."""
+        self._done.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its frames would keep each other alive
+        return self._result[0]
+
+
+class FairLock:
+    """A lock for one thread at a time, first come, first served; its owner may take it again.
+
+    Two locks, so that a thread that takes it again and again lets the others in between.
+    """
+
+    def __init__(self) -> None:
+        self._entrance, self._inside = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the caller's thread has the lock."""
+        return self._owner == threading.get_ident()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock in a block.
+
+        Handlers of signals are called behind the block, for they may use the engine and must not find a step half done.
+        """
+        if self.is_mine:
+            yield
+            return
+        with HeldBack():
+            with self._entrance:
+                self._inside.acquire()
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+                self._inside.release()

@@ -1,0 +1,247 @@
+"""Requests in flight: where the output of each goes, how they enter the queue, and orders by their ids."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from cbatch.errors import EngineClosedError, QueueFullError
+from cbatch.runtime.choices import Choices, mailbox_of
+from cbatch.runtime.ids import is_meant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from cbatch.core.batcher import MultiRequestBatcher
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.runtime.loop import Loop
+    from cbatch.runtime.mailbox import Mailbox
+
+
+class Route(NamedTuple):
+    """Where a request's output goes; the object stands for one request, also where a later one has an equal id."""
+
+    target: Mailbox | Choices
+    place: int
+    """The request's place in its batch; −1 for an id that stands for several choices."""
+    id: str
+    """The id as it was handed out."""
+
+
+class InFlight:
+    """Submits sequences to a loop, within the queue's limit, and passes on orders by id. From any thread.
+
+    `routes` has the ids in flight; the loop takes out those that ended.
+    """
+
+    def __init__(
+        self, loop: Loop, batcher: MultiRequestBatcher, clock: Callable[[], float]
+    ) -> None:
+        self.routes = loop.routes
+        self._loop, self._batcher, self._clock = loop, batcher, clock
+        self._outside: dict[str, SequenceDriver] = {}
+        """Sequences that wait for room in the queue, by id."""
+
+    def find(self, id: str) -> Route | None:
+        """Return the route of the request that a caller means; None where it is not in flight."""
+        route = self.routes.get(id)
+        return route if route is not None and is_meant(id, route.id) else None
+
+    # ---- into the queue ----
+
+    def submit(self, drivers: Sequence[SequenceDriver]) -> None:
+        """Queue sequences whose routes are set. Does not wait.
+
+        Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free.
+        """
+        enqueue = partial(self._loop.enqueue, drivers)
+        self._loop.post(enqueue, is_urgent=not self._batcher.n_waiting)
+
+    def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
+        """Queue sequences, all or none, where no more than `n_limit` wait for a slot then; else as `submit`.
+
+        Raises:
+            QueueFullError: more would wait; nothing was queued.
+        """
+
+        def submit() -> None:
+            n_waiting, n_room = self._room(n_limit)
+            if len(drivers) > n_room:
+                raise QueueFullError(n_waiting, n_limit, len(drivers))
+            self._loop.enqueue(drivers)
+
+        self._loop.call(submit)
+
+    def submit_as_room_comes(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
+        """Queue sequences while no more than `n_limit` wait for a slot; return when the last one is queued.
+
+        A sequence that is cancelled or paused meanwhile, or runs out of time, is queued without room.
+        """
+        todo = deque(drivers)
+        until_s = _first_deadline(todo)
+        self._outside.update((d.request.id, d) for d in todo)
+
+        def submit_some() -> int:
+            nonlocal todo, until_s
+            now, n_room = self._clock(), self._room(n_limit)[1]
+            some = self._take_first(todo, n_room)
+            if until_s <= now:
+                some += [d for d in todo if d.request.deadline_s <= now]
+                todo = deque(d for d in todo if d.request.deadline_s > now)
+                until_s = _first_deadline(todo)
+            self._enter(some)
+            return len(some)
+
+        while todo:
+            if not self._loop.call(submit_some) and todo:
+                self._wait_for_room(todo[0], n_limit, until_s)
+
+    def _take_first(self, todo: deque[SequenceDriver], n_max: int) -> list[SequenceDriver]:
+        """Take up to `n_max` sequences that still wait for room from the left of `todo`, and drop the queued ones."""
+        found: list[SequenceDriver] = []
+        while todo and (len(found) < n_max or not self._is_outside(todo[0])):
+            driver = todo.popleft()
+            if self._is_outside(driver):
+                found.append(driver)
+        return found
+
+    def _is_outside(self, driver: SequenceDriver) -> bool:
+        return self._outside.get(driver.request.id) is driver
+
+    def _enter(self, drivers: Iterable[SequenceDriver]) -> None:
+        """Queue the sequences among these that wait for room, whether there is room or not. Owner thread."""
+        newcomers = [d for d in drivers if self._is_outside(d)]
+        for driver in newcomers:
+            del self._outside[driver.request.id]
+        if newcomers:
+            self._loop.enqueue(newcomers)
+            self._loop.waiters.wake()  # the thread that brought them may wait for nothing else
+
+    def _wait_for_room(self, first: SequenceDriver, n_limit: int, until_s: float) -> None:
+        """Wait until there is room for `first`, the first of several sequences, or it was queued without."""
+        self._loop.wait_for_change(
+            lambda: self._room(n_limit)[1] > 0 or not self._is_outside(first), until_s
+        )
+
+    def _room(self, n_limit: int) -> tuple[int, int]:
+        """Return how many sequences wait and how many more may: those for which a slot is free do not count."""
+        batcher = self._batcher
+        n_slots = batcher.ledger.n_free_slots + batcher.n_paused_in_slots - batcher.n_awaited
+        n_waiting = batcher.n_waiting + len(batcher.compiles)
+        return n_waiting, max(0, n_limit + n_slots - n_waiting)
+
+    def forget(self, routes: Mapping[str, Route]) -> None:
+        """End the queued requests of a submission that was broken off, and drop the others."""
+
+        def forget() -> None:
+            lives = {id: route for id, route in routes.items() if self.routes.get(id) is route}
+            for id in lives:
+                self._outside.pop(id, None)
+            in_flight, storing = self._batcher.in_flight, self._batcher.storing
+            self._cancel([id for id in lives if id in in_flight])
+            self.drop({id: route for id, route in lives.items() if id not in storing})
+
+        try:
+            self._loop.post(forget)
+        except EngineClosedError:
+            self._loop.wait_for_end()  # for the thread ends what was queued
+            self._outside.clear()
+            self.drop(routes)
+
+    def drop(self, gone: Mapping[str, Route]) -> None:
+        """Take out the routes of requests that were not queued, but for ids that other requests have by now."""
+        for id, route in gone.items():
+            if self.routes.get(id) is route:
+                del self.routes[id]
+
+    # ---- orders ----
+
+    def cancel(self, ids: Iterable[str]) -> int:
+        """End requests by id; return how many were in flight. Waits for the current step.
+
+        A request that ends meanwhile is not touched, nor is a new request with the same id.
+        """
+        lives = {id: route for id in ids if (route := self.find(id))}
+        return self._loop.call(
+            lambda: self._cancel([id for id in lives if self.routes.get(id) is lives[id]])
+        )
+
+    def pause(self, id: str) -> bool:
+        """Stop a request where it is; False where it is not in flight or paused already."""
+        return self._order(id, self._batcher.pause, enters=True)
+
+    def resume(self, id: str) -> bool:
+        """Let a paused request go on; False where it is not in flight or not paused."""
+        return self._order(id, self._batcher.resume, enters=False)
+
+    def _order(self, id: str, do: Callable[[str], bool], *, enters: bool) -> bool:
+        """Do something to every sequence of a request; where `enters`, after those without room were queued."""
+        life = self.find(id)
+        if life is None:
+            return False
+
+        def order() -> bool:
+            if self.routes.get(id) is not life:
+                return False
+            members = self._queued_members(id) if enters else self._member_ids(id)
+            return sum(map(do, members)) > 0
+
+        return self._loop.call(order)
+
+    def cancel_batch(self, mailbox: Mailbox) -> int:
+        """End a batch's requests in flight; else as `cancel`."""
+        return self._loop.call(lambda: self._cancel(self._ids_of(mailbox)))
+
+    def cancel_batch_soon(self, mailbox: Mailbox) -> None:
+        """End a batch's requests in flight before the next plan. Does not wait; a closed engine has ended them."""
+        with suppress(EngineClosedError):
+            self._loop.post(lambda: self._cancel(self._ids_of(mailbox)))
+
+    def cancel_waiting_soon(self, mailbox: Mailbox) -> None:
+        """End a batch's requests that never had a slot. Does not wait, nor does a run in flight end for it."""
+
+        def cancel() -> None:
+            self._cancel([id for id in self._ids_of(mailbox) if not self._has_begun(id)])
+
+        with suppress(EngineClosedError):
+            self._loop.post(cancel, is_urgent=False)
+
+    def _cancel(self, ids: Sequence[str]) -> int:
+        """Cancel requests, with all their choices; return how many of them were in flight. Owner thread."""
+        now, n_cancelled = self._clock(), 0
+        for id in ids:
+            done = [self._batcher.cancel(member, now) for member in self._queued_members(id)]
+            n_cancelled += any(done)
+        self._loop.deliver(())
+        return n_cancelled
+
+    def _queued_members(self, id: str) -> list[str]:
+        """Return the ids of a request's sequences, after those that wait for room were queued."""
+        members = self._member_ids(id)
+        self._enter([d for m in members if (d := self._outside.get(m))])
+        return members
+
+    def _member_ids(self, id: str) -> list[str]:
+        target, place, _ = self.routes[id]
+        return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
+
+    def _ids_of(self, mailbox: Mailbox) -> list[str]:
+        return [
+            id for id, route in list(self.routes.items()) if mailbox_of(route.target) is mailbox
+        ]
+
+    def _has_begun(self, id: str) -> bool:
+        """Whether a request, or one of its choices, ever had a slot."""
+        target = self.routes[id].target
+        return any(map(self._has_run, target.member_ids if isinstance(target, Choices) else [id]))
+
+    def _has_run(self, id: str) -> bool:
+        driver = self._batcher.in_flight.get(id)
+        return id not in self._outside and (driver is None or driver.has_run)
+
+
+def _first_deadline(drivers: Iterable[SequenceDriver]) -> float:
+    return min((d.request.deadline_s for d in drivers), default=math.inf)
