@@ -30,6 +30,14 @@ def pytest_configure() -> None:
     places = [_package().parent, ROOT]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, places))
     os.environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
+    _add_recipe()
+
+
+def _add_recipe() -> None:
+    """Let an installed package have the recipe of its models, which the wheel leaves out, from this checkout."""
+    import cbatch.models
+
+    cbatch.models.__path__.append(str(ROOT / "cbatch" / "models"))
 
 
 def _package() -> Path:

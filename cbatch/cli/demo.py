@@ -1,5 +1,6 @@
 """`cbatch run --demo`: chats that the model inside can answer, and answers for people to read."""
 
+import json
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from cbatch.files.input.item_stream import ahead_of
 from cbatch.files.input.lines import dump, result_as_json
 from cbatch.files.output.encoders import check_name
 from cbatch.files.places import check_apart, check_new, check_place, opened
+from cbatch.models import DEMO_CHATS
 from cbatch.progress import View
 
 _GREEDY = cbatch.RunOptions(temperature=0)
@@ -50,11 +52,10 @@ def run_demo(
 
 def demo_prompts() -> list[cbatch.BatchPrompt]:
     """Return 64 mixed chats, to be answered greedily."""
-    from cbatch.models.recipe.tasks import demo_chats  # rules that no other command needs
-
+    lines = DEMO_CHATS.read_text(encoding="utf-8").splitlines()
     return [
-        cbatch.BatchPrompt(chat.prompt, id=str(i), options=_GREEDY)
-        for i, chat in enumerate(demo_chats())
+        cbatch.BatchPrompt(json.loads(line)["messages"], id=str(i), options=_GREEDY)
+        for i, line in enumerate(lines)
     ]
 
 

@@ -11,6 +11,7 @@ from itertools import islice
 
 import pytest
 
+from cbatch.models import DEMO_CHATS
 from cbatch.models.recipe.cast import ANIMALS, PLACES
 from cbatch.models.recipe.stories import LENGTHS, PLOTS, Wish, is_story_of, tell
 from cbatch.models.recipe.tasks import (
@@ -18,6 +19,7 @@ from cbatch.models.recipe.tasks import (
     TASKS,
     Example,
     demo_chats,
+    demo_lines,
     held_out_chats,
     is_held_out,
     is_right,
@@ -173,6 +175,10 @@ def test_demo_has_64_chats_of_different_length() -> None:
     assert len(demo) == 64
     assert len({len(e.answer) for e in demo}) > 30
     assert {e.task for e in demo} == set(TASKS)
+
+
+def test_demo_that_ships_is_what_the_recipe_writes() -> None:
+    assert DEMO_CHATS.read_text(encoding="utf-8") == demo_lines()
 
 
 def test_example_gives_its_prompt_and_its_answer() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.load.open_model import open_model
 from cbatch.errors import CBatchError, ConfigError
-from cbatch.models import CHAT_MODEL, DRAFT_MODEL
+from cbatch.models import CHAT_MODEL, DEMO_CHATS, DRAFT_MODEL
 from cbatch.models.recipe.export import (
     CHAT,
     DRAFT,
@@ -25,7 +25,7 @@ from cbatch.models.recipe.export import (
 from cbatch.models.recipe.measure import measure
 from cbatch.models.recipe.pieces import learn_pieces
 from cbatch.models.recipe.rows import RowMaker, batches
-from cbatch.models.recipe.tasks import training_chats
+from cbatch.models.recipe.tasks import demo_lines, training_chats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.command == "measure":
             measure(args.model, args.draft, n=args.n, seed=args.seed, say=_say)
+        elif args.command == "demo":
+            (args.out / DEMO_CHATS.name).write_text(demo_lines(), encoding="utf-8")
         else:
             _make(args)
     except CBatchError as error:
@@ -70,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--n", type=int, default=800, help="questions")
     asked.add_argument("--seed", type=int, default=2)
     asked.set_defaults(command="measure")
+    shown = commands.add_parser("demo", help="write the chats of `cbatch run --demo`")
+    shown.set_defaults(command="demo")
     return parser
 
 

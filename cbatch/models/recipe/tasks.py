@@ -192,6 +192,12 @@ def demo_chats() -> list[Example]:
     ]
 
 
+def demo_lines() -> str:
+    """Return the demo's chats without their last answers, as lines of a batch file."""
+    prompts = ({"messages": list(example.prompt)} for example in demo_chats())
+    return "".join(json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts)
+
+
 def _shown_chat(shown: Shown) -> Example:
     pairs = zip(shown.texts[::2], shown.texts[1::2], strict=True)
     turns = [Turn(shown.task, asked, answer, combination(asked)) for asked, answer in pairs]
