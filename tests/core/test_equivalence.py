@@ -492,7 +492,7 @@ def short_limits(n_targets: int) -> Iterator[None]:
     """Have steps score no more than so many, and few cells be many: prompts here are short."""
     with ExitStack() as stack:
         stack.enter_context(patch("cbatch.core.budget.LONG_CONTEXT", 8))
-        for place in ("core.scheduler", "core.driver", "backend.fake"):
+        for place in ("core.scheduler", "core.driver", "backend.fake.fake_backend"):
             stack.enter_context(patch(f"cbatch.{place}.N_TARGETS_MAX", n_targets))
         yield
 

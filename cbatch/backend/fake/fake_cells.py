@@ -1,16 +1,17 @@
-"""The cells of a backend without a model, and what plans have done to them."""
+"""The cells and histories of a backend without a model, and what plans have done to them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from cbatch.backend.fake.fake_tokens import state_after
+from cbatch.backend.plan_check import PlanCheck
 from cbatch.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from cbatch.core.plan import KvCapabilities, Slot, StepPlan
+    from cbatch.core.plan import Chunk, KvCapabilities, Slot, StepPlan
 
 
 class FakeCells:
@@ -38,7 +39,8 @@ class FakeCells:
         self.saved: dict[int, list[int]] = {}
         self.n_said: dict[int, int] = {}
         """How many there should be, under keys of those that came from elsewhere."""
-        self._n_window, self._memory, self._start, self._swaps = n_window, memory, start, swaps
+        self._start, self._swaps = start, swaps
+        self._rules = PlanCheck(memory, n_slots, n_window)
         self._is_unified = memory.kind == "unified"
         self._shared: list[list[int]] = [[] for _ in range(n_slots)]  # which cell each one is
         self._n_made = 0
@@ -102,53 +104,41 @@ class FakeCells:
         self.put(slot, cells[:n_cells])
         return True
 
-    def after(self, plan: StepPlan) -> list[int]:
-        """Return what each slot holds when computing begins, or refuse an order that cannot be done."""
-        self._check_slots(plan)
-        saved = self._saved_after(plan)
-        n_cells = [0 if plan.is_rebuild else len(cells) for cells in self.cells]
-        for slot in plan.clears:
-            n_cells[slot] = 0
-        for slot, n in plan.trims:
-            if not self._memory.can_trim or not 0 <= n <= n_cells[slot]:
-                raise PlanError(f"slot {slot} cannot be cut to {n} cells: {plan}")
-            n_cells[slot] = n
-        for source, slot, n in plan.copies:
-            if not self._memory.can_copy or n_cells[slot] or not 0 < n <= n_cells[source]:
-                raise PlanError(f"cannot copy {n} cells of slot {source} to {slot}: {plan}")
-            n_cells[slot] = n
-        for slot, key, n in plan.loads:
-            if n_cells[slot] or not 0 < n <= min(saved.pop(key, 0), self._n_window):
-                raise PlanError(f"cannot load {n} cells of {key} into slot {slot}: {plan}")
-            n_cells[slot] = n
-        for slot, n_kept, n in plan.shifts:
-            self._check_shift(plan, slot, n_kept, n, n_cells[slot])
-            n_cells[slot] -= n
-        return n_cells
+    def check(self, plan: StepPlan) -> None:
+        """Refuse a plan whose moves or chunks do not fit what slots hold.
 
-    def _check_slots(self, plan: StepPlan) -> None:
-        named: list[int] = [*plan.clears, *(b.slot for b in plan.binds)]
-        named += [slot for slot, *_ in (*plan.trims, *plan.saves, *plan.loads, *plan.shifts)]
-        named += [slot for source, target, _ in plan.copies for slot in (source, target)]
-        if any(not 0 <= slot < len(self.cells) for slot in named):
-            raise PlanError(f"slots are 0 … {len(self.cells) - 1}: {plan}")
-
-    def _saved_after(self, plan: StepPlan) -> dict[int, int]:
-        """Return how many cells are said to be under each key when loading begins, or refuse to save."""
+        Raises:
+            PlanError: it breaks a rule of `StepPlan`.
+        """
         saved = {key: self.n_said.get(key, len(cells)) for key, cells in self.saved.items()}
-        for slot, key in plan.saves:
-            if not self._memory.can_save or key in saved or not self.cells[slot]:
-                raise PlanError(f"slot {slot} cannot be saved under {key}: {plan}")
-            saved[key] = len(self.cells[slot])
-        for key in plan.forgets:
-            saved.pop(key, None)
-        return saved
+        self._rules.check(plan, [len(cells) for cells in self.cells], saved)
+        for slot, n_kept, _ in plan.shifts:
+            self._check_shared(plan, slot, n_kept)
 
-    def _check_shift(self, plan: StepPlan, slot: Slot, n_kept: int, n: int, n_cells: int) -> None:
-        """Refuse to take out what is not there, or what others have too: in a pool they would move with it."""
-        if not self._memory.can_shift or n < 1 or not 0 <= n_kept <= n_cells - n:
-            raise PlanError(f"cannot take {n} cells out of slot {slot}: {plan}")
+    def _check_shared(self, plan: StepPlan, slot: Slot, n_kept: int) -> None:
+        """Refuse to shift cells that other slots have too: in a pool those would move as well."""
         others = [set(s) for i, s in enumerate(self._shared) if i != slot]
         is_copied = self._is_unified and any(slot in c[:2] for c in plan.copies)
         if is_copied or set(self._shared[slot][n_kept:]) & set().union(*others):
             raise PlanError(f"cells of slot {slot} belong to others too: {plan}")
+
+
+class History:
+    """The tokens that a sequence was bound with, and every token that is computed behind them.
+
+    What is pending when a sequence is bound is in its history already, so nothing is new up to the first output.
+    `native/edit.cpp` does the same.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self._end: int | None = None
+
+    def feed(self, chunk: Chunk) -> None:
+        """Take the tokens of a chunk as far as they are new; a chunk that is computed again has none."""
+        end = chunk.start + len(chunk.tokens)
+        if self._end is None:
+            self._end = end if chunk.has_output else None
+        elif end > self._end:
+            self.tokens += chunk.tokens[max(0, self._end - chunk.start) :]
+            self._end = end

@@ -1,19 +1,72 @@
-"""What a backend without a model makes of the tokens before one."""
+"""Tokens of a backend without a model: what they say, which one comes next, what constrains them."""
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from cbatch.core.plan import TokenLogprobs
+from cbatch.core.plan import GrammarStep, TokenLogprobs
+from cbatch.errors import GrammarError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from cbatch.options import AdapterSet
+    from cbatch.core.plan import Binding
+    from cbatch.options import AdapterSet, Grammar
 
+END_TOKEN = 256
 _MASK = 2**64 - 1
+
+
+class FakeVocab:
+    """Bytes are tokens 0 … 255, `END_TOKEN` ends a generation; higher ids are letters of a made-up alphabet."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self.n_vocab = n_vocab
+        self.end_tokens: tuple[int, ...] = (END_TOKEN,)
+        self.suppressed_tokens: tuple[int, ...] = ()
+        self.template = ""
+        self.tool_refusal = ""
+        self.controls: dict[int, bytes] = {END_TOKEN: b"<end>"}
+        """Control tokens with their text."""
+
+    @property
+    def control_tokens(self) -> frozenset[int]:
+        """The end, and what else a test made one."""
+        return frozenset(self.controls)
+
+    def piece(self, token: int) -> bytes:
+        """Return a byte for itself, nothing for a control token, else two bytes of UTF-8."""
+        if token in self.controls:
+            return b""
+        return bytes([token]) if token < END_TOKEN else chr(0x100 + token % 0x400).encode()
+
+    def shown_piece(self, token: int) -> bytes:
+        """Return as `piece`, but control tokens written out."""
+        return self.controls.get(token) or self.piece(token)
+
+    def named_token(self, mark: str) -> int | None:
+        """Return the control token with this text."""
+        return next((t for t, text in self.controls.items() if text == mark.encode()), None)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the bytes of the text."""
+        return list(text.encode("utf-8", "replace"))
+
+    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the bytes of each string."""
+        return tuple(tuple(self.tokenize(text)) for text in strings)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None = None
+    ) -> list[int]:
+        """Return the variables, if there are any, and `role:content` lines, the last left open."""
+        lines = [json.dumps(variables)] if variables else []
+        lines += [f"{m['role']}:{m['content']}" for m in messages]
+        return self.tokenize("\n".join(lines))
 
 
 def mix(state: int, key: int) -> int:
@@ -48,3 +101,80 @@ def fake_score(state: int, token: int, n_top: int) -> TokenLogprobs:
 def tag_of(adapters: AdapterSet) -> int:
     """Return bits above those of a token that tell apart cells computed with other adapters."""
     return zlib.crc32(repr(adapters).encode()) << 24 if adapters else 0
+
+
+@dataclass(frozen=True, slots=True)
+class FakeConstraint:
+    """Every token has a parity; some force a run behind them; one kind is the last, one cannot be followed.
+
+    Args:
+        parity: of every token, 0 or 1.
+        last: a token of this rest modulo 16, forced runs behind it included, is followed by nothing.
+        bad: a token of this rest modulo 16 cannot be sampled: there the constraint fails.
+    """
+
+    parity: int
+    last: int = -1
+    bad: int = -1
+
+
+class FakeGrammars:
+    """Makes a constraint of a regex such as "1", "1:5" or "1:5:7": parity, last, bad; of nothing else."""
+
+    def compile(self, grammar: Grammar) -> FakeConstraint:
+        """Compile a grammar; see `Grammars.compile`."""
+        try:
+            return FakeConstraint(*map(int, grammar.text.split(":")))
+        except (TypeError, ValueError) as error:
+            raise GrammarError(grammar.kind, f"not parity:last:bad: {error}") from error
+
+
+class FakeMatcher:
+    """Follows a constraint; what it forces depends on all of the output so far, so a wrong one is found out."""
+
+    def __init__(
+        self, constraint: FakeConstraint, output: Sequence[int] = (), *, forces: bool = True
+    ) -> None:
+        self._constraint, self._forces = constraint, forces
+        self._state = 1
+        self._forced: list[int] = []
+        for token in output:
+            self._take(token)
+
+    def choose(self, token: int) -> int:
+        """Return what is sampled where `token` would be without a constraint."""
+        if self._forced:
+            return self._forced[0]
+        return token if token % 2 == self._constraint.parity else token - 1 if token else 1
+
+    def follow(self, token: int) -> GrammarStep:
+        """Take a sampled token and what it forces; return what there is to say."""
+        if not self._forced and token % 16 == self._constraint.bad:
+            return GrammarStep(problem="a bad token")
+        self._take(token)
+        forced = tuple(self._forced) if self._forces else ()
+        for behind in forced:
+            self._take(behind)
+        is_last = (token, *forced)[-1] % 16 == self._constraint.last
+        return GrammarStep(forced, is_complete=is_last and not self._forced)
+
+    def _take(self, token: int) -> None:
+        if token % 2 != self._constraint.parity:
+            raise PlanError(f"token {token} breaks {self._constraint}")
+        self._state = mix(self._state, token)
+        if not self._forced:
+            n_forced = self._state % 16 - 10
+            self._forced = [
+                mix(self._state, i) % 128 * 2 + self._constraint.parity for i in range(n_forced)
+            ]
+        elif self._forced.pop(0) != token:
+            raise PlanError(f"token {token} is not the one that is forced")
+
+
+def matcher_of(binding: Binding, output: Sequence[int] | None = None) -> FakeMatcher | None:
+    """Return what follows the constraint of a sequence with so much output; None where it has none."""
+    constraint = binding.constraint
+    if not isinstance(constraint, FakeConstraint):
+        return None
+    forces = binding.n_logprobs is None
+    return FakeMatcher(constraint, [*binding.output, *(output or ())], forces=forces)
