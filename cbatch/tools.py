@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import string
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -27,6 +29,7 @@ _OPENS = frozenset({"additionalProperties", "patternProperties", "unevaluatedPro
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _CHOICES = ("none", "auto", "required")
+_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class Tools(tuple[Tool, ...]):
@@ -259,3 +262,19 @@ def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if is_listed and not set(schema) & _OPENS:
         schema["additionalProperties"] = False
     return schema
+
+
+def call_id(owner: str, number: int, i_call: int) -> str:
+    """Return the id of a call: nine letters and digits, the only length that Mistral's templates accept.
+
+    Args:
+        owner: the mark of the engine.
+        number: of the sequence in the engine.
+        i_call: index of the call in the answer.
+    """
+    digest = hashlib.blake2b(f"{owner}/{number}/{i_call}".encode(), digest_size=8).digest()
+    value, id = int.from_bytes(digest, "big"), ""
+    for _ in range(9):
+        value, i_character = divmod(value, len(_ID_CHARACTERS))
+        id += _ID_CHARACTERS[i_character]
+    return id

@@ -406,7 +406,7 @@ def check(grammars: LlamaGrammars, options: dict[str, Any], seed: str) -> str:
 
 
 def _grammar(options: dict[str, Any]) -> Any:
-    from cbatch.chat.answers import answer_format
+    from cbatch.chat.formats import answer_format
     from cbatch.chat.tool_grammar import call_grammar
     from cbatch.errors import ConfigError
     from cbatch.options import RunOptions
@@ -421,14 +421,12 @@ def _grammar(options: dict[str, Any]) -> Any:
     said = RunOptions.of(
         {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     )
-    template = "<tool_call>"
     return call_grammar(
-        answer_format(template),
-        template,
+        answer_format("<tool_call>"),
         said.demanded_tools,
         thinking="none",
         is_one=False,
-        named=dict[str, int]().get,
+        named_token=dict[str, int]().get,
     )
 
 

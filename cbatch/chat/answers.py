@@ -1,7 +1,7 @@
-"""An ended answer taken apart: what was thought, what is said, which tools are called.
+"""Take an ended answer apart: thinking, text and tool calls.
 
-A chat template tells by marks of its own how its model writes these; see `answer_format`. Control tokens that mark the
-parts are no text; they are written out to find the parts, and are in none of them.
+The chat template tells how its model marks the parts; see `formats`. The reader writes control tokens out to find the
+parts, and leaves them out of each.
 """
 
 from __future__ import annotations
@@ -11,44 +11,19 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.chat.call_formats import (
-    Call,
-    CallFormat,
-    FoundCalls,
-    call_format,
-    find_calls,
-    read_call,
-)
+from cbatch.chat.call_parser import Call, FoundCalls, find_calls, read_call
 from cbatch.core.text import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from cbatch.chat.formats import AnswerFormat
     from cbatch.tools import Tools
 
     Span = tuple[int, int]
 
 N_TAIL = 16
-"""Tokens at a prompt's end among which a template opens the thinking that the answer goes on with."""
-
-THINKING = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|inner_prefix|>", "<|inner_suffix|>"),
-)
-"""What models put around their thinking: DeepSeek, Qwen and most others; Magistral; Command R7B; Seed; Apertus.
-
-Source: llama.cpp, common/chat.cpp and common/chat-diff-analyzer.cpp, and the templates themselves.
-"""
-
-_WRAPPERS = (
-    (">>>all", r"(?:\A|>>>)all\n"),
-    ("<response></response>", r"</?response>\s*"),
-    ("<|START_RESPONSE|>", r"<\|(?:START|END)_RESPONSE\|>"),
-)
-"""By a mark in the template: what models put around what they say."""
+"""Tokens at a prompt's end in which a template may open the thinking that the answer continues."""
 
 _CHANNEL_MARK = re.compile(r"<\|(start|channel|message|end|call|return)\|>")
 _CUT_THINKING = "the answer ended while it was thinking"
@@ -57,39 +32,8 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.:/-]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """How a chat template has answers written.
-
-    Args:
-        thinking: what stands before and behind what was thought, if it has that.
-        calls: how calls are written; None for bare JSON.
-        wrapper: what is put around what is said, and is no part of it.
-        has_channels: whether an answer is messages in channels, as gpt-oss's.
-    """
-
-    thinking: tuple[str, str] | None = None
-    calls: CallFormat | None = None
-    wrapper: re.Pattern[str] | None = None
-    has_channels: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether an answer without calls is text and nothing else."""
-        return self.thinking is None and self.wrapper is None and not self.has_channels
-
-
-def answer_format(template: str) -> AnswerFormat:
-    """Return how this template has answers written, by the marks in its source."""
-    if "<|channel|>" in template and "<|message|>" in template:
-        return AnswerFormat(has_channels=True)
-    wrapper = next((re.compile(p) for mark, p in _WRAPPERS if mark in template), None)
-    thinking = next((marks for marks in THINKING if marks[1] in template), None)
-    return AnswerFormat(thinking, call_format(template), wrapper)
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """The parts of an ended answer, and what was odd about it."""
+    """The parts of an ended answer, with warnings about it."""
 
     text: str
     reasoning: str = ""
@@ -99,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A vocabulary as text is made of it: `shown` writes control tokens out, `plain` leaves them out."""
+    """The bytes of a vocabulary's tokens: `shown` writes control tokens out, `plain` leaves them out."""
 
     plain: Callable[[int], bytes]
     shown: Callable[[int], bytes]
@@ -108,13 +52,13 @@ class Pieces:
 
 @dataclass(slots=True)
 class _Written:
-    """An answer's text with control tokens written out; `removed`, ascending, are these and what else is no part."""
+    """An answer's text with control tokens written out; `removed` are the spans of no part, ascending."""
 
     text: str
     removed: list[Span]
 
     def without(self, start: int, end: int) -> str:
-        """Return a stretch of the text without what was removed."""
+        """Return `text[start:end]` without the removed spans."""
         return "".join(self._kept(start, end))
 
     def _kept(self, at: int, end: int) -> Iterator[str]:
@@ -129,21 +73,21 @@ class _Written:
             yield self.text[at:end]
 
     def remove(self, spans: Iterable[Span]) -> None:
-        """Take out more."""
+        """Remove more spans."""
         self.removed = sorted((*self.removed, *spans))
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """Takes one request's answer apart, once it has ended.
+    """Takes the answer to one request apart, after its end.
 
     Args:
-        format: of the chat's template.
+        format: of the answers under the chat template.
         pieces: of the vocabulary.
-        tools: that may be called; without any, no calls are looked for.
-        splits_reasoning: whether what was thought is no part of the text.
-        opened: the last message, where it is the assistant's and the answer goes on from it.
-        n_calls_max: most calls to return: those behind them are taken out of the text, with a warning.
+        tools: that may be called; an answer without tools has no calls.
+        splits_reasoning: whether thinking is removed from the text.
+        opened: the text of the last message, where it is the assistant's and the answer continues it.
+        n_calls_max: the most calls to return; further calls are removed from the text, with a warning.
     """
 
     format: AnswerFormat
@@ -162,26 +106,26 @@ class AnswerReader:
         stops: Sequence[str] = (),
         include_stop: bool = False,
     ) -> Answer:
-        """Return the parts of an answer; it raises nothing: what cannot be read stays text, with a warning.
+        """Return the parts of an answer. Never raises: a part that cannot be parsed stays text, with a warning.
 
         Args:
-            text: the answer as readers saw it.
-            tokens: the answer's.
-            tail: the prompt's last tokens.
-            stops: that it was read with, where one of them ended it.
-            include_stop: whether that one is in the text.
+            text: the answer as its chunks had it.
+            tokens: of the answer.
+            tail: the last tokens of the prompt.
+            stops: the stop strings, where one of them ended the answer.
+            include_stop: whether the text includes that stop string.
         """
         try:
             if self.pieces.controls.isdisjoint(tokens):
                 return self._take_apart(_Written(text, []), tail)
             return self._take_apart(self._written(tokens, stops, include_stop=include_stop), tail)
-        except Exception as error:  # whatever a model writes, its request has its text
+        except Exception as error:  # a request gets its text, whatever the model wrote
             return Answer(text, warnings=(f"the answer could not be taken apart: {error!r}",))
 
     def _written(
         self, tokens: Sequence[int], stops: Sequence[str], *, include_stop: bool
     ) -> _Written:
-        """Return the text with control tokens in their places."""
+        """Return the text with control tokens written out."""
         stream, removed = TextStream(self.pieces.plain, stops, include_stop=include_stop), []
         n_chars = n_parts = start = 0
         parts = list[str]()
@@ -203,8 +147,8 @@ class AnswerReader:
             return self._read_channels(written)
         thought = self._thought(written.text, tail)
         reasoning, start, warnings = self._split_reasoning(written, thought)
-        if self.format.wrapper is not None:
-            written.remove(m.span() for m in self.format.wrapper.finditer(written.text, start))
+        if (marks := self.format.response) is not None:
+            written.remove(mark.span() for mark in marks.finditer(written.text, start))
         found = FoundCalls()
         if self.tools:
             at = thought[1] if thought else 0
@@ -215,12 +159,14 @@ class AnswerReader:
             text = text.strip()
         elif start:
             text = text.lstrip()
-        return Answer(text, reasoning, self._allowed(found), (*warnings, *self._odd(found)))
+        return Answer(
+            text, reasoning, self._allowed(found), (*warnings, *self._warnings_about(found))
+        )
 
     def _split_reasoning(
         self, written: _Written, thought: tuple[Span, int] | None
     ) -> tuple[str, int, tuple[str, ...]]:
-        """Return what was thought, where the answer goes on behind it, and what is odd about that."""
+        """Return the thinking, where the answer continues behind it, and warnings."""
         if thought is None or not self.splits_reasoning:
             return "", 0, ()
         (first, last), start = thought
@@ -229,29 +175,27 @@ class AnswerReader:
         return reasoning, start, (_CUT_THINKING,) if is_cut else ()
 
     def _thought(self, text: str, tail: Sequence[int]) -> tuple[Span, int] | None:
-        """Return where in the text was thought, and where the answer goes on behind that; None for nowhere."""
+        """Return the span of thinking and where the answer continues behind its mark; None without thinking."""
         if self.format.thinking is None:
             return None
         begin, end = self.format.thinking
         first = len(text) - len(text.lstrip())
         if text.startswith(begin, first):
             first += len(begin)
-        elif self._is_opened(begin, end, tail):
+        elif self._is_opened(tail):
             first = 0
         else:
             return None
         last = text.find(end, first)
         return ((first, len(text)), len(text)) if last < 0 else ((first, last), last + len(end))
 
-    def _is_opened(self, begin: str, end: str, tail: Sequence[int]) -> bool:
+    def _is_opened(self, tail: Sequence[int]) -> bool:
         """Whether the prompt ends within thinking."""
-        if self.opened:
-            return self.opened.rfind(begin) > self.opened.rfind(end)
         shown = b"".join(map(self.pieces.shown, tail)).decode(errors="replace")
-        return shown.rstrip().endswith(begin)
+        return self.format.thinking_after(self.opened, shown) == "must end"
 
     def _read_channels(self, written: _Written) -> Answer:
-        """Return the parts of an answer in channels: analysis is thought, commentary to a function is a call."""
+        """Return the parts of an answer in channels: analysis is thinking, commentary to a function is a call."""
         calls, thoughts, said, found = list[Call](), list[str](), list[str](), FoundCalls()
         for head, span in _channel_messages(written.text):
             recipient, call = _RECIPIENT.search(head), None
@@ -265,17 +209,17 @@ class AnswerReader:
             else:
                 said.append(written.without(*span))
         found.calls = calls
-        warnings = list(self._odd(found))
+        warnings = list(self._warnings_about(found))
         if thoughts and not said and not calls:
             warnings.append(_CUT_THINKING)
         return Answer("".join(said), "\n".join(thoughts), self._allowed(found), tuple(warnings))
 
     def _allowed(self, found: FoundCalls) -> tuple[Call, ...]:
-        """Return as many of the calls as may be made."""
+        """Return the first calls, as many as the request allows."""
         return tuple(found.calls[: self.n_calls_max])
 
-    def _odd(self, found: FoundCalls) -> Iterator[str]:
-        """Yield what is odd about the calls, those included that are left out."""
+    def _warnings_about(self, found: FoundCalls) -> Iterator[str]:
+        """Yield warnings about the calls."""
         if found.n_malformed:
             yield "what begins as a tool call could not be read as one: it is left in the text"
         for name in dict.fromkeys(call.name for call in self._allowed(found)):
@@ -286,7 +230,7 @@ class AnswerReader:
 
 
 def _channel_messages(text: str) -> Iterator[tuple[str, Span]]:
-    """Yield each message's head, with its channel and recipient, and where its body stands."""
+    """Yield the head of each message, with channel and recipient, and the span of its body."""
     marks = list(_CHANNEL_MARK.finditer(text))
     before = text[: marks[0].start()] if marks else text
     if before.strip() and not _RECIPIENT.search(before):

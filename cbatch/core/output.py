@@ -9,10 +9,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from cbatch.chat.answers import Answer
-from cbatch.chat.call_formats import call_id
 from cbatch.core.request import Origin
 from cbatch.errors import SequenceStateError
 from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob, ToolCall, Usage
+from cbatch.tools import call_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

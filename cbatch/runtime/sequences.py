@@ -8,12 +8,12 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cbatch.chat.chat_format import ChatFormat
 from cbatch.checks import check_seconds
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.request import Request
 from cbatch.errors import ConfigError, PromptError, UnsupportedOptionError
 from cbatch.options import MAX_SEED, RunOptions
-from cbatch.runtime.chats import Chats
 from cbatch.runtime.choices import member_id
 from cbatch.runtime.validation import check_chat, check_fits
 
@@ -57,7 +57,7 @@ class SequenceMaker:
         self.owner = secrets.token_hex(8)
         """The mark of an engine."""
         self._backend, self._batcher, self._schedule = backend, batcher, schedule
-        self._chats = Chats(backend)
+        self._chats = ChatFormat(backend.vocab)
         self._settled = OptionsMerger()
 
     def of_prompt(
@@ -79,7 +79,7 @@ class SequenceMaker:
             options = self._settled.over(RunOptions.of(item.options), run_options)
             check_fits(options, self._backend, self._schedule)
             check_chat(item, options, self._backend.vocab)
-            grammar = options.structure or self._chats.demand(item, options)
+            grammar = options.structure or self._chats.grammar(item, options)
         except UnsupportedOptionError:
             raise
         except ConfigError as error:
@@ -94,7 +94,7 @@ class SequenceMaker:
         """Return the sequence of one request, submitted `now`."""
         vocab, is_shown = self._backend.vocab, request.options.skip_special_tokens is False
         piece = vocab.shown_piece if is_shown else vocab.piece
-        reader = self._chats.reader(request, is_shown=is_shown)
+        reader = self._chats.reader(request.prompt, request.options)
         driver = SequenceDriver.of(request, piece, now, reader)
         self._warn(driver)
         if self._schedule.policy == "shortest":

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate
-from cbatch.chat.answers import Answer, AnswerReader, Pieces, answer_format
+from cbatch.chat.answers import Answer, AnswerReader, Pieces
+from cbatch.chat.formats import answer_format
 from cbatch.errors import RequestFailedError
 from cbatch.tools import Tools, check_tools
 

@@ -8,17 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.chat.answers import (
-    THINKING,
-    Answer,
-    AnswerFormat,
-    AnswerReader,
-    Pieces,
-    answer_format,
-)
-from cbatch.chat.call_formats import Call
+from cbatch.chat.answers import Answer, AnswerReader, Pieces
+from cbatch.chat.call_parser import Call
+from cbatch.chat.formats import THINKING, AnswerFormat, answer_format
 from cbatch.tools import Tools
-from tests.chat.test_call_formats import TOOLS
+from tests.chat.test_call_parser import TOOLS
 
 CUT = ("the answer ended while it was thinking",)
 THINK = "Say {% if x %}<think>{% endif %} and </think>"

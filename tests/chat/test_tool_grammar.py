@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from cbatch.chat.answers import AnswerFormat, AnswerReader, Pieces, answer_format
-from cbatch.chat.call_formats import call_format
-from cbatch.chat.tool_grammar import BARE, N_CALLS_MAX, call_form, call_grammar, thinking_of
+from cbatch.chat.answers import AnswerReader, Pieces
+from cbatch.chat.formats import BARE, AnswerFormat, answer_format
+from cbatch.chat.tool_grammar import N_CALLS_MAX, call_grammar, call_syntax
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.tools import Tools, check_tools
 from tests import call_runs
@@ -28,7 +28,8 @@ from tests.backend.test_templates import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.chat.tool_grammar import Named, Thinking
+    from cbatch.chat.formats import Thinking
+    from cbatch.chat.tool_grammar import NamedToken
 
 MARKS = {"<think>": 1, "</think>": 2, "<tool_call>": 3, "</tool_call>": 4, "</arg_value>": 5}
 """Tokens that stand for marks, of those of a vocabulary of bytes that no text here has."""
@@ -67,10 +68,11 @@ class Follower:
         *,
         thinking: Thinking = "none",
         is_one: bool = False,
-        named: Named = no_token,
+        named_token: NamedToken = no_token,
     ) -> None:
-        format = answer_format(text)
-        grammar = call_grammar(format, text, offered, thinking=thinking, is_one=is_one, named=named)
+        grammar = call_grammar(
+            answer_format(text), offered, thinking=thinking, is_one=is_one, named_token=named_token
+        )
         assert grammar.kind == "tool_choice"
         self.matcher = LLMatcher(
             LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar.text), log_level=0
@@ -98,7 +100,7 @@ def written(name: str) -> tuple[str, str]:
 @pytest.mark.parametrize("name", [n for n in WITH_TOOLS if n != "openai-gpt-oss-120b"])
 def test_call_as_the_template_writes_it_is_taken_and_prose_is_not(name: str) -> None:
     prompt, call = written(name)
-    thinking = thinking_of(answer_format(source(name)), "", prompt)
+    thinking = answer_format(source(name)).thinking_after("", prompt)
     follower = Follower(source(name), thinking=thinking)
     assert follower.takes(call.replace(', "id": "abcdefghi"', ""))
     assert not follower.takes("It is sunny. " + call)
@@ -116,16 +118,12 @@ def test_answers_in_channels_are_refused_by_name() -> None:
 def test_form_is_read_as_the_calls_that_it_writes(name: str) -> None:
     text = call_runs.template(name)
     offered = tools(*call_runs.TOOLS)
-    form = call_form(text, call_format(text), offered)
-    assert (form is BARE) == (name in ("bare", "glm"))
+    syntax = call_syntax(answer_format(text), offered)
+    assert (syntax is BARE) == (name in ("bare", "glm"))
     follower = Follower(text, offered)
-    calls = [
-        f'{form.begin}label{form.middle}{{"text": "a"}}{form.end}',
-        f"{form.begin}stop{form.middle}{{}}{form.end}",
-    ]
-    several = form.first + (form.between or "").join(calls) + form.last
-    assert follower.takes(form.first + calls[0] + form.last)
-    assert follower.takes(several) == (form.between is not None)
+    calls = [("label", '{"text": "a"}'), ("stop", "{}")]
+    assert follower.takes(syntax.write(calls[0]))
+    assert follower.takes(syntax.write(*calls)) == (syntax.between is not None)
 
 
 def test_no_more_calls_than_the_limit() -> None:
@@ -162,14 +160,16 @@ def test_thinking_that_the_prompt_opened_is_closed_before_the_call() -> None:
 
 def test_marks_that_are_tokens_are_taken_as_tokens_alone() -> None:
     begin, body, end = 3, CALL[len("<tool_call>") : -len("</tool_call>")], 4
-    follower = Follower(HERMES, thinking="may", named=MARKS.get)
+    follower = Follower(HERMES, thinking="may", named_token=MARKS.get)
     assert follower.takes(begin, body, end)
     assert follower.takes(begin, body, end, "\n", begin, body, end)
     assert follower.takes(1, "hm < </ think", 2, "\n\n", begin, body, end)
     assert follower.takes(1, 2, begin, body, end)
     assert not follower.takes(CALL)
     assert not follower.takes(1, "hm</think>", 2, begin, body, end)
-    assert Follower(HERMES, thinking="must end", named=MARKS.get).takes("hm", 2, begin, body, end)
+    assert Follower(HERMES, thinking="must end", named_token=MARKS.get).takes(
+        "hm", 2, begin, body, end
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_marks_that_are_tokens_are_taken_as_tokens_alone() -> None:
     ],
 )
 def test_prompt_tells_whether_an_answer_may_think(opened: str, tail: str, expected: str) -> None:
-    assert thinking_of(AnswerFormat(("<think>", "</think>")), opened, tail) == expected
-    assert thinking_of(AnswerFormat(), opened, tail) == "none"
+    assert AnswerFormat(("<think>", "</think>")).thinking_after(opened, tail) == expected
+    assert AnswerFormat().thinking_after(opened, tail) == "none"
 
 
 def arguments(text: str, call: str, offered: Tools) -> Any:
@@ -234,18 +234,18 @@ def test_arguments_one_by_one_are_taken_and_read_back(city: str, days: list[int]
 )
 def test_what_one_by_one_cannot_tell_is_written_as_json(schema: Any) -> None:
     offered = tools(function("go", a=schema, b={"type": "string"}))
-    form = call_form(PAIRS, call_format(PAIRS), offered)
-    assert form.pair is None
-    assert form.begin == "<tool_call>\n<function="
-    assert Follower(PAIRS, offered).takes(f'{form.begin}go{form.middle}{{"b": "x"}}{form.end}')
-    assert call_form(GLM, call_format(GLM), offered) is BARE
+    syntax = call_syntax(answer_format(PAIRS), offered)
+    assert syntax.argument is None
+    assert syntax.call.startswith("<tool_call>\n<function=$name>")
+    assert Follower(PAIRS, offered).takes(syntax.write(("go", '{"b": "x"}')))
+    assert call_syntax(answer_format(GLM), offered) is BARE
 
 
 def test_function_that_its_form_cannot_name_is_called_in_bare_json() -> None:
     text = "[TOOL_CALLS] [ARGS]"
-    assert call_form(text, call_format(text), tools(function("a.b/c:d"))) is not BARE
+    assert call_syntax(answer_format(text), tools(function("a.b/c:d"))) is not BARE
     functionary = ">>>all"
-    assert call_form(functionary, call_format(functionary), tools(function("a/b"))) is BARE
+    assert call_syntax(answer_format(functionary), tools(function("a/b"))) is BARE
 
 
 def test_references_hold_within_a_functions_own_parameters() -> None:

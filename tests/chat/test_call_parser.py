@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.chat.call_formats import (
-    FORMATS,
-    N_MALFORMED_MAX,
-    CallFormat,
-    call_format,
-    call_id,
-    find_calls,
-)
-from cbatch.tools import Tools, check_tools
+from cbatch.chat.call_parser import N_MALFORMED_MAX, find_calls
+from cbatch.chat.formats import CALL_FORMATS, CallFormat, answer_format
+from cbatch.tools import Tools, call_id, check_tools
 
 CITY = {"city": "Paris", "days": 3}
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
@@ -80,7 +74,7 @@ EXAMPLES = {
 
 
 def form(name: str) -> CallFormat:
-    return next(f for f in FORMATS if f.name == name)
+    return next(f for f in CALL_FORMATS if f.name == name)
 
 
 def found(text: str, name: str | None = "hermes", given: Tools = TOOLS) -> list[tuple[str, Any]]:
@@ -89,7 +83,7 @@ def found(text: str, name: str | None = "hermes", given: Tools = TOOLS) -> list[
 
 
 def test_every_format_has_an_example() -> None:
-    assert list(EXAMPLES) == [f.name for f in FORMATS]
+    assert list(EXAMPLES) == [f.name for f in CALL_FORMATS]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -104,7 +98,7 @@ def test_calls_are_found_and_nothing_of_them_is_left(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_format_is_known_by_its_marks_in_the_template(name: str) -> None:
-    known = call_format("".join(form(name).marks))
+    known = answer_format("".join(form(name).marks)).calls
     assert known is not None
     assert known.name == name
 
@@ -270,7 +264,7 @@ def seconds(text: str, format: CallFormat) -> float:
     return time.process_time() - start
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", CALL_FORMATS, ids=lambda f: f.name)
 def test_no_text_takes_more_than_its_length(format: CallFormat) -> None:
     for head in [*HEADS, EXAMPLES[format.name][:-20]]:
         text = head * (400_000 // len(head))

@@ -1,0 +1,116 @@
+"""How the chats of one model are answered: by its chat template and its vocabulary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+from cbatch.chat.answers import N_TAIL, AnswerReader, Pieces
+from cbatch.chat.formats import AnswerFormat, answer_format
+from cbatch.chat.tool_grammar import call_grammar
+from cbatch.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.chat.formats import Thinking
+    from cbatch.messages import BatchPrompt, Message
+    from cbatch.options import Grammar, RunOptions
+
+_N_GRAMMARS_MAX = 64
+
+
+class _Vocab(Protocol):
+    """What chats need of `cbatch.backend.Vocab`."""
+
+    @property
+    def template(self) -> str: ...
+    @property
+    def control_tokens(self) -> frozenset[int]: ...
+    def piece(self, token: int) -> bytes: ...
+    def shown_piece(self, token: int) -> bytes: ...
+    def named_token(self, mark: str) -> int | None: ...
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> list[int]: ...
+
+
+class ChatFormat:
+    """How a model's chats are answered. From one thread at a time."""
+
+    def __init__(self, vocab: _Vocab) -> None:
+        self._vocab = vocab
+        self._grammars: dict[tuple[str, bool, Thinking], Grammar] = {}
+
+    def reader(self, prompt: BatchPrompt, options: RunOptions) -> AnswerReader | None:
+        """Return the reader of the answer to a prompt; None where the answer is text and nothing else."""
+        if prompt.messages is None:
+            return None
+        tools, splits = options.offered_tools, options.reasoning_format != "none"
+        if not tools and (self._format.is_plain or not splits):
+            return None
+        opened = _opened_text(prompt.messages)
+        pieces = self._shown_pieces if options.skip_special_tokens is False else self._pieces
+        n_calls_max = 1 if options.parallel_tool_calls is False else None
+        return AnswerReader(self._format, pieces, tools, splits, opened, n_calls_max)
+
+    def grammar(self, prompt: BatchPrompt, options: RunOptions) -> Grammar | None:
+        """Return the grammar of an answer that has to call tools; None where it need not.
+
+        The last few grammars are kept, since the requests of a batch are alike.
+
+        Raises:
+            UnsupportedOptionError: the answers of this chat template cannot be held to calls.
+            ConfigError: the arguments of a tool are not an object.
+        """
+        tools = options.demanded_tools
+        if not tools:
+            return None
+        is_one = isinstance(options.tool_choice, Mapping) or options.parallel_tool_calls is False
+        thinking = self._thinking(prompt, options)
+        key = (json.dumps(tools), is_one, thinking)
+        if key not in self._grammars:
+            if len(self._grammars) >= _N_GRAMMARS_MAX:
+                self._grammars.clear()
+            self._grammars[key] = call_grammar(
+                self._format,
+                tools,
+                thinking=thinking,
+                is_one=is_one,
+                named_token=self._vocab.named_token,
+            )
+        return self._grammars[key]
+
+    def _thinking(self, prompt: BatchPrompt, options: RunOptions) -> Thinking:
+        """Return whether the answer has thinking, which the end of the prompt tells."""
+        if self._format.thinking is None or prompt.messages is None:
+            return "none"
+        opened, tail = _opened_text(prompt.messages), list[int]()
+        if not opened:
+            try:
+                tail = self._vocab.render(prompt.messages, options.template_variables)[-N_TAIL:]
+            except RequestFailedError:  # the request fails when it is tokenized
+                return "none"
+        shown = b"".join(map(self._vocab.shown_piece, tail)).decode(errors="replace")
+        return self._format.thinking_after(opened, shown)
+
+    @cached_property
+    def _format(self) -> AnswerFormat:
+        return answer_format(self._vocab.template)
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        vocab = self._vocab
+        return Pieces(vocab.piece, vocab.shown_piece, vocab.control_tokens)
+
+    @cached_property
+    def _shown_pieces(self) -> Pieces:
+        return Pieces(self._vocab.shown_piece, self._vocab.shown_piece)
+
+
+def _opened_text(messages: Sequence[Message]) -> str:
+    """Return the text of the last message where it is the assistant's and the answer continues it; otherwise ""."""
+    last = messages[-1]
+    return str(last["content"]) if last["role"] == "assistant" else ""
