@@ -19,14 +19,13 @@ from cbatch.backend.fake import (
 )
 from cbatch.core.batcher import N_LOOK, N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.demand import N_PREEMPTED_MAX
-from cbatch.core.driver import SequenceDriver
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
 from cbatch.core.output import result_of, take_chunk
 from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
-from cbatch.core.status import Status
 from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
@@ -396,7 +395,7 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
     if not ledger.is_shared:
         is_full = rig.batcher.n_awaited or (plan.copies and rig.copy_s)
         assert is_full or not (rig.batcher.n_waiting and ledger.has_free_slot)
-    suspects = rig.scheduler.trials.group()
+    suspects = rig.scheduler.bisection.suspects()
     if suspects:
         assert {by_slot[s] for s in slots} <= set(suspects)
         return

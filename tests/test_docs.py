@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import cbatch
 from cbatch import errors
 from cbatch.cli import app
-from cbatch.core.status import TRANSITIONS, Event, Status
+from cbatch.core.driver import TRANSITIONS, Event, Status
 from cbatch.engine_options import EngineOptions
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions, Sampling

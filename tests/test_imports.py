@@ -59,11 +59,6 @@ BACKEND_SEES = {
     "core.plan",
 }
 
-STILL_SEEN = {
-    "chat.answers": {"core.text"},
-}
-"""What modules see of rooms above their own, to be undone."""
-
 NOT_IN_CORE = {
     "asyncio", "anyio", "concurrent", "ctypes", "datetime", "io", "llama_cpp", "logging", "multiprocessing", "numpy",
     "os", "pathlib", "queue", "random", "selectors", "signal", "socket", "subprocess", "sys", "threading", "time",
@@ -145,7 +140,6 @@ def test_module_sees_only_what_its_room_may(module: str) -> None:
         assert room(module) in LAYER, f"{module} is in no room of the design"
         layer = LAYER[room(module)]
         forbidden = {i for i in inside(module) if LAYER.get(room(i), layer) > layer}
-        forbidden -= STILL_SEEN.get(module, set())
     assert not forbidden
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.chat.call_parser import Call, FoundCalls, find_calls, read_call
-from cbatch.core.text import TextStream
+from cbatch.chat.text import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from cbatch.core.cell_ops import Cells
 from cbatch.core.deadlines import Deadlines
 from cbatch.core.demand import KvDemandEstimator
+from cbatch.core.driver import SequenceDriver, Status, Wait
 from cbatch.core.line import AdmissionQueue
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import choose_mover, choose_victim, slot_of
 from cbatch.core.prompts import Prompts
 from cbatch.core.sharing import PrefixCache
-from cbatch.core.status import Status, Wait
 from cbatch.core.waiting import CacheReads, GrammarBuilds, PrefixWaiters
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import GrammarError
@@ -21,7 +21,6 @@ from cbatch.errors import GrammarError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import KvCapabilities
     from cbatch.core.prompts import Tokenize

@@ -1,48 +1,53 @@
-"""Who made a step fail: its sequences are tried in halves until the guilty one stands alone."""
+"""Which sequence makes a step fail: the suspects are computed in halves until the culprit stands alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cbatch.core.status import Status
+from cbatch.core.driver import SequenceDriver, Status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.core.driver import SequenceDriver
-
 
 class FaultBisection:
-    """A stack of groups to compute apart from all others; a group is over when each of it is past the failure.
+    """A stack of groups of suspects; each group is computed apart from all other sequences.
 
-    So a passing failure does no harm, and n sequences with one guilty need about 2 log₂ n steps.
+    A suspect is cleared when it has cells past the place of the failure, so a failure that does not come back harms
+    nobody. To find one culprit among n sequences takes about 2 log₂ n steps.
     """
 
     def __init__(self) -> None:
-        self._groups: list[dict[SequenceDriver, int]] = []  # with the cells that clear of suspicion
+        self._groups: list[dict[SequenceDriver, int]] = []  # with the cells that clear a suspect
 
-    def group(self) -> list[SequenceDriver]:
-        """Return those to compute next, and nobody beside them; empty where nobody is under suspicion."""
-        while self._groups:
-            suspects = {d: n for d, n in self._groups[-1].items() if _is_suspect(d, n)}
-            if suspects:
-                self._groups[-1] = suspects
-                return list(suspects)
-            self._groups.pop()
+    def suspects(self) -> list[SequenceDriver]:
+        """Return the group to compute next, without any other sequence; empty where there is no suspect."""
+        for group in reversed(self._groups):
+            if suspects := [d for d, n in group.items() if _is_suspect(d, n)]:
+                return suspects
         return []
 
-    def blame(self, n_past: Mapping[SequenceDriver, int]) -> None:
-        """Suspect those of a failed step, two halves apart; each is clear once it has so many cells."""
-        suspects = list(n_past.items())
+    def clear(self) -> None:
+        """Forget the suspects that are past their failure or have left, whatever becomes of their cells later."""
+        while self._groups:
+            group = self._groups.pop()
+            if suspects := {d: n for d, n in group.items() if _is_suspect(d, n)}:
+                self._groups.append(suspects)
+                return
+
+    def suspect(self, n_clear: Mapping[SequenceDriver, int]) -> None:
+        """Add the sequences of a failed step in two halves; `n_clear` cells clear each."""
+        suspects = list(n_clear.items())
         half = (len(suspects) + 1) // 2
         self._groups += [dict(part) for part in (suspects[half:], suspects[:half]) if part]
 
-    def split(self, n_past: Mapping[SequenceDriver, int]) -> SequenceDriver | None:
-        """Take in that the group failed: halve it, or return the one who was alone in it."""
+    def split(self, n_clear: Mapping[SequenceDriver, int]) -> SequenceDriver | None:
+        """Halve the group that failed again; return the culprit instead where the group is one sequence."""
+        self.clear()
         self._groups.pop()
-        if len(n_past) == 1:
-            return next(iter(n_past))
-        self.blame(n_past)
+        if len(n_clear) == 1:
+            return next(iter(n_clear))
+        self.suspect(n_clear)
         return None
 
 

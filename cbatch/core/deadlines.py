@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import TYPE_CHECKING
 
-from cbatch.core.status import Status
-
-if TYPE_CHECKING:
-    from cbatch.core.driver import SequenceDriver
+from cbatch.core.driver import SequenceDriver, Status
 
 _N_ENDED_MIN = 64
 

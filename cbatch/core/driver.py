@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.answers import N_TAIL
+from cbatch.chat.text import TextStream
 from cbatch.core.plan import (
     BROKEN_ROW,
     EMPTY_ROW,
@@ -17,9 +19,7 @@ from cbatch.core.plan import (
     GrammarStep,
     Slot,
 )
-from cbatch.core.stats import RequestClock
-from cbatch.core.status import TRANSITIONS, Event, Status, Wait
-from cbatch.core.text import TextStream
+from cbatch.core.request import RequestClock
 from cbatch.errors import (
     CacheError,
     CBatchError,
@@ -43,6 +43,55 @@ if TYPE_CHECKING:
 
 MAX_OUTPUT = 2**31 - 1
 """Stands for an output without end, where the window moves on."""
+
+
+class Status(Enum):
+    """Where a sequence is in its life; prefill and decode are derived from its counters."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+class Wait(Enum):
+    """What a waiting sequence waits for, besides a slot. Only `CELLS` holds up those behind it."""
+
+    COMPILE = "compile"
+    """its grammar, or what DRY needs of the vocabulary"""
+    LEADER = "leader"
+    """another sequence that computes the same prefix"""
+    CACHE = "cache"
+    """its cells, which are read from disk"""
+    RESTORE = "restore"
+    """its cells, which stand in host memory or have to be computed again"""
+    CELLS = "cells"
+    """room in the pool"""
+
+
+class Event(Enum):
+    """What can happen to a sequence."""
+
+    ADMIT = "admit"
+    PREEMPT = "preempt"
+    PAUSE = "pause"
+    RESUME = "resume"
+    REQUEUE = "requeue"
+    FINISH = "finish"
+
+
+TRANSITIONS: dict[tuple[Status, Event], Status] = {
+    (Status.WAITING, Event.ADMIT): Status.RUNNING,
+    (Status.WAITING, Event.PAUSE): Status.PAUSED,
+    (Status.WAITING, Event.FINISH): Status.FINISHED,
+    (Status.RUNNING, Event.PREEMPT): Status.WAITING,
+    (Status.RUNNING, Event.PAUSE): Status.PAUSED,
+    (Status.RUNNING, Event.FINISH): Status.FINISHED,
+    (Status.PAUSED, Event.RESUME): Status.RUNNING,
+    (Status.PAUSED, Event.REQUEUE): Status.WAITING,
+    (Status.PAUSED, Event.FINISH): Status.FINISHED,
+}
+"""Every change of status there is; a pair that is not here raises and changes nothing."""
 
 
 @dataclass(eq=False, slots=True)

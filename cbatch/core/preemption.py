@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cbatch.core.demand import N_PREEMPTED_MAX
-from cbatch.core.status import Status
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.errors import LedgerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Slot
 

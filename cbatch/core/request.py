@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cbatch.response import Timings
+
 if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet, Breakers, Grammar, RunOptions, Sampling
@@ -42,6 +44,52 @@ class Request:
     """What its output must match."""
     breakers: Breakers | None = None
     """Past what DRY does not look."""
+
+
+@dataclass(eq=False, slots=True)
+class RequestClock:
+    """When one request passed its stations, in seconds of the engine's clock."""
+
+    submitted_s: float
+    admitted_s: float | None = None
+    computed_s: float | None = None
+    """When its prompt was computed, where nothing is sampled behind it."""
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+    def take_tokens(self, n_sampled: int, n_dropped: int, now: float, later_s: float) -> None:
+        """Take in what a run sampled that ended `now`: the first token `later_s` before that, the others evenly behind.
+
+        `n_dropped` of them are no output: they were sampled past a stop string.
+        """
+        if self.first_token_s is None:
+            self.first_token_s = now - later_s
+        self.last_token_s = now - later_s * n_dropped / max(1, n_sampled - 1)
+
+    def timings(self, n_computed: int, n_output: int) -> Timings:
+        """Return the request's times; a rate is None where nothing was timed, never a division by zero.
+
+        Args:
+            n_computed: tokens that were computed for the first one to be sampled.
+            n_output: tokens that were sampled.
+        """
+        end = self.finished_s if self.finished_s is not None else self.submitted_s
+        admitted, first, last = self.admitted_s, self.first_token_s, self.last_token_s
+        return Timings(
+            queue_s=(end if admitted is None else admitted) - self.submitted_s,
+            ttft_s=None if first is None else first - self.submitted_s,
+            total_s=end - self.submitted_s,
+            prompt_tps=_rate(n_computed, admitted, self.computed_s if first is None else first),
+            generation_tps=_rate(n_output - 1, first, last),
+            last_token_s=None if last is None else last - self.submitted_s,
+        )
+
+
+def _rate(n_tokens: int, start_s: float | None, end_s: float | None) -> float | None:
+    if start_s is None or end_s is None or end_s <= start_s or n_tokens < 1:
+        return None
+    return n_tokens / (end_s - start_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cbatch.core.bisection import FaultBisection
-from cbatch.core.budget import even_out, limit_long_context_prefills, split_budget, whole_pieces
-from cbatch.core.costs import StepCosts
+from cbatch.core.budget import (
+    StepCosts,
+    even_out,
+    limit_long_context_prefills,
+    split_budget,
+    whole_pieces,
+)
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
 from cbatch.core.preemption import slot_of
-from cbatch.core.status import Status
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
 
@@ -17,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import Binding, KvCapabilities
     from cbatch.core.stats import EngineStats
     from cbatch.options import AdapterSet
@@ -47,7 +51,8 @@ class ContinuousBatchScheduler:
     `plan` decides and `apply` does; between the two nothing may be submitted or cancelled.
 
     After a step that failed, its sequences are computed in halves, apart from each other, until each is past the
-    place of the failure: so a passing failure does no harm, and one that fails alone is guilty and ends with an error.
+    place of the failure: so a passing failure does no harm, and one that fails alone is the culprit and ends with an
+    error.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class ContinuousBatchScheduler:
         self.stats = stats
         self.options = options or ScheduleOptions()
         self.costs = StepCosts(batcher.ledger.n_slots)
-        self.trials = FaultBisection()
+        self.bisection = FaultBisection()
         self._n_batch, self._chunk_alignment, self._can_trim = (
             n_batch,
             chunk_alignment,
@@ -100,7 +105,6 @@ class ContinuousBatchScheduler:
             Who has to be bound: those new in their slots, and those whose window moved.
         """
         self.batcher.expire(now)
-        self.trials.group()  # who is cleared is so now: it may lose its cells in this plan
         if self._must_rebuild:
             return []
         self._end_turns()  # before windows move: what moves in a plan cannot be saved in it
@@ -119,7 +123,7 @@ class ContinuousBatchScheduler:
         """Return the step for those that run now, of whom `admitted` have to be bound."""
         if self._must_rebuild:
             return self._rebuild()
-        order, shares = self._take_turn(self.trials.group() or self._running())
+        order, shares = self._take_turn(self.bisection.suspects() or self._running())
         chunks = tuple(
             driver.chunk(Slot(i), shares[i])
             for i, driver in enumerate(self.batcher.running)
@@ -132,7 +136,7 @@ class ContinuousBatchScheduler:
                 return None
         binds = tuple(d.binding(d.slot) for d in admitted if d.slot is not None)
         self.batcher.last_adapters = adapters = order[0].request.adapters if order else ()
-        n_steps = 1 if self.trials.group() else self._n_steps(chunks, order)
+        n_steps = 1 if self.bisection.suspects() else self._n_steps(chunks, order)
         return StepPlan(chunks, n_steps, binds=binds, adapters=adapters, **orders)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceDriver]:
@@ -153,6 +157,7 @@ class ContinuousBatchScheduler:
                     self._accept(driver, chunk, result, i, now, later_s)
         if result.code:
             self._contain(drivers, plan, result, now)
+        self.bisection.clear()  # who is cleared is so now: it may lose its cells in the next plan
         return drivers
 
     def start_over(self) -> StepPlan:
@@ -448,15 +453,15 @@ class ContinuousBatchScheduler:
             if self.batcher.make_room():
                 self._has_made_room = True
                 return
-        is_again = not result.n_steps and bool(self.trials.group())
+        is_again = not result.n_steps and bool(self.bisection.suspects())
         if result.code < -1:
             self._note_failure(result.code)
             if self._must_rebuild and len(n_past) == 1:
                 return
         if not is_again:
-            self.trials.blame(n_past)
-        elif guilty := self.trials.split(n_past):
-            self._fail(guilty, plan, result.code, now)
+            self.bisection.suspect(n_past)
+        elif culprit := self.bisection.split(n_past):
+            self._fail(culprit, plan, result.code, now)
 
     def _settle_cells(self, drivers: Sequence[SequenceDriver], result: StepResult) -> None:
         """Keep the cells that are still known after an abort; drop those of a computation that failed."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.prefix import PrefixIndex, n_common
-from cbatch.core.status import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import KvCapabilities, Slot
     from cbatch.core.prefix import Branch

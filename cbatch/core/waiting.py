@@ -6,15 +6,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.sharing import MIN_SHARED_TOKENS
-from cbatch.core.status import Status
 from cbatch.errors import CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.core.cell_ops import Cells
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.sharing import PrefixCache
     from cbatch.options import AdapterSet, Breakers, Grammar
 

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from cbatch.core.status import Status
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.errors import EngineClosedError, words_of
 from cbatch.interrupts import Latch, Postponed, Sleepers
 from cbatch.logs import Log
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.backend import Backend
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.core.stats import StepRecord

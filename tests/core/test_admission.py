@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.batcher import N_LOOK, N_OVERTAKEN_MAX, N_REFUSED_MAX
-from cbatch.core.status import Wait
+from cbatch.core.driver import Wait
 from cbatch.errors import PromptTooLongError, RequestFailedError
 from tests.helpers import (
     Rig,

@@ -24,14 +24,14 @@ def ids(drivers: list[SequenceDriver]) -> str:
     return "".join(d.request.id for d in drivers)
 
 
-def search(drivers: list[SequenceDriver], guilty: int) -> tuple[SequenceDriver, int, int]:
-    """Compute groups until the guilty one is found; return it, the failed and the good steps."""
-    trials, n_failed, n_good = FaultBisection(), 1, 0
-    trials.blame(dict.fromkeys(drivers, 5))
-    while group := trials.group():
-        if drivers[guilty] in group:
+def search(drivers: list[SequenceDriver], culprit: int) -> tuple[SequenceDriver, int, int]:
+    """Compute groups until the culprit is found; return it, the failed and the good steps."""
+    bisection, n_failed, n_good = FaultBisection(), 1, 0
+    bisection.suspect(dict.fromkeys(drivers, 5))
+    while group := bisection.suspects():
+        if drivers[culprit] in group:
             n_failed += 1
-            if found := trials.split(dict.fromkeys(group, 5)):
+            if found := bisection.split(dict.fromkeys(group, 5)):
                 return found, n_failed, n_good
         else:
             n_good += 1
@@ -41,47 +41,56 @@ def search(drivers: list[SequenceDriver], guilty: int) -> tuple[SequenceDriver, 
 
 
 def test_nobody_is_under_suspicion_at_first() -> None:
-    assert FaultBisection().group() == []
+    assert FaultBisection().suspects() == []
 
 
 def test_halves_stand_apart_and_the_first_comes_first() -> None:
-    trials, drivers = FaultBisection(), running(5)
-    trials.blame(dict.fromkeys(drivers, 5))
-    assert ids(trials.group()) == "012"
+    bisection, drivers = FaultBisection(), running(5)
+    bisection.suspect(dict.fromkeys(drivers, 5))
+    assert ids(bisection.suspects()) == "012"
     for driver in drivers[:3]:
         driver.n_computed = 5
-    assert ids(trials.group()) == "34"
+    assert ids(bisection.suspects()) == "34"
 
 
 def test_who_is_past_the_failure_is_clear_and_the_others_are_not() -> None:
-    trials, drivers = FaultBisection(), running(4)
-    trials.blame({d: 4 + i for i, d in enumerate(drivers)})
+    bisection, drivers = FaultBisection(), running(4)
+    bisection.suspect({d: 4 + i for i, d in enumerate(drivers)})
     drivers[0].n_computed = drivers[1].n_computed = 4
-    assert ids(trials.group()) == "1"
+    assert ids(bisection.suspects()) == "1"
     drivers[1].n_computed = 5
-    assert ids(trials.group()) == "23"
+    assert ids(bisection.suspects()) == "23"
 
 
 def test_who_leaves_its_slot_is_no_longer_looked_at() -> None:
-    trials, drivers = FaultBisection(), running(4)
-    trials.blame(dict.fromkeys(drivers, 5))
+    bisection, drivers = FaultBisection(), running(4)
+    bisection.suspect(dict.fromkeys(drivers, 5))
     drivers[0].cancel(0.0)
     drivers[1].pause()
     drivers[2].preempt()
-    assert ids(trials.group()) == "3"
+    assert ids(bisection.suspects()) == "3"
+
+
+def test_who_was_cleared_stays_so_when_its_cells_are_lost() -> None:
+    bisection, drivers = FaultBisection(), running(2)
+    bisection.suspect(dict.fromkeys(drivers, 5))
+    drivers[0].n_computed = 5
+    bisection.clear()
+    drivers[0].n_computed = 0
+    assert [ids(bisection.suspects()) for _ in range(2)] == ["1", "1"]
 
 
 def test_one_alone_that_fails_is_guilty() -> None:
-    trials, [driver] = FaultBisection(), running(1)
-    trials.blame({driver: 5})
-    assert trials.split({driver: 5}) is driver
-    assert trials.group() == []
+    bisection, [driver] = FaultBisection(), running(1)
+    bisection.suspect({driver: 5})
+    assert bisection.split({driver: 5}) is driver
+    assert bisection.suspects() == []
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 256])
 def test_each_of_many_is_found_in_about_twice_the_logarithm_of_steps(n: int) -> None:
-    for guilty in range(n):
-        found, n_failed, n_good = search(running(n), guilty)
-        assert found.request.id == str(guilty)
+    for culprit in range(n):
+        found, n_failed, n_good = search(running(n), culprit)
+        assert found.request.id == str(culprit)
         assert n_failed <= math.ceil(math.log2(n)) + 2
         assert n_failed + n_good <= 2 * math.ceil(math.log2(n)) + 2

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
 from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.preemption import N_WORTH_MOVE, choose_mover, choose_victim, slot_of
-from cbatch.core.status import Status
 from cbatch.errors import LedgerError
 from tests.core.drivers import make_driver, make_running
 from tests.helpers import partitioned, recurrent, shared_pool
-
-if TYPE_CHECKING:
-    from cbatch.core.driver import SequenceDriver
 
 
 def at(slot: int, n_computed: int = 9, **given: int | Status) -> SequenceDriver:

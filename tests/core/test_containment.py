@@ -318,4 +318,4 @@ def test_cleared_request_stays_cleared_when_it_loses_its_cells() -> None:
     rig.scheduler.admit(rig.now)
     for driver in rig.drivers.values():
         rig.batcher.drop_cells(driver)
-    assert rig.scheduler.trials.group() == []
+    assert rig.scheduler.bisection.suspects() == []

@@ -9,8 +9,7 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend, FakeVocab
 from cbatch.core.deadlines import Deadlines
-from cbatch.core.driver import SequenceDriver
-from cbatch.core.status import Wait
+from cbatch.core.driver import SequenceDriver, Wait
 from cbatch.errors import DeadlineError
 from tests.helpers import (
     Rig,

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeVocab
-from cbatch.core.driver import SequenceDriver
+from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
 from cbatch.core.output import result_of, take_chunk
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, N_TARGETS_MAX, Chunk, Slot, TokenLogprobs
-from cbatch.core.status import TRANSITIONS, Event, Status
 from cbatch.errors import (
     PromptTooLongError,
     RequestCancelledError,

@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.core.batcher import N_OVERTAKEN_MAX
 from cbatch.core.demand import N_PREEMPTED_MAX
-from cbatch.core.status import Status, Wait
+from cbatch.core.driver import Status, Wait
 from tests.helpers import (
     Rig,
     drive,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cbatch.core.driver import Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.sharing import MIN_SHARED_TOKENS, Source
-from cbatch.core.status import Status, Wait
 from tests.helpers import (
     Rig,
     drive,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
-from cbatch.core.stats import RequestClock
+from cbatch.core.request import RequestClock
 from tests.helpers import drive, make_request, make_scheduler, make_sequences, partitioned, step
 
 SECONDS = st.one_of(st.none(), st.floats(0, 1e9))

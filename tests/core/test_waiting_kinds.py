@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.batcher import N_FETCHED_PER_SLOT, N_STORED_PER_SLOT
-from cbatch.core.driver import SequenceDriver
+from cbatch.core.driver import SequenceDriver, Wait
 from cbatch.core.sharing import MIN_SHARED_TOKENS
-from cbatch.core.status import Wait
 from cbatch.core.waiting import _N_KNOWN_MAX, CacheEntry, CacheRef, PrefixWaiters
 from cbatch.errors import CacheError
 from tests.helpers import (
@@ -26,7 +25,6 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
 
 FETCH = CacheRef("k")

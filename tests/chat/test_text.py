@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.core.text import StopMatcher, TextStream
+from cbatch.chat.text import StopMatcher, TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
