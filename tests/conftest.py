@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from cbatch.bench.synth import Shape
+    from cbatch.bench.synthetic import Shape
     from tests.places import Place
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +63,7 @@ def synth(tmp_path_factory: pytest.TempPathFactory) -> SynthFactory:
     ) -> Path:
         from dataclasses import asdict
 
-        from cbatch.bench.synth import SHAPES, Shape, write_model
+        from cbatch.bench.synthetic import SHAPES, Shape, write_model
 
         base = SHAPES[shape] if isinstance(shape, str) else shape
         changed = Shape(**{**asdict(base), **sizes})

@@ -213,7 +213,7 @@ def run(name: str, seed: int, model: Path) -> str:
 
 def make_model(folder: Path) -> Path:
     """Write a model whose loading takes a moment."""
-    from cbatch.bench.synth import Shape, write_model
+    from cbatch.bench.synthetic import Shape, write_model
 
     return write_model(folder / "model.gguf", Shape(4, 512, 8, 4, 1536, 8000, "f16"))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
-from cbatch.bench import synth
+from cbatch.bench import synthetic
 from cbatch.cache.store import CacheStore
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
@@ -65,16 +65,16 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def window_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the path of a model whose layers but each fourth look back over 32 positions only."""
-    layer = synth._attention_layer
+    layer = synthetic._attention_layer
 
-    def layer_with_one_norm(shape: synth.Shape, block: str) -> Iterator[Any]:
+    def layer_with_one_norm(shape: synthetic.Shape, block: str) -> Iterator[Any]:
         return (tensor for tensor in layer(shape, block) if "ffn_norm" not in tensor.name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synth, "_attention_layer", layer_with_one_norm)
-        return synth.write_model(
+        patch.setattr(synthetic, "_attention_layer", layer_with_one_norm)
+        return synthetic.write_model(
             tmp_path_factory.mktemp("windows") / "cohere2.gguf",
-            replace(synth.SHAPES["test"], n_layer=4, tied=True),
+            replace(synthetic.SHAPES["test"], n_layer=4, tied=True),
             metadata={
                 "general.architecture": "cohere2",
                 "cohere2.attention.sliding_window": 32,

@@ -1,7 +1,7 @@
 """A day of traffic in a minute: `python -m cbatch.bench.simulate --policy fcfs shortest --slots 16 32`.
 
 The scheduler that serves models is driven here on `FakeBackend` in virtual time. What a step takes comes from a table
-that `cbatch.bench.costs` measured, so policies, slots and budgets can be compared on millions of requests.
+that `cbatch.bench.step_costs` measured, so policies, slots and budgets can be compared on millions of requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.bench.costs import SMALL, StepTable
+from cbatch.bench.step_costs import SMALL, StepTable
 from cbatch.checks import check_seconds
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver
@@ -424,7 +424,11 @@ def capacity(cost: Cost, n_slots: int, mean_prompt: float, mean_output: float) -
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--costs", type=Path, help="table of cbatch.bench.costs; without, that of the model small")
+    add(
+        "--costs",
+        type=Path,
+        help="table of cbatch.bench.step_costs; without, that of the model small",
+    )
     add("--slots", type=int, nargs="+", default=[16], help="sequences at once")
     add("--policy", nargs="+", default=["fcfs"], help="policies of the queue")
     add("--trace", type=Path, help="JSONL file of requests; without, they come by chance")

@@ -13,8 +13,8 @@ from rich.markup import escape
 import cbatch
 from cbatch.checks import check_whole
 from cbatch.cli.main import ExitCode, write
-from cbatch.cli.options import Given, name_of, option, takes
-from cbatch.cli.words import say, shown
+from cbatch.cli.option_table import Given, name_of, option, takes
+from cbatch.cli.terminal import say, shown
 from cbatch.files.places import stdin
 
 

@@ -10,8 +10,8 @@ import typer
 from rich.cells import cell_len, set_cell_size
 
 from cbatch.cli.main import Command, ExitCode, write
-from cbatch.cli.options import option
-from cbatch.cli.words import say, shown
+from cbatch.cli.option_table import option
+from cbatch.cli.terminal import say, shown
 from cbatch.errors import ConfigError
 from cbatch.files.places import stdin, stdout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import cbatch
-from cbatch.cli.options import name_of
+from cbatch.cli.option_table import name_of
 from cbatch.files.input.item_stream import ahead_of
 from cbatch.files.input.lines import dump, result_as_json
 from cbatch.files.output.encoders import check_name

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from cbatch.cli.words import tell, tell_at_once
+from cbatch.cli.terminal import tell, tell_at_once
 from cbatch.progress import PLAIN_INTERVAL_S, Snapshot
 
 

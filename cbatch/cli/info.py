@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from cbatch.cli.main import write
-from cbatch.cli.options import Given, option, takes
-from cbatch.cli.words import shown
+from cbatch.cli.option_table import Given, option, takes
+from cbatch.cli.terminal import shown
 from cbatch.engine_options import EngineOptions
 from cbatch.files.places import stdout
 

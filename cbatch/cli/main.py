@@ -18,8 +18,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import cbatch
-from cbatch.cli.options import option
-from cbatch.cli.words import event_line, say, tell
+from cbatch.cli.option_table import option
+from cbatch.cli.terminal import event_line, say, tell
 from cbatch.files.places import stdout
 from cbatch.logs import FIELDS
 

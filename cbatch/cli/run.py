@@ -11,8 +11,8 @@ import cbatch
 from cbatch.cli.demo import run_demo
 from cbatch.cli.events import EventView, note_at_once
 from cbatch.cli.main import ExitCode, leave_stdout
-from cbatch.cli.options import FILES, NAMES, OPTIONS, Given, option, takes
-from cbatch.cli.words import say
+from cbatch.cli.option_table import FILES, NAMES, OPTIONS, Given, option, takes
+from cbatch.cli.terminal import say
 from cbatch.files.check import CheckSummary, check_file
 from cbatch.files.estimate import Estimate, estimate_file
 from cbatch.files.file_run import run_file

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cbatch.cli.main import ExitCode, leave_stdout
-from cbatch.cli.options import option
-from cbatch.cli.words import say
+from cbatch.cli.option_table import option
+from cbatch.cli.terminal import say
 from cbatch.errors import ConfigError
 from cbatch.files.places import is_dash, stdout
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cbatch.cli.main import write
-from cbatch.cli.options import option
+from cbatch.cli.option_table import option
 
 
 def status(

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cbatch.cli.options import option
-from cbatch.cli.words import say
+from cbatch.cli.option_table import option
+from cbatch.cli.terminal import say
 from cbatch.errors import ConfigError
 from cbatch.files.places import check_new, is_dash
 
@@ -29,7 +29,7 @@ def synth(
 
     Example: cbatch synth model.gguf --shape tiny
     """
-    from cbatch.bench.synth import SHAPES, write_model  # numpy is slow to import
+    from cbatch.bench.synthetic import SHAPES, write_model  # numpy is slow to import
 
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; there is: {', '.join(SHAPES)}")

@@ -14,8 +14,8 @@ import pytest
 
 from cbatch.backend.fake import StepCost
 from cbatch.bench import simulate as script
-from cbatch.bench.costs import SMALL
 from cbatch.bench.simulate import Arrival, Report, capacity, poisson, read_trace, simulate
+from cbatch.bench.step_costs import SMALL
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine_options import ScheduleOptions

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.cli.options import Given, shares_of
+from cbatch.cli.option_table import Given, shares_of
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import cbatch
-from cbatch.bench.synth import SHAPES, write_model
+from cbatch.bench.synthetic import SHAPES, write_model
 from tests.cli.conftest import invoke
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cbatch.bench.synth import BOS, CHATML, CONTROL_TOKENS, TURN_END, UNK, Shape
+from cbatch.bench.synthetic import BOS, CHATML, CONTROL_TOKENS, TURN_END, UNK, Shape
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from cbatch.models.recipe.demo import SHORT, STORIES, Shown
+from cbatch.models.recipe.demo_chats import SHORT, STORIES, Shown
 from cbatch.models.recipe.reading import extract
 from cbatch.models.recipe.singles import SINGLE
 from cbatch.models.recipe.stories import ask_plainly, is_story_of, story

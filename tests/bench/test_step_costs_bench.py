@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.bench import costs
-from cbatch.bench.costs import SMALL, StepTable
+from cbatch.bench import step_costs
+from cbatch.bench.step_costs import SMALL, StepTable
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def test_script_prints_a_table_of_a_model(
     monkeypatch.setattr(
         sys, "argv", ["costs", str(test_model), *sizes, "--rounds", "1", "--threads", "1"]
     )
-    costs.main()
+    step_costs.main()
     table = StepTable.of(json.loads(capsys.readouterr().out))
     assert [n for n, _ in table.decode_s] == [1, 3]
     assert [n for n, _ in table.prompt_s] == [8, 40]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from cbatch.bench import sampling
+from cbatch.bench import samplers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,17 +18,17 @@ def test_script_prints_a_line_for_each_chain_and_each_team(
 ) -> None:
     given = [str(test_model), "--rows", "3", "--steps", "2", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["sampling", *given])
-    sampling.main()
+    samplers.main()
     alone, teams = capsys.readouterr().out.split("\n\n")
     rows = [line.split(" | ") for line in alone.splitlines()[2:]]
-    assert [row[0].removeprefix("| ") for row in rows] == list(sampling.CHAINS)
+    assert [row[0].removeprefix("| ") for row in rows] == list(samplers.CHAINS)
     assert all(float(row[1]) > 0 and float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
-    assert len(teams.splitlines()) == 2 + len(sampling.TEAM)
+    assert len(teams.splitlines()) == 2 + len(samplers.TEAM)
 
 
 def test_table_names_targets() -> None:
-    line = sampling.Line("greedy", 100.0, 20.0, 5.0, 2.5)
+    line = samplers.Line("greedy", 100.0, 20.0, 5.0, 2.5)
     assert (
-        sampling.table([line], "a", "b").splitlines()[-1]
+        samplers.table([line], "a", "b").splitlines()[-1]
         == "| greedy | 100.0 | 20.0 | 5.00 | ≥ 2.5 |"
     )

@@ -1,4 +1,4 @@
-"""Prompts that go on behind many cells, a few in a step and all at once: `python -m cbatch.bench.far MODEL`.
+"""Prompts that go on behind many cells: `python -m cbatch.bench.long_context_prefill MODEL`.
 
 Requests of unequal length begin with the same tokens, which were computed before. The engine answers them as it does,
 and with no limit, in turn on one model; JSON goes to stdout.
@@ -20,7 +20,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.threads import run_aside
-from cbatch.bench.prefix import FIRST_TOKEN, in_turn
+from cbatch.bench.shared_prefix import FIRST_TOKEN, in_turn
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.messages import BatchPrompt

@@ -1,4 +1,4 @@
-"""What steps of a model take on a machine: `python -m cbatch.bench.costs MODEL > costs.json`.
+"""What steps of a model take on a machine: `python -m cbatch.bench.step_costs MODEL > costs.json`.
 
 The table is a cost for `FakeBackend`, and so for `cbatch.bench.simulate`: it knows the width of a step and the prompt
 tokens that join it. That steps grow slower as sequences grow longer is not in it.
@@ -145,7 +145,8 @@ SMALL = StepTable(
 )
 """The model *small* (12 layers, 768 wide, 151,936 tokens, q8_0) on 2 cores (x86-64, AVX-512).
 
-Source: `python -m cbatch.bench.costs small.gguf`, llama-cpp-python 0.3.36. Four rows cost nearly what eight do there.
+Source: `python -m cbatch.bench.step_costs small.gguf`, llama-cpp-python 0.3.36. Four rows cost nearly
+as much as eight.
 """
 
 

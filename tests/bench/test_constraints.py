@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.bench import structure
-from cbatch.bench.structure import Round, Turn
+from cbatch.bench import constraints
+from cbatch.bench.constraints import Round, Turn
 from cbatch.engine import Engine
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def test_each_round_has_a_free_and_a_bound_turn() -> None:
     with Engine(FakeBackend(3, 64, 32)) as engine:
-        rounds = structure.compare(engine, {"regex": "1"}, 8, 2, 2)
+        rounds = constraints.compare(engine, {"regex": "1"}, 8, 2, 2)
     assert len(rounds) == 2
     assert all(r.free.tps > 0 < r.bound.tps for r in rounds)
 
@@ -25,7 +25,7 @@ def test_each_round_has_a_free_and_a_bound_turn() -> None:
 def test_summary_is_the_middle_and_the_range_of_each_rounds_ratio() -> None:
     free = Turn(100.0, 2.0, 0.5, 8)
     rounds = [Round(free, Turn(tps, 3.0, 1.0, 6)) for tps in (80.0, 90.0, 120.0)]
-    found = structure.summary(rounds)
+    found = constraints.summary(rounds)
     assert (found["ratio_min"], found["ratio"], found["ratio_max"]) == (0.8, 0.9, 1.2)
     assert (found["free_ms_step"], found["bound_ms_sample"]) == (2.0, 1.0)
 
@@ -35,7 +35,7 @@ def test_script_prints_a_line_for_each_constraint(
 ) -> None:
     given = ["--rows", "2", "--tokens", "6", "--rounds", "1", "--only", "letters", "records"]
     monkeypatch.setattr(sys, "argv", ["structure", *given])
-    structure.main()
+    constraints.main()
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [f["constraint"] for f in found] == ["letters", "records"]
     assert all(f["ratio"] > 0 for f in found)

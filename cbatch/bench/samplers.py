@@ -1,4 +1,4 @@
-"""Our sampling beside llama.cpp's sampler chain: `python -m cbatch.bench.sampling [MODEL]`.
+"""Our sampling beside llama.cpp's sampler chain: `python -m cbatch.bench.samplers [MODEL]`.
 
 Both sample the same rows of one context in turn, on one thread; the last lines are ours on two threads and on one, each
 right after a real decode. Without a model one with random weights and 151,936 tokens is written for it.
@@ -19,7 +19,7 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.sampler_bench import LogitRows
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.threads import run_aside
-from cbatch.bench.synth import SHAPES, write_model
+from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
 from cbatch.options import Sampling
 

@@ -1,4 +1,4 @@
-"""What constraints cost: `python -m cbatch.bench.structure MODEL`.
+"""What constraints cost: `python -m cbatch.bench.constraints MODEL`.
 
 The same prompts are answered freely and under a constraint, in turn on one engine, so the ratio holds on a noisy
 machine. Every answer is cut at the same number of tokens.

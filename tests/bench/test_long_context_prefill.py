@@ -6,8 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from cbatch.bench import far
-from cbatch.bench.far import Job
+from cbatch.bench import long_context_prefill
+from cbatch.bench.long_context_prefill import Job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ def test_script_prints_both_times_and_their_ratio(
     sizes = ["--requests", "4", "--common", "300", "--own", "70", "80", "--output", "1", "2"]
     sizes += ["--slots", "4", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["far", str(test_model), *sizes])
-    far.main()
+    long_context_prefill.main()
     found = json.loads(capsys.readouterr().out)
     assert found["few_s"] > 0 < found["all_at_once_s"]
     assert found["range"] == [found["ratio"]] * 2

@@ -1,6 +1,6 @@
 """Items a second over a batch file, and memory: parse, validate and write alone, and through the fake backend.
 
-Run: python -m cbatch.bench.files --lines 1000000
+Run: python -m cbatch.bench.batch_files --lines 1000000
 """
 
 from __future__ import annotations
@@ -92,7 +92,15 @@ def measure(way: str, n: int, folder: Path) -> tuple[float, float]:
     if not source.exists():
         write_requests(source, n)
     output = folder / f"{n}.{way}.jsonl"
-    command = [sys.executable, "-m", "cbatch.bench.files", "--child", way, str(source), str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "cbatch.bench.batch_files",
+        "--child",
+        way,
+        str(source),
+        str(output),
+    ]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     seconds, n_kib = map(float, said.split())
     return n / seconds, n_kib / 1024

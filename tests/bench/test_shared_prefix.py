@@ -13,8 +13,8 @@ import pytest
 from cbatch.backend.llama.bare import PrefixLoop, suffix_rows
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.load.open_model import open_model
-from cbatch.bench import prefix
-from cbatch.bench.prefix import Job, Prompts
+from cbatch.bench import shared_prefix
+from cbatch.bench.shared_prefix import Job, Prompts
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
@@ -114,7 +114,7 @@ def test_loop_refuses_a_memory_that_cannot_be_cut_back(synth: SynthFactory) -> N
 def run(monkeypatch: pytest.MonkeyPatch, model: Path, *given: str) -> None:
     sizes = ("--requests", "5", "--slots", "2", "--rounds", "1")
     monkeypatch.setattr(sys, "argv", ["prefix", str(model), *sizes, *given])
-    prefix.main()
+    shared_prefix.main()
 
 
 def test_script_prints_a_line_for_each_kind_of_memory(
@@ -136,8 +136,8 @@ def test_script_prints_a_line_for_each_kind_of_memory(
 def test_script_with_sweep_prints_a_line_for_each_beginning_and_answer(
     random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prefix, "SWEEP_COMMON", (0, 32))
-    monkeypatch.setattr(prefix, "SWEEP_OUTPUT", (1, 2))
+    monkeypatch.setattr(shared_prefix, "SWEEP_COMMON", (0, 32))
+    monkeypatch.setattr(shared_prefix, "SWEEP_OUTPUT", (1, 2))
     run(monkeypatch, random_model, "--sweep")
     out, err = capsys.readouterr()
     found = [json.loads(line) for line in out.splitlines()]
