@@ -55,13 +55,13 @@ from cbatch.response import BatchResponse
 from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.ids import RequestId
 from cbatch.runtime.in_flight import InFlight
-from cbatch.runtime.intake import CANCELLED_EARLY, CLOSED_EARLY, Intake, is_in_event_loop
+from cbatch.runtime.intake import CANCELLED_EARLY, CLOSED_EARLY, Intake
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
 from cbatch.runtime.request_log import RequestLog
 from cbatch.runtime.sequences import OptionsMerger, tokenize
-from cbatch.runtime.to_end import do_to_end
 from cbatch.runtime.validation import check_adapters
+from cbatch.runtime.waking import do_to_end, is_in_event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -474,25 +474,14 @@ class Engine:
         return self._pump()
 
     def _mailbox(self, n_items: int, *, n_ahead: int | None = None) -> Mailbox:
-        # through self: a response keeps its engine from being collected
         return Mailbox(
             n_items,
-            self._cancel_batch,
+            self._in_flight,
             None if self._threaded else self._pump,
-            self._cancel_batch_soon,
             n_ahead=n_ahead,
-            cancel_waiting_soon=self._cancel_waiting_soon,
             log=self._log,
+            engine=self,
         )
-
-    def _cancel_batch(self, mailbox: Mailbox) -> int:
-        return self._in_flight.cancel_batch(mailbox)
-
-    def _cancel_waiting_soon(self, mailbox: Mailbox) -> None:
-        self._in_flight.cancel_waiting_soon(mailbox)
-
-    def _cancel_batch_soon(self, mailbox: Mailbox) -> None:
-        self._in_flight.cancel_batch_soon(mailbox)
 
     def _pump(self) -> bool:
         self._parts.intake.fill()
@@ -502,7 +491,7 @@ class Engine:
         if not progress or before is None:
             return None
         view = choose_view(closing_line) if progress is True else progress
-        return Progress(view, run.mailbox.counts, self.stats, before, self.parallel)
+        return Progress(view, run.mailbox.items.counts, self.stats, before, self.parallel)
 
     def _snapshot(self) -> EngineStats:
         batcher, stats = self._parts.batcher, self._parts.stats.copy()

@@ -175,6 +175,6 @@ class Sleepers:
 
     def wake(self) -> None:
         """Have all that wait look again. From any thread, behind the change."""
-        with suppress(IndexError):
-            while self._locks:
+        while self._locks:
+            with suppress(IndexError):  # another thread has taken the last one
                 self._locks.popleft().release()

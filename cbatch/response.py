@@ -128,8 +128,9 @@ class BatchResult:
 class Inbox(Protocol):
     """Where a batch's chunks and results arrive; see `cbatch.runtime.mailbox`."""
 
-    source_error: BaseException | None
-    """What reading the prompts raised, where they are read one by one."""
+    @property
+    def source_error(self) -> BaseException | None:
+        """What reading the prompts raised, where they are read one by one."""
 
     def next_chunk(self) -> BatchOutputChunk | None:
         """Wait for the next chunk; None when every item has ended and been given out."""

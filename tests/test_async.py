@@ -18,6 +18,7 @@ import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.errors import BatchError, EngineClosedError, ModelLoadError
+from cbatch.runtime.waking import LoopWaker
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,
@@ -139,15 +140,11 @@ async def test_a_slow_reader_gets_every_token_and_stops_nobody() -> None:
 
 
 async def test_one_wakeup_serves_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cbatch.runtime.waker import LoopWaker
-
-    backend = GatedBackend(8, 64, 64, hold_at=1)
+    calls: list[Callable[[], None]] = []
+    waker = LoopWaker(calls.append)
+    monkeypatch.setattr(LoopWaker, "here", lambda: waker)
+    backend = GatedBackend(8, 64, 64, hold_at=0)
     with Engine(backend, options={**ENDLESS, "max_tokens": 1}) as engine:
-        bell = LoopWaker.here()
-        calls: list[object] = []
-        call_soon = bell._call_soon
-        monkeypatch.setattr(bell, "_call_soon", calls.append)
-        backend.hold_at = 0
         responses = [engine.submit(str(i)) for i in range(8)]
         await anyio.to_thread.run_sync(backend.wait_until_held)
         async with anyio.create_task_group() as tasks:
@@ -156,9 +153,8 @@ async def test_one_wakeup_serves_all_readers_of_a_loop(monkeypatch: pytest.Monke
             await anyio.wait_all_tasks_blocked()
             backend.release()
             await anyio.to_thread.run_sync(partial(wait_for_end, engine))
-            assert len(calls) == 1
-            monkeypatch.setattr(bell, "_call_soon", call_soon)
-            bell._set_all()
+            [wake_all] = calls
+            wake_all()
 
 
 def wait_for_end(engine: Engine) -> None:

@@ -13,8 +13,6 @@ from functools import lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
-from anyio.lowlevel import current_token
-
 from cbatch.errors import (
     CacheError,
     CBatchError,
@@ -35,6 +33,7 @@ from cbatch.runtime.in_flight import Route
 from cbatch.runtime.mailbox import Mailbox, refused
 from cbatch.runtime.sequences import SequenceMaker, extended
 from cbatch.runtime.validation import check_extension, origin_of
+from cbatch.runtime.waking import is_in_event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -202,7 +201,7 @@ class Intake:
 
     def _put(self, run: Run, item: Any) -> None:
         """Queue one prompt that was read; one that is refused ends at once, with its error."""
-        place = run.mailbox.expect()
+        place = run.mailbox.items.expect()
         if place is None:  # everybody left while it was read
             return
         try:
@@ -251,7 +250,7 @@ class Intake:
                 routes[id] = Route(mailbox, place, id)
                 continue
             choices = Choices(mailbox, place, id, drivers[0].request.options)
-            mailbox.expect_choices(choices.n_kept)
+            mailbox.items.expect_choices(choices.n_kept)
             routes[id] = Route(choices, -1, id)  # taken until the last choice has ended
             members = [d.request.id for d in drivers]
             routes.update((member, Route(choices, i, member)) for i, member in enumerate(members))
@@ -327,12 +326,3 @@ def _end_feed(mailbox: weakref.ref[Mailbox]) -> None:
     alive = mailbox()
     if alive is not None:
         alive.end_feed()
-
-
-def is_in_event_loop() -> bool:
-    """Whether this thread runs one now, of asyncio or trio."""
-    try:
-        current_token()
-    except RuntimeError:
-        return False
-    return True

@@ -171,7 +171,7 @@ def make_loop(n_slots: int = 1) -> tuple[Loop, Rig]:
 
 def submit(loop: Loop, rig: Rig, *requests: Request) -> InFlight:
     in_flight = InFlight(loop, rig.batcher, lambda: rig.now)
-    box = Mailbox(len(requests), in_flight.cancel_batch, None)
+    box = Mailbox(len(requests), in_flight, None)
     loop.routes.update((r.id, Route(box, i, r.id)) for i, r in enumerate(requests))
     in_flight.submit([SequenceDriver.of(r, rig.backend.vocab.piece, rig.now) for r in requests])
     return in_flight

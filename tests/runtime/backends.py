@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.engine import Engine
     from cbatch.response import BatchResponse, BatchResult
+    from cbatch.runtime.mailbox import Mailbox
 
 PATIENCE_S = 60.0
 """After this a test that hangs fails; no test waits for it to pass."""
@@ -55,6 +56,22 @@ class GatedBackend(FakeBackend):
     def release_when_asked(self) -> None:
         """Go on when somebody interrupts: a command waits then."""
         self._is_armed = True
+
+
+class Cancelled:
+    """Stands for requests in flight that are cancelled at once."""
+
+    def __init__(self, n: int = 0) -> None:
+        self.n = n
+
+    def cancel_batch(self, mailbox: Mailbox) -> int:
+        return self.n
+
+    def cancel_batch_soon(self, mailbox: Mailbox) -> None:
+        pass
+
+    def cancel_waiting_soon(self, mailbox: Mailbox) -> None:
+        pass
 
 
 class CtrlC:

@@ -28,7 +28,7 @@ from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import A_SECOND_A_STEP, partitioned
 from tests.places import steps, wait_until
-from tests.runtime.backends import FailingBackend, GatedBackend, all_results, in_thread
+from tests.runtime.backends import Cancelled, FailingBackend, GatedBackend, all_results, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -433,7 +433,7 @@ def test_result_has_taken_as_long_as_the_slowest_answer_whichever_is_kept(engine
     fast, slow = answer(engine, seed=1), answer(engine, seed=2)
     total_s = fast.timings.total_s + 9
     times = replace(slow.timings, total_s=total_s, last_token_s=total_s)
-    choices = Choices(Mailbox(1, lambda _: 0, None), 0, "x", RunOptions(best_of=2))
+    choices = Choices(Mailbox(1, Cancelled(), None), 0, "x", RunOptions(best_of=2))
     joined = choices._joined([fast], [fast, replace(slow, timings=times)])
     assert joined.timings == replace(fast.timings, total_s=total_s, last_token_s=total_s)
 

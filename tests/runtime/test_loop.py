@@ -38,7 +38,7 @@ class LoopRig:
 
     def submit(self, *ids: str, **options: Any) -> Mailbox:
         """Queue one batch whose items are these ids."""
-        box = Mailbox(len(ids), self.in_flight.cancel_batch, None)
+        box = Mailbox(len(ids), self.in_flight, None)
         self.loop.routes.update((id, Route(box, i, id)) for i, id in enumerate(ids))
         piece = self.backend.vocab.piece
         self.in_flight.submit(

@@ -9,7 +9,7 @@ import pytest
 from cbatch.errors import EngineClosedError, EngineError
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
 from cbatch.runtime.mailbox import Mailbox
-from tests.runtime.backends import PATIENCE_S, in_thread
+from tests.runtime.backends import PATIENCE_S, Cancelled, in_thread
 
 
 def chunk(id: str, text: str = "", *, is_last: bool = False) -> BatchOutputChunk:
@@ -22,7 +22,7 @@ def result(id: str) -> BatchResult:
 
 
 def mailbox(n_items: int = 2) -> Mailbox:
-    return Mailbox(n_items, lambda _: 7, None)
+    return Mailbox(n_items, Cancelled(7), None)
 
 
 def test_results_come_in_input_order_and_in_order_of_completion() -> None:
@@ -85,7 +85,7 @@ def test_reader_without_a_thread_steps_until_it_has_what_it_wants() -> None:
         box.deliver([chunk("a", str(n_steps))], [(0, result("a"))] if n_steps == 3 else [])
         return True
 
-    box = Mailbox(1, lambda _: 0, pump)
+    box = Mailbox(1, Cancelled(), pump)
     first = box.next_chunk()
     assert first is not None
     assert (first.text, n_steps) == ("1", 1)
@@ -94,11 +94,11 @@ def test_reader_without_a_thread_steps_until_it_has_what_it_wants() -> None:
 
 
 def test_reader_without_a_thread_gives_up_where_there_is_nothing_to_do() -> None:
-    box = Mailbox(2, lambda _: 0, lambda: False)
+    box = Mailbox(2, Cancelled(), lambda: False)
     with pytest.raises(EngineError, match="2 items are open"):
         box.wait(None)
     with pytest.raises(TimeoutError):
-        Mailbox(1, lambda _: 0, lambda: True).wait(0)
+        Mailbox(1, Cancelled(), lambda: True).wait(0)
 
 
 def test_step_that_ends_the_engine_ends_the_wait_with_results() -> None:
@@ -106,7 +106,7 @@ def test_step_that_ends_the_engine_ends_the_wait_with_results() -> None:
         box.deliver([], [(0, result("a"))])
         raise EngineClosedError("it broke")
 
-    box = Mailbox(1, lambda _: 0, pump)
+    box = Mailbox(1, Cancelled(), pump)
     assert [r.id for r in box.wait(None)] == ["a"]
 
 
@@ -115,4 +115,4 @@ def test_closed_engine_is_told_where_items_are_open() -> None:
         raise EngineClosedError("closed")
 
     with pytest.raises(EngineClosedError):
-        Mailbox(1, lambda _: 0, pump).wait(None)
+        Mailbox(1, Cancelled(), pump).wait(None)

@@ -1,0 +1,208 @@
+"""Waiting and waking: readers in threads and in event loops, asyncio or trio, and work that a task waits for."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio.lowlevel import RunVar, checkpoint, current_token
+
+from cbatch.errors import EngineClosedError, EngineError
+from cbatch.interrupts import Sleepers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class LoopWaker:
+    """Sets events of one event loop from other threads; `LoopWaker.here()` is the running loop's only one.
+
+    One call into the loop wakes all tasks that wait there.
+    """
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        """Make one for the loop that does what is given to `call_soon`, which any thread may call."""
+        self._call_soon = call_soon
+        self._lock = threading.RLock()  # a handler of a signal may wake, too
+        self._events: list[anyio.Event] = []
+
+    @staticmethod
+    def here() -> LoopWaker:
+        """Return the waker of the event loop that runs in this thread."""
+        try:
+            return _waker.get()
+        except LookupError:
+            waker = LoopWaker(_call_soon())
+            _waker.set(waker)
+            return waker
+
+    def set_soon(self, event: anyio.Event) -> None:
+        """Have the loop set `event`. From any thread; no effect where the loop has ended."""
+        with self._lock:
+            is_first = not self._events
+            self._events.append(event)
+        if is_first:
+            try:
+                self._call_soon(self._set_all)
+            except RuntimeError:  # asyncio says so of a closed loop; trio's RunFinishedError is one
+                self._take_events()
+
+    def _set_all(self) -> None:
+        for event in self._take_events():
+            event.set()
+
+    def _take_events(self) -> list[anyio.Event]:
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+
+def _call_soon() -> Callable[[Callable[[], None]], object]:
+    loop: Any = current_token().native_token
+    is_asyncio = hasattr(loop, "call_soon_threadsafe")
+    call_soon: Callable[[Callable[[], None]], object] = (
+        loop.call_soon_threadsafe if is_asyncio else loop.run_sync_soon
+    )
+    return call_soon
+
+
+_waker: RunVar[LoopWaker] = RunVar("cbatch.waker")
+
+
+def is_in_event_loop() -> bool:
+    """Whether an event loop, of asyncio or trio, runs in this thread now."""
+    try:
+        current_token()
+    except RuntimeError:
+        return False
+    return True
+
+
+class Readers:
+    """Threads and tasks that wait for something of one batch; whoever changes the batch calls `wake`.
+
+    Where the engine has no thread of its own, a reader does its steps instead of sleeping.
+    """
+
+    def __init__(self, pump: Callable[[], bool] | None, n_open: Callable[[], int]) -> None:
+        """Make one without readers.
+
+        Args:
+            pump: does one step of an engine without a thread; False where there is none to do.
+            n_open: tells how many items have not ended.
+        """
+        self._pump, self._n_open = pump, n_open
+        self._threads = Sleepers()
+        self._tasks: deque[tuple[LoopWaker, anyio.Event]] = deque()
+        self._pid = os.getpid()
+
+    @property
+    def is_their_process(self) -> bool:
+        """Whether this process runs the batch; in a child of it, a thread that is not there may hold locks."""
+        return os.getpid() == self._pid
+
+    def wake(self) -> None:
+        """Have all readers look again. From any thread, behind the change."""
+        self._threads.wake()
+        while self._tasks:
+            with suppress(IndexError):  # another thread has taken the last one
+                waker, event = self._tasks.popleft()
+                waker.set_soon(event)
+
+    def wait(self, is_ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Return True when it is ready, or False after `timeout` seconds."""
+        self._check_process(is_ready)
+        if self._pump is None:
+            return self._threads.wait_for(is_ready, timeout)
+        end_s = math.inf if timeout is None else time.perf_counter() + timeout
+        while not is_ready():
+            if time.perf_counter() > end_s:
+                return False
+            self._step(is_ready, self._pump)
+        return True
+
+    async def wait_async(self, is_ready: Callable[[], bool]) -> None:
+        """Return when it is ready."""
+        self._check_process(is_ready)
+        if is_ready():
+            await checkpoint()  # a reader who is always late must still let others run
+        while not is_ready():
+            if self._pump is not None:
+                self._step(is_ready, self._pump)
+                await checkpoint()
+            else:
+                await self._sleep(is_ready)
+
+    async def _sleep(self, is_ready: Callable[[], bool]) -> None:
+        event = anyio.Event()
+        task = LoopWaker.here(), event
+        self._tasks.append(task)  # before it looks again: a change that comes later wakes it
+        try:
+            if not is_ready():
+                await event.wait()
+        finally:
+            with suppress(ValueError):  # it was woken
+                self._tasks.remove(task)
+
+    def _check_process(self, is_ready: Callable[[], bool]) -> None:
+        if not self.is_their_process and not is_ready():
+            raise EngineClosedError("this batch runs in the parent process: only there will it end")
+
+    def _step(self, is_ready: Callable[[], bool], pump: Callable[[], bool]) -> None:
+        try:
+            has_worked = pump()
+        except EngineClosedError:  # every item has ended then, and its result says why
+            if is_ready():
+                return
+            raise
+        if not has_worked and not is_ready():
+            raise EngineError(f"{self._n_open()} items are open but there is nothing to do")
+
+
+async def do_to_end(work: Callable[[], object], hurry: Callable[[], object] | None = None) -> None:
+    """Do `work` in a thread of its own, which is started before anything is awaited; return when it has ended.
+
+    A shield holds off the cancelling of scopes, but not that of asyncio's own `Task.cancel`, which may come often: it
+    is raised behind the work, and `hurry` is called when it first comes. What the work raises is raised here, and is
+    the cause of a cancellation where both are.
+    """
+    waker, has_ended, outcome = LoopWaker.here(), anyio.Event(), Future[None]()
+
+    def do() -> None:
+        try:
+            work()
+            outcome.set_result(None)
+        except BaseException as error:
+            outcome.set_exception(error)
+        waker.set_soon(has_ended)
+
+    threading.Thread(target=partial(copy_context().run, do), name="cbatch-to-end").start()
+    cancelled = await _wait_shielded(has_ended, hurry)
+    if cancelled is not None:
+        raise cancelled from outcome.exception()
+    outcome.result()
+
+
+async def _wait_shielded(
+    event: anyio.Event, hurry: Callable[[], object] | None
+) -> BaseException | None:
+    """Wait for an event; return how the task was cancelled meanwhile, or None."""
+    cancelled: BaseException | None = None
+    with anyio.CancelScope(shield=True):
+        while not event.is_set():
+            try:
+                await event.wait()
+            except anyio.get_cancelled_exc_class() as error:  # noqa: PERF203
+                if hurry is not None and cancelled is None:
+                    hurry()
+                cancelled = error
+    return cancelled
