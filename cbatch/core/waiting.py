@@ -134,38 +134,42 @@ class CacheReads:
         return self._orders.popleft() if self._orders else None
 
     def arrive(
-        self, fetch: CacheRef, found: CacheEntry | CacheError, n_read: int
+        self, fetch: CacheRef, found: CacheEntry | CacheError | None, n_read: int
     ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int]]]:
-        """Take in what reading a file brought, its first `n_read` cells.
+        """Let the sequences go on that wait for a file.
+
+        Args:
+            fetch: the file.
+            found: what it holds, why it could not be read, or None where it was not read, for nobody wanted it.
+            n_read: how many of its cells were read.
 
         Returns:
-            Who waited for it and goes on now, and for whom the backend is to get these cells, under which key.
-            Those behind one that begins as far into the file copy from it, where they can. Who came too late to say
-            that it wants more than was read waits on.
+            The sequences, and for which of them the backend is to get these cells, under which key. One that begins
+            as far into the file as one before it copies from that, where it can. One that came during the read and
+            could use more than was read asks again when its turn comes.
         """
         drivers = [d for d in self._waiting.pop(fetch, []) if d.status is not Status.FINISHED]
-        if not isinstance(found, CacheEntry):
-            self._known.pop(fetch, None)
-            for driver in drivers:
+        if isinstance(found, CacheEntry):
+            self.learn(fetch, found)
+            return drivers, [*self._adopt(fetch, found, drivers, n_read)]
+        for driver in drivers:
+            if found is None:
+                driver.has_fetched = False
+            else:
                 driver.proceed_uncached(found)
-            return drivers, []
-        self.learn(fetch, found)
-        late = [d for d in drivers if self._n_usable(d, found) > n_read]
-        if late:
-            self._waiting[fetch] = late
-            self._orders.append(fetch)
-            drivers = [d for d in drivers if d not in late]
-        return drivers, [*self._adopt(fetch, found, drivers)]
+        if found is not None:
+            self._known.pop(fetch, None)
+        return drivers, []
 
     def _adopt(
-        self, fetch: CacheRef, found: CacheEntry, drivers: Sequence[SequenceDriver]
+        self, fetch: CacheRef, found: CacheEntry, drivers: Sequence[SequenceDriver], n_read: int
     ) -> Iterator[tuple[SequenceDriver, int]]:
         """Yield who gets cells of its own; the others have some, copy from one before them, or go without."""
         loader, n_most = None, 0
         for driver in drivers:
             n_cells = self._n_usable(driver, found)
             can_share = self._sharing.can_share(driver)
-            if driver.status is not Status.WAITING:  # paused: it asks again when its turn comes
+            if driver.status is not Status.WAITING or n_cells > n_read:  # it asks at its next turn
                 driver.has_fetched = False
             elif not n_cells:
                 driver.proceed_uncached(_no_beginning(fetch, found))
@@ -177,13 +181,6 @@ class CacheReads:
                 yield driver, self._cells.adopt(driver, n_cells)
                 if can_share:
                     loader, n_most = driver, n_cells
-
-    def order_again(self, fetch: CacheRef) -> None:
-        """Have a file read after all that nobody wanted for a while, if somebody does now."""
-        if self.n_wanted(fetch):
-            self._orders.append(fetch)
-        else:  # who asks next is to order it
-            self._waiting.pop(fetch, None)
 
     def n_wanted(self, fetch: CacheRef, found: CacheEntry | None = None) -> int:
         """Return how many of a file's cells they want who wait for it, how many do before it is read. From any thread.

@@ -39,9 +39,6 @@ class Disk:
 
     def _arrive(self, arrival: Arrival) -> None:
         """Give cells from disk to the backend, and let those go on that waited for them."""
-        if arrival.found is None:
-            self._batcher.fetches.order_again(arrival.fetch)
-            return
         drivers, adopted = self._batcher.fetches.arrive(
             arrival.fetch, arrival.found, arrival.n_cells
         )

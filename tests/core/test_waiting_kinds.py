@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from cbatch.core.batcher import N_FETCHED_PER_SLOT, N_STORED_PER_SLOT
@@ -51,10 +52,24 @@ def waiting(rig: Rig, *requests: Request) -> Rig:
 
 
 def adopted(
-    rig: Rig, found: CacheEntry | CacheError = FILE, n_read: int = len(FILE.tokens)
+    rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
-    """Who gets cells of the file whose first are there now, and how many it begins with."""
+    """Return which sequences get cells of the file, of which the first were read, and how many they begin with."""
     _, adopted = rig.batcher.fetches.arrive(FETCH, found, n_read)
+    return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
+
+
+def arrive(
+    rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
+) -> list[tuple[str, int]]:
+    """Do as `adopted`, and let all go on that waited; cells are put into the backend for those that get some."""
+    drivers, adopted = rig.batcher.fetches.arrive(FETCH, found, n_read)
+    for _, key in adopted:
+        rig.backend.import_state(
+            key, np.array(FILE.tokens[:n_read], np.int64).view(np.uint8), n_read
+        )
+    for driver in drivers:
+        rig.batcher.release(driver)
     return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
 
 
@@ -106,17 +121,6 @@ def test_as_much_of_a_file_is_wanted_as_the_longest_common_beginning(
     assert rig.batcher.fetches.n_wanted(FETCH, FILE) == n_wanted
 
 
-def test_request_too_late_for_the_part_read_has_it_read_again() -> None:
-    rig = waiting(make_rig(), reader("early", 40), reader("as early", 40))
-    n_read = rig.batcher.fetches.n_wanted(FETCH, FILE)
-    rig.fetching.clear()
-    waiting(rig, reader("late", 100, cache_required=True))
-    assert adopted(rig, n_read=n_read) == [("early", 40)]
-    assert rig.drivers["late"].waits_for is Wait.CACHE
-    assert rig.batcher.fetches.take_order() == FETCH
-    assert adopted(rig) == [("late", 100)]
-
-
 # ---- one that is to load for all, and leaves ----
 
 
@@ -127,6 +131,16 @@ def with_file(n_slots: int = 4, **options: Any) -> Rig:
     drive(writer)
     rig.disk.update(writer.disk)
     return rig
+
+
+def test_request_too_late_for_the_part_read_has_it_read_again() -> None:
+    rig = waiting(with_file(), reader("early", 40), reader("as early", 40))
+    n_read = rig.batcher.fetches.n_wanted(FETCH, FILE)
+    rig.fetching.clear()
+    waiting(rig, reader("late", 100, cache_required=True))
+    assert arrive(rig, n_read=n_read) == [("early", 40)]
+    drive(rig)
+    assert rig.results["late"].usage.cached_tokens >= 100
 
 
 @pytest.mark.parametrize("leave", ["pause", "cancel"])
@@ -215,16 +229,17 @@ def test_request_during_the_drop_of_an_unwanted_read_orders_it_again() -> None:
     assert not rig.batcher.fetches.n_wanted(FETCH)  # so it is dropped
     waiting(rig, reader("a", 100, cache_required=True))
     assert rig.fetching == []
-    rig.batcher.fetches.order_again(FETCH)
-    assert rig.batcher.fetches.take_order() == FETCH
-    assert adopted(rig) == [("a", 100)]
+    assert arrive(rig, None, 0) == []
+    step(rig)
+    assert rig.fetching == [FETCH]
+    assert arrive(rig) == [("a", 100)]
 
 
 def test_one_who_asks_after_a_read_that_nobody_wanted_gets_it_ordered() -> None:
     rig = waiting(make_rig(), reader("left", 100))
     rig.cancel("left")
     rig.fetching.clear()
-    rig.batcher.fetches.order_again(FETCH)
+    assert arrive(rig, None, 0) == []
     waiting(rig, reader("a", 100))
     assert rig.fetching == [FETCH]
 
