@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from cbatch.bench.synthetic import Shape
     from tests.places import Place
 
 ROOT = Path(__file__).parents[1]
+GUARD = ROOT / "tests/guard"
+"""What refuses to load a model, on the path of this process and of those that it starts."""
+
+MODELS = {"synth", "test_model", "random_model"}
+"""Fixtures that give a path of a model: who asks for one is `real`."""
 
 SynthFactory = Callable[..., Path]
 """`synth(shape, *, seed=0, metadata=None, **sizes) -> Path`; files are shared, so read only."""
 
 
-def pytest_configure() -> None:
+settings.register_profile("full", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=10)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Prepare the process, and with it the processes that tests start."""
     # as a terminal sends them: a run in the background ignores them, and so would its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # what they import is the cbatch that is tested, not the checkout that they are started in
-    places = [_package().parent, ROOT]
+    places = [_package().parent, ROOT, GUARD]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, places))
     os.environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
+    _guard_models()
     _add_recipe()
+    if not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("fast" if "not real" in config.option.markexpr else "full")
 
 
 def _add_recipe() -> None:
@@ -38,6 +52,33 @@ def _add_recipe() -> None:
     import cbatch.models
 
     cbatch.models.__path__.append(str(ROOT / "cbatch" / "models"))
+
+
+def _guard_models() -> None:
+    from tests.guard import sitecustomize
+
+    assert "llama_cpp" not in sys.modules, "nothing slow is imported before it is needed"
+    os.environ[sitecustomize.VARIABLE] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `real` what asks for a model."""
+    for item in items:
+        if MODELS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("real")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let tests that are marked `real` load models, and no others."""
+    from tests.guard.sitecustomize import VARIABLE
+
+    if item.get_closest_marker("real"):
+        del os.environ[VARIABLE]
+    try:
+        return (yield)
+    finally:
+        os.environ[VARIABLE] = "1"
 
 
 def _package() -> Path:
