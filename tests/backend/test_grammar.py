@@ -436,6 +436,7 @@ def test_trial_that_was_closed_starts_again() -> None:
     trial.close()
 
 
+@pytest.mark.real
 def test_schemas_of_every_kind_end_no_process() -> None:
     outcome = schema_fuzz.run(7, n_cases=120)
     assert outcome.found == []
