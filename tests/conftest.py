@@ -41,10 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     places = [_package().parent, ROOT, GUARD]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, places))
     os.environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
-    _guard_models()
+    is_fast = "not real" in config.option.markexpr
+    if is_fast:
+        _guard_models()
     _add_recipe()
     if not config.getoption("--hypothesis-profile", None):
-        settings.load_profile("fast" if "not real" in config.option.markexpr else "full")
+        settings.load_profile("fast" if is_fast else "full")
 
 
 def _add_recipe() -> None:
@@ -73,12 +75,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Let tests that are marked `real` load models, and no others."""
     from tests.guard.sitecustomize import VARIABLE
 
-    if item.get_closest_marker("real"):
+    is_guarded = os.environ.get(VARIABLE)
+    if is_guarded and item.get_closest_marker("real"):
         del os.environ[VARIABLE]
     try:
         return (yield)
     finally:
-        os.environ[VARIABLE] = "1"
+        if is_guarded:
+            os.environ[VARIABLE] = is_guarded
 
 
 def _package() -> Path:

@@ -38,22 +38,18 @@ SEES: dict[str, set[str]] = {
     "server": BELOW_FILES,
     "bench": BELOW_FILES,
     "models": set(),
-    "models.recipe": FACE | {"engine", "backend", "bench.synth", "models"},
+    "models.recipe": FACE | {"engine", "backend", "bench.synthetic", "models"},
     "cli": BELOW_FILES | {"files", "server", "bench", "models"},
 }
 """What each room sees beside itself: rooms, or modules of them. A room of a room is named where it sees more."""
 
 OPEN: dict[str, set[str]] = {
-    "bench.files": {"files"},
-    "chat.answers": {"core.text"},
+    "bench.batch_files": {"files"},
 }
 """What is still to be closed, by module. This list only shrinks."""
 
 SAME_NAMES: dict[str, set[str]] = {
     "answers": {"chat.answers", "files.output.answers"},
-    "prefix": {"core.prefix", "bench.prefix"},
-    "options": {"options", "cli.options"},
-    "words": {"cli.words", "models.recipe.words"},
 }
 """Modules of one name that are still to be renamed. This list only shrinks."""
 
