@@ -28,11 +28,10 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import CBatchError
-from cbatch.files.check import check_file
-from cbatch.files.estimate import estimate_file
 from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.frames import run_table
 from cbatch.files.output.sorting import sort_in_place, sort_to
+from cbatch.files.preview import check_file, estimate_file
 from cbatch.files.settings import FileOptions
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.files.file_run import run_file
-from cbatch.files.input.digest import Digests
 from cbatch.files.input.item import item_key
 from cbatch.files.input.source import open_source
-from cbatch.files.output.encoders import encoder
+from cbatch.files.output.identity import Digests
 from cbatch.files.output.journal import Journal
+from cbatch.files.output.target import encoder
 from cbatch.files.work import N_COMMIT
 from cbatch.options import RunOptions
 from cbatch.response import BatchResult, Timings, Usage

@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 
 import cbatch
 from cbatch.cli.option_table import name_of
+from cbatch.files.formats import check_name
 from cbatch.files.input.item_stream import ahead_of
-from cbatch.files.input.lines import dump, result_as_json
-from cbatch.files.output.encoders import check_name
+from cbatch.files.output.json_answers import dump, result_as_json
 from cbatch.files.places import check_apart, check_new, check_place, opened
 from cbatch.models import DEMO_CHATS
 from cbatch.progress import View

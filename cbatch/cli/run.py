@@ -13,12 +13,10 @@ from cbatch.cli.events import EventView, note_at_once
 from cbatch.cli.main import ExitCode, leave_stdout
 from cbatch.cli.option_table import FILES, NAMES, OPTIONS, Given, option, takes
 from cbatch.cli.terminal import say
-from cbatch.files.check import CheckSummary, check_file
-from cbatch.files.estimate import Estimate, estimate_file
 from cbatch.files.file_run import run_file
+from cbatch.files.outcome import Interrupted, RunSummary, Stopper
 from cbatch.files.places import STDOUT, is_dash
-from cbatch.files.stop import Interrupted, Stopper
-from cbatch.files.summary import RunSummary
+from cbatch.files.preview import CheckSummary, Estimate, check_file, estimate_file
 from cbatch.progress import View, choose_view, summary_lines
 
 _NOT_FOR_DEMO = tuple(o.name for o in OPTIONS if o.panel == FILES and o.name != "force")

@@ -9,19 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cbatch.files.check import CheckSummary, check_file
-    from cbatch.files.estimate import Estimate, estimate_file
     from cbatch.files.file_run import FileStream, run_file, stream_file
     from cbatch.files.file_status import RunStatus, status_of
     from cbatch.files.frames import run_table
     from cbatch.files.input.source import Source, open_source
+    from cbatch.files.outcome import Interrupted, RunSummary, Stopper
     from cbatch.files.output.sorting import Sorted, sort_in_place, sort_to
+    from cbatch.files.preview import CheckSummary, Estimate, check_file, estimate_file
     from cbatch.files.report.page import write_report
     from cbatch.files.report.recorder import RunRecorder, tee
     from cbatch.files.report.trace import TraceWriter
     from cbatch.files.settings import FileOptions
-    from cbatch.files.stop import Interrupted, Stopper
-    from cbatch.files.summary import RunSummary
 
 __all__ = [
     "CheckSummary",
@@ -50,19 +48,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "check": ("CheckSummary", "check_file"),
-    "estimate": ("Estimate", "estimate_file"),
     "file_run": ("FileStream", "run_file", "stream_file"),
     "file_status": ("RunStatus", "status_of"),
     "frames": ("run_table",),
     "input.source": ("Source", "open_source"),
+    "outcome": ("Interrupted", "RunSummary", "Stopper"),
     "output.sorting": ("Sorted", "sort_in_place", "sort_to"),
+    "preview": ("CheckSummary", "Estimate", "check_file", "estimate_file"),
     "report.page": ("write_report",),
     "report.recorder": ("RunRecorder", "tee"),
     "report.trace": ("TraceWriter",),
     "settings": ("FileOptions",),
-    "stop": ("Interrupted", "Stopper"),
-    "summary": ("RunSummary",),
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import LineError, key_of_id
-from cbatch.files.input.lines import load
+from cbatch.files.input.json_requests import load
 from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
 from cbatch.files.output.manifest import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from cbatch.files.input.known import Known, Traceable
+    from cbatch.files.output.encoders import Known, TraceableEncoder
 
 _N_SLICE = 4096
 """Records that are put into the manifest together: our choice."""
@@ -47,7 +47,7 @@ class Adopter:
         has_rows: whether an item's id is the number of its row.
     """
 
-    encoder: Traceable
+    encoder: TraceableEncoder
     has_rows: bool
 
 

@@ -13,21 +13,18 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import check_path, readable, shown
 from cbatch.engine import check_view, run_options_of
 from cbatch.errors import ConfigError
-from cbatch.files.check import why_refused
-from cbatch.files.engines import check_engine, engine_for
-from cbatch.files.input.digest import Digests
 from cbatch.files.input.item import item_key
-from cbatch.files.input.item_stream import N_LOOKED_AHEAD, Reading
-from cbatch.files.output.encoders import NoEncoder
+from cbatch.files.input.item_stream import N_LOOKED_AHEAD, ItemStream
+from cbatch.files.outcome import Interrupted, Stopper
+from cbatch.files.output.encoders import Encoder
+from cbatch.files.output.identity import Digests, Origin
 from cbatch.files.output.opening import OUTPUT_FORMAT
-from cbatch.files.output.origin import Origin
-from cbatch.files.output.pipe import Pipe
-from cbatch.files.output.target import Target
-from cbatch.files.output.written import check_places, check_replaceable, written_by
+from cbatch.files.output.run_paths import check_places, check_replaceable, written_by
+from cbatch.files.output.target import PipedOutput, Target
 from cbatch.files.places import file_of
+from cbatch.files.preview import why_refused
 from cbatch.files.report.recording import Recording
-from cbatch.files.settings import FileOptions, split_settings
-from cbatch.files.stop import Interrupted, Stopper
+from cbatch.files.settings import FileOptions, check_engine, engine_for, split_settings
 from cbatch.files.window import Window
 from cbatch.files.work import Way, Work
 from cbatch.options import RunOptions
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.files.input.item_stream import Paths
-    from cbatch.files.summary import RunSummary
+    from cbatch.files.outcome import RunSummary
     from cbatch.files.work import Ended, Ledger, OnEnded
     from cbatch.progress import Counts, View
     from cbatch.response import BatchResult, Reader
@@ -172,9 +169,9 @@ def stream_file(
         if name in settings:
             raise ConfigError(f"{name} has no effect here: the engine is there, and no output")
     settled = run_options_of(engine, options)
-    reading = Reading(source, asked)
-    nowhere = Pipe(None)
-    way = Way(nowhere, NoEncoder(), _digests(engine, settled), settled, _name_of(None))
+    reading = ItemStream(source, asked)
+    nowhere = PipedOutput(None)
+    way = Way(nowhere, Encoder(), _digests(engine, settled), settled, _name_of(None))
     work = _work(reading, way, asked, Stopper(), engine, is_own=False)
     return FileStream(engine, work, asked.max_time_s, (reading, nowhere))
 
@@ -187,7 +184,7 @@ class FileStream:
         engine: Engine,
         work: Work,
         max_time_s: float | None,
-        open_things: tuple[Reading, Pipe],
+        open_things: tuple[ItemStream, PipedOutput],
     ) -> None:
         self._engine, self._work, self._max_time_s = engine, work, max_time_s
         self._open = ExitStack()
@@ -222,10 +219,10 @@ class FileStream:
 
 def _opened(
     stack: ExitStack, source: Paths, output: Path, asked: FileOptions
-) -> tuple[Reading, Target]:
+) -> tuple[ItemStream, Target]:
     """Return the input, which `stack` closes, and the output, once it is known that both can be had."""
     own = {os.path.realpath(path) for path in written_by(output, asked)}
-    reading = stack.enter_context(closing(Reading(source, asked, own)))
+    reading = stack.enter_context(closing(ItemStream(source, asked, own)))
     check_places(output, asked, reading.source.paths)
     check_replaceable(asked)
     target = Target.of(output, reading.source, asked)
@@ -237,7 +234,7 @@ def _digests(engine: Engine, settled: RunOptions) -> Digests:
     return Digests(settled, json.dumps(engine.fingerprint, sort_keys=True))
 
 
-def _origin(reading: Reading, output: Path, digests: Digests) -> Origin:
+def _origin(reading: ItemStream, output: Path, digests: Digests) -> Origin:
     def look() -> list[tuple[str, bytes]]:
         return [(item_key(item), digests(item)) for item in reading.peek()]
 
@@ -250,7 +247,13 @@ def _name_of(model: Any) -> str:
 
 
 def _work(
-    reading: Reading, way: Way, asked: FileOptions, stop: Stopper, engine: Engine, *, is_own: bool
+    reading: ItemStream,
+    way: Way,
+    asked: FileOptions,
+    stop: Stopper,
+    engine: Engine,
+    *,
+    is_own: bool,
 ) -> Work:
     window = Window(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
     prefix = "" if is_own else f"{secrets.token_hex(4)}-"  # for others may use it too
@@ -292,7 +295,7 @@ def _left_over(ledger: Ledger) -> Iterator[str]:
 
 
 @contextmanager
-def _shown(view: View, work: Work, reading: Reading, engine: Engine) -> Iterator[None]:
+def _shown(view: View, work: Work, reading: ItemStream, engine: Engine) -> Iterator[None]:
     """Show how far it is for the length of the block."""
 
     def counts() -> Counts:
@@ -314,7 +317,7 @@ def _model_file(model: Any) -> list[str]:
 
 
 def _settings_of(
-    engine: Engine, reading: Reading, target: Target, options: RunOptions, asked: FileOptions
+    engine: Engine, reading: ItemStream, target: Target, options: RunOptions, asked: FileOptions
 ) -> dict[str, str]:
     """Return what must be as it was for a run to go on, in words for people."""
     said = {

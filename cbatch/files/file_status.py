@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 from cbatch.checks import readable
 from cbatch.errors import ConfigError
 from cbatch.files import places
-from cbatch.files.input.detect import is_columnar
-from cbatch.files.input.item import item_key, rival_key
-from cbatch.files.input.seen import Seen
+from cbatch.files.formats import is_columnar
+from cbatch.files.input.item import Seen, item_key, rival_key
 from cbatch.files.input.source import open_source
-from cbatch.files.output.home import manifest_at, records_of
+from cbatch.files.output.identity import inputs_of
 from cbatch.files.output.journal import duplicate_key
 from cbatch.files.output.manifest import GONE, Manifest, files_of_manifest, record_key
-from cbatch.files.output.origin import inputs_of
 from cbatch.files.output.record_file import CUT_OFF
+from cbatch.files.output.run_paths import manifest_at, records_of
 from cbatch.files.places import file_of, real
 
 if TYPE_CHECKING:

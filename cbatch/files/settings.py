@@ -1,22 +1,34 @@
-"""What a run over a file may be told, checked before anything is read."""
+"""The settings of a run over a file, checked before anything is read; and the engine of the run."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_flag, check_int, check_seconds, check_string, refuse_none, settle
+from cbatch.checks import (
+    check_flag,
+    check_int,
+    check_seconds,
+    check_string,
+    refuse_none,
+    settle,
+    shown,
+)
+from cbatch.engine import Engine, load
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
 from cbatch.options import MAX_SEED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from cbatch.messages import LookAhead
+
 MAX_WINDOW = 65_536
-"""Items that a window holds at most: more would not be better mixed."""
+"""Most items of a window: more would not be ordered better."""
 
 _FILES = ("errors", "report", "trace")
 
@@ -26,23 +38,23 @@ class FileOptions:
     """How a batch file is read, run and written.
 
     Args:
-        format: of the input; "auto" goes by the names of the files and their first lines.
+        format: of the input; "auto" tells it by the names of the files and their first lines.
         output_format: of the output; None for that of the input.
-        template: the prompt of each row, with `{column}` for what stands there.
+        template: the prompt of each row, with `{column}` for the row's value.
         system: a system message for each row, a template as well.
-        is_raw: rows are text to complete as it stands, instead of chats.
+        is_raw: rows are text to complete as it is, instead of chats.
         errors: a file of their own for records of errors.
-        limit: most items to run; those that are done do not count.
+        limit: most items to run; items that are done do not count.
         shuffle: read the input in random order. It is copied to a temporary file first; 8 bytes of memory an item.
         shuffle_seed: the same number gives the same order.
-        strict: check the whole input before anything runs, and stop at the first bad item.
-        retry_errors: run items anew that ended with an error.
-        adopt: make the manifest again of JSON lines that are there, where it is lost or does not fit, and go on.
-        force: go on although settings differ from those of the earlier run, or replace a file that is not cbatch's.
-        window: items that are read ahead to be put in a better order; None: 8 a slot.
-        max_time_s: seconds for the whole run; what is not done then is left for the next one.
-        report: where to write an HTML page on the run.
-        trace: where to write its steps for Chrome's or Perfetto's viewer.
+        strict: check the whole input before anything runs, and stop at the first item with an error.
+        retry_errors: run items again that ended with an error.
+        adopt: if the manifest is lost or does not fit, make it again of the JSON lines in the output.
+        force: continue although settings differ from those of the earlier run, or replace a file that is not cbatch's.
+        window: items that are read ahead for a better order; None: 8 a slot.
+        max_time_s: seconds for the whole run; items that are not done then are left for the next run.
+        report: file for an HTML page on the run.
+        trace: file for the steps of the run, for Perfetto.
 
     Raises:
         ConfigError: a value of the wrong type or out of range.
@@ -86,13 +98,59 @@ class FileOptions:
 
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, Any]]:
-    """Return the options of the file, and the rest, which is for the engine.
+    """Return the options of the file, and the others, which are the engine's.
 
     Raises:
-        ConfigError: a value is wrong.
-        UnsupportedOptionError: a name that there is not.
+        ConfigError: a wrong value.
+        UnsupportedOptionError: an unknown name.
     """
     names = {f.name for f in fields(FileOptions)}
     rest = {name: value for name, value in settings.items() if name not in names}
     EngineOptions.of(rest)
     return FileOptions(**{n: v for n, v in settings.items() if n in names}), rest
+
+
+# ---- the engine ----
+
+
+def check_engine(engine: object) -> None:
+    """Check the type of an engine.
+
+    Raises:
+        ConfigError: a value of another type.
+    """
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"engine must be an Engine, as load returns it, not {shown(engine)}")
+
+
+@contextmanager
+def engine_for(
+    given: Engine | None,
+    model: Any,
+    settings: Mapping[str, Any],
+    look_ahead: Callable[[], LookAhead | None],
+    *,
+    threaded: bool = False,
+) -> Iterator[Engine]:
+    """Lend the engine that is given, or load one for the length of the block.
+
+    Args:
+        given: stays open.
+        model: to load, see `cbatch.load`.
+        settings: of `cbatch.load`, by name.
+        look_ahead: returns the first prompts, for the size of windows; called if an engine is loaded.
+        threaded: whether a loaded engine has a thread of its own; else it computes while a result is awaited.
+
+    Raises:
+        ConfigError: an engine is given, and a model or settings too.
+        EngineError: the model cannot be loaded.
+    """
+    if given is None:
+        with load(model, threaded=threaded, look_ahead=look_ahead(), **settings) as engine:
+            yield engine
+        return
+    check_engine(given)
+    if model is not None or settings:
+        names = ", ".join(settings) or "model"
+        raise ConfigError(f"{names}: the engine is loaded already; leave it out, or give no engine")
+    yield given

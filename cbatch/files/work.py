@@ -12,9 +12,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import EngineError, RequestCancelledError
-from cbatch.files.input.digest import placed
 from cbatch.files.input.item import duplicate, in_own_words, item_key, label, rival_key
-from cbatch.files.summary import RunSummary
+from cbatch.files.outcome import RunSummary
+from cbatch.files.output.identity import placed
 from cbatch.files.window import Entry, Window, length
 from cbatch.options import RunOptions
 from cbatch.progress import Counts
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from cbatch.engine import Engine
-    from cbatch.files.input.digest import Digests
     from cbatch.files.input.item import Item
+    from cbatch.files.outcome import Stopper
     from cbatch.files.output.encoders import Encoder
+    from cbatch.files.output.identity import Digests
     from cbatch.files.output.journal import Claim
-    from cbatch.files.stop import Stopper
     from cbatch.messages import BatchPrompt
     from cbatch.progress import Ending
     from cbatch.response import BatchResponse, BatchResult, Reader

@@ -102,7 +102,7 @@ def test_settings_of_memory_reach_the_engine(
         given.update(settings)
         return really_load(*args, **settings)
 
-    monkeypatch.setattr("cbatch.files.engines.load", load_noted)
+    monkeypatch.setattr("cbatch.files.settings.load", load_noted)
     options = ("--cache-type-k", "q8_0", "--cache-type-v", "q5_0", "--flash-attn", "on")
     source = write_input({"prompt": "a", "options": SHORT})
     assert run(source, out, test_model, *options, "--memory-mib", 50).exit_code == 0
@@ -328,7 +328,7 @@ def test_output_that_comes_up_while_the_model_loads_is_left_alone(
         out.write_text("precious")
         return load(model, **settings)
 
-    monkeypatch.setattr("cbatch.files.engines.load", slow_load)
+    monkeypatch.setattr("cbatch.files.settings.load", slow_load)
     result = run(write_input({"prompt": "a"}), out, test_model)
     assert (result.exit_code, out.read_text()) == (2, "precious")
     assert f"{out}: " in result.stderr
@@ -401,7 +401,7 @@ def test_bug_shows_a_traceback_only_on_request(
     def broken(*args: object, **kwargs: object) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("cbatch.files.engines.load", broken)
+    monkeypatch.setattr("cbatch.files.settings.load", broken)
     source = write_input({"prompt": "a"})
     flags = ["--debug"] if debug else []
     result = invoke(*flags, "run", source, "-o", out, "-m", "any", "--quiet")

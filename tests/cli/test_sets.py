@@ -241,7 +241,7 @@ def test_flag_reaches_the_engine(
         given.update(settings)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("cbatch.files.engines.load", load_noted)
+    monkeypatch.setattr("cbatch.files.settings.load", load_noted)
     done: Done = invoke("run", write_input({"prompt": "a"}), "-o", "-", "--quiet", *args)
     assert (done.exit_code, done.stderr) == (2, "cbatch: seen\n")
     del given["threaded"], given["look_ahead"]

@@ -8,8 +8,9 @@ import lzma
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cbatch.files.formats import output_format
 from cbatch.files.input.source import open_source
-from cbatch.files.output.encoders import encoder, output_format
+from cbatch.files.output.target import encoder
 from cbatch.response import BatchResult, Timings, Usage
 
 if TYPE_CHECKING:

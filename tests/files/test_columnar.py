@@ -12,9 +12,9 @@ import pytest
 
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
-from cbatch.files.input.columnar import ColumnarEncoder
 from cbatch.files.input.source import open_source
-from cbatch.files.output.encoders import encoder
+from cbatch.files.output.columnar_answers import ColumnarEncoder
+from cbatch.files.output.target import encoder
 from tests.files.runs import make_engine
 from tests.files.samples import ANSWER, error_of, read, records, write
 

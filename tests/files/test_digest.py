@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.files.input.digest import Digests
 from cbatch.files.input.item import Item, ItemError, item_key
+from cbatch.files.output.identity import Digests
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 

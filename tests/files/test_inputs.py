@@ -254,6 +254,6 @@ def test_damaged_file_says_so(
 def test_zstd_without_its_package_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: OpenFile
 ) -> None:
-    monkeypatch.setattr("cbatch.files.input.text_files._import_zstd", lambda: None)
+    monkeypatch.setattr("cbatch.files.input.raw_streams._import_zstd", lambda: None)
     with pytest.raises(ConfigError, match=r"cbatch\[zstd\]"):
         list(opened(write(tmp_path / "file", zstd.compress(TEXT))).lines())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import PromptTooLongError
-from cbatch.files.input.lines import OptionsOf
+from cbatch.files.input.json_requests import OptionsOf
 from cbatch.options import RunOptions
 from cbatch.response import TokenLogprob, ToolCall
 from tests.files.samples import ANSWER, error_of, failed, read, records, write

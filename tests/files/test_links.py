@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.engine import Engine
-    from cbatch.files.summary import RunSummary
+    from cbatch.files.outcome import RunSummary
 
 N_ITEMS = 9
 

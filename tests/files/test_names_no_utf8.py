@@ -14,9 +14,9 @@ import pytest
 
 import cbatch
 from cbatch.errors import ConfigError
-from cbatch.files.check import check_file
 from cbatch.files.file_run import run_file
 from cbatch.files.output.sorting import sort_in_place, sort_to
+from cbatch.files.preview import check_file
 from tests.files.runs import make_engine, records, write_requests
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.checks import MAX_DEPTH, is_too_deep
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError
-from cbatch.files.check import check_file
-from cbatch.files.estimate import estimate_file
 from cbatch.files.file_run import run_file
+from cbatch.files.preview import check_file, estimate_file
 from cbatch.options import RunOptions
 from tests.files.runs import SHORT, make_engine, records
 

@@ -23,7 +23,7 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
-from cbatch.files.input.openai import CHAT, COMPLETIONS
+from cbatch.files.input.json_requests import CHAT, COMPLETIONS
 from cbatch.options import RunOptions
 from cbatch.response import TokenLogprob, ToolCall, Usage
 from tests.files.samples import ANSWER, error_of, failed, read, records, write

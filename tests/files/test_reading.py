@@ -13,7 +13,7 @@ import pytest
 
 from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.input import item_stream as reading_module
-from cbatch.files.input.item_stream import Reading
+from cbatch.files.input.item_stream import ItemStream
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions
 from tests.files.runs import make_engine, write_requests
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def test_number_of_items_is_about_right_before_all_were_read(tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 20_000)
-    with closing(Reading(str(source), FileOptions())) as reading:
+    with closing(ItemStream(str(source), FileOptions())) as reading:
         assert reading.about() is None
         for _ in islice(reading.items, 10_000):
             pass
@@ -34,7 +34,7 @@ def test_number_of_items_is_about_right_before_all_were_read(tmp_path: Path) -> 
 
 def test_what_is_looked_at_ahead_comes_again(tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 10)
-    with closing(Reading(str(source), FileOptions())) as reading:
+    with closing(ItemStream(str(source), FileOptions())) as reading:
         ahead = reading.look_ahead(RunOptions(max_tokens=7), 4)
         assert ahead is not None
         assert [options.max_tokens for _, options in ahead.prompts] == [7] * 4
@@ -44,7 +44,7 @@ def test_what_is_looked_at_ahead_comes_again(tmp_path: Path) -> None:
 
 def test_shuffled_input_is_counted_and_has_every_item_once(tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 50)
-    with closing(Reading(str(source), FileOptions(shuffle=True))) as reading:
+    with closing(ItemStream(str(source), FileOptions(shuffle=True))) as reading:
         numbers = [item.number for item in reading.items]
         assert (reading.n_items, reading.about(), reading.is_piped) == (50, 50, False)
     assert numbers != sorted(numbers)
@@ -56,7 +56,7 @@ def test_long_items_that_were_looked_at_are_not_taken_for_all(
 ) -> None:
     monkeypatch.setattr(reading_module, "MAX_CHARS", 20)
     source = write_requests(tmp_path / "in.jsonl", 10)
-    with closing(Reading(str(source), FileOptions())) as reading:
+    with closing(ItemStream(str(source), FileOptions())) as reading:
         ahead = reading.look_ahead(RunOptions())
         assert ahead is not None
         assert (len(ahead.prompts), ahead.is_all) == (3, False)
@@ -84,7 +84,7 @@ def test_pipe_is_answered_before_it_ends(pipe: BinaryIO) -> None:
 
 def test_closing_ends_the_thread_that_waits_for_stdin(pipe: BinaryIO) -> None:
     pipe.write(b'{"id": "a", "prompt": "a"}\n')
-    with closing(Reading("-", FileOptions())) as reading:
+    with closing(ItemStream("-", FileOptions())) as reading:
         assert next(reading.items).id == "a"
     assert "cbatch-pipe" not in {thread.name for thread in threading.enumerate()}
     pipe.write(b"what comes now is for others\n")
@@ -103,7 +103,7 @@ def test_what_was_read_of_stdin_before_is_not_read_again(pipe: BinaryIO) -> None
     pipe.write(b'a header\n{"id": "a", "prompt": "a"}\n')
     pipe.close()
     assert sys.stdin.buffer.readline() == b"a header\n"
-    with closing(Reading("-", FileOptions())) as reading:
+    with closing(ItemStream("-", FileOptions())) as reading:
         ahead = reading.look_ahead(RunOptions())
         assert ahead is not None
         assert not reading.is_dry()

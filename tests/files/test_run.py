@@ -22,11 +22,10 @@ from cbatch.errors import (
     RequestCancelledError,
     UnsupportedOptionError,
 )
-from cbatch.files.check import check_file
-from cbatch.files.estimate import estimate_file
 from cbatch.files.file_run import run_file, stream_file
+from cbatch.files.outcome import Interrupted, Stopper
 from cbatch.files.output.sorting import Sorted, sort_in_place
-from cbatch.files.stop import Interrupted, Stopper
+from cbatch.files.preview import check_file, estimate_file
 from cbatch.progress import PlainView, SilentView, summary_lines
 from tests import call_runs
 from tests.files.runs import SHORT, answers, make_engine, records, write_requests
@@ -805,7 +804,7 @@ def test_report_and_trace_name_items_by_number_and_escaped_id(engine: Engine, ou
     names = {e["name"] for e in json.loads(trace.read_text()) if e.get("cat") == "request"}
     seen = {name.split("-", 1)[1] for name in names}  # without what tells runs of one engine apart
     assert seen == {r"1 'a\n<b>\u202e'", f"2 '{'x' * 39}…'", "3"}
-    assert r"1 'a\n&lt;b&gt;\u202e'" in report.read_text()
+    assert r"1 &#39;a\n&lt;b&gt;\u202e&#39;" in report.read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cbatch.errors import ConfigError
+from cbatch.files.formats import output_format
 from cbatch.files.input.item import duplicate
 from cbatch.files.input.source import open_source
-from cbatch.files.output.encoders import encoder, output_format
+from cbatch.files.output.target import encoder
 from tests.files.samples import error_of, read, write
 
 OPENAI = json.dumps(

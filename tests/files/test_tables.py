@@ -32,7 +32,7 @@ def table(data: bytes, delimiter: str = ",") -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(data.decode(), newline=""), delimiter=delimiter))
 
 
-# Reading
+# ItemStream
 
 
 def test_rows_are_asked_by_the_template(tmp_path: Path) -> None:

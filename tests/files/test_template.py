@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.template import Template, as_text
+from cbatch.files.input.row_prompts import Template, as_text
 
 
 def fill(text: str, **row: object) -> str:
@@ -42,8 +42,8 @@ def test_field_that_is_no_column_is_refused(field: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["{a", "a}", "{{a}", "{a}}", "{a{a}}"])
-def test_brace_without_its_other_is_named_with_its_place(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"at character . has no other"):
+def test_brace_without_its_pair_is_named_with_its_place(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"at character . has no pair"):
         fill(text, a="x")
 
 

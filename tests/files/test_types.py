@@ -16,11 +16,10 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.files.check import check_file
-from cbatch.files.estimate import estimate_file
 from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.frames import run_table
 from cbatch.files.output.sorting import sort_in_place, sort_to
+from cbatch.files.preview import check_file, estimate_file
 from cbatch.files.settings import FileOptions
 
 if TYPE_CHECKING:

@@ -180,7 +180,7 @@ def test_table_of_columns_has_no_file_of_errors(engine: Engine, tmp_path: Path) 
     source = tmp_path / "in.csv"
     source.write_text("prompt\na\n")
     said: dict[str, Any] = {"errors": tmp_path / "errors", "output_format": "parquet"}
-    with pytest.raises(ConfigError, match="errors: a row that fails stands in the parquet file"):
+    with pytest.raises(ConfigError, match="errors: a row that fails is in the parquet file"):
         run_file(source, tmp_path / "out.parquet", engine=engine, **said)
 
 

@@ -1,9 +1,12 @@
-"""One item of a batch file: what it asks, or why it cannot be asked."""
+"""One item of a batch file: its prompt or its error, and its id."""
 
 from __future__ import annotations
 
 import re
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from cbatch.checks import MAX_DEPTH
@@ -18,23 +21,23 @@ if TYPE_CHECKING:
 
 
 _N_MESSAGE = 2000
-"""Characters of a message: our choice; a wrong value in it may be as long as a line."""
+"""Characters of a message: our choice; a message may quote a value that is as long as a line."""
 
 _UNLABELLED = "line-"
 
 _N_ID = 40
-"""Characters of an id in a label: our choice; a bar's words stand beside others."""
+"""Characters of an id in a label: our choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemError:
-    """Why one item cannot be asked.
+    """Why one item cannot run.
 
     Args:
-        code: OpenAI's code where it has one: `invalid_json_line`, `duplicate_custom_id`, `url_mismatch`,
-            `model_mismatch`; else one of ours.
-        message: what is wrong, for people.
-        param: the name in the request that it is about.
+        code: OpenAI's code where OpenAI has one (`invalid_json_line`, `duplicate_custom_id`, `url_mismatch`,
+            `model_mismatch`), else a code of cbatch.
+        message: for people.
+        param: the name in the request that is wrong.
     """
 
     code: str
@@ -49,11 +52,11 @@ class Item:
     Args:
         number: 1, 2, … over all inputs, blank lines not counted.
         place: file and line, for people.
-        id: the user's name for it, else one made of its number.
-        prompt: what it asks, with its options, without an id; None where there is an `error`.
-        error: why it cannot be asked.
-        extra: what the format's encoder needs to write its answer: OpenAI's url and model, a table's row.
-        is_labelled: whether `id` was given by the user.
+        id: the user's id, else an id made of the number.
+        prompt: with its options, without an id; None where there is an `error`.
+        error: why the item cannot run.
+        extra: what the encoder of the format needs for the answer: OpenAI's url and model, a table's row.
+        is_labelled: whether the user gave `id`.
     """
 
     number: int
@@ -66,20 +69,20 @@ class Item:
 
 
 class LineError(Exception):
-    """A line that gives no prompt; caught where its item is made."""
+    """A line that gives no prompt; caught where the item is made."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        """Keep what becomes an `ItemError`; of a message that repeats a long value, the beginning."""
+        """Keep the fields of an `ItemError`; a long message is cut."""
         self.error = ItemError(code, cut(message, _N_MESSAGE), param)
         super().__init__(message)
 
 
 WRONG = (LineError, ConfigError, RecursionError)
-"""What is raised where a line or a row gives no prompt."""
+"""Errors of a line or a row that gives no prompt."""
 
 
 def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
-    """Return what one of `WRONG` comes to; `names` are those that a refused prompt or option may be about."""
+    """Return one of `WRONG` as an `ItemError`; its `param` is the first word of the message if that is in `names`."""
     if isinstance(error, LineError):
         return error.error
     if isinstance(error, RecursionError):
@@ -93,7 +96,7 @@ def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
 
 
 def duplicate(item: Item) -> Item:
-    """Return an item whose id stands twice in the input as one that cannot be asked, with what is wrong with it."""
+    """Return an item whose id is already in the input as an item with an error."""
     error = item.error or _duplicate_id(item)
     return replace(item, prompt=None, error=error)
 
@@ -101,14 +104,14 @@ def duplicate(item: Item) -> Item:
 def _duplicate_id(item: Item) -> ItemError:
     twice = f"the id {item.id!r} stands twice"
     if not item.is_labelled:
-        twice = f"it has no id, and {item.id!r}, under which it would be answered, is another's"
+        twice = f"the line has no id, and {item.id!r}, which its answer would have, is the id of another line"
     elif item.id.startswith(_UNLABELLED):
-        twice += ", or a request without an id is answered under it"
+        twice += ", or is the id in the answer of a line without an id"
     return ItemError("duplicate_custom_id", f"{twice}: ids must be unique", "custom_id")
 
 
 def in_own_words(error: CBatchError, id: str) -> CBatchError:
-    """Return an error without the id by which the engine knows the item."""
+    """Return an error without the id that the engine uses for the item."""
     start = f"request {id!r}: "
     if type(error) is ConfigError and str(error).startswith(start):
         return ConfigError(str(error).removeprefix(start))
@@ -116,24 +119,27 @@ def in_own_words(error: CBatchError, id: str) -> CBatchError:
 
 
 def label(item: Item) -> str:
-    """Return an item's number and the beginning of its id, escaped: by it people find it in reports and traces."""
+    """Return an item's number and the beginning of its id, escaped, as reports and traces show it."""
     return f"{item.number} {cut(item.id, _N_ID)!r}" if item.is_labelled else str(item.number)
 
 
+# ---- ids ----
+
+
 def bytes_of(id: str) -> bytes:
-    """Return an id as bytes, also one with half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Return an id as bytes; it may have half of a surrogate pair, which JSON can write and UTF-8 cannot."""
     return id.encode("utf-8", "surrogatepass")
 
 
 def unlabelled(number: int) -> str:
-    """Return the id of an item whose line should have one and has none."""
+    """Return the id of an item whose line has no id."""
     return f"{_UNLABELLED}{number}"
 
 
 def key_of_id(id: str, *, has_rows: bool) -> str:
-    """Return what an item is claimed by that is answered under this id; see `item_key`.
+    """Return the key of the item whose record has this id; see `item_key`.
 
-    An id of lines that one without an id would be answered under is taken for that of such a line.
+    An id such as `line-7` counts as that of a line without an id.
     """
     if has_rows or re.fullmatch(rf"{_UNLABELLED}[1-9][0-9]*", id):
         return f"\0{id.removeprefix(_UNLABELLED)}"
@@ -141,14 +147,57 @@ def key_of_id(id: str, *, has_rows: bool) -> str:
 
 
 def item_key(item: Item) -> str:
-    """Return what to claim an item by: the user's name for it, else its number behind what no key of a name has."""
+    """Return the key of an item: the user's id, else its number behind a NUL, which no other key begins with."""
     if not item.is_labelled:
         return f"\0{item.number}"
     return f"\0:{item.id}" if item.id.startswith("\0") else item.id
 
 
 def rival_key(item: Item) -> str | None:
-    """Return the key of an item that would be answered under the same id, one of both having none; None: no such."""
+    """Return the key of the item that would have the same id in its record: one of the two has no id of its own."""
     if not item.id.startswith(_UNLABELLED):
         return None
     return f"\0{item.id.removeprefix(_UNLABELLED)}" if item.is_labelled else item.id
+
+
+class Seen:
+    """The ids of the items so far, on disk as soon as they are many."""
+
+    def __init__(self) -> None:
+        self._db = scratch("CREATE TABLE seen (id BLOB PRIMARY KEY) WITHOUT ROWID")
+
+    def add(self, key: str, rival: str | None = None) -> bool:
+        """Add a key; return whether it is new, and its rival too. See `item_key` and `rival_key`."""
+        with closing(
+            self._db.execute("INSERT OR IGNORE INTO seen VALUES (?)", (_digest(key),))
+        ) as done:
+            is_new = done.rowcount == 1
+        return is_new and (rival is None or not self._has(rival))
+
+    def _has(self, key: str) -> bool:
+        found = self._db.execute("SELECT 1 FROM seen WHERE id = ?", (_digest(key),))
+        return found.fetchone() is not None
+
+    def error_of(self, item: Item) -> ItemError | None:
+        """Return an item's error, also where its id is not new; call it once for each item."""
+        rival = rival_key(item)
+        if not item.is_labelled and rival is None:  # a row has only its number
+            return item.error
+        is_new = self.add(item_key(item), rival)
+        return item.error if is_new else duplicate(item).error
+
+    def close(self) -> None:
+        """Drop all ids."""
+        self._db.close()
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(bytes_of(key), digest_size=16).digest()
+
+
+def scratch(*statements: str) -> sqlite3.Connection:
+    """Return a temporary database, on disk where it is large; any thread may use it, and closing it removes it."""
+    db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    for statement in ("PRAGMA journal_mode = OFF", *statements, "BEGIN"):
+        db.execute(statement)
+    return db

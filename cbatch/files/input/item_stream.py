@@ -1,23 +1,27 @@
-"""The input of a run: opened, copied where it has to be, looked into before a model is loaded."""
+"""The items of a run in their order: of files or a pipe, copied to disk first where the order needs it."""
 
 from __future__ import annotations
 
+import pickle
+import random
+import tempfile
 import threading
 import time
-from contextlib import suppress
+from array import array
+from contextlib import closing, suppress
 from itertools import chain, islice
 from queue import Empty, Queue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from cbatch.files.input.item import ItemError
+from cbatch.errors import ConfigError
+from cbatch.files.input.item import ItemError, Seen
 from cbatch.files.input.source import open_source
-from cbatch.files.input.spool import Spool, checked, refusal_of
 from cbatch.files.window import MAX_CHARS, length
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import TypeAlias
 
@@ -28,25 +32,25 @@ if TYPE_CHECKING:
     Paths: TypeAlias = "str | Path | Sequence[str | Path]"
 
 N_LOOKED_AHEAD = 1024
-"""Items that are read before a model is loaded, for windows to be made to their measure: as many as `load` looks at."""
+"""Items read before a model is loaded, for the size of its windows: as many as `load` uses."""
 
 N_ARRIVED = 64
-"""Items of a pipe that are read before they are asked for, at most: our choice."""
+"""Most items of a pipe that are read ahead: our choice."""
 
 SOON_S = 0.5
 """Our choice: less than a model takes to load, more than a file takes to come through a pipe."""
 
 PATIENCE_S = 1.0
-"""Our choice: for a thread that reads what is no file of the system's, and cannot be told to stop."""
+"""Our choice: for a thread that reads from an object without a file descriptor, which cannot be stopped."""
 
 
 class Arrivals:
-    """Items of a pipe, read by a thread of its own: who takes them knows whether the next one is there."""
+    """Items of a pipe, read by a thread of its own, so that a reader knows whether the next item has arrived."""
 
     def __init__(self, items: Iterator[Item]) -> None:
-        """Make one that begins to read when the first item is asked for."""
+        """Begin to read when the first item is needed."""
         self.has_ended = False
-        """Whether `soon` has given out all of them."""
+        """Whether `soon` has yielded the last item."""
         self._items = items
         self._came: Queue[Item | BaseException | None] = Queue(N_ARRIVED)
         self._thread: threading.Thread | None = None
@@ -54,11 +58,11 @@ class Arrivals:
 
     @property
     def is_dry(self) -> bool:
-        """Whether the next item has not come yet."""
+        """Whether the next item has not arrived yet."""
         return self._came.empty()
 
     def soon(self, n_most: int) -> Iterator[Item]:
-        """Wait for the first one, and a little while for others."""
+        """Wait for the first item, then at most `SOON_S` for others; yield them."""
         ends_s = None
         with suppress(Empty):
             for _ in range(n_most):
@@ -71,12 +75,12 @@ class Arrivals:
                 yield item
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield those that are left."""
+        """Yield the other items."""
         while item := self._next(None):
             yield item
 
     def close(self) -> None:
-        """Let the thread end, which must not wait for the pipe any more."""
+        """Let the thread end; the pipe must be stopped before."""
         self._is_closed = True
         with suppress(Empty):
             while True:
@@ -90,7 +94,7 @@ class Arrivals:
             self._thread.start()
         item = self._came.get(timeout=timeout_s)
         if item is None or isinstance(item, BaseException):
-            self._came.put(item)  # for who asks next
+            self._came.put(item)  # for the next call
         if isinstance(item, BaseException):
             raise item
         return item
@@ -107,24 +111,24 @@ class Arrivals:
         self._came.put(end)
 
 
-class Reading:
-    """The items of an input, in the order in which they are to be read, once.
+class ItemStream:
+    """The items of an input in the order of the run, once.
 
     Attributes:
-        source: where they come from.
+        source: of the items.
         items: all of them.
     """
 
     def __init__(self, paths: Paths, options: FileOptions, without: Collection[str] = ()) -> None:
-        """Open the input; where it is to be strict or shuffled, read it whole into a temporary file.
+        """Open the input; read all of it into a temporary file if the options are strict or shuffle.
 
         Args:
             paths: of the input.
-            options: say how it is read.
-            without: real paths of what no pattern is to find: the files of the run.
+            options: of the run.
+            without: real paths of files that patterns leave out: those that the run writes.
 
         Raises:
-            ConfigError: it cannot be read; where it is to be strict, the first item that is wrong.
+            ConfigError: it cannot be read; with strict, the first item with an error.
         """
         self.source = open_source(
             paths,
@@ -161,10 +165,10 @@ class Reading:
             yield item
 
     def check(self, why: Callable[[Item], ItemError | int]) -> None:
-        """Stop at the first item, of an input that is checked whole, for which `why` finds an error.
+        """Check the items of an input that was read whole by `why`, which returns an error or a number.
 
         Raises:
-            ConfigError: which one, and why.
+            ConfigError: the first error.
         """
         for item in self._spool.as_read() if self._spool is not None else ():
             if isinstance(error := why(item), ItemError):
@@ -172,22 +176,22 @@ class Reading:
 
     @property
     def n_items(self) -> int | None:
-        """How many there are, where it was read whole."""
+        """The number of items of an input that was read whole."""
         return None if self._spool is None else len(self._spool)
 
     @property
     def is_piped(self) -> bool:
-        """Whether reading may have to wait for somebody to write."""
+        """Whether reading may have to wait for a pipe."""
         return self._arrivals is not None
 
     def is_dry(self) -> bool:
-        """Return whether the next item has not come yet, so that reading on may take long."""
+        """Return whether reading the next item would wait for a pipe."""
         return self._arrivals is not None and self._arrivals.is_dry
 
     def look_ahead(self, defaults: RunOptions, n_most: int = N_LOOKED_AHEAD) -> LookAhead | None:
-        """Return what comes first, with the options that hold for it; it stays in `items`.
+        """Return the first prompts with their options; they stay in `items`.
 
-        Of a pipe that is what comes at once: who writes there may wait for the first answers.
+        Of a pipe these are the prompts that arrive soon: its writer may wait for the first answers.
         """
         first = self._look(n_most)
         prompts = [item.prompt for item in first if item.prompt is not None]
@@ -195,11 +199,11 @@ class Reading:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether `peek` need not wait for somebody to write."""
+        """Whether `peek` returns without waiting for a pipe."""
         return not self.is_piped or self._n_looked > 0
 
     def peek(self) -> list[Item]:
-        """Return the items that were looked at, else what comes first, of a pipe one item; they stay in `items`."""
+        """Return the items of `look_ahead`, else the first items, of a pipe one; they stay in `items`."""
         if not self._n_looked:
             return self._look(1 if self.is_piped else N_LOOKED_AHEAD)
         first = list(islice(self.items, self._n_looked))
@@ -213,7 +217,7 @@ class Reading:
         return first
 
     def _first(self, n_most: int) -> Iterator[Item]:
-        """Yield so many items, fewer where they are long; note whether these were all."""
+        """Yield at most `n_most` items, fewer where they are long; note whether these are all."""
         n_chars = 0
         items = self.items if self._arrivals is None else self._arrivals.soon(n_most)
         for n, item in enumerate(items, 1):
@@ -224,7 +228,7 @@ class Reading:
         self._has_ended = self._arrivals is None or self._arrivals.has_ended
 
     def about(self) -> int | None:
-        """Return about how many items there are, by the bytes of those that were read; None where nobody knows."""
+        """Estimate the number of items by the bytes of those that were read; None where it is unknown."""
         n_bytes, n_read = self.source.n_bytes, self.source.n_bytes_read
         if self.n_items is not None or not n_bytes or not n_read:
             return self.n_items
@@ -243,6 +247,66 @@ class Reading:
 def ahead_of(
     prompts: Sequence[BatchPrompt], defaults: RunOptions, *, is_all: bool
 ) -> LookAhead | None:
-    """Return prompts with the options that hold for each; None where there is no prompt."""
+    """Return prompts, each with its options over the defaults; None where there is no prompt."""
     pairs = [(prompt, RunOptions.of(prompt.options).over(defaults)) for prompt in prompts]
     return LookAhead(pairs, is_all=is_all) if pairs else None
+
+
+# ---- items on disk ----
+
+
+class Spool:
+    """A copy of all items in a temporary file; 8 bytes of memory an item."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        """Copy the items; the file has no name, and closing removes it."""
+        self._file = tempfile.TemporaryFile(prefix="cbatch-")  # noqa: SIM115  # `close` closes it
+        self._starts = array("Q")
+        try:
+            for item in items:
+                self._starts.append(self._file.tell())
+                pickle.dump(item, self._file, pickle.HIGHEST_PROTOCOL)
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def shuffle(self, seed: int) -> None:
+        """Change the order to one that depends on the seed alone."""
+        random.Random(seed).shuffle(self._starts)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield every item, once."""
+        return map(self._at, self._starts)
+
+    def as_read(self) -> Iterator[Item]:
+        """Yield every item in the order of the input; another iteration may be open."""
+        return map(self._at, sorted(self._starts))
+
+    def _at(self, start: int) -> Item:
+        self._file.seek(start)
+        return cast("Item", pickle.load(self._file))
+
+    def close(self) -> None:
+        """Remove the copy."""
+        self._file.close()
+
+
+def checked(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items.
+
+    Raises:
+        ConfigError: an item has an error, or the id of an item before it.
+    """
+    with closing(Seen()) as seen:
+        for item in items:
+            if error := seen.error_of(item):
+                raise refusal_of(item, error)
+            yield item
+
+
+def refusal_of(item: Item, error: ItemError) -> ConfigError:
+    """Return the error that ends a strict run."""
+    return ConfigError(f"{item.place}: {error.message} ({error.code})")

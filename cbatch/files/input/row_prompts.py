@@ -1,15 +1,16 @@
-"""Rows of tables, whatever file they stand in, and how one becomes a prompt."""
+"""How a row of a table becomes a prompt: templates with columns' names in braces."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.checks import check_whole, why_unread
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import LineError
-from cbatch.files.input.lines import decoded, without_nulls
-from cbatch.files.input.template import Template
+from cbatch.files.input.json_requests import decoded, without_nulls
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = "Mapping[str, object]"
 
+_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
 _DEFAULTS = ("prompt", "text", "messages")
-"""Columns that need no template."""
+"""Columns that hold prompts, without a template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Asking:
     Args:
         template: the text of a prompt, columns' names in braces; None: a column named prompt, text or messages.
         system: the text of a system message before it, with fields too.
-        is_raw: text to complete as it stands, instead of a chat.
+        is_raw: text to complete as it is, instead of a chat.
 
     Raises:
         ConfigError: a system message for raw text.
@@ -41,7 +44,7 @@ class Asking:
     is_raw: bool = False
 
     def __post_init__(self) -> None:
-        """Check that they are text, and fit together."""
+        """Check the texts, and that they fit together."""
         for name in ("template", "system"):
             if (text := getattr(self, name)) is not None:
                 check_whole(name, text)
@@ -52,8 +55,77 @@ class Asking:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was said."""
+        """Whether all is left out."""
         return self.template is None and self.system is None and not self.is_raw
+
+
+class Template:
+    """Text with fields: `{column}` is the row's value, `{{` and `}}` are braces.
+
+    A field is exactly a column's name: nothing is looked up inside a value.
+    """
+
+    def __init__(self, text: str, columns: Collection[str], *, name: str = "template") -> None:
+        """Parse and check a template.
+
+        Args:
+            text: the template.
+            columns: the names that a field may have.
+            name: of the template, for errors.
+
+        Raises:
+            ConfigError: a brace without its pair, or a field that is no column.
+        """
+        self._pieces: list[str] = []  # text, field, text, field, …, text
+        self._parse(text, columns, name)
+
+    def fill(self, row: Mapping[str, object]) -> str:
+        """Return the text with a row's values.
+
+        Raises:
+            KeyError: the row has no such column.
+        """
+        pieces = self._pieces.copy()
+        for i in range(1, len(pieces), 2):
+            pieces[i] = as_text(row[pieces[i]])
+        return "".join(pieces)
+
+    def _parse(self, text: str, columns: Collection[str], name: str) -> None:
+        literal, end = "", 0
+        for match in _PIECE.finditer(text):
+            literal += text[end : match.start()]
+            end = match.end()
+            piece, field = match[0], match[1]
+            if piece in ("{{", "}}"):
+                literal += piece[0]
+            elif field is None:
+                raise ConfigError(
+                    f"{name}: the {piece!r} at character {match.start() + 1} has no pair: "
+                    f"a field is {{column}}, a brace is {piece * 2}"
+                )
+            else:
+                _check_column(name, field, columns)
+                self._pieces += [literal, field]
+                literal = ""
+        self._pieces.append(literal + text[end:])
+
+
+def _check_column(name: str, field: str, columns: Collection[str]) -> None:
+    if field not in columns:
+        raise ConfigError(
+            f"{name}: there is no column {field!r}; there is: {', '.join(columns)} (a brace is {{{{ or }}}})"
+        )
+
+
+def as_text(value: object) -> str:
+    """Return a value as text of a prompt: None as no text, a nested value as JSON."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, bool | list | dict):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
 
 
 class RowPrompts:
@@ -64,11 +136,11 @@ class RowPrompts:
 
         Args:
             asking: how rows become prompts.
-            columns: what there is.
-            name: what errors call the table.
+            columns: of the rows.
+            name: of the table, for errors.
 
         Raises:
-            ConfigError: a field that is no column, or no template and no column that needs none.
+            ConfigError: a field that is no column, or no template and no column that holds prompts.
         """
         self._is_raw = asking.is_raw
         self._chats: str | None = None  # the column that holds whole chats
@@ -85,14 +157,13 @@ class RowPrompts:
         """Return a row's prompt.
 
         Raises:
-            LineError: a column is missing, or the column of chats holds none.
+            LineError: a column is missing, or a value of the column of chats is no chat.
             ConfigError: the prompt is empty or malformed.
         """
         try:
             return self._prompt(row)
         except KeyError as error:
-            there = ", ".join(row)
-            message = f"there is no {error.args[0]!r}; there is: {there}"
+            message = f"there is no {error.args[0]!r}; there is: {', '.join(row)}"
             raise LineError("missing_field", message, error.args[0]) from None
 
     def _prompt(self, row: Row) -> BatchPrompt:
@@ -130,7 +201,7 @@ def _check_alone(asking: Asking, name: str) -> None:
 
 
 def _chat(value: object) -> Sequence[Message]:
-    """Return the chat in a cell: JSON text, or a list with nothing for what a message has not."""
+    """Return the chat in a cell: JSON text, or a list, whose messages may have nulls."""
     if isinstance(value, str):
         text = value
         try:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cbatch.checks import check_path, reading, shown
 from cbatch.errors import ConfigError
-from cbatch.files.input.detect import COLUMNAR, check_format, first_object, format_of
-from cbatch.files.input.lines import LineParser
-from cbatch.files.input.openai import OpenAIParser
-from cbatch.files.input.readers import LineReader
+from cbatch.files.formats import COLUMNAR, check_format, first_object, format_of
+from cbatch.files.input.json_requests import CbatchReader, OpenAIReader
 from cbatch.files.input.row_prompts import Asking
-from cbatch.files.input.tables import CsvReader, ObjectParser, TextParser
+from cbatch.files.input.tables import CsvReader, ObjectReader, TextReader
 from cbatch.files.input.text_files import MAX_LINE_BYTES, InputFile, find_files
 from cbatch.plain import is_table, text_of
 
@@ -21,16 +19,29 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
-    from cbatch.files.input.detect import Format
+    from cbatch.files.formats import Format
     from cbatch.files.input.item import Item
-    from cbatch.files.input.readers import Reader
+
+
+class Reader(Protocol):
+    """Reads the files of one format."""
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """The names in its rows; None where its items are no rows."""
+
+    def look(self, file: InputFile) -> None:
+        """Check a file's beginning."""
+
+    def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
+        """Yield a file's items; the first has the number `n_before` + 1."""
 
 
 class Source:
-    """The items of one or several files, once, as they are asked for."""
+    """The items of one or several files, once, read as they are needed."""
 
     def __init__(self, files: Sequence[InputFile], format: Format, reader: Reader) -> None:
-        """Make one; see `open_source`."""
+        """Take the files and their reader; see `open_source`."""
         self.format = format
         self.paths = [file.path for file in files]
         self._files, self._reader = files, reader
@@ -51,7 +62,7 @@ class Source:
 
     @property
     def n_bytes_read(self) -> int:
-        """Bytes read so far, of compressed files as they stand there."""
+        """Bytes read so far, of compressed files compressed bytes."""
         return self._n_bytes_before + (self._file.n_bytes_read if self._file else 0)
 
     def __iter__(self) -> Iterator[Item]:
@@ -73,7 +84,7 @@ class Source:
             raise _empty(self._files)
 
     def stop(self) -> None:
-        """End the reading of pipes, also where another thread waits there."""
+        """End the reading of pipes, also where another thread waits for one."""
         for file in self._files:
             file.stop()
 
@@ -99,20 +110,20 @@ def open_source(
     url: str | None = None,
     without: Collection[str] = (),
 ) -> Source:
-    """Look at batch files and return what reads them.
+    """Look at batch files and return their items.
 
     Args:
         paths: files, patterns such as `part-*.jsonl`, or `-` for stdin; all of one format.
-        format: one of `Format`; auto: by the files' names, and for JSON lines by the first one.
+        format: one of `Format`; auto: by the files' names, and for JSON lines by the first object.
         template: the text of a prompt with columns' names in braces, for tables, plain text and JSON objects.
         system: the text of a system message, with fields too.
-        is_raw: make text to complete as it stands of rows, instead of chats.
+        is_raw: rows are text to complete as it is, instead of chats.
         max_line_bytes: a longer line, or row, becomes an item with an error.
-        url: for OpenAI's requests, what every line must have; None: any that is served.
-        without: real paths of files that no pattern is to find.
+        url: of every line of OpenAI's requests; None: any that is served.
+        without: real paths of files that patterns leave out.
 
     Raises:
-        ConfigError: no such file, a directory, nothing in it, files of several formats, a format that cannot be told,
+        ConfigError: no such file, a directory, an empty file, files of several formats, a format that cannot be told,
             or a template that does not fit.
     """
     asking = Asking(template, system, is_raw)
@@ -127,10 +138,10 @@ def open_source(
 
 
 def names_of(name: str, paths: object) -> list[str]:
-    """Return the names of files that somebody gives, alone or in a list.
+    """Return names of files, given alone or in a list.
 
     Raises:
-        ConfigError: they are none; errors call them `name`.
+        ConfigError: a value that is no name; errors call the names `name`.
     """
     with reading(name):
         if isinstance(paths, os.PathLike) or text_of(paths) is not None:
@@ -182,15 +193,15 @@ def _only(files: Sequence[InputFile], formats: Sequence[Format]) -> Format:
 
 
 def _reader(format: Format, file: InputFile, asking: Asking, url: str | None) -> Reader:
-    """Return what reads this format; `file` is the first."""
+    """Return the reader of a format; `file` is the first."""
     if format == "openai":
-        return LineReader(OpenAIParser(url))
+        return OpenAIReader(url)
     if format == "cbatch":
-        return LineReader(LineParser())
+        return CbatchReader()
     if format == "text":
-        return LineReader(TextParser(asking, file.name))
+        return TextReader(asking, file.name)
     if format == "jsonl":
-        return LineReader(ObjectParser(asking, file.name, first_object(file)))
+        return ObjectReader(asking, file.name, first_object(file))
     if format in COLUMNAR:
         from cbatch.files.input.columnar import ColumnarReader  # pyarrow is slow to import
 

@@ -1,4 +1,4 @@
-"""Tables that are text, read: CSV and TSV, JSON objects a line, plain lines."""
+"""Readers of tables that are text: CSV and TSV, JSON objects, plain lines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import WRONG, Item, ItemError, LineError, what_is_wrong
-from cbatch.files.input.lines import loaded, mended, not_utf8
+from cbatch.files.input.item import WRONG, Item, ItemError, what_is_wrong
+from cbatch.files.input.json_requests import loaded, mended
 from cbatch.files.input.row_prompts import RowPrompts
-from cbatch.files.input.text_files import LongLine
+from cbatch.files.input.text_files import LineReader, LongLine, long_line, not_utf8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def check_columns(columns: Sequence[str], known: Sequence[str] | None, name: str) -> None:
-    """Check the columns of a table, and that they are those of the tables before it.
+    """Check the columns of a table, and that the tables before it have the same.
 
     Raises:
-        ConfigError: two of one name, or others than before.
+        ConfigError: two columns of one name, or other columns than before.
     """
     twice = [c for i, c in enumerate(columns) if c in columns[:i]]
     if twice:
@@ -34,18 +34,10 @@ def check_columns(columns: Sequence[str], known: Sequence[str] | None, name: str
         )
 
 
-def long_line(n_bytes: int, n_most: int) -> LineError:
-    """Return what a line over the limit comes to."""
-    message = (
-        f"the line has {n_bytes} bytes, the most is {n_most}: shorten it, or raise max_line_bytes"
-    )
-    return LineError("line_too_long", message)
-
-
 def item_of_row(
     number: int, place: str, row: Row, prompt_of: RowPrompts, error: ItemError | None = None
 ) -> Item:
-    """Return the item of a row; `error` is what is wrong with it already."""
+    """Return the item of a row; `error` is a known error of the row."""
     try:
         if error is None:
             return Item(number, place, str(number), prompt_of(row), None, row)
@@ -61,7 +53,7 @@ class CsvReader:
     """Reads CSV with a header; quoted fields may hold line ends."""
 
     def __init__(self, asking: Asking, delimiter: str, max_line_bytes: int) -> None:
-        """Make one for all files of a run."""
+        """Make a reader for all files of a run."""
         self.columns: tuple[str, ...] = ()
         self._asking, self._delimiter = asking, delimiter
         self._prompt_of: RowPrompts | None = None
@@ -103,7 +95,7 @@ def _ragged(n_cells: int, n_columns: int) -> ItemError:
 
 
 class _CsvRows:
-    """Rows of a CSV file with the line where each begins, and what is wrong with it."""
+    """Rows of a CSV file, each with its first line and its error."""
 
     def __init__(self, file: InputFile, lines: Iterator[bytes | LongLine], delimiter: str) -> None:
         self._name, self._n_most = file.name, file.max_line_bytes
@@ -137,7 +129,7 @@ class _CsvRows:
                     yield i_first, cells, self._error
 
     def _text(self, line: bytes | LongLine) -> str:
-        """Return a line as text, and remember what is wrong with it; what is too much is left out."""
+        """Return a line as text, and note its error; text over the limit is left out."""
         self._n_lines += 1
         n_before = self._n_row_bytes
         if isinstance(line, LongLine):
@@ -160,7 +152,7 @@ class _CsvRows:
 
 
 def _from_closing_quote(line: bytes) -> bytes:
-    """Return what a line that begins inside quotes has from the closing one on."""
+    """Return a line that begins inside quotes, from the closing quotation mark on."""
     line = line.replace(b'""', b"")
     return line[line.index(b'"') :] if b'"' in line else b""
 
@@ -168,14 +160,14 @@ def _from_closing_quote(line: bytes) -> bytes:
 # ---- objects and plain lines ----
 
 
-class ObjectParser:
+class ObjectReader(LineReader):
     """Reads JSON objects, one a line, as rows."""
 
     def __init__(self, asking: Asking, name: str, first: Row | None) -> None:
-        """Make one for all files of a run; `first` is the first object, whose keys a template may ask for.
+        """Make a reader for all files of a run; the template may have the keys of `first`, the first object.
 
         Raises:
-            ConfigError: there is none, or the template does not fit it.
+            ConfigError: there is no object, or the template does not fit it.
         """
         if first is None:
             raise ConfigError(f"{name}: its first lines hold no JSON object")
@@ -183,7 +175,7 @@ class ObjectParser:
         self._prompt_of = RowPrompts(asking, self.columns, name)
 
     def parse(self, number: int, place: str, line: bytes) -> Item:
-        """Return the item of a line; what is wrong with it is the item's error."""
+        """Return the item of a line, with an error where it gives no prompt."""
         try:
             row, wrong = loaded(line)
             if isinstance(wrong, RecursionError):
@@ -195,13 +187,13 @@ class ObjectParser:
         return item_of_row(number, place, mended(row), self._prompt_of, wrong.error)
 
 
-class TextParser:
+class TextReader(LineReader):
     """Reads plain text: a prompt a line, in the template's field `line`."""
 
     columns = ("line",)
 
     def __init__(self, asking: Asking, name: str) -> None:
-        """Make one for all files of a run.
+        """Make a reader for all files of a run.
 
         Raises:
             ConfigError: a template with another field.
@@ -211,7 +203,7 @@ class TextParser:
         self._prompt_of = RowPrompts(asking, self.columns, name)
 
     def parse(self, number: int, place: str, line: bytes) -> Item:
-        """Return the item of a line; what is wrong with it is the item's error."""
+        """Return the item of a line, with an error where it gives no prompt."""
         try:
             text, error = line.decode(), None
         except UnicodeDecodeError as wrong:

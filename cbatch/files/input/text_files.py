@@ -1,70 +1,39 @@
-"""Input files: which there are, and their lines in bounded memory, compressed or not."""
+"""Input files of lines: which files there are, their lines in bounded memory, and formats of one item a line."""
 
 from __future__ import annotations
 
 import glob
-import io
 import os
-import re
-import select
 import stat
-import zlib
+from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cbatch.checks import readable
 from cbatch.errors import ConfigError
-from cbatch.files.input.packed import PackedStreams
-from cbatch.files.places import is_dash, status_of, stdin
+from cbatch.files.input.item import Item, LineError, unlabelled
+from cbatch.files.input.raw_streams import BUFFER_BYTES, Pipe, decompressed, open_raw, read_errors
+from cbatch.files.places import is_dash, status_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    import io
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 MAX_LINE_BYTES = 16 * 2**20
 """Our choice: four times the text that a window of a million tokens holds."""
 
-_BUFFER_BYTES = 2**18
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-UNREAD = (".zip", ".7z", ".lz4", ".lz", ".lzma", ".z", ".br")
-"""Endings of names of what is packed in a way that is not read here."""
-
-_PACKED = {
-    re.compile(rb"\x1f\x8b"): "gzip",
-    re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
-    re.compile(rb"\xfd7zXZ\0"): "lzma",
-    # a header, and a block behind it or none: its first bytes alone may be text. Source: bzip2's decompress.c
-    re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"): "bz2",
-}
-"""What a compressed file begins with, and the module that reads it."""
-
-_DECOMPRESSORS = {"lzma": "LZMADecompressor", "bz2": "BZ2Decompressor"}
-"""Of the modules whose own files stop without an error where a stream is followed by what is none."""
-
-_UNREAD = {
-    b"PK\x03\x04": "a zip archive",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
-    b"\x04\x22\x4d\x18": "compressed by lz4",
-    b"LZIP": "compressed by lzip",
-    b"\x1f\x9d": "compressed by compress",
-}
-"""What packed files that are not read here begin with."""
-
-_N_START = 10
-"""Bytes of a file that tell how it is compressed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LongLine:
-    """A line over the limit, which was read past and not kept.
+    """A line over the limit, whose bytes were not kept.
 
-    `n_quotes` is how many quotation marks are in it: a row of CSV goes on behind an odd number.
+    After an odd number of quotation marks (`n_quotes`) a row of CSV continues on the next line.
     """
 
     n_bytes: int
@@ -72,14 +41,14 @@ class LongLine:
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]], without: Collection[str] = ()) -> list[str]:
-    """Return the files of these names and patterns, those of a pattern in order of names; `-` is stdin.
+    """Return the files of names and patterns, those of a pattern in order of their names; `-` is stdin.
 
     Args:
         paths: names and patterns.
-        without: real paths of what no pattern is to find.
+        without: real paths of files that patterns leave out.
 
     Raises:
-        ConfigError: nothing there, a directory, or a file that is named twice.
+        ConfigError: no such file, a directory, or a file that is named twice.
     """
     found = [file for path in paths for file in _expanded(os.fspath(path), without)]
     if not found:
@@ -124,10 +93,10 @@ def _identity(name: str) -> object:
 
 
 class InputFile:
-    """One input file: its lines, some of them ahead of time, and how far it is read."""
+    """One input file: its lines, of which the first can be read ahead, and the number of bytes read."""
 
     def __init__(self, path: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        """Make one that is opened when it is read; `path` may be `-`.
+        """Take a path, or `-`; the file is opened when it is read.
 
         Raises:
             ConfigError: there is no such file.
@@ -142,7 +111,7 @@ class InputFile:
         self.is_regular, self.n_bytes = size is not None, size
 
     def open(self) -> None:
-        """Open it, where it is not.
+        """Open the file, if it is not open.
 
         Raises:
             ConfigError: it cannot be read, or stdin is closed.
@@ -150,8 +119,8 @@ class InputFile:
         if self._raw is not None:
             return
         try:
-            self._raw = _open(self.path, is_regular=self.is_regular)
-            self._text = _decompressed(self._raw, self.name)
+            self._raw = open_raw(self.path, is_regular=self.is_regular)
+            self._text = decompressed(self._raw, self.name)
         except (OSError, ConfigError) as error:
             self.close()
             if isinstance(error, ConfigError):
@@ -174,20 +143,20 @@ class InputFile:
 
     @property
     def n_bytes_read(self) -> int:
-        """Bytes read so far, compressed ones as they stand in the file."""
+        """Bytes read so far; of a compressed file, compressed bytes."""
         if self._raw is None or self._raw is self._text or not self.is_regular:
             return self._n_bytes
         return self._raw.tell()
 
     def tell_share(self, share: float) -> None:
-        """Say how far it is read, for a format that reads it by other means."""
+        """Note how much is read, for a format that does not read it by lines."""
         self._n_bytes = int(share * (self.n_bytes or 0))
 
     def lines(self) -> Iterator[bytes | LongLine]:
-        """Yield every line with its ending, without the file's BOM; those looked at before come again.
+        """Yield every line with its ending, without the file's BOM; lines read ahead come again.
 
         Raises:
-            ConfigError: it cannot be read to its end, or is shorter than it was; the message says how far it was.
+            ConfigError: it cannot be read to its end, or is shorter than it was; the message says how much was read.
         """
         while self._ahead:
             yield self._ahead.popleft()
@@ -195,7 +164,7 @@ class InputFile:
         self._check_whole()
 
     def _check_whole(self) -> None:
-        """Check that what was read is no less than there was at first: what lacks is not to count as gone."""
+        """Check that the file was not cut off while it was read: missing lines must not count as removed."""
         is_plain = self.n_bytes is not None and self._raw is self._text
         if is_plain and self._n_bytes < (self.n_bytes or 0):
             raise ConfigError(
@@ -204,21 +173,21 @@ class InputFile:
             )
 
     def ahead(self) -> Iterator[bytes | LongLine]:
-        """Yield lines that `lines` will yield again; `rewind` when enough were seen."""
+        """Yield lines that `lines` will yield again; call `rewind` afterwards."""
         yield from tuple(self._ahead)
         for line in self._rest():
             self._ahead.append(line)
             yield line
 
     def rewind(self) -> None:
-        """Be as before `ahead`; a regular file is closed until it is read."""
+        """Return to the state before `ahead`; a regular file is closed until it is read."""
         if self.is_regular:
             self.close()
 
     def stop(self) -> None:
-        """End the reading of a pipe, also where another thread waits there."""
+        """End the reading of a pipe, also where another thread waits for it."""
         pipe = getattr(self._raw, "raw", None)
-        if isinstance(pipe, _Pipe):
+        if isinstance(pipe, Pipe):
             pipe.stop()
 
     def close(self) -> None:
@@ -244,10 +213,10 @@ class InputFile:
                 yield line
 
     def _readline(self, n_most: int) -> bytes:
-        """Read a line, or so many bytes of it; translate what goes wrong."""
+        """Read a line, at most `n_most` bytes of it; translate errors."""
         try:
             line = self._text.readline(n_most) if self._text else b""
-        except _broken_errors() as error:
+        except read_errors() as error:
             raise ConfigError(self._broken(error)) from error
         self._n_bytes += len(line)
         return line
@@ -258,7 +227,7 @@ class InputFile:
         while piece:
             n_bytes += len(piece)
             n_quotes += piece.count(b'"')
-            piece = b"" if piece.endswith(b"\n") else self._readline(_BUFFER_BYTES)
+            piece = b"" if piece.endswith(b"\n") else self._readline(BUFFER_BYTES)
         return LongLine(n_bytes, n_quotes)
 
     def _without_bom(self, line: bytes) -> bytes:
@@ -278,105 +247,43 @@ class InputFile:
         return f"{self.name}: its compressed data is damaged: {error}; {read}"
 
 
-def _open(path: str, *, is_regular: bool) -> io.BufferedReader:
-    if is_regular:
-        return io.BufferedReader(io.FileIO(path), _BUFFER_BYTES)
-    if not is_dash(path):
-        flags = os.O_RDONLY | os.O_CLOEXEC
-        return io.BufferedReader(_Pipe(os.open(path, flags), is_own=True), _BUFFER_BYTES)
-    file: Any = stdin()
-    if isinstance(file, io.BufferedReader):
-        with suppress(OSError):  # where it is no file of the system's
-            return io.BufferedReader(_Pipe.of(file), _BUFFER_BYTES)
-    return cast("io.BufferedReader", file if hasattr(file, "peek") else io.BufferedReader(file))
+def long_line(n_bytes: int, n_most: int) -> LineError:
+    """Return the error of a line over the limit."""
+    message = (
+        f"the line has {n_bytes} bytes, the most is {n_most}: shorten it, or raise max_line_bytes"
+    )
+    return LineError("line_too_long", message)
 
 
-class _Pipe(io.RawIOBase):
-    """A pipe, a terminal or a device; whoever waits there can be told by another thread to stop."""
-
-    def __init__(self, fd: int, ahead: bytes = b"", *, is_own: bool = False) -> None:
-        """Read `ahead`, then from `fd`, which is closed at the end if it is our own."""
-        self._fd, self._ahead, self._is_own = fd, ahead, is_own
-        self._is_stopped = False
-        self._waked, self._waker = os.pipe()
-        self._poll = select.poll()
-        for waited in (fd, self._waked):
-            self._poll.register(waited, select.POLLIN)
-
-    @classmethod
-    def of(cls, file: io.BufferedReader) -> _Pipe:
-        """Take over a file and what its buffer holds; where that is nothing, wait for something."""
-        return cls(file.fileno(), file.read(len(file.peek(1))))
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read what there is; nothing more once it is stopped."""
-        if not self._ahead:
-            self._poll.poll()
-            return 0 if self._is_stopped else os.readv(self._fd, [buffer])
-        piece, self._ahead = self._ahead[: len(buffer)], self._ahead[len(buffer) :]
-        buffer[: len(piece)] = piece
-        return len(piece)
-
-    def stop(self) -> None:
-        """End the reading, that of a thread which waits there too."""
-        self._is_stopped = True
-        os.write(self._waker, b"\0")
-
-    def close(self) -> None:
-        """Let go of it. Twice is harmless."""
-        if not self.closed:
-            for fd in (self._waked, self._waker, *([self._fd] if self._is_own else [])):
-                os.close(fd)
-        super().close()
+def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> LineError:
+    """Return the error of bytes that are no UTF-8; `n_before` bytes of the item are before them."""
+    return LineError("invalid_utf8", f"not UTF-8: {error.reason} at byte {n_before + error.start}")
 
 
-def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
-    """Return the file's text; its first bytes tell what it is, so that a pipe may be compressed too."""
-    start = raw.peek(_N_START)[:_N_START]
-    unread = next((what for magic, what in _UNREAD.items() if start.startswith(magic)), None)
-    if unread or PurePath(name).suffix.lower() in UNREAD:
-        raise ConfigError(
-            f"{name}: is {unread or 'packed'}, which is not read here: unpack it, or compress it by gzip, bzip2, xz or "
-            "zstd"
-        )
-    module = next((module for magic, module in _PACKED.items() if magic.match(start)), None)
-    if module is None:
-        return raw
-    packer = _import_packer(module, name)
-    make = getattr(packer, _DECOMPRESSORS.get(module, ""), None)
-    text = packer.open(raw) if make is None else PackedStreams(raw, make)
-    return io.BufferedReader(text, _BUFFER_BYTES)
+class LineReader(ABC):
+    """Reads files of a format that has one item a line; one reader for all files of a run."""
 
+    columns: Sequence[str] | None = None
+    """The names in its rows; None where its items are no rows."""
 
-def _import_packer(module: str, name: str) -> Any:
-    """Return the module that reads a compressed file."""
-    if module == "zstd":
-        if (zstd := _import_zstd()) is None:
-            raise ConfigError(f'{name}: reading .zst needs a package: pip install "cbatch[zstd]"')
-        return zstd
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{name}: this Python was built without {module}: unpack it") from error
+    @abstractmethod
+    def parse(self, number: int, place: str, line: bytes) -> Item:
+        """Return the item of a line; a line that gives no prompt is an item with an error."""
 
+    def look(self, file: InputFile) -> None:  # noqa: B027  # most formats of lines need no look
+        """Check a file's beginning: nothing, for each line is checked by itself."""
 
-@cache
-def _import_zstd() -> Any:
-    """Return the module for Zstandard, Python's own from 3.14 on; None where there is none."""
-    for name in ("compression.zstd", "backports.zstd"):
-        with suppress(ImportError):
-            return import_module(name)
-    return None
+    def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
+        """Yield a file's items; the first has the number `n_before` + 1."""
+        number, parse, prefix = n_before, self.parse, f"{file.name}, line "
+        for i_line, line in enumerate(file.lines(), 1):
+            if isinstance(line, LongLine):
+                number += 1
+                error = long_line(line.n_bytes, file.max_line_bytes).error
+                yield Item(number, f"{prefix}{i_line}", self._id(number), None, error)
+            elif line.strip():
+                number += 1
+                yield parse(number, f"{prefix}{i_line}", line)
 
-
-@cache
-def _broken_errors() -> tuple[type[Exception], ...]:
-    zstd = _import_zstd()
-    found = [EOFError, OSError, zlib.error, *((zstd.ZstdError,) if zstd else ())]
-    with suppress(ImportError):
-        found.append(import_module("lzma").LZMAError)
-    return tuple(found)
+    def _id(self, number: int) -> str:
+        return unlabelled(number) if self.columns is None else str(number)

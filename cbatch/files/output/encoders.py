@@ -1,137 +1,193 @@
-"""What writes the records of a batch file's answers."""
+"""Encoders turn results into records; those of rows write the input's columns, then those of the answer."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+import csv
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
-from cbatch.errors import ConfigError
-from cbatch.files.input.detect import COLUMNAR, JSON_LINES, check_format, named_format
-from cbatch.files.input.lines import LineEncoder
-from cbatch.files.input.openai import OpenAIEncoder
-from cbatch.files.input.text_files import COMPRESSED, UNREAD
-from cbatch.files.output.answers import CsvWriter, ObjectWriter, TableEncoder
+from cbatch.files.input.row_prompts import as_text
 
 if TYPE_CHECKING:
-    from pathlib import Path, PurePath
+    from collections.abc import Collection, Sequence
+    from pathlib import Path
 
-    from cbatch.files.input.detect import Format
     from cbatch.files.input.item import Item, ItemError
-    from cbatch.files.input.source import Source
+    from cbatch.files.input.row_prompts import Row
     from cbatch.response import BatchResult
 
 
-_NO_TEXT = "answers are not written as plain text, for they have several lines"
-
-
-class Encoder(Protocol):
-    """Writes records: each is whole, with its line end."""
+class Encoder:
+    """Writes records, each whole with its line end; this class itself writes nothing."""
 
     def header(self) -> bytes:
-        """Return what stands before the first record."""
+        """Return the bytes before the first record."""
+        return b""
 
     def result(
         self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
     ) -> bytes:
-        """Return the record of an item that was asked, failed or not.
+        """Return the record of an item that ran, failed or not.
 
         Args:
             item: as it was read.
-            result: what became of it; its id is not looked at.
-            digest: of what was asked, for formats that repeat it.
+            result: of the item; its id is not used.
+            digest: of the item, for formats that repeat it.
             created: seconds since 1970.
             model: the name of the model, where the request named none.
         """
+        return b""
 
     def error(self, item: Item, error: ItemError) -> bytes:
-        """Return the record of an item that could not be asked."""
-
-
-@runtime_checkable
-class Finisher(Protocol):
-    """An encoder whose records become the output at the end of a run."""
+        """Return the record of an item that could not run."""
+        return b""
 
     def finish(self, records: Path, target: Path, n_items: int | None = None) -> None:
-        """Write the output from a file of records, of an input of so many items."""
+        """Write the output from the file of records of `n_items`, for formats that are written at the end of a run."""
 
 
-class NoEncoder:
-    """Writes nothing."""
+class Known(NamedTuple):
+    """The item of a record: its id, its digest, and whether the record is an error."""
 
-    def header(self) -> bytes:
-        """Return nothing."""
-        return b""
+    id: str
+    digest: bytes
+    is_error: bool
+
+
+class TraceableEncoder(Encoder, ABC):
+    """An encoder whose records name their item."""
+
+    @abstractmethod
+    def known(self, record: Mapping[str, object]) -> Known | None:
+        """Return the item of a record; None for the error of an item that could not run.
+
+        Raises:
+            LineError: the record is not one of this encoder's.
+        """
+
+
+# ---- rows ----
+
+ANSWERS: Mapping[str, type] = MappingProxyType(
+    {
+        "response": str,
+        "finish_reason": str,
+        "error": str,
+        "prompt_tokens": int,
+        "completion_tokens": int,
+    }
+)
+"""The added columns, and their types."""
+
+
+def added_names(columns: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the added columns, with a number where the table has a column of that name."""
+    return tuple(_free(name, columns) for name in ANSWERS)
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    candidate, n = name, 1
+    while candidate in taken:
+        n += 1
+        candidate = f"{name}_{n}"
+    return candidate
+
+
+def answer(result: BatchResult) -> tuple[object, ...]:
+    """Return the values of the added columns."""
+    usage = result.usage
+    return (
+        _response(result),
+        result.finish_reason,
+        None if result.error is None else str(result.error),
+        usage.prompt_tokens,
+        usage.completion_tokens,
+    )
+
+
+def no_answer(message: str) -> tuple[object, ...]:
+    """Return the values of the added columns for an item that could not run."""
+    return "", "error", message, None, None
+
+
+def _response(result: BatchResult) -> str:
+    """Return the text; of tool calls without text, the calls as JSON; of several answers, a list."""
+    if len(result.choices) > 1:
+        return as_text([_response(choice) for choice in result.choices])
+    if result.tool_calls and not result.text:
+        return as_text([call.as_dict() for call in result.tool_calls])
+    return result.text
+
+
+class RowEncoder(Encoder, ABC):
+    """Writes an item's own columns, then its answer."""
+
+    def __init__(self, columns: Sequence[str] | None) -> None:
+        """Take the columns of the input's rows; None: its items are requests, which have an id."""
+        self._has_rows = columns is not None
+        self._own = ("id",) if columns is None else tuple(columns)
+        self._added = added_names(self._own)
 
     def result(
         self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
     ) -> bytes:
-        """Return nothing."""
-        return b""
+        """Return a result as a whole record."""
+        return self._record(item, answer(result))
 
     def error(self, item: Item, error: ItemError) -> bytes:
-        """Return nothing."""
-        return b""
+        """Return the record of an item that could not run."""
+        return self._record(item, no_answer(f"{item.place}: {error.message}"))
+
+    def _row(self, item: Item) -> Row:
+        if not self._has_rows:
+            return {"id": item.id}
+        return item.extra if isinstance(item.extra, Mapping) else {}
+
+    def _whole_row(self, item: Item, values: tuple[object, ...]) -> Row:
+        row = self._row(item)
+        added = self._added if row.keys().isdisjoint(self._added) else added_names(row)
+        return {**row, **dict(zip(added, values, strict=True))}
+
+    @abstractmethod
+    def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
+        """Return a record of the values of the added columns."""
 
 
-def output_format(source: Source, asked: str = "auto", path: PurePath | None = None) -> Format:
-    """Return the format of an output: as it is asked for, else as its name says, else that of the input.
+class ObjectEncoder(RowEncoder):
+    """Writes JSON objects, one a line; each has the keys of its row."""
 
-    Plain text is answered in cbatch's lines; a name that says JSON lines says nothing of whose they are.
+    def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
+        from cbatch.files.output.json_answers import dump
 
-    Raises:
-        ConfigError: there is no such format, or answers cannot be written so.
-    """
-    check_format(asked, "auto")
-    if asked == "text":
-        raise ConfigError(f"{_NO_TEXT}: say cbatch or csv")
-    if asked != "auto":
-        return cast("Format", asked)
-    own: Format = "cbatch" if source.format == "text" else source.format
-    named = None if path is None else named_format(path)
-    if named is None or (named == "jsonl" and own in JSON_LINES):
-        return own
-    if named == "text":
-        raise ConfigError(
-            f"{path}: {_NO_TEXT}: give another name, such as one in .jsonl or .csv, or say the format "
-            "(--output-format)"
-        )
-    return named
+        return dump(self._whole_row(item, values))
 
 
-def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
-    """Check that the name of a file of answers does not promise what will not be in it.
-
-    Args:
-        path: of the file.
-        format: in which it is written.
-        is_asked: whether that was said, so that a name may say another format that is text.
-
-    Raises:
-        ConfigError: a compressed file, or a name that says another format.
-    """
-    if path.suffix.lower() in (*COMPRESSED, *UNREAD):
-        raise ConfigError(
-            f"{path}: answers are not written compressed, for a run goes on in its file: leave out {path.suffix}"
-        )
-    named = named_format(path)
-    if named is None or named == ("jsonl" if format in JSON_LINES else format):
-        return
-    if is_asked and not {named, format} & set(COLUMNAR):
-        return
-    raise ConfigError(f"{path}: its name says {named}, and answers are {format}: give another name")
+_LINE_END = "\r\n"  # fields that hold a character of it are quoted
 
 
-def encoder(format: str, source: Source) -> Encoder:
-    """Return what writes records of a format for the items of a source."""
-    columns = source.columns
-    if format == "openai":
-        return OpenAIEncoder()
-    if format == "cbatch":
-        return LineEncoder()
-    if format == "jsonl":
-        return TableEncoder(columns, ObjectWriter)
-    if format in COLUMNAR:
-        from cbatch.files.input.columnar import ColumnarEncoder  # pyarrow is slow to import
+class CsvEncoder(RowEncoder):
+    """Writes CSV; a missing value is an empty field, a nested one is JSON."""
 
-        return ColumnarEncoder(format, source)
-    return TableEncoder(columns, partial(CsvWriter, delimiter="\t" if format == "tsv" else ","))
+    def __init__(self, columns: Sequence[str] | None, delimiter: str) -> None:
+        """Take the columns; other values of a row are left out."""
+        super().__init__(columns)
+        self._columns, self._text = (*self._own, *self._added), io.StringIO()
+        self._csv = csv.writer(self._text, delimiter=delimiter, lineterminator=_LINE_END)
+
+    def header(self) -> bytes:
+        """Return the line of names."""
+        return self._line(self._columns)
+
+    def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
+        row = self._whole_row(item, values)
+        return self._line([as_text(row.get(column)) for column in self._columns])
+
+    def _line(self, cells: Sequence[str]) -> bytes:
+        self._csv.writerow(cells)
+        text = self._text.getvalue().removesuffix(_LINE_END)
+        self._text.seek(0)
+        self._text.truncate()
+        return f"{text}\n".encode(errors="replace")

@@ -12,17 +12,17 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from cbatch.files.input.digest import placed
-from cbatch.files.output.compact import rewrite
+from cbatch.files.output.identity import placed
 from cbatch.files.output.manifest import GONE, INSERT, NUMBERED, record_key
 from cbatch.files.output.opening import closing_all, opened, put_away
+from cbatch.files.output.rewriting import rewrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from cbatch.files.output.identity import Origin
     from cbatch.files.output.opening import Opened
-    from cbatch.files.output.origin import Origin
 
 SYNC_S = 5.0
 """Seconds between two waits for the disk: what a loss of power may cost."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.lines import shown
+from cbatch.files.input.json_requests import shown
 from cbatch.files.output import durable as disk
-from cbatch.files.output.compact import finish, fits, rewrite
 from cbatch.files.output.durable import told
-from cbatch.files.output.home import bring_manifest, point_to
+from cbatch.files.output.identity import ORIGIN_NAMES as ORIGIN_NAMES
 from cbatch.files.output.manifest import (
     FileRow,
     LostError,
@@ -20,15 +19,16 @@ from cbatch.files.output.manifest import (
     manifest_of,
     remove_manifest,
 )
-from cbatch.files.output.origin import NAMES as ORIGIN_NAMES
 from cbatch.files.output.record_file import Output, check_file
+from cbatch.files.output.rewriting import finish, fits, rewrite
+from cbatch.files.output.run_paths import bring_manifest, point_to
 from cbatch.files.places import real
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from cbatch.files.output.origin import Origin
+    from cbatch.files.output.identity import Origin
 
 OUTPUT_FORMAT = "output format"
 """The setting with which no run can go on where it differs: a file has one format."""

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING
 
 from cbatch.checks import check_flag
 from cbatch.errors import ConfigError
-from cbatch.files.input.detect import is_columnar
-from cbatch.files.input.item import bytes_of
-from cbatch.files.input.seen import scratch
+from cbatch.files.formats import check_name, is_columnar
+from cbatch.files.input.item import bytes_of, scratch
 from cbatch.files.input.source import names_of, open_source
-from cbatch.files.output.compact import copied, in_order, rewrite, write_all
 from cbatch.files.output.durable import mode_of, told, whole
-from cbatch.files.output.encoders import check_name
-from cbatch.files.output.home import manifest_at, records_at
 from cbatch.files.output.opening import OUTPUT_FORMAT, closing_all, put_away, reopened
 from cbatch.files.output.record_file import check_file
+from cbatch.files.output.rewriting import copied, in_order, rewrite, write_all
+from cbatch.files.output.run_paths import manifest_at, records_at
 from cbatch.files.places import check_apart, check_new, file_of, real
 
 if TYPE_CHECKING:

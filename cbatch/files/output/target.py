@@ -1,4 +1,4 @@
-"""Where the records of a run go: files that can be gone on with, or a pipe."""
+"""The outputs of a run: files that a later run can continue, or a pipe."""
 
 from __future__ import annotations
 
@@ -7,29 +7,35 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
 from cbatch.files.adopt import Adopter, adopt
-from cbatch.files.input.detect import COLUMNAR
-from cbatch.files.input.known import Traceable
+from cbatch.files.formats import COLUMNAR, check_name, output_format
+from cbatch.files.input.item import Seen
 from cbatch.files.output.durable import create, take_access, told
-from cbatch.files.output.encoders import Finisher, check_name, encoder, output_format
-from cbatch.files.output.home import manifest_at, point_to, records_at, records_of
+from cbatch.files.output.encoders import CsvEncoder, ObjectEncoder, TraceableEncoder
 from cbatch.files.output.journal import Journal
+from cbatch.files.output.json_answers import CbatchEncoder, OpenAIEncoder
 from cbatch.files.output.manifest import LostError
-from cbatch.files.output.pipe import Pipe
+from cbatch.files.output.run_paths import (
+    is_file_place,
+    manifest_at,
+    point_to,
+    records_at,
+    records_of,
+)
 from cbatch.files.output.sorting import sort_in_place
-from cbatch.files.output.written import is_file_place
 from cbatch.files.places import opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from cbatch.files.input.detect import Format
+    from cbatch.files.formats import Format
     from cbatch.files.input.source import Source
     from cbatch.files.output.encoders import Encoder
-    from cbatch.files.output.origin import Origin
+    from cbatch.files.output.identity import Origin
+    from cbatch.files.output.journal import Claim
     from cbatch.files.settings import FileOptions
 
 
@@ -39,10 +45,10 @@ class Target:
 
     Args:
         path: of the output; `-` is stdout.
-        errors: of the file of errors; None: they are in the output.
+        errors: of the file of errors; None: errors are in the output.
         format: of the output.
-        encoder: writes it.
-        adopter: knows its records again, where a manifest is to be made of them if it is lost.
+        encoder: of the format.
+        adopter: makes a lost manifest again; None: a lost manifest is an error.
     """
 
     path: Path
@@ -53,10 +59,10 @@ class Target:
 
     @classmethod
     def of(cls, output: str | Path, source: Source, options: FileOptions) -> Target:
-        """Return the outputs that were asked for.
+        """Return the outputs that the options ask for.
 
         Raises:
-            ConfigError: a format that there is not, that the name of the output contradicts, or that cannot be adopted.
+            ConfigError: an unknown format, one that the output's name contradicts, or one that cannot be adopted.
         """
         path, asked = Path(output), options.output_format or "auto"
         format = output_format(source, asked, path)
@@ -68,19 +74,19 @@ class Target:
 
     @property
     def is_pipe(self) -> bool:
-        """Whether nobody can go on with it: stdout, a device, a named pipe."""
+        """Whether the output is stdout, a device or a named pipe, which no later run can continue."""
         return not is_file_place(self.path)
 
     @property
     def records(self) -> Path:
-        """The file that records are added to; a format of columns is made of it at the end."""
+        """The file that records are added to; a columnar output is made of it at the end."""
         return records_at(self.path) if self.format in COLUMNAR else self.path
 
     def check(self, *, force: bool) -> None:
-        """Check that records can be written, long before the first one is there.
+        """Check that records can be written, long before the first record.
 
         Raises:
-            ConfigError: a pipe for what needs a file, or a file that no manifest knows of.
+            ConfigError: a pipe for a columnar format, or a file that belongs to no manifest.
         """
         if self.format in COLUMNAR:
             self._check_columnar()
@@ -98,7 +104,7 @@ class Target:
             raise ConfigError(f"{self.path}: {self.format} cannot be piped: give a file")
         if self.errors is not None:
             raise ConfigError(
-                f"{self.errors}: a row that fails stands in the {self.format} file, with its error: leave the file of "
+                f"{self.errors}: a row that fails is in the {self.format} file, with its error: leave the file of "
                 "errors out"
             )
 
@@ -110,7 +116,7 @@ class Target:
         *,
         force: bool,
         retry_errors: bool,
-    ) -> Iterator[Journal | Pipe]:
+    ) -> Iterator[Journal | PipedOutput]:
         """Open the outputs for the length of the block.
 
         Raises:
@@ -156,7 +162,7 @@ class Target:
         return journal
 
     def _keep_private(self) -> None:
-        """Let those alone read the records of an earlier output of columns who may read that."""
+        """Give the file of records the access of an earlier columnar output."""
         if self.path.is_file() and not self.records.exists():
             with told(self.records):
                 fd = create(self.records)
@@ -164,34 +170,96 @@ class Target:
                 os.close(fd)
 
     @contextmanager
-    def _piped(self) -> Iterator[Pipe]:
+    def _piped(self) -> Iterator[PipedOutput]:
         with ExitStack() as stack:
             file = stack.enter_context(opened(self.path, force=True))
             errors = stack.enter_context(opened(self.errors, force=True)) if self.errors else None
-            pipe = Pipe(file, errors, header=self.encoder.header())
+            pipe = PipedOutput(file, errors, header=self.encoder.header())
             yield pipe
             pipe.close()
 
     def finish(self, n_items: int) -> None:
-        """Make the output of its records, of so many items, where it is not made of them as they come.
+        """Make a columnar output of its records, for an input of `n_items`; other outputs are complete already.
 
         Raises:
-            ConfigError: the input is not as it was read.
+            ConfigError: the input was changed while it was read.
         """
-        if isinstance(self.encoder, Finisher):
+        if self.format in COLUMNAR:
             sort_in_place(self.records)
             self.encoder.finish(self.records, self.path, n_items)
 
 
+def encoder(format: str, source: Source) -> Encoder:
+    """Return the encoder of a format for the items of a source."""
+    if format == "openai":
+        return OpenAIEncoder()
+    if format == "cbatch":
+        return CbatchEncoder()
+    if format == "jsonl":
+        return ObjectEncoder(source.columns)
+    if format in COLUMNAR:
+        from cbatch.files.output.columnar_answers import ColumnarEncoder  # pyarrow, slow to import
+
+        return ColumnarEncoder(format, source)
+    return CsvEncoder(source.columns, "\t" if format == "tsv" else ",")
+
+
 def _adopter(path: Path, format: Format, encoder: Encoder, source: Source) -> Adopter:
-    """Return what knows the records of an output again.
+    """Return what makes a manifest of the output's records.
 
     Raises:
-        ConfigError: they do not tell what they answer, or are not kept.
+        ConfigError: the records do not name their items, or are not kept.
     """
-    if not is_file_place(path) or not isinstance(encoder, Traceable):
+    if not is_file_place(path) or not isinstance(encoder, TraceableEncoder):
         raise ConfigError(
             f"{path}: only files of openai's or cbatch's lines tell what they answer, and this is {format}: leave "
             "--adopt out"
         )
     return Adopter(encoder, has_rows=source.columns is not None)
+
+
+class PipedOutput:
+    """The methods of `Journal` that a run needs, for open files without a manifest: no record is ever there before."""
+
+    def __init__(
+        self, file: BinaryIO | None, errors: BinaryIO | None = None, *, header: bytes = b""
+    ) -> None:
+        """Write to open files, which stay open; None: nowhere."""
+        self.n_done = self.n_failed = 0
+        self.notes: tuple[str, ...] = ()
+        self._files = {False: file, True: errors or file}
+        self._parts: dict[bool, list[bytes]] = {False: [header] if header else [], True: []}
+        self._seen = Seen()
+
+    def claim(
+        self, id: str, digest: bytes, number: int, rival: str | None = None, *, place: str = ""
+    ) -> Claim:
+        """Return "new", or "duplicate" if an item before has the id, or its rival."""
+        return "new" if self._seen.add(id, rival) else "duplicate"
+
+    def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
+        """Keep a record until `commit`."""
+        if self._files[is_error] is not None:
+            self._parts[is_error].append(record)
+
+    def commit(self) -> None:
+        """Write and flush the records that were added."""
+        for is_error, file in self._files.items():
+            parts = self._parts[is_error]
+            if file is not None and parts:
+                file.write(b"".join(parts))
+                file.flush()
+                parts.clear()
+
+    def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
+        """Return 0: written records stay."""
+        return 0
+
+    def set_unclaimed_aside(self) -> int:
+        """Return 0: written records stay in their place."""
+        return 0
+
+    def close(self) -> None:
+        """Write the remaining records."""
+        self.commit()
+        self._seen.close()

@@ -1,4 +1,4 @@
-"""What a batch file is, by its name and its first lines."""
+"""Formats of batch files: told by names and first lines, and chosen for answers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import LineError
-from cbatch.files.input.lines import KEYS, load
-from cbatch.files.input.text_files import COMPRESSED, LongLine
+from cbatch.files.input.json_requests import KEYS, load
+from cbatch.files.input.raw_streams import COMPRESSED, UNREAD
+from cbatch.files.input.text_files import LongLine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from cbatch.files.input.source import Source
     from cbatch.files.input.text_files import InputFile
 
 Format: TypeAlias = Literal["openai", "cbatch", "jsonl", "csv", "tsv", "text", "parquet", "arrow"]
-"""What a batch file may be; `jsonl` are objects of the user's own, asked by a template."""
+"""Formats of batch files; `jsonl` is objects of the user's own, with a template."""
 
 SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
@@ -30,20 +32,20 @@ SUFFIXES: dict[str, Format] = {
     ".feather": "arrow",
     ".ipc": "arrow",
 }
-"""Endings of names that tell the format."""
+"""Formats by the ending of a name."""
 
 COLUMNAR = ("parquet", "arrow")
 JSON_LINES = ("openai", "cbatch", "jsonl")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _N_LOOK, _N_LOOK_BYTES = 100, 2**20
-"""Lines, and bytes, to look at for one that tells a format: the first may be blank or broken."""
+"""Lines and bytes to search for an object that tells the format: the first line may be blank or broken."""
 
 
 def check_format(format: str, *more: str) -> None:
-    """Check the name of a format; `more` is what may be said instead.
+    """Check the name of a format, or one of `more`.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: an unknown name.
     """
     known = (*more, *get_args(Format))
     if format not in known:
@@ -51,15 +53,15 @@ def check_format(format: str, *more: str) -> None:
 
 
 def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | None:
-    """Return a file's format; None where nothing is in it.
+    """Return a file's format; None for an empty file.
 
     Args:
-        file: is as before when this returns.
+        file: is rewound before this returns.
         asked: the format, or auto.
-        has_template: whether JSON objects are asked by a template, so that they are no requests.
+        has_template: whether there is a template, so that JSON objects are rows and no requests.
 
     Raises:
-        ConfigError: it cannot be told, or this kind of file cannot be read here.
+        ConfigError: the format cannot be told, or a columnar file is no plain file.
     """
     format = SUFFIXES.get(_suffix(file.path)) if asked == "auto" else cast("Format", asked)
     if format in COLUMNAR:
@@ -73,7 +75,7 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
 
 
 def named_format(path: PurePath) -> Format | None:
-    """Return the format that the ending of a name says, `jsonl` for all that are JSON lines; None: none."""
+    """Return the format of a name's ending, `jsonl` for all JSON lines; None for another ending."""
     suffix = path.suffix.lower()
     return "jsonl" if suffix in _JSON_SUFFIXES else SUFFIXES.get(suffix)
 
@@ -84,7 +86,7 @@ def is_columnar(path: PurePath) -> bool:
 
 
 def _suffix(path: str) -> str:
-    """Return what a name ends in, without a compression's."""
+    """Return the ending of a name in lower case, without that of a compression."""
     name = PurePath(path.lower())
     return PurePath(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
 
@@ -98,7 +100,7 @@ def _check_columnar(file: InputFile) -> None:
 
 
 def _first_lines(file: InputFile, *, up_to_any: bool) -> Iterator[bytes | LongLine]:
-    """Yield the first lines that are not blank, up to an object or, if `up_to_any`, to one of them."""
+    """Yield the first lines that are not blank, up to the first object, or up to the first line if `up_to_any`."""
     n_bytes = 0
     for _, line in zip(range(_N_LOOK), file.ahead(), strict=False):
         n_bytes += 0 if isinstance(line, LongLine) else len(line)
@@ -111,7 +113,7 @@ def _first_lines(file: InputFile, *, up_to_any: bool) -> Iterator[bytes | LongLi
 
 
 def first_object(file: InputFile) -> dict[str, Any] | None:
-    """Return the first JSON object among a file's first lines; the file is as before then."""
+    """Return the first JSON object among a file's first lines, and rewind the file."""
     last = deque(_first_lines(file, up_to_any=False), maxlen=1)
     file.rewind()
     return _object_of(last[0]) if last else None
@@ -142,3 +144,56 @@ def _format_of_lines(
     if request is None or not request.keys().isdisjoint(KEYS):
         return "cbatch"
     return "openai" if request.keys() & {"custom_id", "body"} else "jsonl"
+
+
+# ---- of answers ----
+
+_NO_TEXT = "answers are not written as plain text, for they have several lines"
+
+
+def output_format(source: Source, asked: str = "auto", path: PurePath | None = None) -> Format:
+    """Return the format of an output: the one asked for, else that of its name, else that of the input.
+
+    Plain text is answered in cbatch's lines; a name of JSON lines keeps the input's kind of JSON lines.
+
+    Raises:
+        ConfigError: an unknown format, or one in which answers cannot be written.
+    """
+    check_format(asked, "auto")
+    if asked == "text":
+        raise ConfigError(f"{_NO_TEXT}: say cbatch or csv")
+    if asked != "auto":
+        return cast("Format", asked)
+    own: Format = "cbatch" if source.format == "text" else source.format
+    named = None if path is None else named_format(path)
+    if named is None or (named == "jsonl" and own in JSON_LINES):
+        return own
+    if named == "text":
+        raise ConfigError(
+            f"{path}: {_NO_TEXT}: give another name, such as one in .jsonl or .csv, or say the format "
+            "(--output-format)"
+        )
+    return named
+
+
+def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
+    """Check that the name of a file of answers fits its format.
+
+    Args:
+        path: of the file.
+        format: in which it is written.
+        is_asked: whether the user chose the format: the name may then be that of another text format.
+
+    Raises:
+        ConfigError: the name of a compressed file or of another format.
+    """
+    if path.suffix.lower() in (*COMPRESSED, *UNREAD):
+        raise ConfigError(
+            f"{path}: answers are not written compressed, for a run goes on in its file: leave out {path.suffix}"
+        )
+    named = named_format(path)
+    if named is None or named == ("jsonl" if format in JSON_LINES else format):
+        return
+    if is_asked and not {named, format} & set(COLUMNAR):
+        return
+    raise ConfigError(f"{path}: its name says {named}, and answers are {format}: give another name")

@@ -1,0 +1,361 @@
+"""Requests as JSON lines, those of cbatch and those of OpenAI's batch files.
+
+Source: OpenAI's API reference, batch: the request input object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cbatch.checks import MAX_DEPTH, is_too_deep, why_unread
+from cbatch.errors import ConfigError
+from cbatch.files.input.item import WRONG, Item, LineError, unlabelled, what_is_wrong
+from cbatch.files.input.text_files import LineReader, not_utf8
+from cbatch.files.units import cut
+from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KEYS = ("id", "messages", "prompt", "tokens", "options")
+"""Keys of a cbatch request."""
+
+_N_SHOWN = 60
+"""Characters of a line in an error."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+_N_KEPT = 64
+_MAX_KEY_LENGTH = 2**16
+_decode = json.JSONDecoder().decode
+
+
+# ---- JSON ----
+
+
+class Loaded(NamedTuple):
+    """The object of a line, and an error of its values, with which its keys can still be read."""
+
+    value: dict[str, Any]
+    wrong: LineError | RecursionError | None
+
+
+def load(line: bytes) -> dict[str, Any]:
+    """Return the object of a line.
+
+    Raises:
+        LineError: no UTF-8, no JSON, no object, or text that UTF-8 cannot encode.
+        RecursionError: see `decoded`.
+    """
+    value, wrong = loaded(line)
+    if wrong is not None:
+        raise wrong
+    return value
+
+
+def loaded(line: bytes) -> Loaded:
+    """Return the object of a line, also where a value is no text or is nested too deeply.
+
+    Raises:
+        LineError: no JSON, or no object.
+        RecursionError: nested so deeply that it cannot be decoded.
+    """
+    wrong: LineError | None = None
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        text, wrong = line.decode(errors="surrogateescape"), not_utf8(error)
+    try:
+        value = _decode(text)
+    except ValueError as error:
+        message = f"{why_unread(error, text)}: {shown(text)}"
+        raise (wrong or LineError("invalid_json_line", message)) from None
+    if not isinstance(value, dict):
+        raise wrong or LineError("invalid_json_line", f"not a JSON object: {shown(text)}")
+    if _is_too_deep(text, value):
+        return Loaded(value, RecursionError())
+    if wrong is None and (b"\\ud" in line or b"\\uD" in line):
+        wrong = _half_of_a_pair(value)
+    return Loaded(value, wrong)
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a string without halves of surrogate pairs, which UTF-8 cannot encode."""
+    return isinstance(value, str) and _HALF.search(value) is None
+
+
+def mended(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object with each half of a surrogate pair replaced."""
+    text: dict[str, Any] = json.loads(_HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    return text
+
+
+def decoded(text: str) -> Any:
+    """Return the value of JSON text.
+
+    Raises:
+        ValueError: no JSON.
+        RecursionError: nested more than `MAX_DEPTH` deep.
+    """
+    value = _decode(text)
+    if _is_too_deep(text, value):
+        raise RecursionError
+    return value
+
+
+def _is_too_deep(text: str, value: object) -> bool:
+    return text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value)
+
+
+def _half_of_a_pair(value: object) -> LineError | None:
+    if is_text(json.dumps(value, ensure_ascii=False)):
+        return None
+    message = "a string in it holds half of a surrogate pair, which is no text"
+    return LineError("invalid_json_line", message)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return an object without its nulls; another value as it is."""
+    if not isinstance(value, dict):
+        return value
+    return {key: inner for key, inner in value.items() if inner is not None}
+
+
+def shown(text: str) -> str:
+    """Return the beginning of a line, for errors."""
+    return cut(text.strip(), _N_SHOWN)
+
+
+class OptionsOf:
+    """Builds the options of requests; equal options are checked once and are one object."""
+
+    def __init__(self) -> None:
+        """Keep no options yet."""
+        self._known: dict[str, RunOptions] = {}
+
+    def __call__(self, said: Mapping[str, Any]) -> RunOptions:
+        """Return `said` as options.
+
+        Raises:
+            ConfigError: see `RunOptions`.
+        """
+        key = repr(said)  # tells 1 from True and 1.0, which are equal
+        options = self._known.get(key)
+        if options is None:
+            options = RunOptions.of(said)
+            if len(key) <= _MAX_KEY_LENGTH:
+                self._keep(key, options)
+        return options
+
+    def _keep(self, key: str, options: RunOptions) -> None:
+        if len(self._known) >= _N_KEPT:
+            self._known.clear()
+        self._known[key] = options
+
+
+# ---- cbatch ----
+
+
+class CbatchReader(LineReader):
+    """Reads cbatch requests: `id`, one of `messages`, `prompt` and `tokens`, and `options`."""
+
+    def __init__(self) -> None:
+        """Make a reader for all lines of a run."""
+        self._options_of = OptionsOf()
+
+    def parse(self, number: int, place: str, line: bytes) -> Item:
+        """Return the item of a line, with an error where it gives no prompt."""
+        id = unlabelled(number)
+        is_labelled = False
+        try:
+            request, wrong = loaded(line)
+            given = request.pop("id", None)
+            if given is not None and (wrong is None or is_text(given)):
+                id, is_labelled = _label(given), True
+            if wrong is not None:
+                raise wrong
+            return Item(number, place, id, self._prompt(request), is_labelled=is_labelled)
+        except WRONG as error:
+            found = what_is_wrong(error, ("messages", "prompt", "tokens"))
+            return Item(number, place, id, None, found, is_labelled=is_labelled)
+
+    def _prompt(self, request: dict[str, Any]) -> BatchPrompt:
+        for key in request:
+            if key not in KEYS:
+                raise LineError(
+                    "invalid_request",
+                    f"unknown key {key!r}; known: {', '.join(KEYS)} (for objects of your own give a template)",
+                    key,
+                )
+        options = request.pop("options", None)
+        if options is not None and not isinstance(options, dict):
+            raise LineError("invalid_request", "options must be an object of names", "options")
+        return BatchPrompt(**request, options=self._options_of(options or {}))
+
+
+def _label(given: object) -> str:
+    if not isinstance(given, str) or not given:
+        raise LineError("invalid_request", f"an id must be a non-empty string, not {given!r}", "id")
+    return given
+
+
+# ---- OpenAI ----
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_URLS = (CHAT, COMPLETIONS)
+
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "stream_options", "prediction"}
+    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+"""Names in a body that do not change the answer."""
+
+_HARMLESS = {
+    "stream": (False,),
+    "modalities": (["text"],),
+    "suffix": ("",),
+}
+"""Names in a body that are ignored where their value asks for the default."""
+
+_KEYS = ("custom_id", "method", "url", "body")
+
+
+class Call(NamedTuple):
+    """The parts of a request that its answer repeats: the url, and the body's model or ""."""
+
+    url: str
+    model: str
+
+
+class OpenAIReader(LineReader):
+    """Reads OpenAI's batch requests."""
+
+    def __init__(self, url: str | None = None) -> None:
+        """Make a reader for all lines of a run.
+
+        Args:
+            url: of every line; None: any that is served.
+
+        Raises:
+            ConfigError: a url that is not served.
+        """
+        if url is not None and url not in _URLS:
+            raise ConfigError(f"url={url!r} is not served; served: {', '.join(_URLS)}")
+        self._url = url
+        self._model: str | None = None
+        self._options_of = OptionsOf()
+
+    def parse(self, number: int, place: str, line: bytes) -> Item:
+        """Return the item of a line, with an error where it gives no prompt."""
+        id, is_labelled, call = unlabelled(number), False, None
+        names: tuple[str, ...] = ()
+        try:
+            request, wrong = loaded(line)
+            if wrong is None or is_text(request.get("custom_id")):
+                id, is_labelled = _custom_id(request), True
+            if wrong is not None:
+                raise wrong
+            call, body = self._call(request)
+            names = tuple(body)
+            if b"null" in line:
+                body = _without_nulls(body)
+            prompt = self._prompt(call.url, body)
+            return Item(number, place, id, prompt, None, call, is_labelled)
+        except WRONG as error:
+            return Item(number, place, id, None, what_is_wrong(error, names), call, is_labelled)
+
+    def _call(self, request: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+        for key in request:
+            if key not in _KEYS:
+                message = f"unknown key {key!r}; known: {', '.join(_KEYS)}"
+                raise LineError("invalid_request", message, key)
+        method, url, body = request.get("method"), request.get("url"), request.get("body")
+        if method != "POST":
+            raise LineError("invalid_method", f"method must be POST, not {method!r}", "method")
+        self._check_url(url)
+        if not isinstance(body, dict):
+            raise LineError("invalid_request", f"body must be an object, not {body!r}", "body")
+        return Call(str(url), self._model_of(body)), body
+
+    def _check_url(self, url: object) -> None:
+        if url not in _URLS:
+            message = f"url {url!r} is not served; served: {', '.join(_URLS)}"
+            raise LineError("invalid_url", message, "url")
+        if self._url is not None and url != self._url:
+            message = f"url {url!r} is not that of the batch: {self._url}"
+            raise LineError("url_mismatch", message, "url")
+
+    def _model_of(self, body: dict[str, Any]) -> str:
+        model = body.pop("model", None)
+        if model is None:
+            return ""
+        if not isinstance(model, str):
+            raise LineError("invalid_request", f"model must be a string, not {model!r}", "model")
+        if self._model is None:
+            self._model = model
+        if model != self._model:
+            message = f"model {model!r} is not that of the lines before: {self._model!r}"
+            raise LineError("model_mismatch", message, "model")
+        return model
+
+    def _prompt(self, url: str, body: dict[str, Any]) -> BatchPrompt:
+        asked = "messages" if url == CHAT else "prompt"
+        content = body.pop(asked, None)
+        if content is None:
+            raise LineError("invalid_request", f"{asked} is missing: {url} needs it", asked)
+        options = self._options_of(
+            {name: value for name, value in body.items() if not _is_ignored(name, value)}
+        )
+        if asked == "messages":
+            return BatchPrompt(messages=content, options=options)
+        content = _only_prompt(content)
+        if isinstance(content, list):
+            return BatchPrompt(tokens=content, options=options)
+        return BatchPrompt(prompt=content, options=options)
+
+
+def _custom_id(request: dict[str, Any]) -> str:
+    id = request.get("custom_id")
+    if id is None:
+        raise LineError("missing_custom_id", "custom_id is missing", "custom_id")
+    if not isinstance(id, str) or not id:
+        message = f"custom_id must be a non-empty string, not {id!r}"
+        raise LineError("invalid_custom_id", message, "custom_id")
+    return id
+
+
+def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body without nulls, in its messages too: some clients write every name they know."""
+    said = {name: value for name, value in body.items() if value is not None}
+    if isinstance(said.get("messages"), list):
+        said["messages"] = [without_nulls(message) for message in said["messages"]]
+    return said
+
+
+def _is_ignored(name: str, value: object) -> bool:
+    if name in IGNORED:
+        return True
+    if name not in _HARMLESS:
+        return False
+    if value not in _HARMLESS[name]:
+        can = " or ".join(map(repr, _HARMLESS[name]))
+        raise LineError(
+            "invalid_request", f"{name} must be {can} in a batch file, not {value!r}", name
+        )
+    return True
+
+
+def _only_prompt(prompt: object) -> Any:
+    """Return the prompt of a completion; of a list of one prompt, that prompt."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return prompt
+    if len(prompt) > 1:
+        raise LineError(
+            "invalid_request",
+            f"prompt is a list of {len(prompt)} prompts: give each a line of its own",
+            "prompt",
+        )
+    return prompt[0]

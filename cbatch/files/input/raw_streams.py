@@ -1,0 +1,211 @@
+"""The bytes of an input: of a file, a pipe or stdin, decompressed where they are compressed."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import select
+import zlib
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, cast
+
+from cbatch.errors import ConfigError
+from cbatch.files.places import is_dash, stdin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+"""Endings of the names of files that are decompressed."""
+
+UNREAD = (".zip", ".7z", ".lz4", ".lz", ".lzma", ".z", ".br")
+"""Endings of the names of files that are packed in a way that is not supported."""
+
+BUFFER_BYTES = 2**18
+
+_PACKED = {
+    re.compile(rb"\x1f\x8b"): "gzip",
+    re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
+    re.compile(rb"\xfd7zXZ\0"): "lzma",
+    # a header and the mark of a block or of the end: the first three bytes may be text. Source: bzip2's decompress.c
+    re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"): "bz2",
+}
+"""First bytes of a compressed file, and the module that reads it."""
+
+_UNREAD = {
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"\x04\x22\x4d\x18": "compressed by lz4",
+    b"LZIP": "compressed by lzip",
+    b"\x1f\x9d": "compressed by compress",
+}
+"""First bytes of packed files that are not supported."""
+
+_N_START = 10
+"""Bytes of a file that tell how it is compressed."""
+
+_DECOMPRESSORS = {"lzma": "LZMADecompressor", "bz2": "BZ2Decompressor"}
+"""Of the modules whose own file objects end silently where other bytes follow a stream."""
+
+_CHUNK_BYTES = 2**16
+
+
+def open_raw(path: str, *, is_regular: bool) -> io.BufferedReader:
+    """Open a file, a pipe, or stdin for `-`, as its bytes are.
+
+    Raises:
+        ConfigError: stdin is closed.
+        OSError: it cannot be opened.
+    """
+    if is_regular:
+        return io.BufferedReader(io.FileIO(path), BUFFER_BYTES)
+    if not is_dash(path):
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        return io.BufferedReader(Pipe(os.open(path, flags), is_own=True), BUFFER_BYTES)
+    file: Any = stdin()
+    if isinstance(file, io.BufferedReader):
+        with suppress(OSError):  # raised by a stdin without a file descriptor
+            return io.BufferedReader(Pipe.of(file), BUFFER_BYTES)
+    return cast("io.BufferedReader", file if hasattr(file, "peek") else io.BufferedReader(file))
+
+
+class Pipe(io.RawIOBase):
+    """A pipe, a terminal or a device; another thread can end a read that waits."""
+
+    def __init__(self, fd: int, ahead: bytes = b"", *, is_own: bool = False) -> None:
+        """Read `ahead`, then from `fd`; closing this closes `fd` if `is_own`."""
+        self._fd, self._ahead, self._is_own = fd, ahead, is_own
+        self._is_stopped = False
+        self._waked, self._waker = os.pipe()
+        self._poll = select.poll()
+        for waited in (fd, self._waked):
+            self._poll.register(waited, select.POLLIN)
+
+    @classmethod
+    def of(cls, file: io.BufferedReader) -> Pipe:
+        """Take over a file and the content of its buffer; wait for content where the buffer is empty."""
+        return cls(file.fileno(), file.read(len(file.peek(1))))
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the bytes that are there, none after `stop`; wait where there are none."""
+        if not self._ahead:
+            self._poll.poll()
+            return 0 if self._is_stopped else os.readv(self._fd, [buffer])
+        piece, self._ahead = self._ahead[: len(buffer)], self._ahead[len(buffer) :]
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def stop(self) -> None:
+        """End reading, also where another thread waits."""
+        self._is_stopped = True
+        os.write(self._waker, b"\0")
+
+    def close(self) -> None:
+        """Close the descriptors. Twice is harmless."""
+        if not self.closed:
+            for fd in (self._waked, self._waker, *([self._fd] if self._is_own else [])):
+                os.close(fd)
+        super().close()
+
+
+# ---- compression ----
+
+
+def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
+    """Return the file's text: `raw` itself where its first bytes are not those of a compressed file.
+
+    Raises:
+        ConfigError: it is packed in a way that is not supported, or a module is missing.
+    """
+    start = raw.peek(_N_START)[:_N_START]
+    unread = next((what for magic, what in _UNREAD.items() if start.startswith(magic)), None)
+    if unread or PurePath(name).suffix.lower() in UNREAD:
+        raise ConfigError(
+            f"{name}: is {unread or 'packed'}, which is not read here: unpack it, or compress it by gzip, bzip2, xz or "
+            "zstd"
+        )
+    module = next((module for magic, module in _PACKED.items() if magic.match(start)), None)
+    if module is None:
+        return raw
+    packer = _import_packer(module, name)
+    make = getattr(packer, _DECOMPRESSORS.get(module, ""), None)
+    text = packer.open(raw) if make is None else _PackedStreams(raw, make)
+    return io.BufferedReader(text, BUFFER_BYTES)
+
+
+class _PackedStreams(io.RawIOBase):
+    """The text of streams one after the other, with or without zeros between them, to the last byte of the file.
+
+    The file objects of `bz2` and `lzma` take other bytes behind a stream for the end, and the streams behind those
+    bytes are lost.
+    """
+
+    def __init__(self, file: io.BufferedReader, make: Callable[[], Any]) -> None:
+        """Read from `file`, which stays open; `make` returns a decompressor of one stream."""
+        self._file, self._make = file, make
+        self._stream, self._ahead = make(), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes; EOFError, OSError or LZMAError where the file is cut off or damaged."""
+        while not self._stream.eof or self._begins_another():
+            given = self._more() if self._stream.needs_input else b""
+            if piece := self._stream.decompress(given, len(buffer)):
+                buffer[: len(piece)] = piece
+                return len(piece)
+        return 0
+
+    def _more(self) -> bytes:
+        given, self._ahead = self._ahead or self._file.read1(_CHUNK_BYTES), b""
+        if not given:
+            raise EOFError("the file ends in the middle of a stream")
+        return given
+
+    def _begins_another(self) -> bool:
+        """Begin the next stream if other bytes than zeros follow; return whether they do."""
+        found = self._stream.unused_data
+        while not (found := found.lstrip(b"\0")):
+            if not (found := self._file.read1(_CHUNK_BYTES)):
+                return False
+        self._stream, self._ahead = self._make(), found
+        return True
+
+
+def _import_packer(module: str, name: str) -> Any:
+    if module == "zstd":
+        if (zstd := _import_zstd()) is None:
+            raise ConfigError(f'{name}: reading .zst needs a package: pip install "cbatch[zstd]"')
+        return zstd
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{name}: this Python was built without {module}: unpack it") from error
+
+
+@cache
+def _import_zstd() -> Any:
+    """Return the module for Zstandard, Python's own from 3.14 on, or None."""
+    for name in ("compression.zstd", "backports.zstd"):
+        with suppress(ImportError):
+            return import_module(name)
+    return None
+
+
+@cache
+def read_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of reading a file that is damaged, cut off or not readable."""
+    zstd = _import_zstd()
+    found = [EOFError, OSError, zlib.error, *((zstd.ZstdError,) if zstd else ())]
+    with suppress(ImportError):
+        found.append(import_module("lzma").LZMAError)
+    return tuple(found)

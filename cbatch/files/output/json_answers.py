@@ -1,0 +1,400 @@
+"""Answers as JSON lines, those of cbatch and those of OpenAI's batch files.
+
+Source: OpenAI's API reference, batch: the request output object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from codecs import getincrementaldecoder
+from dataclasses import fields
+from hashlib import blake2b
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import (
+    CBatchError,
+    DeadlineError,
+    EngineError,
+    PromptError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestFailedError,
+    UnsupportedOptionError,
+)
+from cbatch.files.input.item import ItemError, LineError, bytes_of
+from cbatch.files.input.json_requests import CHAT, COMPLETIONS, Call
+from cbatch.files.output.encoders import Known, TraceableEncoder
+from cbatch.response import Timings, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from cbatch.files.input.item import Item
+    from cbatch.response import BatchResult, TokenLogprob
+
+_LEAST_LOGPROB = -9999.0
+"""Source: OpenAI's API reference, chat completions, `logprobs`."""
+
+_USAGE = tuple(f.name for f in fields(Usage))
+_TIMINGS = tuple(f.name for f in fields(Timings))
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
+
+
+def dump(value: object) -> bytes:
+    """Return a value as a line of JSON; a type that JSON lacks as text, NaN and infinities as null."""
+    try:
+        text = _encode(value)
+    except ValueError:
+        text = _encode(_finite(value))
+    try:
+        return f"{text}\n".encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
+        return f"{json.dumps(json.loads(text))}\n".encode()
+
+
+def _finite(value: object) -> object:
+    """Return a value with null in place of NaN and infinities, which tables may have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _error_as_json(error: CBatchError) -> dict[str, object]:
+    """Return the error of a failed item."""
+    return {"type": type(error).__name__, "message": str(error)}
+
+
+# ---- cbatch ----
+
+
+class CbatchEncoder(TraceableEncoder):
+    """Writes cbatch's lines of results."""
+
+    def result(
+        self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
+    ) -> bytes:
+        """Return a result as a line."""
+        return dump({**result_as_json(result), "id": item.id, "digest": digest.hex()})
+
+    def error(self, item: Item, error: ItemError) -> bytes:
+        """Return the line of an item that could not run."""
+        said = {"type": "ConfigError", "message": f"{item.place}: {error.message}"}
+        more = {"code": error.code, **({"param": error.param} if error.param else {})}
+        return dump({"id": item.id, "text": "", "finish_reason": "error", "error": said | more})
+
+    def known(self, record: Mapping[str, object]) -> Known | None:
+        """Return the item of a record; see `TraceableEncoder.known`."""
+        id, error = record.get("id"), record.get("error")
+        digest = _digest_in(record.get("digest"))
+        if not isinstance(id, str) or not (digest or (error and "digest" not in record)):
+            raise LineError("no_record", "is no answer of cbatch")
+        return Known(id, digest, error is not None) if digest else None
+
+
+def result_as_json(result: BatchResult) -> dict[str, object]:
+    """Return a result as it is in cbatch's lines."""
+    return {
+        "id": result.id,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "error": result.error and _error_as_json(result.error),
+        "usage": {name: getattr(result.usage, name) for name in _USAGE},
+        "timings": {name: getattr(result.timings, name) for name in _TIMINGS},
+        "seed": result.seed,
+        **_more(result),
+    }
+
+
+def _more(result: BatchResult) -> dict[str, object]:
+    """Return the fields of a result that are often empty, without the empty ones."""
+    more = {
+        "stop_reason": result.stop_reason,
+        "reasoning": result.reasoning,
+        "tool_calls": [call.as_dict() for call in result.tool_calls],
+        "logprobs": tokens_as_json(result.logprobs or ()),
+        "prompt_logprobs": tokens_as_json(result.prompt_logprobs or ()),
+        "choices": [_choice(choice) for choice in result.choices],
+        "warnings": result.warnings,
+    }
+    return {name: value for name, value in more.items() if value or value == 0}  # a token's id
+
+
+def _choice(choice: BatchResult) -> dict[str, object]:
+    return {
+        "text": choice.text,
+        "finish_reason": choice.finish_reason,
+        "error": choice.error and _error_as_json(choice.error),
+        "seed": choice.seed,
+        **_more(choice),
+    }
+
+
+def tokens_as_json(tokens: Iterable[TokenLogprob | None]) -> list[dict[str, object] | None]:
+    """Return log-probabilities as they are in cbatch's lines; null for a token without one."""
+    return [None if token is None else _token_as_json(token) for token in tokens]
+
+
+def _token_as_json(token: TokenLogprob) -> dict[str, object]:
+    said = {"token_id": token.token_id, "text": token_text(token), "logprob": logprob_of(token)}
+    return {**said, "top": tokens_as_json(token.top)} if token.top else said
+
+
+def token_text(token: TokenLogprob) -> str:
+    """Return a token's text, or its bytes where they are no whole characters, as OpenAI's API writes them."""
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
+
+
+def logprob_of(token: TokenLogprob) -> float | None:
+    """Return a token's log-probability as OpenAI's API writes it.
+
+    A probability of 0 is -9999; the first token of an echoed prompt has null.
+    """
+    return None if math.isnan(token.logprob) else max(token.logprob, _LEAST_LOGPROB)
+
+
+# ---- OpenAI ----
+
+_ANSWERED = {"invalid_request": None, "unsupported_parameter": "unsupported_parameter"}
+"""Errors of a body that a server answers with status 400, and the `code` in that answer."""
+
+_FINISH = {"window": "length", "timeout": "length", "cancelled": "length"}
+"""Finish reasons that OpenAI lacks, and the nearest one."""
+
+
+class OpenAIEncoder(TraceableEncoder):
+    """Writes OpenAI's lines of output and errors."""
+
+    def result(
+        self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
+    ) -> bytes:
+        """Return a result as a line: answered, refused, or never run."""
+        if result.error is not None:
+            return _failed(item, _error_of(result.error), _status(result.error), digest.hex())
+        url, asked_model = _call_of(item)
+        key = _key(item.id)
+        body = _chat_body if url == CHAT else _completion_body
+        said = body(key, result, created, asked_model or model)
+        return _answer(item, 200, said, digest.hex())
+
+    def error(self, item: Item, error: ItemError) -> bytes:
+        """Return the line of an item that could not run."""
+        status = 400 if error.code in _ANSWERED else None
+        message = f"{item.place}: {error.message}"
+        return _failed(item, ItemError(error.code, message, error.param), status, _key(item.id))
+
+    def known(self, record: Mapping[str, object]) -> Known | None:
+        """Return the item of a record; see `TraceableEncoder.known`."""
+        id, response = record.get("custom_id"), record.get("response")
+        if not isinstance(id, str) or record.get("id") != f"batch_req_{_key(id)}":
+            raise LineError("no_record", "is no answer of cbatch in OpenAI's format")
+        if not isinstance(response, dict):
+            return None
+        digest = _digest_in(str(response.get("request_id")).removeprefix("req_"))
+        return Known(id, digest, response.get("status_code") != 200) if digest else None
+
+
+def _call_of(item: Item) -> Call:
+    if isinstance(item.extra, Call):
+        return item.extra
+    is_chat = item.prompt is not None and item.prompt.messages is not None
+    return Call(CHAT if is_chat else COMPLETIONS, "")
+
+
+def _key(id: str) -> str:
+    """Return the common part of the ids in a line: the same for the same request."""
+    return blake2b(bytes_of(id), digest_size=12).hexdigest()
+
+
+def _line(item: Item, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+    return dump(
+        {
+            "id": f"batch_req_{_key(item.id)}",
+            "custom_id": item.id,
+            "response": response,
+            "error": error,
+        }
+    )
+
+
+def _answer(item: Item, status: int, body: dict[str, Any], request: str) -> bytes:
+    response = {"status_code": status, "request_id": f"req_{request}", "body": body}
+    return _line(item, response, None)
+
+
+def _failed(item: Item, error: ItemError, status: int | None, request: str) -> bytes:
+    """Return the line of an item that failed; `status` is a server's, None where a server would not answer."""
+    if status is None:
+        return _line(item, None, {"code": error.code, "message": error.message})
+    said = {
+        "message": error.message,
+        "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": error.param,
+        "code": _ANSWERED.get(error.code, error.code),
+    }
+    return _answer(item, status, {"error": said}, request)
+
+
+def _error_of(error: CBatchError) -> ItemError:
+    """Return a failed request's error with OpenAI's code, where OpenAI has one."""
+    message = str(error)
+    if isinstance(error, RequestCancelledError):
+        return ItemError("batch_cancelled", message)
+    if isinstance(error, DeadlineError):
+        return ItemError("request_timeout", message)
+    if isinstance(error, PromptTooLongError):
+        return ItemError("context_length_exceeded", message)
+    if isinstance(error, UnsupportedOptionError):
+        return ItemError("unsupported_parameter", message, error.option)
+    return ItemError("server_error" if _status(error) == 500 else "invalid_request", message)
+
+
+def _status(error: CBatchError) -> int | None:
+    """Return the status that a server would answer with; None where the request never ran."""
+    if isinstance(error, RequestCancelledError | DeadlineError | QueueFullError):
+        return None
+    if isinstance(error, PromptError):
+        return 400
+    return 500 if isinstance(error, RequestFailedError | EngineError) else 400
+
+
+def _chat_body(key: str, result: BatchResult, created: int, model: str) -> dict[str, Any]:
+    choices = [_chat_choice(i, choice) for i, choice in enumerate(_choices(result))]
+    return _body(f"chatcmpl-{key}", "chat.completion", created, model, choices, result)
+
+
+def _chat_choice(index: int, result: BatchResult) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": result.text}
+    if result.reasoning:
+        message["reasoning_content"] = result.reasoning
+    if result.tool_calls:
+        message["content"] = result.text or None
+        message["tool_calls"] = [call.as_dict() for call in result.tool_calls]
+    return {
+        "index": index,
+        "message": message,
+        "finish_reason": _finish(result),
+        "logprobs": None if result.logprobs is None else _chat_logprobs(result.logprobs),
+    }
+
+
+def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    content = [_token(t) | {"top_logprobs": list(map(_token, t.top))} for t in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": logprob_of(token), "bytes": list(token.data)}
+
+
+def _completion_body(key: str, result: BatchResult, created: int, model: str) -> dict[str, Any]:
+    choices = [_completion_choice(i, choice) for i, choice in enumerate(_choices(result))]
+    return _body(f"cmpl-{key}", "text_completion", created, model, choices, result)
+
+
+def _completion_choice(index: int, result: BatchResult) -> dict[str, Any]:
+    logprobs = None if result.logprobs is None else _completion_logprobs(result.logprobs)
+    return {
+        "index": index,
+        "text": result.text,
+        "finish_reason": _finish(result),
+        "logprobs": logprobs,
+    }
+
+
+def _completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    has_tops = any(token.top for token in tokens)
+    return {
+        "tokens": [token_text(token) for token in tokens],
+        "token_logprobs": [logprob_of(_alternative(token)) for token in tokens],
+        "top_logprobs": [_tops(token) for token in tokens] if has_tops else None,
+        "text_offset": _offsets(tokens),
+    }
+
+
+def _alternative(token: TokenLogprob) -> TokenLogprob:
+    """Return the same token from the likeliest, where it is one of them, for exactly the same number."""
+    return next((top for top in token.top if top.token_id == token.token_id), token)
+
+
+def _tops(token: TokenLogprob) -> dict[str, float | None] | None:
+    """Return the likeliest tokens and the sampled one, by their text; None for a token without a log-probability.
+
+    Of several with the same text the likelier is kept.
+    """
+    if math.isnan(token.logprob):
+        return None
+    found: dict[str, float | None] = {}
+    for each in (*token.top, token):
+        found.setdefault(token_text(each), logprob_of(each))
+    return found
+
+
+def _offsets(tokens: Sequence[TokenLogprob]) -> list[int]:
+    """Return where each token's text begins, in characters."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    lengths = [len(decoder.decode(token.data)) for token in tokens]
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
+def _choices(result: BatchResult) -> tuple[BatchResult, ...]:
+    return result.choices or (result,)
+
+
+def _finish(result: BatchResult) -> str:
+    return _FINISH.get(result.finish_reason, result.finish_reason)
+
+
+def _body(
+    id: str,
+    kind: str,
+    created: int,
+    model: str,
+    choices: list[dict[str, Any]],
+    result: BatchResult,
+) -> dict[str, Any]:
+    usage = result.usage
+    counts: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+    if usage.cached_tokens:
+        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    body = {
+        "id": id,
+        "object": kind,
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": counts,
+    }
+    return body | _extensions(result)
+
+
+def _extensions(result: BatchResult) -> dict[str, Any]:
+    """Return the fields that OpenAI's format lacks, where there are any."""
+    more: dict[str, Any] = {}
+    if any(c.finish_reason in _FINISH for c in _choices(result)):
+        more["finish_reasons"] = [c.finish_reason for c in _choices(result)]
+    if any(c.stop_reason is not None for c in _choices(result)):
+        more["stop_reasons"] = [c.stop_reason for c in _choices(result)]
+    if result.prompt_logprobs is not None:
+        more["prompt_logprobs"] = tokens_as_json(result.prompt_logprobs)
+    if result.warnings:
+        more["warnings"] = list(result.warnings)
+    return {"cbatch": more} if more else {}
+
+
+def _digest_in(text: object) -> bytes | None:
+    """Return the digest in a record; None where there is none."""
+    is_digest = isinstance(text, str) and re.fullmatch("[0-9a-f]{32}", text)
+    return bytes.fromhex(str(text)) if is_digest else None
