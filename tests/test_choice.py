@@ -80,7 +80,7 @@ def by_llama_cpp(
             backend.run(StepPlan((chunk,)))
             start = i + len(chunk.tokens)
         while len(output) < n:
-            output.append(chain.sample(backend._ctx, -1))
+            output.append(chain.sample(backend.ctx, -1))
             backend.run(StepPlan((Chunk(Slot(0), start, output[-1:], has_output=True),)))
             start += 1
     return output

@@ -46,7 +46,7 @@ def model(test_model: Path) -> Iterator[LlamaModel]:
 
 def row_of(backend: LlamaBackend, i_token: int) -> NDArray[np.float32]:
     """Return the logits of a place in the last batch, as llama.cpp has them."""
-    row = llama_cpp.llama_get_logits_ith(backend._ctx, i_token)
+    row = llama_cpp.llama_get_logits_ith(backend.ctx, i_token)
     return np.ctypeslib.as_array(row, shape=(backend.vocab.n_vocab,)).copy()
 
 

@@ -105,7 +105,7 @@ def saved(backend: LlamaBackend, tokens: Sequence[int], slot: int = 0) -> NDArra
 
 def held(backend: LlamaBackend) -> list[int]:
     """Each slot's cells as llama.cpp has them, which must be as the backend counts them."""
-    cells = LlamaCells(backend._ctx)
+    cells = LlamaCells(backend.ctx)
     found = [cells.count(slot) for slot in range(backend.n_slots)]
     assert found == backend.n_cells
     return found

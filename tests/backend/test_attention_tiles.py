@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
-from cbatch.backend.llama.attention_tiles import most_long_context_prefills
+from cbatch.backend.llama.memory import most_long_context_prefills
 from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import EngineOptions
 

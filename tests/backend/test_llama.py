@@ -82,7 +82,7 @@ def bind_all(backend: LlamaBackend, sampling: Sampling = GREEDY) -> None:
 
 def last_positions(backend: LlamaBackend) -> list[int]:
     """Each slot's last position as llama.cpp has it; −1 where it is empty."""
-    memory = llama_cpp.llama_get_memory(backend._ctx)
+    memory = llama_cpp.llama_get_memory(backend.ctx)
     return [
         int(llama_cpp.llama_memory_seq_pos_max(memory, slot)) for slot in range(backend.n_slots)
     ]
@@ -370,9 +370,9 @@ def test_window_is_rounded_up_as_llama_cpp_does(
 ) -> None:
     backend = make(**given)
     assert backend.n_window == n_window
-    assert int(llama_cpp.llama_n_ctx(backend._ctx)) == N_SLOTS * n_window
-    assert int(llama_cpp.llama_n_seq_max(backend._ctx)) == N_SLOTS
-    assert int(llama_cpp.llama_n_ctx_seq(backend._ctx)) == n_window
+    assert int(llama_cpp.llama_n_ctx(backend.ctx)) == N_SLOTS * n_window
+    assert int(llama_cpp.llama_n_seq_max(backend.ctx)) == N_SLOTS
+    assert int(llama_cpp.llama_n_ctx_seq(backend.ctx)) == n_window
 
 
 @pytest.mark.parametrize(
@@ -402,9 +402,9 @@ def test_default_window_ends_where_training_did(make: MakeBackend, synth: SynthF
 def test_sizes_are_read_back(make: MakeBackend) -> None:
     assert make(n_batch=2**20).n_batch == N_SLOTS * 256
     backend = make(n_batch=100, n_ubatch=512)
-    assert (backend.n_batch, int(llama_cpp.llama_n_ubatch(backend._ctx))) == (100, 100)
+    assert (backend.n_batch, int(llama_cpp.llama_n_ubatch(backend.ctx))) == (100, 100)
     assert (backend.n_slots, backend.n_threads) == (N_SLOTS, 1)
-    assert int(llama_cpp.llama_n_threads(backend._ctx)) == 1
+    assert int(llama_cpp.llama_n_threads(backend.ctx)) == 1
 
 
 @pytest.mark.parametrize("parallel", [1, 256])

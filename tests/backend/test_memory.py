@@ -63,7 +63,9 @@ def test_saved_cells_take_the_bytes_that_memory_says(
     backend = make(kind)
     backend.run(StepPlan((chunk(1, 0, [300] * n_cells),)))
     backend.run(StepPlan((), saves=((Slot(1), 4),)))
-    assert len(backend._saved[4].data) == backend.memory.n_saved_bytes(n_cells)
+    state = backend.export_state(4)
+    assert state is not None
+    assert len(state) == backend.memory.n_saved_bytes(n_cells)
 
 
 def test_memory_that_forgets_what_is_out_of_sight_cannot_trim(
@@ -150,7 +152,7 @@ def test_two_sequences_change_slots_in_one_plan(make: MakeBackend, kind: str) ->
     )
     n = result.n_steps
     assert result.tokens == [expected[1][1 : 1 + n], expected[0][1 : 1 + n]]
-    assert backend._saved == {}
+    assert backend.saved_keys == ()
 
 
 @pytest.mark.parametrize("kind", ["partitioned", "unified"])
@@ -194,7 +196,7 @@ def test_context_that_cannot_be_made_anew_closes_the_backend(
         backend.run(StepPlan((chunk(0, 0, PROMPT),)))
     backend.close()
     with pytest.raises(EngineClosedError):
-        _ = backend._model.pointer
+        _ = backend.model.pointer
 
 
 def test_forgotten_cells_are_gone(make: MakeBackend) -> None:
@@ -202,13 +204,13 @@ def test_forgotten_cells_are_gone(make: MakeBackend) -> None:
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
     backend.run(StepPlan((), saves=((Slot(0), 1), (Slot(0), 2))))
     backend.run(StepPlan((), forgets=(1,)))
-    assert list(backend._saved) == [2]
+    assert list(backend.saved_keys) == [2]
     with pytest.raises(PlanError, match="under 1"):
         backend.run(StepPlan((), loads=((Slot(1), 1, len(PROMPT)),)))
     backend.run(StepPlan((), saves=((Slot(0), 1), (Slot(0), 3)), forgets=(2, 3, 1000)))
-    assert list(backend._saved) == [1]
+    assert list(backend.saved_keys) == [1]
     backend.close()
-    assert backend._saved == {}
+    assert backend.saved_keys == ()
 
 
 # ---- orders that fail ----
@@ -234,7 +236,7 @@ def test_load_into_a_pool_that_is_full_loses_the_key_and_computes_nothing(
     plan = StepPlan((chunk(1, 200, [7]), chunk(2, 100, [7])), loads=((Slot(2), 3, 100),))
     assert backend.run(plan) == StepResult([[], []], 0, lost=(3,))
     assert held(backend) == [0, 200, 0]
-    assert backend._saved == {}
+    assert backend.saved_keys == ()
     assert backend.run(StepPlan((chunk(1, 200, [7]), chunk(2, 0, [7])))).code == 0
 
 
@@ -321,7 +323,7 @@ def test_wrong_orders_are_refused_and_change_nothing(make: MakeBackend, kind: st
     for name, wrong in wrong_plans.items():
         assert is_refused(backend, wrong), name
         assert held(backend) == [20, 0, 0], name
-        assert list(backend._saved) == [1], name
+        assert list(backend.saved_keys) == [1], name
     expected = go_on(backend, 0, [token], 9)
     assert go_on(backend, 1, [token], 9, loads=((Slot(1), 1, 20),), start=20) == expected
 

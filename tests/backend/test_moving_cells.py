@@ -76,7 +76,7 @@ class ByHand:
     """A second context of a backend's model and settings, without anything of ours around `llama_decode`."""
 
     def __init__(self, backend: LlamaBackend) -> None:
-        self._pointer = make_context(backend._model, backend._options, 1)
+        self._pointer = make_context(backend.model, backend.options, 1)
         self._n_vocab = backend.vocab.n_vocab
         self.memory = llama_cpp.llama_get_memory(self._pointer)
 
@@ -127,9 +127,9 @@ def shifted_by_hand(backend: LlamaBackend, n: int, tokens: Sequence[int] = PROMP
 
 def is_whole(backend: LlamaBackend, slot: int) -> bool:
     """Whether a slot's cells in llama.cpp begin at position 0 and are as many as the backend counts."""
-    memory, n_cells = llama_cpp.llama_get_memory(backend._ctx), backend.n_cells[slot]
+    memory, n_cells = llama_cpp.llama_get_memory(backend.ctx), backend.n_cells[slot]
     begins = llama_cpp.llama_memory_seq_pos_min(memory, slot) == 0
-    n_bytes = backend._cells.n_saved_bytes(slot)
+    n_bytes = LlamaCells(backend.ctx).n_saved_bytes(slot)
     return not n_cells or (begins and n_bytes == backend.memory.n_saved_bytes(n_cells))
 
 
@@ -385,7 +385,7 @@ def test_wrong_moves_are_refused_and_change_nothing(make: MakeBackend, kind: str
         assert is_refused(backend, wrong), name
         assert held(backend) == [20, 0, 0], name
         assert is_whole(backend, 0), name
-        assert list(backend._saved) == [1], name
+        assert list(backend.saved_keys) == [1], name
     expected = go_on(backend, 0, [token], 9)
     assert go_on(backend, 1, [token], 9, loads=((Slot(1), 1, 20),), start=20) == expected
 

@@ -99,7 +99,7 @@ def replace_backend(monkeypatch: pytest.MonkeyPatch, touch: Touch) -> list[Llama
 
         def logits(self, slot: Slot) -> NDArray[np.float32]:
             found = super().logits(slot)
-            if touch(self._last_chunks, slot):
+            if touch(self.last_chunks, slot):
                 found[7] = np.nextafter(found[7], np.float32(np.inf))
             return found
 
@@ -115,7 +115,7 @@ def test_last_bit_that_depends_on_the_width_is_found(
     found = probe(model, options())
     assert f"with the width of a step ({width} rows against 1)" in found
     assert "q8_0" in found
-    assert [backend._ctx for backend in made] == [None]
+    assert [backend.ctx for backend in made] == [None]
 
 
 @pytest.mark.parametrize(

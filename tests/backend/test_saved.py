@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.llama_backend import LlamaBackend
-    from cbatch.backend.llama.saved import SavedFormat
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
 
@@ -58,11 +57,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 def make(synth: SynthFactory) -> Iterator[MakeBackend]:
     """Return a factory of backends by kind of memory."""
     yield from make_backends(synth)
-
-
-def format_of(backend: LlamaBackend) -> SavedFormat:
-    assert backend._format is not None
-    return backend._format
 
 
 def put(backend: LlamaBackend, slot: int, data: NDArray[np.uint8], n_cells: int) -> None:
@@ -83,7 +77,7 @@ def test_first_of_saved_cells_go_on_as_if_computed(make: MakeBackend, setting: s
     put(backend, 1, saved(backend, PROMPT), n)
     assert go_on(backend, 1, [7], 5) == expected
     assert held(backend) == [0, n + 5, n + 5]
-    assert backend._saved == {}
+    assert backend.saved_keys == ()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -239,19 +233,14 @@ def test_layout_that_is_unknown_is_none(n_bytes: int) -> None:
     assert (read_format(data, n_vocab=9, can_trim=True) is None) == (n_bytes > 0)
 
 
-def test_cells_of_an_unknown_layout_are_refused(make: MakeBackend) -> None:
-    backend = make("partitioned")
-    data = saved(backend, PROMPT)
-    backend._format = None
-    assert "does not know" in why_refused(backend, data)
-
-
-def test_memory_of_an_unknown_layout_says_that_it_cannot_be_checked(
+def test_memory_of_an_unknown_layout_cannot_check_and_refuses_cells(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert make("partitioned").memory.can_check
     monkeypatch.setattr("cbatch.backend.llama.llama_backend.read_format", lambda *_, **__: None)
-    assert not make("unified").memory.can_check
+    backend = make("partitioned")
+    assert not backend.memory.can_check
+    assert "does not know" in why_refused(backend, saved(backend, PROMPT))
 
 
 @pytest.mark.parametrize(("token", "is_one"), [(-1, True), (8, True), (9, False), (-2, False)])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.memory import LlamaCells
 from cbatch.errors import ConfigError, DecodeError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class BareLoop:
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
         self._backend = LlamaBackend(model, options, owns_model=False)
-        self._ctx: Any = self._backend._ctx
+        self._ctx: Any = self._backend.ctx
         n_rows = self._backend.n_slots
         self._batch = llama_cpp.llama_batch_init(n_rows, 0, 1)
         self._batch.n_tokens = n_rows
@@ -78,8 +79,8 @@ class PrefixLoop:
             ConfigError: the model's memory cannot be copied and cut back.
         """
         self._backend = LlamaBackend(model, options, owns_model=False)
-        self._ctx: Any = self._backend._ctx
-        self._cells = self._backend._cells
+        self._ctx: Any = self._backend.ctx
+        self._cells = LlamaCells(self._ctx)
         memory = self._backend.memory
         if not memory.can_trim or (self._backend.n_slots > 1 and not memory.can_copy):
             self._backend.close()

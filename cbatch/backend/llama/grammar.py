@@ -292,7 +292,7 @@ class GrammarMatchers:
             elif row.banned is not None:
                 self._masks[slot] &= ~row.banned
 
-    def fill_beside(self, chunks: Sequence[Chunk]) -> Callable[[], object]:
+    def fill_meanwhile(self, chunks: Sequence[Chunk]) -> Callable[[], object]:
         """Do as `fill` does in another thread; return what waits for it. One at a time."""
         if self._filler is None:
             self._filler = ThreadPoolExecutor(1, "cbatch-masks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,12 +20,27 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
 
 _N_KEPT = 3
 """Cells of the sequence that is cut short, saved and loaded when a memory is tried."""
 
 _N_ROTATED = 64
 """Heads of a multiple of this width are stored rotated. Source: src/llama-kv-cache.cpp, attn_rot_k."""
+
+
+# Which shapes of prompts attention computes fast on a CPU, where each slot has memory of its own.
+
+_N_ROWS = 64
+"""Rows of one sequence in a run of the graph from which attention takes tiles, about twice as fast row for row.
+Source: ggml/src/ggml-cpu/common.h, GGML_FA_TILE_Q; ggml-cpu/ops.cpp, use_tiled."""
+
+_N_PARTS = 4
+"""Into so many parts for each thread the rows of all heads are cut, and no tile is larger than a part.
+Source: ggml/src/ggml-cpu/ops.cpp, nth_scaled."""
+
+_N_CHUNKS_MIN = 4
+"""Measured with one to eight chunks of equal and unequal length; see docs/performance.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +51,8 @@ class SavedCells:
     """(n_bytes,) uint8."""
     n_cells: int
     """How many there are at least."""
-    is_doubtful: bool = False
-    """Whether they came from elsewhere, or go on from what did, and nobody knows what is computed from them."""
+    maybe_nonfinite: bool = False
+    """Whether they may hold a NaN or an infinity: they came from elsewhere, or go on from what did."""
 
 
 class LlamaCells:
@@ -121,7 +136,7 @@ def has_states(model: LlamaModel) -> bool:
 
 
 def find_memory(
-    ctx: Any, model: LlamaModel, *, n_slots: int, is_unified: bool, cache_type_k: str
+    ctx: Any, model: LlamaModel, options: EngineOptions, n_threads: int, *, is_on_device: bool
 ) -> KvCapabilities:
     """Find out what the memory of an empty context can do, by five one-token decodes. Leaves it empty.
 
@@ -132,7 +147,7 @@ def find_memory(
     Raises:
         IncompatibleLlamaError: a token cannot be decoded.
     """
-    cells, target = LlamaCells(ctx), n_slots - 1
+    cells, target = LlamaCells(ctx), options.n_slots - 1
     sizes = []
     for position in range(_N_KEPT):
         _decode(ctx, 0, position, has_output=False)
@@ -151,15 +166,21 @@ def find_memory(
     can_trim = not is_recurrent and not llama_cpp.llama_model_n_swa(model.pointer)
     can_copy = can_trim and target > 0 and _copies(ctx, cells, target, undisturbed, model)
     n_per_cell = max(0, -(-(sizes[-1] - sizes[0]) // (_N_KEPT - 1)))
+    kind: Literal["partitioned", "unified", "recurrent"]
+    kind = "recurrent" if is_recurrent else "unified" if options.kv == "unified" else "partitioned"
+    n_prefills = 0
+    if kind == "partitioned" and not is_on_device:
+        n_prefills = most_long_context_prefills(model, options, n_threads)
     return KvCapabilities(
-        kind="recurrent" if is_recurrent else "unified" if is_unified else "partitioned",
+        kind=kind,
         n_cells=int(llama_cpp.llama_n_ctx(ctx)),
         can_trim=can_trim,
         can_save=can_save,
         can_copy=can_copy,
-        can_shift=can_trim and _can_shift(ctx, model, cache_type_k),
+        can_shift=can_trim and _can_shift(ctx, model, options.cache_type_k),
         saved_bytes=max(0, sizes[0] - n_per_cell) if can_save else 0,
         saved_bytes_per_cell=n_per_cell if can_save else 0,
+        n_long_context_prefills=n_prefills,
     )
 
 
@@ -210,3 +231,20 @@ def _decode(ctx: Any, slot: int, position: int, *, has_output: bool) -> None:
         raise IncompatibleLlamaError(
             f"token {position} of a sequence gave code {code} (llama-cpp-python {llama_cpp.__version__})"
         )
+
+
+def most_long_context_prefills(model: LlamaModel, options: EngineOptions, n_threads: int) -> int:
+    """Return `KvCapabilities.n_long_context_prefills`: enough for each thread's tiles, few of unequal length.
+
+    0 where attention is not computed by tiles.
+    """
+    has_tiles = options.cache_type_k == options.cache_type_v and options.cache_type_k in (
+        "f16",
+        "f32",
+    )
+    if not has_tiles or options.exact or options.flash_attn == "off":
+        return 0
+    n_heads = max(1, int(llama_cpp.llama_model_n_head(model.pointer)))
+    n_chunks = max(_N_CHUNKS_MIN, -(-_N_PARTS * n_threads // n_heads))
+    n_most = min(options.n_ubatch, options.n_batch) // _N_ROWS
+    return min(n_chunks, n_most) if n_most >= _N_CHUNKS_MIN else 0

@@ -30,7 +30,7 @@ class LogitRows:
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
         """Make a context and decode one token in each slot."""
         self._backend = LlamaBackend(model, options, owns_model=False)
-        self._ctx: Any = self._backend._ctx
+        self._ctx: Any = self._backend.ctx
         self._slots = [Slot(i) for i in range(self._backend.n_slots)]
         self.n_vocab = self._backend.vocab.n_vocab
         binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in self._slots)

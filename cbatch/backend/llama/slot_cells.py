@@ -1,0 +1,213 @@
+"""The cells of slots: how many each slot has, what plans do to them, and the states that are saved from them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.llama.memory import LlamaCells, SavedCells
+from cbatch.backend.plan_check import PlanCheck
+from cbatch.core.plan import BROKEN_ROW, Chunk, KvCapabilities, Slot, StepPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cbatch.backend.llama.saved import SavedFormat
+
+
+class SlotCells:
+    """Does what plans order to the cells of one context's slots, and keeps the books of them.
+
+    llama.cpp ends the process at some orders, so `check` refuses them by these books.
+
+    Args:
+        ctx: `llama_context *`, all slots empty.
+        memory: what the context's memory can do.
+        n_slots: slots of the context.
+        n_window: positions of one slot.
+        format: how the context writes a state; None where that is not known.
+        sample: the state of a sequence of one token; None where it could not be saved.
+        is_on_device: whether cells may be in the memory of a device.
+    """
+
+    def __init__(
+        self,
+        ctx: Any,
+        memory: KvCapabilities,
+        *,
+        n_slots: int,
+        n_window: int,
+        format: SavedFormat | None,
+        sample: SavedCells | None,
+        is_on_device: bool,
+    ) -> None:
+        self._memory, self._n_slots, self._n_window = memory, n_slots, n_window
+        self._format, self._sample, self._is_on_device = format, sample, is_on_device
+        self._rules = PlanCheck(memory, n_slots, n_window)
+        self.saved: dict[int, SavedCells] = {}
+        """States in host memory, by their keys."""
+        self.renew(ctx)
+
+    def renew(self, ctx: Any) -> None:
+        """Go on with a new context, whose slots are empty; saved states stay."""
+        self._cells = LlamaCells(ctx)
+        self.n_cells = [0] * self._n_slots
+        """How many cells each slot has."""
+        self._uncopied: set[Slot] = set()
+        """Slots into which bytes are copied at the next decode."""
+        self._unshifted: set[Slot] = set()
+        """Slots whose cells move up at the next decode."""
+        self._maybe_nonfinite: set[Slot] = set()
+        """Slots whose cells may hold a NaN or an infinity, now or after the next tokens."""
+
+    def check(self, plan: StepPlan) -> None:
+        """Refuse what llama.cpp would answer with an abort, before anything is done.
+
+        Raises:
+            PlanError: the plan does not fit what the slots hold.
+        """
+        n_saved: Mapping[int, int] = {}
+        if plan.saves or plan.loads:
+            n_saved = {key: state.n_cells for key, state in self.saved.items()}
+        self._rules.check(plan, self.n_cells, n_saved)
+
+    # ---- before computing, in this order ----
+
+    def save(self, plan: StepPlan) -> list[int]:
+        """Forget and save the states that a plan names; return the keys under which nothing could be saved."""
+        for key in plan.forgets:
+            self.saved.pop(key, None)
+        wanted = [(slot, key) for slot, key in plan.saves if key not in plan.forgets]
+        return [key for slot, key in wanted if not self._save(slot, key)]
+
+    def _save(self, slot: Slot, key: int) -> bool:
+        if slot in self._uncopied or slot in self._unshifted:  # a step failed before that was done
+            return False
+        state = self._cells.save(slot)
+        if state is None or state.n_cells != self.n_cells[slot]:
+            return False
+        self.saved[key] = replace(state, maybe_nonfinite=slot in self._maybe_nonfinite)
+        return True
+
+    def trim_and_load(self, plan: StepPlan) -> list[int]:
+        """Empty, trim and load the slots that a plan names; return the keys that could not be loaded."""
+        for slot in plan.clears:
+            self._trim(slot, 0)
+        for slot, n_cells in plan.trims:
+            self._trim(slot, n_cells)
+        self._wipe()
+        return [key for slot, key, n in plan.loads if not self._load(slot, key, n)]
+
+    def _trim(self, slot: Slot, n_cells: int) -> None:
+        self._cells.trim(slot, n_cells)
+        self.n_cells[slot] = n_cells
+
+    def _load(self, slot: Slot, key: int, n_cells: int) -> bool:
+        state = self.saved.pop(key, None)
+        # while bytes wait to be copied, what is loaded could be taken for them
+        if state is None or self._uncopied or not self._cells.load(slot, state):
+            return False
+        if self._cells.count(slot) > n_cells:
+            self._cells.trim(slot, n_cells)
+        if self._cells.count(slot) != n_cells:
+            self._cells.trim(slot, 0)
+            return False
+        self.n_cells[slot] = n_cells
+        if state.maybe_nonfinite:
+            self._maybe_nonfinite.add(slot)
+        return True
+
+    def _wipe(self) -> None:
+        """Overwrite the memory of empty slots that may hold a NaN or an infinity."""
+        # while bytes wait to be copied, what is loaded could be taken for them
+        if not self._maybe_nonfinite or self._uncopied:
+            return
+        empty = [slot for slot, n in enumerate(self.n_cells) if not n]
+        left = self._maybe_nonfinite.intersection(empty)
+        self._maybe_nonfinite -= left
+        if left and self._memory.kind == "recurrent" and self._sample is not None:
+            self._cells.wipe(empty, self._sample)
+        elif left and self._format is not None and self._can_wipe:
+            n_cells = self._memory.n_cells // self._n_slots
+            with suppress(MemoryError):
+                self._cells.wipe(left, SavedCells(self._format.zeros(n_cells), n_cells))
+
+    @property
+    def _can_wipe(self) -> bool:
+        """Whether all memory of an empty slot can be overwritten: not what slots share, nor sliding windows."""
+        return self._memory.kind == "partitioned" and self._memory.can_trim
+
+    def copy(self, copies: Sequence[tuple[Slot, Slot, int]]) -> float:
+        """Copy beginnings from slot to slot; return the seconds it took.
+
+        Between slots with memory of their own llama.cpp copies all that a slot can hold. Cells of a slot that is at
+        most half full are copied faster through host memory: 700 cells of 12 layers took 1.5 ms, and 0.3 ms for each
+        further slot, against 1.6 ms a slot in windows of 2,048 and 5.5 ms in windows of 8,192.
+        """
+        start = time.perf_counter()
+        states: dict[Slot, SavedCells | None] = {}
+        for source, slot, n_cells in copies:
+            if source not in states:
+                states[source] = self._cells.save(source) if self._is_half_empty(source) else None
+            state = states[source]
+            # while bytes wait to be copied, what is loaded could be taken for them
+            if state is None or self._uncopied or not self._cells.load(slot, state):
+                self._cells.copy(source, slot, n_cells)
+                self._uncopied.add(slot)
+            else:
+                self._cells.trim(slot, n_cells)
+            self.n_cells[slot] = n_cells
+            if source in self._maybe_nonfinite:
+                self._maybe_nonfinite.add(slot)
+        return time.perf_counter() - start
+
+    def _is_half_empty(self, slot: Slot) -> bool:
+        """Whether copying a slot's cells is faster than copying all that the slot can hold."""
+        is_settled = slot not in self._uncopied and slot not in self._unshifted
+        is_apart = self._memory.kind == "partitioned" and not self._is_on_device
+        return is_apart and is_settled and 2 * self.n_cells[slot] <= self._n_window
+
+    def shift(self, shifts: Sequence[tuple[Slot, int, int]]) -> None:
+        """Take cells out of the middle of slots, except where a load that failed lost them."""
+        for slot, n_kept, n in shifts:
+            if self.n_cells[slot] >= n_kept + n:
+                self._cells.shift(slot, n_kept, n)
+                self.n_cells[slot] -= n
+                self._unshifted.add(slot)
+
+    # ---- after computing ----
+
+    def add(self, chunks: Sequence[Chunk], n_steps: int, tokens: Sequence[Sequence[int]]) -> None:
+        """Count the cells of `n_steps` steps that were done, at least one; note whose row was broken.
+
+        A row that is not broken shows that its cells are finite; a recurrent state may still grow.
+        """
+        self._uncopied.clear()
+        self._unshifted.clear()
+        for chunk, sampled in zip(chunks, tokens, strict=True):
+            self.n_cells[chunk.slot] += len(chunk.tokens) + n_steps - 1
+            if sampled and sampled[-1] == BROKEN_ROW:  # a run ends with it
+                self._maybe_nonfinite.add(chunk.slot)
+            elif sampled and self._memory.kind != "recurrent":
+                self._maybe_nonfinite.discard(chunk.slot)
+
+    def keep(self, chunk: Chunk, n_steps: int) -> int:
+        """Keep the cells that a failed step left of a chunk's slot, after `n_steps` steps that were done.
+
+        Returns:
+            How many cells the slot has now.
+        """
+        n_most = chunk.start + len(chunk.tokens) + n_steps
+        n_kept = min(n_most, self._cells.count(chunk.slot)) if self._memory.can_trim else 0
+        self._trim(chunk.slot, n_kept)
+        return n_kept
+
+    def undo(self, chunks: Sequence[Chunk]) -> bool:
+        """Take back the cells of chunks that were computed but not counted yet; return whether that was possible."""
+        undone = [
+            (self._memory.can_trim or not c.start) and self._cells.trim(c.slot, c.start)
+            for c in chunks
+        ]
+        return all(undone)

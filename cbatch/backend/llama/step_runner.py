@@ -1,0 +1,142 @@
+"""What a plan computes: one native call, or in exact mode one for each prompt; grammar masks come along."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.llama.grammar import GrammarMatchers
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cbatch.backend.llama.native import Masks
+
+_CELLS_UNKNOWN = -3
+"""Stands for a failure after which a slot's cells are not known. Source: include/llama.h, llama_decode."""
+
+
+class StepRunner:
+    """Computes and samples the chunks of plans.
+
+    Args:
+        make_stepper: called without arguments, now and by `renew`: returns what a `NativeStepper` is.
+        n_slots: slots of the context.
+        n_threads: threads that compute grammar masks.
+        is_on_device: whether a device computes, so that masks can be made meanwhile.
+    """
+
+    def __init__(
+        self, make_stepper: Callable[[], Any], *, n_slots: int, n_threads: int, is_on_device: bool
+    ) -> None:
+        self._make_stepper, self._is_on_device = make_stepper, is_on_device
+        self._matchers = GrammarMatchers(n_slots, n_threads)
+        self.renew()
+
+    def renew(self) -> None:
+        """Go on with a new context: every slot is unbound."""
+        self._stepper = self._make_stepper()
+        self.last_chunks: Sequence[Chunk] = ()
+        """What the last call of the stepper computed."""
+
+    def bind(self, bindings: Sequence[Binding]) -> None:
+        """Say how slots are sampled from now on, and what their output must match."""
+        for binding in bindings:
+            self._stepper.bind(binding)
+            self._matchers.bind(binding)
+
+    def run(
+        self, plan: StepPlan, chunk_alignment: int, undo: Callable[[Sequence[Chunk]], bool]
+    ) -> StepResult:
+        """Compute and sample a plan's chunks; `follow` tells what grammars make of the result.
+
+        Args:
+            plan: its moves are done, its slots bound.
+            chunk_alignment: where not 0, the shape of a computation must not depend on company.
+            undo: takes back the cells of chunks that were computed; False where that is impossible.
+        """
+        if chunk_alignment and any(len(c.tokens) > 1 for c in plan.chunks):
+            return self._run_apart(plan.chunks, undo)
+        return self._run(plan.chunks, plan.n_steps)
+
+    def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
+        """Have grammars follow what was sampled in at least one step that was done."""
+        tokens, guided = self._matchers.follow(chunks, result.tokens)
+        return replace(result, tokens=tokens, guided=guided) if guided else result
+
+    def _run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+        self.last_chunks = chunks
+        masks = self._matchers.masks(chunks)
+        if masks is None:
+            result: StepResult = self._stepper.run(chunks, n_steps)
+            return result
+        rows = [m for c, m in zip(chunks, masks, strict=True) if c.has_output]
+        return self._run_masked(chunks, n_steps, rows)
+
+    def _run_masked(self, chunks: Sequence[Chunk], n_steps: int, masks: Masks) -> StepResult:
+        """Run with masks: made while a device computes, but before it where that would take cores from decoding."""
+        result: StepResult
+        if not self._is_on_device:
+            self._matchers.fill(chunks)
+            result = self._stepper.run(chunks, n_steps, masks)
+            return result
+        await_masks = self._matchers.fill_meanwhile(chunks)
+        try:
+            result = self._stepper.run(chunks, n_steps, masks, await_masks)
+        finally:
+            await_masks()  # the stepper does not where decoding failed
+        return result
+
+    def _run_apart(
+        self, chunks: Sequence[Chunk], undo: Callable[[Sequence[Chunk]], bool]
+    ) -> StepResult:
+        """Compute chunks of one token together and every longer chunk alone, so that no shape depends on company."""
+        rows = [c for c in chunks if len(c.tokens) == 1]
+        groups = [rows] if rows else []
+        groups += [[c] for c in chunks if len(c.tokens) > 1]
+        results: list[StepResult] = []
+        for group in groups:
+            result = self._run(group)
+            if result.code:
+                done = [c for g in groups[: len(results)] for c in g]
+                return StepResult([], 0, result.code if undo(done) else _CELLS_UNKNOWN)
+            results.append(result)
+        return _joined(chunks, groups, results)
+
+    def interrupt(self) -> None:
+        """End a run in flight after its current step. From any thread."""
+        self._stepper.interrupt()
+
+    def free(self) -> None:
+        """Free the stepper, before its context is freed."""
+        self._stepper.close()
+
+    def close(self) -> None:
+        """Free the stepper and let go of all matchers. Twice is harmless."""
+        self.free()
+        self._matchers.close()
+
+
+def _joined(
+    chunks: Sequence[Chunk], groups: Sequence[Sequence[Chunk]], results: Sequence[StepResult]
+) -> StepResult:
+    """Return the results of groups that were computed one after another as that of one step."""
+    tokens: dict[Slot, list[int]] = {}
+    reports: dict[Slot, Sequence[TokenLogprobs]] = {}
+    scores: dict[Slot, Sequence[TokenLogprobs]] = {}
+    for group, result in zip(groups, results, strict=True):
+        tokens.update((c.slot, t) for c, t in zip(group, result.tokens, strict=True))
+        if result.logprobs:
+            reports.update((c.slot, p) for c, p in zip(group, result.logprobs, strict=True))
+        scores.update(result.scores)
+    decode_s, sample_s = sum(r.decode_s for r in results), sum(r.sample_s for r in results)
+    return StepResult(
+        [tokens[c.slot] for c in chunks],
+        1,
+        decode_s=decode_s,
+        sample_s=sample_s,
+        first_s=decode_s + sample_s,
+        logprobs=[reports.get(c.slot, []) for c in chunks] if reports else (),
+        scores=scores,
+    )
