@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.backend.fake import FakeBackend
+from cbatch.bench.harness import parser, show
 from cbatch.engine import Engine
 from cbatch.files.file_run import run_file
 from cbatch.files.input.item import item_key
@@ -110,25 +111,24 @@ def _child(way: str, source: str, output: str) -> None:
     start_s = time.perf_counter()
     WAYS[way](Path(source), Path(output))
     seconds = time.perf_counter() - start_s
-    sys.stdout.write(f"{seconds} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}\n")
+    show(f"{seconds} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
 
 
 def main() -> None:
     """Print a table: both ways, few lines and many."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lines", type=int, default=1_000_000, help="of the long file")
-    parser.add_argument("--few", type=int, default=1_000, help="lines of the short file")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child:
-        _child(*asked.child)
+    asked = parser(__doc__, model=None)
+    asked.add_argument("--lines", type=int, default=1_000_000, help="of the long file")
+    asked.add_argument("--few", type=int, default=1_000, help="lines of the short file")
+    asked.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    a = asked.parse_args()
+    if a.child:
+        _child(*a.child)
         return
     with tempfile.TemporaryDirectory(prefix="cbatch-") as name:
         for way in WAYS:
-            for n in (asked.few, asked.lines):
+            for n in (a.few, a.lines):
                 rate, n_mib = measure(way, n, Path(name))
-                sys.stdout.write(f"{way:6}{n:>10,} lines{rate:>10,.0f} items/s{n_mib:>8.1f} MiB\n")
-                sys.stdout.flush()
+                show(f"{way:6}{n:>10,} lines{rate:>10,.0f} items/s{n_mib:>8.1f} MiB")
 
 
 if __name__ == "__main__":

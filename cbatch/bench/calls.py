@@ -7,7 +7,6 @@ resumed generators with them; calls of C functions are not. The same code gives 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import cbatch
 from cbatch.backend.fake import FakeBackend
+from cbatch.bench.harness import parser, show
 from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
 
@@ -125,13 +125,13 @@ def table(calls: Calls) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=32, help="sequences in the step")
-    parser.add_argument("--steps", type=int, default=50, help="steps to count")
-    parser.add_argument("--streamed", action="store_true", help="read chunks instead of results")
-    a = parser.parse_args()
+    asked = parser(__doc__, model=None)
+    asked.add_argument("--rows", type=int, default=32, help="sequences in the step")
+    asked.add_argument("--steps", type=int, default=50, help="steps to count")
+    asked.add_argument("--streamed", action="store_true", help="read chunks instead of results")
+    a = asked.parse_args()
     calls = count_calls(a.rows, a.steps, is_streamed=a.streamed)
-    sys.stdout.write(table(calls) + "\n")
+    show(table(calls))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,18 @@
 """Prompts that go on behind many cells: `python -m cbatch.bench.long_context_prefill MODEL`.
 
-Requests of unequal length begin with the same tokens, which were computed before. The engine answers them as it does,
-and with no limit, in turn on one model; JSON goes to stdout.
+Requests of unequal length begin with the same tokens, which were computed before. The engine computes a few of their
+prompts in a step, as it does by default, and in turn with that all of them at once.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import statistics
-import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.log import llama_log
-from cbatch.backend.load.open_model import open_model
-from cbatch.backend.threads import run_aside
-from cbatch.bench.shared_prefix import FIRST_TOKEN, in_turn
+from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.messages import BatchPrompt
@@ -51,24 +43,16 @@ class Job:
         ]
 
 
-def compare(
-    model: LlamaModel, options: EngineOptions, job: Job, n_rounds: int
-) -> list[tuple[float, float]]:
-    """Return seconds a round, a few prompts in a step and all at once, each as often first; the first warms up."""
-    rounds = []
-    for i in range(n_rounds + 1):
-        seconds = partial(_seconds, model, options, job, seed=i)
-        few, many = partial(seconds, is_limited=True), partial(seconds, is_limited=False)
-        rounds.append(in_turn(few, many, is_swapped=bool(i % 2)))
-    return rounds[1:]
+def seconds(path: str, options: EngineOptions, job: Job, *, is_limited: bool) -> float:
+    """Return what a fresh engine needs for the job once the beginning is computed."""
+    return in_model(path, partial(_seconds, options=options, job=job, is_limited=is_limited))
 
 
-def _seconds(
-    model: LlamaModel, options: EngineOptions, job: Job, *, seed: int, is_limited: bool
-) -> float:
-    """Return what a fresh engine needs once the beginning is computed."""
-    prompts = job.prompts(model.vocab.n_vocab, seed)
-    backend = run_aside(partial(LlamaBackend, model, options, owns_model=False))
+def _seconds(model: LlamaModel, options: EngineOptions, job: Job, *, is_limited: bool) -> float:
+    from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
+
+    prompts = job.prompts(model.vocab.n_vocab, seed=1)
+    backend = LlamaBackend(model, options, owns_model=False)
     if not is_limited:
         backend.memory = replace(backend.memory, n_long_context_prefills=0)
     with Engine(backend, options={"temperature": 0, "ignore_eos": True}) as engine:
@@ -81,30 +65,22 @@ def _seconds(
 
 def main() -> None:
     """Print one JSON line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="a GGUF file")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--common", type=int, default=1000, help="tokens that all begin with")
-    parser.add_argument("--own", type=int, nargs=2, default=(65, 200), help="least and most")
-    parser.add_argument("--output", type=int, nargs=2, default=(2, 16), help="least and most")
-    parser.add_argument("--slots", type=int, default=16, help="requests at once")
-    parser.add_argument("--rounds", type=int, default=3, help="turns after the warm-up")
-    a = parser.parse_args()
-    llama_log().install()
-    model = open_model(a.model)
+    asked = parser(__doc__, n_rounds=3)
+    asked.add_argument("--requests", type=int, default=32)
+    asked.add_argument("--common", type=int, default=1000, help="tokens that all begin with")
+    asked.add_argument("--own", type=int, nargs=2, default=(65, 200), help="least and most")
+    asked.add_argument("--output", type=int, nargs=2, default=(2, 16), help="least and most")
+    asked.add_argument("--slots", type=int, default=16, help="requests at once")
+    a = asked.parse_args()
     job = Job(a.requests, a.common, tuple(a.own), tuple(a.output))
     options = EngineOptions(parallel=a.slots, ctx_per_seq=a.common + a.own[1] + a.output[1])
-    rounds = compare(model, options, job, a.rounds)
-    model.close()
-    llama_log().remove()
-    ratios = sorted(many / few for few, many in rounds)
-    found = {
-        "few_s": round(statistics.median(few for few, _ in rounds), 3),
-        "all_at_once_s": round(statistics.median(many for _, many in rounds), 3),
-        "ratio": round(statistics.median(ratios), 3),
-        "range": [round(ratios[0], 3), round(ratios[-1], 3)],
-    }
-    sys.stdout.write(json.dumps(found) + "\n")
+    ways = (partial(seconds, a.model, options, job, is_limited=limit) for limit in (True, False))
+    rounds = [(few, many) for few, many in take_turns(a.rounds, *ways)]
+    emit(
+        few_s=median(few for few, _ in rounds),
+        all_at_once_s=median(many for _, many in rounds),
+        **ratios((many, few) for few, many in rounds),
+    )
 
 
 if __name__ == "__main__":

@@ -7,20 +7,20 @@ once, beside so many endless loops, in turn with the others.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import POLICIES
+from cbatch.bench.harness import CHAIN, emit, median, parser, show
 from cbatch.engine import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
 SETTINGS: Mapping[str, Mapping[str, str]] = {
@@ -33,16 +33,14 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
 }
 """Names of settings and the environment that makes them; 300,000 is what libgomp takes where nothing is said."""
 
-_OPTIONS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.0, "ignore_eos": True}
-
 
 def rate(model: str, n_slots: int, n_steps: int, n_threads: int | None) -> float:
     """Return tokens per second of decoding `n_slots` rows, after a warm-up."""
     prompts = [BatchPrompt(tokens=[1 + i]) for i in range(n_slots)]
     with load(model, parallel=n_slots, ctx_per_seq=n_steps + 8, n_threads=n_threads) as engine:
-        engine.run(prompts, options={**_OPTIONS, "max_tokens": 8}).results()
+        engine.run(prompts, options={**CHAIN, "max_tokens": 8}).results()
         engine.reset_stats()
-        results = engine.run(prompts, options={**_OPTIONS, "max_tokens": n_steps}).results()
+        results = engine.run(prompts, options={**CHAIN, "max_tokens": n_steps}).results()
         return engine.stats().n_output_tokens / max(r.timings.total_s for r in results)
 
 
@@ -81,31 +79,29 @@ def compare(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
         for _ in range(arguments.rounds):
             for name in rates:
                 rates[name].append(round(rate_beside(arguments, name, n_loops), 1))
-        medians = {name: round(statistics.median(found)) for name, found in rates.items()}
+        medians = {name: round(median(found)) for name, found in rates.items()}
         yield {"beside": n_loops, "median_tps": medians, "tps": rates}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each number of programs beside."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="a GGUF file")
-    parser.add_argument("--slots", type=int, default=16, help="rows of a step")
-    parser.add_argument("--steps", type=int, default=128, help="tokens a row")
-    parser.add_argument("--threads", type=int, help="threads of the engine; its default without")
-    parser.add_argument("--loops", type=int, nargs="+", default=[0, 1, 2], help="programs beside")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each setting")
-    parser.add_argument(
+    asked = parser(__doc__)
+    asked.add_argument("--slots", type=int, default=16, help="rows of a step")
+    asked.add_argument("--steps", type=int, default=128, help="tokens a row")
+    asked.add_argument("--threads", type=int, help="threads of the engine; its default without")
+    asked.add_argument("--loops", type=int, nargs="+", default=[0, 1, 2], help="programs beside")
+    asked.add_argument("--rounds", type=int, default=3, help="turns of each setting")
+    asked.add_argument(
         "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="which to compare"
     )
-    parser.add_argument("--alone", action="store_true", help="print one rate as it is here")
-    arguments = parser.parse_args(words)
+    asked.add_argument("--alone", action="store_true", help="print one rate as it is here")
+    arguments = asked.parse_args(words)
     if arguments.alone:
         found = rate(arguments.model, arguments.slots, arguments.steps, arguments.threads)
-        sys.stdout.write(f"{json.dumps(found)}\n")
+        show(json.dumps(found))
         return
     for row in compare(arguments):
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()
+        emit(**row)
 
 
 if __name__ == "__main__":

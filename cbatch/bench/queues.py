@@ -7,16 +7,14 @@ is one step, so a figure is the whole price of deciding it: `decode` steps admit
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from itertools import count, product
 from typing import TYPE_CHECKING, Literal
 
 from cbatch.backend.fake import StepCost
+from cbatch.bench.harness import emit, parser, percentile
 from cbatch.bench.simulate import Arrival, FakeServer
 from cbatch.engine_options import ScheduleOptions
 
@@ -73,7 +71,7 @@ def measure(
         slots=n_slots,
         queued=n_queued,
         plan_us=_us(statistics.median(plan_s)),
-        plan_p99_us=_us(sorted(plan_s)[int(0.99 * (n_steps - 1))]),
+        plan_p99_us=_us(percentile(plan_s, 0.99)),
         apply_us=_us(statistics.median(apply_s)),
         visited_per_plan=round(n_visited / n_steps, 3),
         submit_us=_us(submit_s / n_queued),
@@ -137,16 +135,15 @@ def _us(seconds: float) -> float:
 
 def main() -> None:
     """Print one JSON line for each policy, case, number of slots and length of the queue."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--policy", nargs="+", default=POLICIES)
-    parser.add_argument("--slots", type=int, nargs="+", default=[16, 32], help="sequences at once")
-    parser.add_argument("--queued", type=int, nargs="+", default=[10, 1_000, 100_000])
-    parser.add_argument("--steps", type=int, default=500, help="steps of each line, up to 2,000")
-    a = parser.parse_args()
+    asked = parser(__doc__, model=None)
+    asked.add_argument("--policy", nargs="+", default=POLICIES)
+    asked.add_argument("--slots", type=int, nargs="+", default=[16, 32], help="sequences at once")
+    asked.add_argument("--queued", type=int, nargs="+", default=[10, 1_000, 100_000])
+    asked.add_argument("--steps", type=int, default=500, help="steps of each line, up to 2,000")
+    a = asked.parse_args()
     for policy, n_slots, case, n_queued in product(a.policy, a.slots, CASES, a.queued):
         figures = measure(ScheduleOptions(policy=policy), case, n_slots, n_queued, a.steps)
-        sys.stdout.write(json.dumps(asdict(figures)) + "\n")
-        sys.stdout.flush()
+        emit(**asdict(figures))
 
 
 if __name__ == "__main__":

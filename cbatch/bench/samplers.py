@@ -6,19 +6,14 @@ right after a real decode. Without a model one with random weights and 151,936 t
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import sys
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.backend.llama.log import llama_log
-from cbatch.backend.llama.sampler_bench import LogitRows
-from cbatch.backend.load.open_model import open_model
-from cbatch.backend.threads import run_aside
+from cbatch.bench.harness import in_model, markdown, median, parser, show, take_turns
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
 from cbatch.options import Sampling
@@ -27,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.sampler_bench import LogitRows
 
 _ALL = Sampling(top_k=0, top_p=1.0, min_p=0.0)
 _FEW = replace(_ALL, top_k=40, top_p=0.95)
@@ -94,57 +90,57 @@ def _line(
     ours: Callable[[], float],
     n_rounds: int,
 ) -> Line:
-    """Run both in turn; the first turn warms up."""
-    turns = [(base(), ours()) for _ in range(n_rounds + 1)][1:]
-    middle = statistics.median
+    rounds = take_turns(n_rounds, base, ours)
     return Line(
         name,
-        1e6 * middle(b for b, _ in turns),
-        1e6 * middle(o for _, o in turns),
-        middle(b / o for b, o in turns),
+        1e6 * median((b for b, _ in rounds), 9),
+        1e6 * median((o for _, o in rounds), 9),
+        median(b / o for b, o in rounds),
         target,
     )
 
 
 def table(lines: Sequence[Line], base: str, ours: str) -> str:
     """Return lines as a table of Markdown."""
-    head = f"| µs a row | {base} | {ours} | ratio | target |\n|---|---|---|---|---|\n"
-    return head + "".join(
-        f"| {x.name} | {x.base_us:.1f} | {x.ours_us:.1f} | {x.ratio:.2f} | "
-        f"{'' if x.target is None else f'≥ {x.target:g}'} |\n"
-        for x in lines
+    return markdown(
+        ("µs a row", base, ours, "ratio", "target"),
+        [
+            (
+                x.name,
+                f"{x.base_us:.1f}",
+                f"{x.ours_us:.1f}",
+                f"{x.ratio:.2f}",
+                "" if x.target is None else f"≥ {x.target:g}",
+            )
+            for x in lines
+        ],
     )
 
 
 def _measure(model: LlamaModel, n_rows: int, n_steps: int, n_rounds: int) -> str:
+    from cbatch.backend.llama.sampler_bench import LogitRows  # llama_cpp is slow to import
+
     options = EngineOptions(
         parallel=n_rows, ctx_per_seq=n_steps + 8, n_threads=2, n_batch=max(n_rows, 512)
     )
-    rows = LogitRows(model, options)
-    alone = compare(rows, n_steps, n_rounds)
-    teams = compare_teams(rows, n_steps, n_rounds)
-    rows.close()
+    with closing(LogitRows(model, options)) as rows:
+        alone = compare(rows, n_steps, n_rounds)
+        teams = compare_teams(rows, n_steps, n_rounds)
     return table(alone, "llama.cpp", "cbatch") + "\n" + table(teams, "one thread", "two threads")
 
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", nargs="?", help="a GGUF file")
-    parser.add_argument("--rows", type=int, default=16, help="rows of logits")
-    parser.add_argument("--steps", type=int, default=8, help="samples of each row in a round")
-    parser.add_argument("--rounds", type=int, default=7, help="turns after the warm-up")
-    arguments = parser.parse_args()
-    llama_log().install()
+    asked = parser(__doc__, model="one that is written for it", n_rounds=7)
+    asked.add_argument("--rows", type=int, default=16, help="rows of logits")
+    asked.add_argument("--steps", type=int, default=8, help="samples of each row in a round")
+    a = asked.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = arguments.model or write_model(
+        path = a.model or write_model(
             Path(folder) / "model.gguf", replace(SHAPES["small"], n_layer=1, n_embd=192, n_ff=192)
         )
-        model = open_model(path)
-        measure = partial(_measure, model, arguments.rows, arguments.steps, arguments.rounds)
-        sys.stdout.write(run_aside(measure))
-        model.close()
-    llama_log().remove()
+        measure = partial(_measure, n_rows=a.rows, n_steps=a.steps, n_rounds=a.rounds)
+        show(in_model(str(path), measure).removesuffix("\n"))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ that `cbatch.bench.step_costs` measured, so policies, slots and budgets can be c
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
-import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.fake import FakeBackend
+from cbatch.bench.harness import emit, parser
 from cbatch.bench.step_costs import SMALL, StepTable
 from cbatch.checks import check_seconds
 from cbatch.core.batcher import MultiRequestBatcher
@@ -34,6 +33,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, MAX_PRIORITY, RunOptions
 
 if TYPE_CHECKING:
+    import argparse
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -422,8 +422,8 @@ def capacity(cost: Cost, n_slots: int, mean_prompt: float, mean_output: float) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
+    made = parser(__doc__, model=None)
+    add = made.add_argument
     add(
         "--costs",
         type=Path,
@@ -456,7 +456,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill-chunk", type=int)
     add("--itl-ms", type=float)
     add("--swap-mib", type=int, default=ScheduleOptions.swap_mib)
-    return parser
+    return made
 
 
 _COMMON = (
@@ -523,8 +523,7 @@ def main() -> None:
             memory=_memory(n_slots, a),
             is_watched=not a.unwatched,
         )
-        sys.stdout.write(json.dumps({"slots": n_slots, "policy": policy, **line(report)}) + "\n")
-        sys.stdout.flush()
+        emit(slots=n_slots, policy=policy, **line(report))
 
 
 if __name__ == "__main__":

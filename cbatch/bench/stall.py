@@ -6,16 +6,13 @@ taken from before the newcomer's arrival to its end: by the engine's own records
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING
 
+from cbatch.bench.harness import emit, median, parser, percentile
 from cbatch.engine import load
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
@@ -151,7 +148,7 @@ def step_gaps(records: Iterable[StepRecord], *, has_prompt: bool | None = None) 
         has_prompt: only those of steps with prompt tokens, or without.
     """
     return chain.from_iterable(
-        repeat((_end_s(after) - _end_s(before)) / after.n_steps, after.n_steps)
+        repeat((after.end_s - before.end_s) / after.n_steps, after.n_steps)
         for before, after in pairwise(r for r in records if r.n_steps)
         if has_prompt in (None, _has_prompt(after))
     )
@@ -161,18 +158,6 @@ def _has_prompt(record: StepRecord) -> bool:
     return record.n_tokens > record.n_rows
 
 
-def _end_s(record: StepRecord) -> float:
-    """Return when a run's output was given out."""
-    r = record
-    return r.start_s + r.admit_s + r.build_s + r.run_s + r.apply_s + r.deliver_s
-
-
-def percentile(times: Iterable[float], share: float) -> float:
-    """Return the least time that `share` of all are not above."""
-    ordered = sorted(times)
-    return ordered[max(0, -int(-len(ordered) * share // 1) - 1)]
-
-
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
@@ -180,20 +165,19 @@ def _ms(seconds: float) -> float:
 def summary(rounds: Sequence[Figures]) -> dict[str, float]:
     """Return the median of each figure over all rounds."""
     found = [asdict(figures) for figures in rounds]
-    return {name: round(statistics.median(f[name] for f in found), 3) for name in found[0]}
+    return {name: median(f[name] for f in found) for name in found[0]}
 
 
 def main() -> None:
     """Print one JSON line for each round, then their medians."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="a GGUF file")
-    parser.add_argument("--decoders", type=int, default=15, help="requests that are streamed")
-    parser.add_argument("--prompt", type=int, default=2500, help="prompt tokens of the newcomer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--around", type=int, default=N_AROUND, help="steps before the newcomer")
-    parser.add_argument("--prefill-budget", type=int, help="as in load; 2048: no protection")
-    parser.add_argument("--itl-ms", type=float, help="as in load")
-    a = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--decoders", type=int, default=15, help="requests that are streamed")
+    asked.add_argument("--prompt", type=int, default=2500, help="prompt tokens of the newcomer")
+    asked.add_argument("--rounds", type=int, default=3)
+    asked.add_argument("--around", type=int, default=N_AROUND, help="steps before the newcomer")
+    asked.add_argument("--prefill-budget", type=int, help="as in load; 2048: no protection")
+    asked.add_argument("--itl-ms", type=float, help="as in load")
+    a = asked.parse_args()
     n_window = a.prompt + 8 * a.around + 256
     with load(
         a.model,
@@ -206,13 +190,8 @@ def main() -> None:
         rounds = []
         for i in range(a.rounds):
             rounds.append(measure(engine, a.decoders, a.prompt, a.around))
-            _print({"round": i, **asdict(rounds[-1])})
-        _print({"round": "median", **summary(rounds)})
-
-
-def _print(line: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+            emit(round=i, **asdict(rounds[-1]))
+        emit(round="median", **summary(rounds))
 
 
 if __name__ == "__main__":

@@ -6,27 +6,25 @@ tokens that join it. That steps grow slower as sequences grow longer is not in i
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
-import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.threads import run_aside
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
-from cbatch.engine_options import MAX_PARALLEL, EngineOptions
-from cbatch.errors import ConfigError, DecodeError
-from cbatch.options import Sampling
+from cbatch.bench.harness import emit, median, parser, take_turns
+from cbatch.engine import load
+from cbatch.engine_options import MAX_PARALLEL
+from cbatch.errors import ConfigError
+from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
 
-    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.core.stats import StepRecord
+    from cbatch.engine import Engine
 
 Points = tuple[tuple[int, float], ...]
 
@@ -36,8 +34,8 @@ CHUNKS = (16, 64, 256, 1024)
 _N_PROMPT_READY = 4096
 """Up to so many prompt tokens their time stands in a list: the largest step of most settings."""
 
-_N_BESIDE = 8
-"""Rows that decode beside a chunk while its time is measured: enough for the fast kernels of a CPU."""
+N_DECODING = 8
+"""Rows that decode in the step whose prompt tokens are measured: enough for the fast kernels of a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,104 +149,62 @@ as much as eight.
 
 
 def measure(
-    model: LlamaModel,
+    path: str,
     widths: Sequence[int] = WIDTHS,
     chunks: Sequence[int] = CHUNKS,
     *,
     n_rounds: int = 5,
     n_threads: int | None = None,
 ) -> StepTable:
-    """Return what steps of this model take here, sampling included: medians of `n_rounds` turns over all points.
+    """Return what steps of a model take here, sampling included: medians of `n_rounds` rounds over all points.
 
     Args:
-        model: an open model; nobody else may compute meanwhile.
+        path: a GGUF file; nobody else may compute meanwhile.
         widths: rows of decoding steps.
-        chunks: tokens beyond the first of a prompt's chunk, beside rows that decode.
-        n_rounds: how often each is measured, after a turn that warms up.
+        chunks: tokens beyond the first of a prompt's chunk, in a step with rows that decode.
+        n_rounds: how often each is measured, after a round that warms up.
         n_threads: as in `load`.
     """
+    n_slots, n_window = max(*widths, N_DECODING + 1), max(chunks) + 2
+    with load(
+        path,
+        threaded=False,
+        parallel=n_slots,
+        ctx_per_seq=n_window,
+        n_batch=max(2048, 2 * n_window + n_slots),
+        n_threads=n_threads,
+        share_prefixes=False,
+    ) as engine:
+        narrow = [[1] * n for n in widths]
+        wide = [[1] * N_DECODING + [1 + n] for n in (0, *chunks)]
+        rounds = take_turns(n_rounds, *(partial(_step_s, engine, n) for n in (*narrow, *wide)))
+    times = [median(of_point, 9) for of_point in zip(*rounds, strict=True)]
+    decode_s, (base_s, *chunk_s) = times[: len(widths)], times[len(widths) :]
+    more_s = (max(0.0, s - base_s) for s in chunk_s)
     return StepTable(
-        run_aside(partial(_measure_decode, model, widths, n_rounds, n_threads)),
-        run_aside(partial(_measure_prompt, model, chunks, n_rounds, n_threads)),
+        tuple(zip(widths, decode_s, strict=True)), tuple(zip(chunks, more_s, strict=True))
     )
 
 
-class _Steps:
-    """Single steps on a real backend, all slots empty before each."""
-
-    def __init__(
-        self, model: LlamaModel, n_slots: int, n_window: int, n_threads: int | None
-    ) -> None:
-        from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
-
-        n_batch = max(2048, n_window + n_slots)
-        options = EngineOptions(
-            parallel=n_slots, ctx_per_seq=n_window, n_batch=n_batch, n_threads=n_threads
-        )
-        self.backend = LlamaBackend(model, options, owns_model=False)
-        self._clears = tuple(Slot(i) for i in range(n_slots))
-        binds = tuple(Binding(slot, 1, Sampling(), ()) for slot in self._clears)
-        self._run(StepPlan((), binds=binds, clears=self._clears))
-
-    def seconds(self, lengths: Iterable[int]) -> float:
-        """Return what a step takes with a chunk of each of these lengths, in slots 0, 1, …"""
-        chunks = tuple(Chunk(Slot(i), 0, [1] * n, True) for i, n in enumerate(lengths))
-        return self._run(StepPlan(chunks, clears=self._clears))
-
-    def _run(self, plan: StepPlan) -> float:
-        result = self.backend.run(plan)
-        if result.code:
-            raise DecodeError(result.code)
-        return result.first_s
-
-
-def _measure_decode(
-    model: LlamaModel, widths: Sequence[int], n_rounds: int, n_threads: int | None
-) -> Points:
-    steps = _Steps(model, max(widths), 256, n_threads)
-    try:
-        found = _medians(lambda n: steps.seconds([1] * n), widths, n_rounds)
-    finally:
-        steps.backend.close()
-    return tuple(zip(widths, found, strict=True))
-
-
-def _measure_prompt(
-    model: LlamaModel, chunks: Sequence[int], n_rounds: int, n_threads: int | None
-) -> Points:
-    """Measure steps with a chunk in the last row, and take off what they take with one token there."""
-    steps, beside = _Steps(model, _N_BESIDE + 1, max(chunks) + 1, n_threads), [1] * _N_BESIDE
-    try:
-        base, *found = _medians(lambda n: steps.seconds([*beside, 1 + n]), (0, *chunks), n_rounds)
-    finally:
-        steps.backend.close()
-    return tuple((n, max(0.0, s - base)) for n, s in zip(chunks, found, strict=True))
-
-
-def _medians(seconds: Callable[[int], float], sizes: Sequence[int], n_rounds: int) -> list[float]:
-    """Return the median of each size's turns; the sizes take turns, so that a slow moment hits all alike."""
-    rounds = [[seconds(n) for n in sizes] for _ in range(n_rounds + 1)][1:]
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+def _step_s(engine: Engine, lengths: Sequence[int]) -> float:
+    """Return the seconds of one step with a prompt of each of these lengths, in empty slots."""
+    records: list[StepRecord] = []
+    engine.record_steps(records.append)
+    prompts = [BatchPrompt(tokens=[1] * n) for n in lengths]
+    engine.run(prompts, options={"max_tokens": 1, "ignore_eos": True, "seed": 1}).results()
+    return sum(record.first_s for record in records)
 
 
 def main() -> None:
     """Print the table as JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="a GGUF file")
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="rows of a step")
-    parser.add_argument("--chunks", type=int, nargs="+", default=CHUNKS, help="prompt tokens")
-    parser.add_argument("--rounds", type=int, default=5, help="turns after the warm-up")
-    parser.add_argument("--threads", type=int, help="as n_threads of load")
-    a = parser.parse_args()
-    from cbatch.backend.llama.log import llama_log  # llama_cpp is slow to import
-    from cbatch.backend.load.open_model import open_model
-
-    llama_log().install()
-    model = open_model(a.model)
-    table = measure(model, a.widths, a.chunks, n_rounds=a.rounds, n_threads=a.threads)
-    sys.stdout.write(json.dumps(table.as_json()) + "\n")
-    model.close()
-    llama_log().remove()
+    asked = parser(__doc__)
+    asked.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="rows of a step")
+    asked.add_argument("--chunks", type=int, nargs="+", default=CHUNKS, help="prompt tokens")
+    asked.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up")
+    asked.add_argument("--threads", type=int, help="as n_threads of load")
+    a = asked.parse_args()
+    table = measure(a.model, a.widths, a.chunks, n_rounds=a.rounds, n_threads=a.threads)
+    emit(**table.as_json())
 
 
 if __name__ == "__main__":

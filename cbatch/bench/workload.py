@@ -6,21 +6,18 @@ another server can send as it stands, so that both run the same requests. Genera
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cbatch.bench.harness import emit, parser, percentile
 from cbatch.engine import Engine, load
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from cbatch.response import BatchResult
 
 
 def read(path: Path) -> list[BatchPrompt]:
@@ -40,42 +37,35 @@ def measure(engine: Engine, requests: Sequence[BatchPrompt]) -> dict[str, float]
     results = engine.run(requests, options={"ignore_eos": True}).results()
     seconds = time.perf_counter() - start
     n_output = sum(r.usage.completion_tokens for r in results)
-    n_prompt = sum(r.usage.prompt_tokens for r in results)
+    ttft_ms = [1e3 * (r.timings.ttft_s or 0.0) for r in results]
     return {
         "requests": len(results),
-        "prompt_tokens": n_prompt,
+        "prompt_tokens": sum(r.usage.prompt_tokens for r in results),
         "gen_tokens": n_output,
         "seconds": round(seconds, 3),
         "gen_tps": round(n_output / seconds, 1),
-        "ttft_p50_ms": _percentile(results, 0.5),
-        "ttft_p99_ms": _percentile(results, 0.99),
+        "ttft_p50_ms": round(percentile(ttft_ms, 0.5), 1),
+        "ttft_p99_ms": round(percentile(ttft_ms, 0.99), 1),
     }
-
-
-def _percentile(results: Sequence[BatchResult], share: float) -> float:
-    times = sorted(r.timings.ttft_s or 0.0 for r in results)
-    return round(1e3 * times[int(len(times) * share)], 1)
 
 
 def main() -> None:
     """Print one JSON line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="a GGUF file")
-    parser.add_argument("requests", type=Path, help="a JSONL file")
-    parser.add_argument("--parallel", type=int, default=16)
-    parser.add_argument("--ctx-per-seq", type=int, default=2048)
-    parser.add_argument("--n-batch", type=int, default=2048)
-    parser.add_argument("--kv", default="auto")
-    parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--no-share", action="store_true", help="compute every prompt as if alone")
-    a = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("requests", type=Path, help="a JSONL file")
+    asked.add_argument("--parallel", type=int, default=16)
+    asked.add_argument("--ctx-per-seq", type=int, default=2048)
+    asked.add_argument("--n-batch", type=int, default=2048)
+    asked.add_argument("--kv", default="auto")
+    asked.add_argument("--exact", action="store_true")
+    asked.add_argument("--no-share", action="store_true", help="compute every prompt as if alone")
+    a = asked.parse_args()
     settings = {"ctx_per_seq": a.ctx_per_seq, "n_batch": a.n_batch, "exact": a.exact, "kv": a.kv}
     settings["share_prefixes"] = not a.no_share
     requests = read(a.requests)
     ahead = LookAhead([(r, RunOptions.of(r.options)) for r in requests], is_all=True)
     with load(a.model, parallel=a.parallel, look_ahead=ahead, **settings) as engine:
-        found = measure(engine, requests)
-    sys.stdout.write(json.dumps(found) + "\n")
+        emit(**measure(engine, requests))
 
 
 if __name__ == "__main__":

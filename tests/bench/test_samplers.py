@@ -17,7 +17,7 @@ def test_script_prints_a_line_for_each_chain_and_each_team(
     test_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [str(test_model), "--rows", "3", "--steps", "2", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["sampling", *given])
+    monkeypatch.setattr(sys, "argv", ["samplers", *given])
     samplers.main()
     alone, teams = capsys.readouterr().out.split("\n\n")
     rows = [line.split(" | ") for line in alone.splitlines()[2:]]

@@ -113,7 +113,7 @@ def test_loop_refuses_a_memory_that_cannot_be_cut_back(synth: SynthFactory) -> N
 
 def run(monkeypatch: pytest.MonkeyPatch, model: Path, *given: str) -> None:
     sizes = ("--requests", "5", "--slots", "2", "--rounds", "1")
-    monkeypatch.setattr(sys, "argv", ["prefix", str(model), *sizes, *given])
+    monkeypatch.setattr(sys, "argv", ["shared_prefix", str(model), *sizes, *given])
     shared_prefix.main()
 
 

@@ -6,14 +6,14 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-import pytest
-
 from cbatch.bench import stall
-from cbatch.bench.stall import percentile, step_gaps
+from cbatch.bench.stall import step_gaps
 from cbatch.core.stats import StepRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def record(start_s: float, run_s: float, n_steps: int = 1, n_tokens: int = 2) -> StepRecord:
@@ -31,11 +31,6 @@ def test_gap_between_deliveries_is_shared_by_the_steps_of_a_run() -> None:
 def test_run_that_failed_adds_its_time_to_the_next() -> None:
     records = [record(0.0, 1.0), record(1.0, 1.0, n_steps=0), record(2.0, 1.0)]
     assert list(step_gaps(records)) == [2.0]
-
-
-@pytest.mark.parametrize(("share", "time"), [(0.5, 50), (0.99, 99), (0.991, 100), (1.0, 100)])
-def test_percentile_is_a_time_that_was_measured(share: float, time: int) -> None:
-    assert percentile(range(1, 101), share) == time
 
 
 def test_script_prints_a_line_for_each_round_and_their_medians(

@@ -83,7 +83,7 @@ def test_script_prints_a_table_of_a_model(
 ) -> None:
     sizes = ["--widths", "1", "3", "--chunks", "8", "40"]
     monkeypatch.setattr(
-        sys, "argv", ["costs", str(test_model), *sizes, "--rounds", "1", "--threads", "1"]
+        sys, "argv", ["step_costs", str(test_model), *sizes, "--rounds", "1", "--threads", "1"]
     )
     step_costs.main()
     table = StepTable.of(json.loads(capsys.readouterr().out))

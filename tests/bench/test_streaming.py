@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.bench import streaming
-from cbatch.bench.streaming import Round, Way, awaited, one_batch, one_each, streamed
+from cbatch.bench.streaming import Way, awaited, one_batch, one_each, streamed
 from cbatch.engine import Engine
 
 if TYPE_CHECKING:
@@ -26,10 +26,11 @@ def test_both_readers_get_every_token_of_every_request(way: Way) -> None:
             assert anyio.run(way, engine, prompts, read) == 60
 
 
-def test_summary_is_the_middle_and_the_range_of_each_rounds_ratio() -> None:
-    found = streaming.summary([Round(100.0, 90.0), Round(200.0, 200.0), Round(50.0, 40.0)])
-    assert (found["ratio_min"], found["ratio"], found["ratio_max"]) == (0.8, 0.9, 1.0)
-    assert (found["await_tps"], found["async_for_tps"]) == (100.0, 90.0)
+def test_comparison_has_both_rates_and_their_ratio() -> None:
+    with Engine(FakeBackend(2, 64, 32)) as engine:
+        found = streaming.compare(engine, streaming.requests(3, 8), one_batch, 2)
+    assert min(found["await_tps"], found["async_for_tps"]) > 0
+    assert 0 < found["ratio_min"] <= found["ratio"] <= found["ratio_max"]
 
 
 def test_script_prints_a_ratio_for_one_batch_and_for_a_task_each(

@@ -1,0 +1,124 @@
+"""What the benchmarks share: arguments, turns on one machine, medians, and the lines that they print.
+
+Two things are compared by turns: both run in each round, each as often first, and the first round only warms up. So
+their ratio holds on a noisy machine, where the two rates do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from contextlib import closing
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cbatch.backend.llama.model import LlamaModel
+
+T = TypeVar("T")
+
+CHAIN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.0, "ignore_eos": True}
+"""Options of requests that are sampled as most are, and that generate as many tokens as they are told to."""
+
+FIRST_TOKEN = 3
+"""The first token id that random prompts use: those below are control tokens as a rule."""
+
+
+def parser(
+    doc: str | None, *, model: str | None = "", n_rounds: int | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser of arguments, described by the first line of a module's docstring.
+
+    Args:
+        doc: the docstring.
+        model: what is loaded where no model is given; empty where one must be given, None where there is none.
+        n_rounds: the default of `--rounds`, None for a benchmark without rounds.
+    """
+    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    if model == "":
+        made.add_argument("model", help="a GGUF file")
+    elif model is not None:
+        made.add_argument("model", nargs="?", help=f"a GGUF file; {model} by default")
+    if n_rounds is not None:
+        made.add_argument("--rounds", type=int, default=n_rounds, help="rounds after the warm-up")
+    return made
+
+
+def take_turns(n_rounds: int, *ways: Callable[[], T]) -> list[tuple[T, ...]]:
+    """Do all ways in each round, in every second round backwards; return what they returned in each but the first.
+
+    Args:
+        n_rounds: rounds after one that warms up.
+        ways: what is compared.
+    """
+    rounds: list[tuple[T, ...]] = []
+    for i in range(n_rounds + 1):
+        found = [way() for way in (ways[::-1] if i % 2 else ways)]
+        rounds.append(tuple(found[::-1] if i % 2 else found))
+    return rounds[1:]
+
+
+def median(values: Iterable[float], n_digits: int = 3) -> float:
+    """Return the median, rounded."""
+    return round(statistics.median(values), n_digits)
+
+
+def ratios(rounds: Iterable[tuple[float, float]], name: str = "ratio") -> dict[str, float]:
+    """Return the median and the range of the rounds' own ratios, the first over the second of each."""
+    found = sorted(first / second for first, second in rounds)
+    return {
+        name: median(found, 4),
+        "ratio_min": round(found[0], 4),
+        "ratio_max": round(found[-1], 4),
+    }
+
+
+def percentile(times: Iterable[float], share: float) -> float:
+    """Return the least time that `share` of all are not above."""
+    ordered = sorted(times)
+    return ordered[max(0, -int(-len(ordered) * share // 1) - 1)]
+
+
+def in_model(path: str, use: Callable[[LlamaModel], T]) -> T:
+    """Open a model, do `use` with it in a thread of its own, which computes alone meanwhile, and close it."""
+    from cbatch.backend.llama.log import llama_log  # llama_cpp is slow to import
+    from cbatch.backend.load.open_model import open_model
+    from cbatch.backend.threads import run_aside
+
+    def opened() -> T:
+        with closing(open_model(path)) as model:
+            return use(model)
+
+    llama_log().install()
+    try:
+        return run_aside(opened)
+    finally:
+        llama_log().remove()
+
+
+def emit(**values: Any) -> None:
+    """Print one JSON line."""
+    show(json.dumps(values))
+
+
+def show(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def tell(cells: Iterable[object]) -> None:
+    """Print a row of a table for people, on stderr."""
+    sys.stderr.write("".join(f"{cell!s:>13}" for cell in cells) + "\n")
+    sys.stderr.flush()
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table of Markdown."""
+    lines = chain((heads, ["---"] * len(heads)), rows)
+    return "".join(map(partial("| {} |\n".format), (" | ".join(map(str, row)) for row in lines)))
