@@ -52,6 +52,7 @@ from cbatch.options import RunOptions
 from cbatch.plain import flag_of
 from cbatch.progress import Progress, choose_view, closing_line
 from cbatch.response import BatchResponse
+from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.ids import RequestId
 from cbatch.runtime.in_flight import InFlight
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     from cbatch.core.stats import StepRecord
     from cbatch.progress import View
     from cbatch.response import BatchResult
-    from cbatch.runtime.cache_io import CacheIo, Post
+    from cbatch.runtime.cache_io import Post
     from cbatch.runtime.intake import Run
 
 
@@ -245,8 +246,8 @@ class Engine:
             has_adapters=bool(backend.adapters),
         )
         compiler = partial(Compiler, backend, is_threaded=self._threaded)
-        keeper = self._make_cache_io(backend)
-        loop = Loop(backend, scheduler, time.perf_counter, keeper, compiler)
+        cache_io = self._make_cache_io(backend)
+        loop = Loop(backend, scheduler, time.perf_counter, cache_io, compiler)
         in_flight = InFlight(loop, batcher, time.perf_counter)
         intake = Intake(backend, batcher, loop, in_flight, schedule, is_threaded=self._threaded)
         self._finalizer = weakref.finalize(self, loop.close)
@@ -255,8 +256,7 @@ class Engine:
             loop.start()
 
     def _make_cache_io(self, backend: Backend) -> Callable[[Post], CacheIo]:
-        from cbatch.cache.store import open_store
-        from cbatch.runtime.cache_io import CacheIo  # numpy is slow to import
+        from cbatch.cache.store import open_store  # numpy is slow to import
 
         store = open_store(self._cache_dir, self._cache_mib * 2**20)
         return partial(CacheIo, store, backend, is_threaded=self._threaded)

@@ -1251,7 +1251,7 @@ def test_cells_are_fitted_once_for_all_and_not_by_the_thread_that_computes(place
     place.results(engine.run([item(p, **REQUIRED) for p in prompts]))
     backend = engine._backend
     assert isinstance(backend, Fitting)
-    assert backend.fitters == ["cbatch-keeper"]
+    assert backend.fitters == ["cbatch-cache"]
     assert len(backend.kept) == 4
     assert len({id(data) for data in backend.kept}) == 1
 
@@ -1498,14 +1498,12 @@ def test_cells_without_room_fail_or_are_computed_and_touch_nobody_else(
     assert any_way.results(beside)[0].token_ids == expected(text_of(20, start=3), 100)
 
 
-def test_keeper_that_gets_no_thread_harms_nobody(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_without_a_thread_harms_nobody(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     save(place, text_of(60))
     engine, start = place.engine(), threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
-        if thread.name == "cbatch-keeper":
+        if thread.name == "cbatch-cache":
             raise RuntimeError("can't start new thread")
         start(thread)
 

@@ -14,7 +14,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -58,6 +58,11 @@ class CachedCells:
     tokens: NDArray[np.int32]
     n_prompt: int
     data: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], n_prompt: int, data: NDArray[np.uint8]) -> CachedCells:
+        """Return the cells of a list of tokens."""
+        return cls(np.array(tokens, np.int32), n_prompt, data)
 
 
 # ---- names ----

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.core.cell_ops import Cells
+    from cbatch.core.request import Request
     from cbatch.core.sharing import PrefixCache
     from cbatch.options import AdapterSet, Breakers, Grammar
 
@@ -78,10 +79,15 @@ class PrefixWaiters:
 
 @dataclass(frozen=True, slots=True)
 class CacheRef:
-    """A file of cells to read: its key, and what they were computed with."""
+    """Names a file of cells: its key, and the adapters that the cells were computed with."""
 
     key: str
     adapters: AdapterSet = ()
+
+    @classmethod
+    def of(cls, request: Request) -> CacheRef:
+        """Return the file that a request with a cache key reads or writes."""
+        return cls(request.options.cache_key or "", request.adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +119,17 @@ class CacheReads:
             return False
         if options.n_prompt_logprobs is not None:  # it computes all of its prompt
             return False
-        found = self._known.get(_fetch_of(driver))
+        found = self._known.get(CacheRef.of(driver.request))
         if found is None or options.cache_required:
             return found is None or not self._is_in_memory(driver, found)
         if not self._n_usable(driver, found):
             driver.has_fetched = True
-            driver.proceed_uncached(_no_beginning(_fetch_of(driver), found))
+            driver.proceed_uncached(_no_beginning(CacheRef.of(driver.request), found))
         return not driver.has_fetched and not self._is_in_memory(driver, found)
 
     def add(self, driver: SequenceDriver) -> None:
         """Have a held driver wait for its file."""
-        fetch = _fetch_of(driver)
+        fetch = CacheRef.of(driver.request)
         driver.has_fetched = True
         if fetch not in self._waiting:
             self._orders.append(fetch)
@@ -263,10 +269,6 @@ class GrammarBuilds:
         """Forget one that waits no more; nothing happens where it never did."""
         for want in driver.lacks:
             self._waiting.get(want, {}).pop(driver.number, None)
-
-
-def _fetch_of(driver: SequenceDriver) -> CacheRef:
-    return CacheRef(driver.request.options.cache_key or "", driver.request.adapters)
 
 
 def _no_beginning(fetch: CacheRef, found: CacheEntry) -> CacheError:

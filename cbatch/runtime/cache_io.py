@@ -1,54 +1,55 @@
-"""Cells on disk: read for those that begin with them, written for those that end; never by the thread that computes."""
+"""Cells between slots and files: read for sequences that begin with them, written for sequences that have ended."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from queue import PriorityQueue
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from cbatch.cache.cell_file import CachedCells
+from cbatch.core.plan import StepPlan
 from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.errors import CacheError, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from cbatch.backend import Backend
     from cbatch.cache.store import CacheStore, NoStore
+    from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.cell_ops import Stored
     from cbatch.core.driver import SequenceDriver
 
-    Wants = Callable[[CacheEntry | None], int]
-    """Tells how many of a file's cells are wanted, before it is read with None: 0 for nothing. From any thread."""
+    Wanted = Callable[[CacheEntry | None], int]
+    """Returns how many of a file's cells are wanted; before the file is read, whether any are. From any thread."""
     Post = Callable[[Callable[[], object]], None]
     """Has something done by the owner thread."""
     Written = Callable[[SequenceDriver, CacheEntry | None, str | None], object]
-    """Takes whose cells were to be written, what is on disk now, and what went wrong."""
+    """Takes the driver whose cells were to be written, what the file holds now, and what went wrong."""
 
 
 _READ, _WRITE, _END = range(3)
-"""What comes first: somebody waits for a read with a slot to be had."""
+"""Reads come first, for a sequence waits for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """What reading a file brought.
+class ReadResult:
+    """What came of reading a file.
 
     Args:
-        fetch: what was to be read.
+        ref: the file.
         found: what the file holds, why it could not be read, or None where nobody wanted it any more.
-        data: (n_bytes,) uint8: its first cells; None where there are none to be had.
-        n_cells: how many these are.
+        data: (n_bytes,) uint8: its first cells; None where none are wanted.
+        n_cells: how many cells these are.
     """
 
-    fetch: CacheRef
+    ref: CacheRef
     found: CacheEntry | CacheError | None
     data: NDArray[np.uint8] | None = None
     n_cells: int = 0
@@ -57,7 +58,7 @@ class Arrival:
 class CacheIo:
     """Reads and writes files of cells in a thread of its own, which starts with the first of them.
 
-    What it brings it hands to `post`, which has it done by the owner thread between two runs.
+    The results go to `post`, which has them handled by the owner thread between two runs.
     """
 
     def __init__(
@@ -75,16 +76,16 @@ class CacheIo:
         """Whether the caller's thread is the one that reads and writes."""
         return self._thread is threading.current_thread()
 
-    def read(self, fetch: CacheRef, then: Callable[[Arrival], object], n_wanted: Wants) -> None:
-        """Read a file, if it is wanted still, then have `then` called with what came of it."""
-        self._do(lambda: self._read(fetch, then, n_wanted), _READ)
+    def read(self, ref: CacheRef, then: Callable[[ReadResult], object], n_wanted: Wanted) -> None:
+        """Read a file if it is still wanted, then have `then` called with the result."""
+        self._do(lambda: self._read(ref, then, n_wanted), _READ)
 
     def write(self, stored: Stored, data: NDArray[np.uint8], then: Written) -> None:
-        """Write a sequence's cells, then have `then` called with the driver, what is on disk, and what went wrong."""
+        """Write a sequence's cells, then have `then` called with what came of it."""
         self._do(lambda: self._write(stored, data, then), _WRITE)
 
     def close(self) -> None:
-        """Return when all has been written; nothing is read any more. Nothing may be asked for afterwards."""
+        """Return when everything is written; nothing more is read. Nothing may be asked for afterwards."""
         self._is_closing = True
         if self._thread is not None:
             self._work.put((_END, next(self._numbers), None))
@@ -99,57 +100,127 @@ class CacheIo:
             work()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="cbatch-keeper", daemon=True)
+        thread = threading.Thread(target=self._run, name="cbatch-cache", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the process may have no more: then who asks does the work
+        except (
+            RuntimeError
+        ):  # the process may have no more threads: the caller's thread does the work
             self._is_threaded = False
         else:
             self._thread = thread
 
     def _run(self) -> None:
         while (work := self._work.get()[2]) is not None:
-            with suppress(Exception):  # it has told whoever asked
+            with suppress(Exception):  # the owner thread has been told
                 work()
 
-    def _read(self, fetch: CacheRef, then: Callable[[Arrival], object], n_wanted: Wants) -> None:
-        arrival = Arrival(fetch, CacheError(fetch.key, "reading it was broken off"))
+    def _read(self, ref: CacheRef, then: Callable[[ReadResult], object], n_wanted: Wanted) -> None:
+        result = ReadResult(ref, CacheError(ref.key, "reading it was broken off"))
         try:
             is_wanted = not self._is_closing and n_wanted(None)
-            arrival = self._read_first(fetch, n_wanted) if is_wanted else Arrival(fetch, None)
+            result = self._read_first(ref, n_wanted) if is_wanted else ReadResult(ref, None)
         except CacheError as error:
-            arrival = Arrival(fetch, error)
+            result = ReadResult(ref, error)
         except Exception as error:
-            failure = CacheError(fetch.key, f"it cannot be read: {words_of(error)}")
+            failure = CacheError(ref.key, f"it cannot be read: {words_of(error)}")
             failure.__cause__ = error
-            arrival = Arrival(fetch, failure)
+            result = ReadResult(ref, failure)
         finally:
-            self._post(lambda: then(arrival))
+            self._post(lambda: then(result))
 
-    def _read_first(self, fetch: CacheRef, n_wanted: Wants) -> Arrival:
-        """Read a file, and keep as many of its cells as somebody wants."""
-        cells = self._store.read(fetch.key, self._backend.fingerprint(fetch.adapters))
+    def _read_first(self, ref: CacheRef, n_wanted: Wanted) -> ReadResult:
+        """Read a file and cut it to the cells that are wanted."""
+        cells = self._store.read(ref.key, self._backend.fingerprint(ref.adapters))
         found = CacheEntry(cells.tokens.tolist(), cells.n_prompt)
         n_cells = n_wanted(found)
         if not n_cells:
-            return Arrival(fetch, found)
+            return ReadResult(ref, found)
         try:
             data = self._backend.validate_state(cells.data, len(found.tokens), n_cells)
         except ValueError as error:
-            raise CacheError(fetch.key, f"the cells in its file {error}") from error
-        return Arrival(fetch, found, data, n_cells)
+            raise CacheError(ref.key, f"the cells in its file {error}") from error
+        return ReadResult(ref, found, data, n_cells)
 
     def _write(self, stored: Stored, data: NDArray[np.uint8], then: Written) -> None:
         driver, n_cells = stored.driver, stored.n_cells
-        key, adapters = driver.request.options.cache_key or "", driver.request.adapters
-        found: CacheEntry | None = None
+        ref, found = CacheRef.of(driver.request), None
         problem: str | None = "the cells were not saved: writing them was broken off"
         try:
-            tokens = np.array(driver.tokens[:n_cells], np.int32)
-            cells = CachedCells(tokens, min(driver.n_prompt, n_cells), data)
-            self._store.write(key, cells, self._backend.fingerprint(adapters))
-            found, problem = CacheEntry(tokens.tolist(), cells.n_prompt), None
+            from cbatch.cache.cell_file import CachedCells  # numpy is slow to import
+
+            tokens, n_prompt = driver.tokens[:n_cells], min(driver.n_prompt, n_cells)
+            cells = CachedCells.of(tokens, n_prompt, data)
+            self._store.write(ref.key, cells, self._backend.fingerprint(ref.adapters))
+            found, problem = CacheEntry(tokens, n_prompt), None
         except Exception as error:
             problem = f"the cells were not saved: {words_of(error)}"
         finally:
             self._post(lambda: then(driver, found, problem))
+
+
+class CellTransfers:
+    """Has files read and written as the batcher orders; moves cells into the backend and out. Owner thread."""
+
+    def __init__(self, backend: Backend, batcher: MultiRequestBatcher, io: CacheIo | None) -> None:
+        self._backend, self._batcher, self._io = backend, batcher, io
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller's thread is the one that reads and writes."""
+        return self._io is not None and self._io.is_current_thread
+
+    def read_ordered(self) -> None:
+        """Have the files read that sequences wait for."""
+        if self._io is not None:
+            reads = self._batcher.fetches
+            while (ref := reads.take_order()) is not None:
+                self._io.read(ref, self._take_read, partial(reads.n_wanted, ref))
+
+    def _take_read(self, result: ReadResult) -> None:
+        """Hand cells to the backend and let the sequences go on that waited for them."""
+        drivers, adopted = self._batcher.fetches.arrive(result.ref, result.found, result.n_cells)
+        for driver, key in adopted:
+            self._import(result, driver, key)
+        for driver in drivers:
+            self._batcher.release(driver)
+
+    def _import(self, result: ReadResult, driver: SequenceDriver, key: int) -> None:
+        try:
+            if result.data is not None:
+                self._backend.import_state(key, result.data, result.n_cells)
+        except Exception as error:  # for want of memory
+            self._batcher.cells.forget(driver)
+            driver.lose_adopted()
+            what = f"no room for its cells: {words_of(error)}"
+            driver.proceed_uncached(CacheError(result.ref.key, what))
+
+    def write_stored(self) -> None:
+        """Have cells written that were copied out; a sequence ends here whose cells could not be."""
+        if not self._batcher.storing:
+            return
+        while (stored := self._batcher.cells.take_stored()) is not None:
+            data = None if stored.key is None else self._backend.export_state(stored.key)
+            if data is None or self._io is None:
+                self._batcher.end_stored(stored.driver)
+            else:
+                self._io.write(stored, data, self._take_written)
+
+    def _take_written(
+        self, driver: SequenceDriver, found: CacheEntry | None, problem: str | None
+    ) -> None:
+        if found is not None:
+            self._batcher.fetches.learn(CacheRef.of(driver.request), found)
+        self._batcher.end_stored(driver, problem)
+
+    def close(self) -> None:
+        """Have the cells written of requests that closing has ended; return when they are on disk."""
+        plan = StepPlan((), **self._batcher.cells.take_saves())
+        try:
+            lost = self._backend.run(plan).lost if plan.saves else ()
+        except Exception:  # the backend has failed before
+            lost = tuple(key for _, key in plan.saves)
+        self._batcher.cells.settle(lost)
+        self.write_stored()
+        if self._io is not None:
+            self._io.close()

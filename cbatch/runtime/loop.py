@@ -13,9 +13,9 @@ from cbatch.core.driver import SequenceDriver, Status
 from cbatch.errors import EngineClosedError, words_of
 from cbatch.interrupts import Latch, Postponed, Sleepers
 from cbatch.logs import Log
+from cbatch.runtime.cache_io import CellTransfers
 from cbatch.runtime.commands import Command, Commands, FairLock
 from cbatch.runtime.delivery import deliver
-from cbatch.runtime.disk import Disk
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.records import UNSEEN, record_of, seen_in
 
@@ -71,8 +71,8 @@ class Loop:
         self._backend, self._scheduler, self._clock = backend, scheduler, clock
         self.deliver = partial(deliver, self.routes, scheduler)
         self._commands = Commands()
-        make_cache_io = cache_io(self._commands.put) if cache_io else None
-        self._disk = Disk(backend, scheduler.batcher, make_cache_io)
+        made_cache_io = cache_io(self._commands.put) if cache_io else None
+        self._cells = CellTransfers(backend, scheduler.batcher, made_cache_io)
         self._compiler = compiler(self._commands.put) if compiler else None
         self._thread: threading.Thread | None = None
         self._ended = Latch()
@@ -94,19 +94,19 @@ class Loop:
         self._commands.do_due(start)
         self._order_compiling()
         admitted_now = self._scheduler.admit(start)
-        self._disk.fetch()
+        self._cells.read_ordered()
         admitted = self._clock()
         plan = self._scheduler.build(admitted_now)
         self.waiters.wake()
         if plan is None:
-            self._disk.store()
+            self._cells.write_stored()
             return self.deliver(()) or len(self._commands) > 0
         built = self._clock()
         result = self._backend.run(plan)
         ran = self._clock()
         seen = UNSEEN if self.recorder is None else seen_in(plan, result, self._scheduler.batcher)
         changed = self._scheduler.apply(plan, result, ran)
-        self._disk.store()
+        self._cells.write_stored()
         applied = self._clock()
         self.deliver(changed)
         times = (start, admitted, built, ran, applied, self._clock())
@@ -312,9 +312,7 @@ class Loop:
         if self._thread is threading.current_thread():  # the engine's last reference died here
             self._is_closed = True
             return
-        if (
-            self._disk.is_current_thread and self._thread is not None
-        ):  # or in the thread of the cache
+        if self._cells.is_current_thread and self._thread is not None:  # or in the cache's thread
             self._commands.put(self._mark_closed)
             return
         with Postponed(), self._closing:
@@ -350,7 +348,7 @@ class Loop:
         if self.on_end is not None:
             self.on_end(None if self._error is None else self._failure(self._error))
         self._end_requests()
-        self._disk.close()
+        self._cells.close()
         if self._compiler is not None:
             self._compiler.close()
         self._commands.do_all()

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from cbatch.backend.fake import FakeBackend, FakeVocab
+from cbatch.cache.cell_file import CachedCells
 from cbatch.cache.store import CacheStore
 from cbatch.core.cell_ops import Stored
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.errors import CacheError
-from cbatch.runtime import cache_io as subject
-from cbatch.runtime.cache_io import Arrival, CacheIo
+from cbatch.runtime.cache_io import CacheIo, ReadResult
 from tests.helpers import make_request
 from tests.places import text_of
 from tests.runtime.backends import PATIENCE_S, in_thread
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cbatch.cache.cell_file import CachedCells, Fingerprint
+    from cbatch.cache.cell_file import Fingerprint
 
 DATA = np.zeros(80, np.uint8)
 
 
 @dataclass(eq=False)
 class Owner:
-    """Who asks a keeper, and is told."""
+    """Asks a `CacheIo`, and is told."""
 
-    keeper: CacheIo
+    cache_io: CacheIo
     posted: SimpleQueue[Callable[[], object]]
     told: list[Any] = field(default_factory=list)
 
     def read(self, key: str, *, is_wanted: bool = True) -> None:
         told = self.told
-        self.keeper.read(
-            CacheRef(key), lambda arrival: told.append(arrival.found), lambda found: 10 * is_wanted
+        self.cache_io.read(
+            CacheRef(key), lambda result: told.append(result.found), lambda found: 10 * is_wanted
         )
 
     def write(self, key: str) -> None:
-        self.keeper.write(stored(key), DATA, lambda *said: self.told.append(said[1:]))
+        self.cache_io.write(stored(key), DATA, lambda *said: self.told.append(said[1:]))
 
     def take(self, n: int = 1) -> list[Any]:
         """Wait until so many answers are there."""
@@ -70,15 +70,15 @@ def make_owner(folder: Path, *, is_threaded: bool) -> Owner:
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    """Return who has a keeper with a thread."""
+    """Return the owner of a `CacheIo` with a thread."""
     made = make_owner(tmp_path, is_threaded=True)
     yield made
-    in_thread(made.keeper.close)()
+    in_thread(made.cache_io.close)()
 
 
 @pytest.fixture
 def by_hand(tmp_path: Path) -> Owner:
-    """Return who does the work of a keeper without a thread."""
+    """Return the owner of a `CacheIo` without a thread."""
     return make_owner(tmp_path, is_threaded=False)
 
 
@@ -102,7 +102,7 @@ def test_file_that_was_written_is_read(owner: Owner) -> None:
 def test_write_without_memory_for_its_tokens_is_told_the_next_read_done(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "CachedCells", raises(MemoryError()))
+    monkeypatch.setattr(CachedCells, "of", raises(MemoryError()))
     owner.write("k")
     [(found, problem)] = owner.take()
     assert found is None
@@ -116,12 +116,12 @@ def test_answer_that_cannot_be_posted_leaves_the_thread_to_the_next(tmp_path: Pa
     posted = SimpleQueue[Any]()
     posts = iter([raises(RuntimeError("the engine is closed")), posted.put])
     store = CacheStore(tmp_path, 2**40)
-    keeper = CacheIo(store, FakeBackend(), lambda c: next(posts)(c), is_threaded=True)
-    owner = Owner(keeper, posted)
+    cache_io = CacheIo(store, FakeBackend(), lambda c: next(posts)(c), is_threaded=True)
+    owner = Owner(cache_io, posted)
     owner.write("lost")
     owner.write("k")
     assert owner.take() == [(CacheEntry(text_of(10), 10), None)]
-    in_thread(keeper.close)()
+    in_thread(cache_io.close)()
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
@@ -149,19 +149,19 @@ def test_thread_that_cannot_start_leaves_the_work_to_who_asks(
     assert owner.take(2) == [(CacheEntry(text_of(10), 10), None), CacheEntry(text_of(10), 10)]
 
 
-def test_keeper_knows_its_own_thread(tmp_path: Path) -> None:
+def test_cache_io_knows_its_own_thread(tmp_path: Path) -> None:
     told = SimpleQueue[bool]()
-    keeper = CacheIo(
+    cache_io = CacheIo(
         CacheStore(tmp_path, 2**40),
         FakeBackend(),
-        lambda _: told.put(keeper.is_current_thread),
+        lambda _: told.put(cache_io.is_current_thread),
         is_threaded=True,
     )
-    assert not keeper.is_current_thread
-    keeper.read(CacheRef("k"), Arrival.__repr__, lambda found: 1)
+    assert not cache_io.is_current_thread
+    cache_io.read(CacheRef("k"), ReadResult.__repr__, lambda found: 1)
     assert told.get(timeout=PATIENCE_S)
-    assert not keeper.is_current_thread
-    in_thread(keeper.close)()
+    assert not cache_io.is_current_thread
+    in_thread(cache_io.close)()
 
 
 # ---- what comes first ----
@@ -220,10 +220,10 @@ def test_close_waits_for_all_that_is_to_be_written_and_reads_nothing(
 ) -> None:
     go, done = first_write
     owner.write("a")
-    owner.keeper._is_closing = True  # as `close` says at once, in a thread that waits
+    owner.cache_io._is_closing = True  # as `close` says at once, in a thread that waits
     owner.read("c")
     owner.write("b")
-    closed = in_thread(owner.keeper.close)
+    closed = in_thread(owner.cache_io.close)
     go.set()
     closed()
     assert done == ["write a", "write b"]
