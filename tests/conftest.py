@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+
+from tests import profiles
 
 if TYPE_CHECKING:
     from cbatch.bench.synthetic import Shape
@@ -28,10 +29,6 @@ SynthFactory = Callable[..., Path]
 """`synth(shape, *, seed=0, metadata=None, **sizes) -> Path`; files are shared, so read only."""
 
 
-settings.register_profile("full", deadline=None)
-settings.register_profile("fast", deadline=None, max_examples=10)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the process, and with it the processes that tests start."""
     # as a terminal sends them: a run in the background ignores them, and so would its children
@@ -46,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _guard_models()
     _add_recipe()
     if not config.getoption("--hypothesis-profile", None):
-        settings.load_profile("fast" if is_fast else "full")
+        profiles.load("fast" if is_fast else "full")
 
 
 def _add_recipe() -> None:

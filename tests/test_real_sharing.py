@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cbatch
+from tests.profiles import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +69,9 @@ def requests(draw: st.DrawFn) -> cbatch.BatchPrompt:
 
 @given(st.lists(requests(), min_size=1, max_size=9), st.integers(0, 9))
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_random_prompts_with_common_beginnings_give_the_tokens_of_alone(
     sharing: Engine, lonely: Engine, prompts: list[cbatch.BatchPrompt], n_first: int

@@ -13,6 +13,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
+from tests.profiles import examples
 from tests.runtime.backends import all_results
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def told(result: BatchResult) -> tuple[object, ...]:
 
 
 @given(st.sampled_from([0, 0, 16]), st.data())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_batches_have_the_same_answers_with_sharing_on_and_off(
     chunk_alignment: int, data: st.DataObject
 ) -> None:

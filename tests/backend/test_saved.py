@@ -34,6 +34,7 @@ from tests.backend.slots import (
     make_backends,
     saved,
 )
+from tests.profiles import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -555,7 +556,7 @@ def load_damaged(make: MakeBackend, setting: str) -> None:
     n_loaded = 0
 
     @given(st.integers(0, 160) | st.integers(0, len(data) - 1), st.binary(min_size=1, max_size=64))
-    @settings(max_examples=400, deadline=None, database=None)
+    @settings(max_examples=examples(400), deadline=None, database=None)
     def damage(start: int, noise: bytes) -> None:
         nonlocal n_loaded
         damaged = data.copy()

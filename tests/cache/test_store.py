@@ -30,6 +30,7 @@ from cbatch.cache.store import CacheStore, cells_folder
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError
+from tests.profiles import examples
 from tests.test_imports import inside
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def test_any_text_is_a_key_and_names_a_file_of_the_folder(store: CacheStore, fol
     assert list(folder.iterdir()) == []
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.text(st.characters()), st.dictionaries(st.text(st.characters()), st.text(), max_size=3))
 def test_any_key_and_fingerprint_is_found_again(
     tmp_path_factory: pytest.TempPathFactory, key: str, fingerprint: dict[str, str]
@@ -422,7 +423,7 @@ def damaged(data: bytes, how: str, what: Any, mask: int) -> bytes:
     return data + what if how == "append" else bytes(what)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(Damage, st.integers(0, 300))
 def test_any_damage_is_a_cache_error(
     tmp_path_factory: pytest.TempPathFactory, damage: tuple[str, Any, int], n_bytes: int

@@ -35,6 +35,7 @@ from tests.helpers import (
     step,
     tokenize,
 )
+from tests.profiles import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -573,7 +574,7 @@ def known_of(options: RunOptions, result: BatchResult, n_prompt: int) -> dict[st
 
 
 @given(workloads())
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_workload_gives_every_request_its_solo_stream(workload: Workload) -> None:
     with short_limits(workload.n_targets):
         rig, requests = play(workload)
@@ -587,7 +588,7 @@ def test_random_workload_gives_every_request_its_solo_stream(workload: Workload)
 
 
 @given(workloads())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_same_workload_twice_gives_the_same_plans_and_results(workload: Workload) -> None:
     with short_limits(workload.n_targets):
         first, second = play(workload)[0], play(workload)[0]

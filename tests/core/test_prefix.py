@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import PrefixIndex, n_common
 from tests.helpers import found_in
+from tests.profiles import examples
 
 TOKENS = st.lists(st.integers(0, 1), max_size=6)
 
@@ -26,7 +27,7 @@ def plain_common(a: list[int], b: list[int]) -> int:
     st.lists(st.tuples(st.integers(0, 5), st.none() | TOKENS), min_size=10, max_size=40),
     TOKENS,
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_matches_are_those_of_a_dictionary(
     changes: list[tuple[int, list[int] | None]], wanted: list[int]
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 from tests.files.samples import records, write
+from tests.profiles import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +26,7 @@ OPENAI = {
     "body": {"prompt": "x"},
 }
 
-few = settings(deadline=None, max_examples=40)
+few = settings(deadline=None, max_examples=examples(40))
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -23,6 +23,7 @@ from cbatch.files.output.journal import Journal, duplicate_key
 from cbatch.files.output.manifest import Manifest, record_key
 from cbatch.files.output.sorting import sort_in_place
 from tests.files.journals import HEADER, SETTINGS, asked, open_journal, records, run_pass
+from tests.profiles import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,7 +182,7 @@ def test_ids_may_be_any_text(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.text(st.characters(), max_size=40), unique=True), st.integers(1, 10**9))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_keys_of_different_ids_differ(ids: list[str], number: int) -> None:
     keys = [record_key(id) for id in ids]
     assert len({*keys, *(duplicate_key(key, number) for key in keys)}) == 2 * len(ids)
@@ -886,7 +887,7 @@ PASS = st.lists(ITEM, max_size=10).flatmap(lambda items: st.permutations(list(en
 
 @given(st.lists(PASS, max_size=4), st.integers(1, 4))
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # each example has a folder in it
 )

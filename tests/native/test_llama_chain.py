@@ -19,6 +19,7 @@ from cbatch.backend.llama.chain import LlamaChain
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Slot
 from cbatch.options import DRY_SEQUENCE_BREAKERS, Sampling
+from tests.profiles import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -152,13 +153,13 @@ def check_candidates(logits: Logits, how: Sampling) -> None:
     assert min(excess(logits, other, found) for found in around) <= EDGE, "it has more"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ROWS, TOP_K, TEMPERATURES)
 def test_top_k_has_llama_cpps_candidates(logits: Logits, top_k: int, temperature: float) -> None:
     check_candidates(logits, replace(ALL, top_k=top_k, temperature=temperature))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ROWS, TOP_K, SHARES, TEMPERATURES)
 def test_top_p_has_llama_cpps_candidates(
     logits: Logits, top_k: int, top_p: float, temperature: float
@@ -166,13 +167,13 @@ def test_top_p_has_llama_cpps_candidates(
     check_candidates(logits, replace(ALL, top_k=top_k, top_p=top_p, temperature=temperature))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(ROWS_WITH_BANS, TOP_K, st.sampled_from([0.001, 0.05, 0.5, 1.0]))
 def test_min_p_has_llama_cpps_candidates(logits: Logits, top_k: int, min_p: float) -> None:
     check_candidates(logits, replace(ALL, top_k=top_k, min_p=min_p))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(PEAKED_ROWS, TOP_K, SHARES, SHARES)
 def test_typical_p_has_llama_cpps_candidates(
     logits: Logits, top_k: int, typical_p: float, top_p: float
@@ -181,7 +182,7 @@ def test_typical_p_has_llama_cpps_candidates(
     check_candidates(logits, replace(ALL, top_k=top_k, typical_p=typical_p, top_p=top_p))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(ROWS, TOP_K, st.sampled_from([0.3, 1.0, 2.5]), SHARES)
 def test_top_n_sigma_has_llama_cpps_candidates(
     logits: Logits, top_k: int, n_sigma: float, top_p: float
@@ -190,7 +191,7 @@ def test_top_n_sigma_has_llama_cpps_candidates(
     check_candidates(logits, replace(ALL, top_k=top_k, top_n_sigma=n_sigma, top_p=top_p))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ROWS, TOP_K, st.sampled_from([0.01, 0.05, 0.1, 0.3, 0.5, 0.51]), SHARES)
 def test_xtc_has_llama_cpps_candidates(
     logits: Logits, top_k: int, threshold: float, top_p: float
@@ -200,7 +201,7 @@ def test_xtc_has_llama_cpps_candidates(
     check_candidates(logits, replace(how, top_p=top_p, min_p=0.02))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(ROWS, TOP_K, st.sampled_from([1.0, 3.0]), SHARES, SHARES)
 def test_whole_chain_has_llama_cpps_candidates(
     logits: Logits, top_k: int, n_sigma: float, top_p: float, min_p: float
@@ -246,14 +247,14 @@ def check_prefix(
     assert p[order[: n - 1]].sum() <= share + EDGE
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(FLAT_ROWS, SHARES)
 def test_top_p_of_flat_rows_is_cut_where_exact_sums_say(logits: Logits, top_p: float) -> None:
     kept = set(ours(logits, replace(ALL, top_p=top_p))[1])
     check_prefix(exact_p(logits), np.argsort(-logits, kind="stable"), kept, top_p)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(FLAT_ROWS, SHARES)
 def test_typical_p_of_flat_rows_is_cut_where_exact_sums_say(logits: Logits, share: float) -> None:
     p, kept = exact_p(logits), ours(logits, replace(ALL, typical_p=share))[1]
@@ -292,7 +293,7 @@ def check_whole(logits: Logits, how: Sampling, history: Sequence[int], **given: 
     assert ours(logits, greedy, history)[0] == theirs(logits, greedy, history, **given)[0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 2**32), PENALTIES, HISTORIES)
 def test_bias_and_penalties_give_llama_cpps_probabilities(
     seed: int, how: Sampling, history: list[int]
@@ -307,7 +308,7 @@ def model(test_model: Path) -> Iterator[LlamaModel]:
     opened.close()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     words=st.lists(
@@ -352,7 +353,7 @@ def test_dry_with_a_huge_repetition_stays_finite() -> None:
 # ---- greedy ----
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(ROWS | ROWS_WITH_BANS)
 def test_greedy_gives_llama_cpps_token(logits: Logits) -> None:
     how = replace(ALL, temperature=0.0)

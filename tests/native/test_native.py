@@ -24,6 +24,7 @@ from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepResult
 from cbatch.errors import EngineClosedError, PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.oracle.python_stepper import PythonStepper
+from tests.profiles import examples
 
 Stepper = NativeStepper | PythonStepper
 N_SLOTS, N_BATCH, N_VOCAB = 4, 16, 50
@@ -559,7 +560,7 @@ def outcome(stepper: Stepper, workload: list[tuple[list[Chunk], int]]) -> list[S
     return [StepResult(r.tokens, r.n_steps, r.code) for r in results]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(runs(), min_size=1, max_size=4), st.sets(st.integers(0, 12), max_size=2))
 def test_native_and_python_steppers_do_the_same(
     workload: list[tuple[list[Chunk], int]], failing: set[int]

@@ -17,6 +17,7 @@ from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Binding, Slot
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.oracle import sampling
+from tests.profiles import examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,7 +122,7 @@ LONG_ROWS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(SHORT_ROWS, SAMPLINGS, st.integers(0, 2**31 - 1))
 @example(row(-0.0, 0.0), Sampling(top_k=1), 0)
 @example(row(1.0, 1.0, 1.0), Sampling(top_p=0.5, top_k=0), 7)
@@ -131,7 +132,7 @@ def test_sample_row_equals_the_definition(logits: Logits, how: Sampling, i_outpu
     assert native_tokens(logits, how, i_output) == {expected}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(LONG_ROWS, SAMPLINGS, st.integers(0, 100))
 def test_native_row_equals_the_oracle(logits: Logits, how: Sampling, i_output: int) -> None:
     expected = sampling.sample_row(logits, how, i_output)
@@ -168,7 +169,7 @@ def everything(n_vocab: int) -> st.SearchStrategy[Sampling]:
     )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_native_row_with_every_option_equals_the_oracle(data: st.DataObject) -> None:
     logits = data.draw(LONG_ROWS)
@@ -436,7 +437,7 @@ def test_mask_that_allows_few_of_many_leaves_top_k_what_there_is() -> None:
 # ---- log-probabilities ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(LONG_ROWS.filter(lambda logits: np.abs(logits).max() < 1e6), st.integers(0, 20))
 def test_logprobs_are_those_of_the_raw_logits(logits: Logits, n_top: int) -> None:
     how = Sampling(repeat_penalty=2.0, logit_bias=((0, -math.inf),) if len(logits) > 1 else ())
@@ -484,7 +485,7 @@ def test_weights_far_below_the_maximum_are_zero() -> None:
     assert found.tolist() == [0, 0, 0, 2**32]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(LONG_ROWS, st.sampled_from([1e-9, 0.1, 0.8, 1.0, 3.0, 1e4]))
 def test_native_weights_equal_the_oracles(logits: Logits, temperature: float) -> None:
     expected = sampling.weights(logits, logits.max(), temperature)

@@ -20,6 +20,7 @@ from cbatch.options import GREEDY, Sampling
 from tests.native.test_native import N_SLOTS, N_VOCAB, FakeLlama, chunk
 from tests.oracle import sampling
 from tests.oracle.python_stepper import PythonStepper
+from tests.profiles import examples
 
 Stepper = NativeStepper | PythonStepper
 MakeStepper = Callable[..., Any]
@@ -180,7 +181,7 @@ def steps(draw: st.DrawFn) -> list[Chunk]:
     return chunks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(steps(), min_size=1, max_size=4), st.lists(st.integers(0, 20), max_size=N_SLOTS))
 def test_native_and_python_steppers_score_the_same(
     workload: list[list[Chunk]], n_tops: list[int]
