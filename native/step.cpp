@@ -31,7 +31,7 @@ constexpr int32_t code_threw = -3;
 
 struct binding {
     bool is_bound = false;
-    int32_t n_prompt = 0;
+    int32_t output_origin = 0;
     row_binding row;
     int64_t cost_ps = 0;  // of one logit under the rule
     std::vector<int32_t> stop;
@@ -254,7 +254,7 @@ void put_output(cbatch_stepper * s, int32_t i_chunk, int32_t i_mask) {
     const cbatch_chunk & c = s->chunks[i_chunk];
     if (c.has_output) {
         const int64_t end = static_cast<int64_t>(c.start) + c.n_tokens;
-        const int32_t i_output = static_cast<int32_t>(end - s->bindings[c.slot].n_prompt);
+        const int32_t i_output = static_cast<int32_t>(end - s->bindings[c.slot].output_origin);
         s->rows[s->n_rows++] = {i_chunk, i_mask, s->n_tokens - 1, i_output, nullptr};
     }
 }
@@ -510,7 +510,7 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
             return code;
         }
         b.stop.assign(binding->stop, binding->stop + binding->n_stop);
-        b.n_prompt = binding->n_prompt;
+        b.output_origin = binding->output_origin;
         b.cost_ps = sample_cost_ps(b.row.rule);
         b.is_bound = true;
         s->bindings[slot] = std::move(b);

@@ -55,7 +55,7 @@ class Speaker(FakeBackend):
         matcher: FakeMatcher | None = None,
     ) -> int:
         self.interrupt()  # one step a run
-        i = n_cells - binding.n_prompt
+        i = n_cells - binding.output_origin
         return self.said[i] if i < len(self.said) else END_TOKEN
 
 

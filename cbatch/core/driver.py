@@ -397,12 +397,11 @@ class SequenceDriver:
     def binding(self, slot: Slot) -> Binding:
         """Return what the backend must know of this sequence in `slot`."""
         request = self.request
-        # from which the place of a token in the output is counted, whatever left the window
-        i_output = len(self.tokens) - len(self.output)
+        output_origin = len(self.tokens) - len(self.output)  # tokens that left the window lower it
         is_bound = self.constraint is not None
         return Binding(
             slot,
-            i_output,
+            output_origin,
             self._sampling,
             request.stop_tokens,
             self.history,

@@ -24,14 +24,13 @@ N_TARGETS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What the backend must know of a sequence that enters a slot; it holds until the slot is bound again.
-
-    `i_output` of a sampled token is its position minus `n_prompt`: the generator is keyed by it, so a sequence that is
-    computed again draws the same tokens. Where tokens were taken out of the window `n_prompt` is less by as many.
-    """
+    """What the backend must know of a sequence that enters a slot; it holds until the slot is bound again."""
 
     slot: Slot
-    n_prompt: int
+    output_origin: int
+    """The position of the first output: a sampled token's position less this is the token's number in the output. The
+    generator is keyed by that number, so a sequence that is computed again draws the same tokens. Every token that was
+    taken out of the window moves the origin down by one, below 0 too."""
     sampling: Sampling
     stop_tokens: tuple[int, ...]
     """Every token id that ends the sequence, the model's end-of-generation ids included unless ignored."""

@@ -111,9 +111,9 @@ typedef struct cbatch_binding {
     const int32_t * history;  // (n_history) the tokens so far, prompt and output, those in no cell included; or NULL
     int32_t n_stop;
     int32_t n_history;
-    // The generator's counter is the sampled token's position minus this. Below 0 where more tokens were taken out of the
-    // window than the prompt had.
-    int32_t n_prompt;
+    // The position of the first output: the generator's counter is the sampled token's position minus this. Below 0 where
+    // more tokens were taken out of the window than the prompt had.
+    int32_t output_origin;
     int32_t has_logprobs;  // not 0: report log-probabilities
     int32_t n_top;         // 0 … CBATCH_TOP_MAX alternatives to report with them
 } cbatch_binding;

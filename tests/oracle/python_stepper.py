@@ -173,7 +173,7 @@ class PythonStepper:
 
     def _sample(self, chunk: Chunk, n_sampled: int, logits: Logits, mask: Mask | None) -> int:
         binding = self._bindings[chunk.slot]
-        i_output = chunk.start + len(chunk.tokens) + n_sampled - binding.n_prompt
+        i_output = chunk.start + len(chunk.tokens) + n_sampled - binding.output_origin
         history = self._histories[chunk.slot].tokens
         return sample_row(logits, binding.sampling, i_output, history, mask)
 

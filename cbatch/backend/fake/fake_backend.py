@@ -339,7 +339,7 @@ class FakeBackend:
     ) -> int:
         for seen in (*history[-_N_SEEN:], len(history), binding.sampling.seed):
             state = mix(state, seen)
-        token = mix(state, n_cells - binding.n_prompt) % self.vocab.n_vocab
+        token = mix(state, n_cells - binding.output_origin) % self.vocab.n_vocab
         return matcher.choose(token) if matcher else token
 
     def _logprobs(

@@ -83,7 +83,7 @@ class NativeBinding(ctypes.Structure):
         ("history", ctypes.c_void_p),
         ("n_stop", ctypes.c_int32),
         ("n_history", ctypes.c_int32),
-        ("n_prompt", ctypes.c_int32),
+        ("output_origin", ctypes.c_int32),
         ("has_logprobs", ctypes.c_int32),
         ("n_top", ctypes.c_int32),
     ]
@@ -169,7 +169,7 @@ def as_native(b: Binding, breakers: array[int]) -> tuple[NativeBinding, Any]:
         history=history.buffer_info()[0],
         n_stop=len(stop),
         n_history=len(history),
-        n_prompt=b.n_prompt,
+        output_origin=b.output_origin,
         has_logprobs=b.n_logprobs is not None,
         n_top=b.n_logprobs or 0,
     )
