@@ -67,7 +67,7 @@ class Mailbox:
             engine: is kept alive while there is a reader.
         """
         self.is_streamed = False
-        self.items = Items(n_items, n_ahead)
+        self.items = items = Items(n_items, n_ahead)
         self.ids: dict[int, str] = {}
         """Of a fed batch, the ids of items that `next_result` has not given out, by place."""
         self.given: dict[str, Any] = {}
@@ -79,7 +79,8 @@ class Mailbox:
         self._results: dict[int, BatchResult] = {}
         self._chunks: deque[BatchOutputChunk] = deque()
         self._completed: deque[int] = deque()  # places
-        self._readers = Readers(pump, lambda: self.items.n_open)
+        # not through self: a batch without a reader is freed at once, and its engine with it
+        self._readers = Readers(pump, lambda: items.n_open)
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
