@@ -54,13 +54,13 @@ from cbatch.progress import Progress, choose_view, closing_line
 from cbatch.response import BatchResponse
 from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.compiler import Compiler
+from cbatch.runtime.delivery import RequestLog
 from cbatch.runtime.ids import RequestId
 from cbatch.runtime.in_flight import InFlight
-from cbatch.runtime.intake import CANCELLED_EARLY, CLOSED_EARLY, Intake
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
-from cbatch.runtime.request_log import RequestLog
 from cbatch.runtime.sequences import OptionsMerger, tokenize
+from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, Submitter
 from cbatch.runtime.validation import check_adapters
 from cbatch.runtime.waking import do_to_end, is_in_event_loop
 
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from cbatch.progress import View
     from cbatch.response import BatchResult
     from cbatch.runtime.cache_io import Post
-    from cbatch.runtime.intake import Run
+    from cbatch.runtime.submit import Run
 
 
 Exactness = Callable[[], str]
@@ -94,7 +94,7 @@ class _Parts:
     batcher: MultiRequestBatcher
     loop: Loop
     in_flight: InFlight
-    intake: Intake
+    submitter: Submitter
     stats: EngineStats
     exactness: Exactness | None
 
@@ -226,7 +226,7 @@ class Engine:
             with self._opening:
                 self._opener = None
             if self._made is not None:
-                self._made.intake.end(EngineClosedError(CLOSED_EARLY))
+                self._made.submitter.end(EngineClosedError(CLOSED_EARLY))
                 self._made.loop.close()
                 self._finalizer.detach()
 
@@ -249,9 +249,11 @@ class Engine:
         cache_io = self._make_cache_io(backend)
         loop = Loop(backend, scheduler, time.perf_counter, cache_io, compiler)
         in_flight = InFlight(loop, batcher, time.perf_counter)
-        intake = Intake(backend, batcher, loop, in_flight, schedule, is_threaded=self._threaded)
+        submitter = Submitter(
+            backend, batcher, loop, in_flight, schedule, is_threaded=self._threaded
+        )
         self._finalizer = weakref.finalize(self, loop.close)
-        self._made = _Parts(backend, batcher, loop, in_flight, intake, stats, exactness)
+        self._made = _Parts(backend, batcher, loop, in_flight, submitter, stats, exactness)
         if self._threaded:
             loop.start()
 
@@ -336,7 +338,7 @@ class Engine:
             RequestFailedError: a token that is not in the vocabulary.
         """
         run_options = self._settled.over(RunOptions.of(options), self._options)
-        return self._parts.intake.sequences.count_tokens(as_prompt(prompt), run_options)
+        return self._parts.submitter.sequences.count_tokens(as_prompt(prompt), run_options)
 
     def run(
         self,
@@ -373,9 +375,11 @@ class Engine:
         if is_source(prompts):
             with reading("prompts"):
                 source = iter(cast("Iterable[Prompt]", prompts))
-            run = self._parts.intake.feed(source, run_options, ends_s, self._mailbox)
+            run = self._parts.submitter.feed(source, run_options, ends_s, self._mailbox)
         else:
-            run = self._parts.intake.queue(as_prompts(prompts), run_options, ends_s, self._mailbox)
+            run = self._parts.submitter.queue(
+                as_prompts(prompts), run_options, ends_s, self._mailbox
+            )
         return BatchResponse(run.ids, run.mailbox, self._show(run, view, before))
 
     def submit(
@@ -401,7 +405,7 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         self._loop.check_open()
-        run = self._parts.intake.extend(result, n_tokens, self._mailbox)
+        run = self._parts.submitter.extend(result, n_tokens, self._mailbox)
         return BatchResponse(run.ids, run.mailbox, None)
 
     def cancel(self, id: str) -> bool:
@@ -442,7 +446,7 @@ class Engine:
         Returns:
             How many were in flight.
         """
-        self._parts.intake.end(RequestCancelledError(CANCELLED_EARLY))
+        self._parts.submitter.end(RequestCancelledError(CANCELLED_EARLY))
         return self._in_flight.cancel(list(self._loop.routes))
 
     def stats(self) -> EngineStats:
@@ -484,7 +488,7 @@ class Engine:
         )
 
     def _pump(self) -> bool:
-        self._parts.intake.fill()
+        self._parts.submitter.fill()
         return self._loop.pump()
 
     def _show(self, run: Run, progress: bool | View, before: EngineStats | None) -> Progress | None:
@@ -543,7 +547,7 @@ def checked_tokens(engine: Engine, prompt: BatchPrompt, options: RunOptions) -> 
     Raises:
         CBatchError: what a run would refuse it for.
     """
-    return engine._parts.intake.checked(prompt, options)
+    return engine._parts.submitter.checked(prompt, options)
 
 
 def _folder(named: str | os.PathLike[str]) -> Path:
@@ -608,7 +612,7 @@ def load(
         opener=opener,
         cache_dir=engine_options.cache_dir,
         cache_mib=engine_options.cache_mib,
-        model_name=_name_of(model),
+        model_name=model_name(model),
     )
     if not is_in_event_loop():
         try:
@@ -619,8 +623,8 @@ def load(
     return engine
 
 
-def _name_of(model: Any) -> str:
-    """Return what the log calls a model: its file's name; "cbatch" for the one that ships inside."""
+def model_name(model: Any) -> str:
+    """Return what logs and records call a model: its file's name without the ending; "cbatch" for the shipped one."""
     with reading("model"):
         path = getattr(model, "model_path", model)
         is_path = isinstance(path, str | os.PathLike)

@@ -115,7 +115,7 @@ def test_line_is_made_for_nobody_where_the_level_is_off(
     def fail(*args: object, **more: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("cbatch.runtime.request_log.figures", fail)
+    monkeypatch.setattr("cbatch.runtime.delivery.figures", fail)
     caplog.set_level(logging.WARNING, "cbatch")
     assert engine.run(["question"]).results()[0].error is None
     assert not caplog.records

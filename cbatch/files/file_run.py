@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import check_path, readable, shown
-from cbatch.engine import check_view, run_options_of
+from cbatch.engine import check_view, model_name, run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
 from cbatch.files.input.item_stream import N_LOOKED_AHEAD, ItemStream
@@ -115,7 +115,7 @@ def run_file(
                 retry_errors=asked.retry_errors,
             )
         )
-        way = Way(ledger, target.encoder, digests, settled, _name_of(model))
+        way = Way(ledger, target.encoder, digests, settled, model_name(model))
         stop = stop or Stopper()
         work = _work(reading, way, asked, stop, runner, is_own=engine is None)
         for line in (*ledger.notes, *_resumed(ledger)):
@@ -171,7 +171,7 @@ def stream_file(
     settled = run_options_of(engine, options)
     reading = ItemStream(source, asked)
     nowhere = PipedOutput(None)
-    way = Way(nowhere, Encoder(), _digests(engine, settled), settled, _name_of(None))
+    way = Way(nowhere, Encoder(), _digests(engine, settled), settled, model_name(None))
     work = _work(reading, way, asked, Stopper(), engine, is_own=False)
     return FileStream(engine, work, asked.max_time_s, (reading, nowhere))
 
@@ -239,11 +239,6 @@ def _origin(reading: ItemStream, output: Path, digests: Digests) -> Origin:
         return [(item_key(item), digests(item)) for item in reading.peek()]
 
     return Origin(reading.source.paths, output, look, is_at_hand=reading.is_at_hand)
-
-
-def _name_of(model: Any) -> str:
-    """Return the model's name, for records."""
-    return readable(Path(str(model)).stem) if _model_file(model) else "cbatch"
 
 
 def _work(

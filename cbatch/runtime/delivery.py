@@ -1,35 +1,50 @@
-"""From sequences to mailboxes: what a step brought, and how it ended."""
+"""What a step brought, told to others: output to mailboxes, requests that ended to the log, the step to a recorder."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import pairwise, repeat
+from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.core.output import result_of, take_chunk
+from cbatch.core.plan import FREE
+from cbatch.core.stats import StepRecord, StepRow
 from cbatch.errors import RequestFailedError, words_of
-from cbatch.runtime.choices import Choices
+from cbatch.logs import Log
+from cbatch.response import BatchOutputChunk, BatchResult
+from cbatch.runtime.choices import Choices, display_id
 from cbatch.runtime.mailbox import refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.plan import Chunk, GrammarStep, StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler
-    from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.mailbox import Mailbox
+
+Parcel: TypeAlias = tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]
+"""What is delivered at once: chunks, and results with their places in the batch."""
+
+Seen: TypeAlias = tuple[tuple[StepRow, ...], int]
+"""The rows of a run and the cells in use, as they were before it is applied."""
+
+UNSEEN: Seen = ((), 0)
+"""Stands for a run that nobody records."""
+
+_log = Log("cbatch")
 
 
 def deliver(
     routes: dict[str, Route], scheduler: ContinuousBatchScheduler, changed: Sequence[SequenceDriver]
 ) -> bool:
-    """Hand out what is new, one delivery per batch; False where there was nothing.
+    """Deliver new output, one delivery a batch; return False where there was none.
 
-    Who ended is taken from the scheduler, counted, and out of `routes`.
+    Sequences that ended are taken from the scheduler, counted, and taken out of `routes`.
     """
     ended = scheduler.batcher.take_ended()
-    parcels: dict[
-        Mailbox | Choices, tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]
-    ] = {}
+    parcels: dict[Mailbox | Choices, Parcel] = {}
     for driver in changed:
         if driver.finish_reason is None:
             mailbox = routes[driver.request.id].target
@@ -37,23 +52,21 @@ def deliver(
             if mailbox.is_streamed and (chunk := take_chunk(driver)):
                 parcels.setdefault(mailbox, ([], []))[0].append(chunk)
     for driver in ended:
-        mailbox, i, _ = routes.pop(driver.request.id)
+        mailbox, place, _ = routes.pop(driver.request.id)
         chunks, results = parcels.setdefault(mailbox, ([], []))
-        last, ending = _outcome(driver, i)
+        last, ending = _last_parcel(driver, place)
         chunks += last
         results += ending
         scheduler.stats.count_end(driver)
     for mailbox, (chunks, results) in parcels.items():
         if isinstance(mailbox, Choices) and mailbox.ends_with(results):
-            routes.pop(mailbox.id, None)  # first: who reads the answer may use its id again
+            routes.pop(mailbox.id, None)  # first: a reader of the answer may use its id again
         mailbox.deliver(chunks, results)
     return bool(parcels)
 
 
-def _outcome(
-    driver: SequenceDriver, place: int
-) -> tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]:
-    """Return the last chunk of a sequence that ended, and its result; text that cannot be made is its own failure."""
+def _last_parcel(driver: SequenceDriver, place: int) -> Parcel:
+    """Return the last chunk and the result of a sequence that ended; text that cannot be made fails it alone."""
     try:
         last = take_chunk(driver)
         return [last] if last else [], [(place, result_of(driver))]
@@ -61,3 +74,102 @@ def _outcome(
         failure = RequestFailedError(f"the answer could not be made into text: {words_of(error)}")
         failure.__cause__ = error
         return refused(driver.request.id, place, failure)
+
+
+# ---- the log ----
+
+
+class RequestLog:
+    """Logs one line for each request that ends; costs a look at the level where the lines are not wanted."""
+
+    def __init__(self, model: str) -> None:
+        """Make one; `model` is what the lines call the model."""
+        self._model = model
+
+    def __call__(self, results: Sequence[tuple[int, BatchResult]]) -> None:
+        """Log the results of these items. From any thread."""
+        if results and _log.has_info:
+            for _, result in results:
+                _log.tell("request", **figures(result, self._model))
+
+
+def figures(result: BatchResult, model: str) -> dict[str, object]:
+    """Return the values of a request's line: those of its result; None where nothing was timed."""
+    usage, timings = result.usage, result.timings
+    n_total = usage.prompt_tokens + usage.completion_tokens
+    return {
+        "request_id": result.id,
+        "model": model,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "queue_ms": _ms(timings.queue_s),
+        "ttft_ms": _ms(timings.ttft_s),
+        "prompt_tps": _rate(timings.prompt_tps),
+        "generation_tps": _rate(timings.generation_tps),
+        "total_tokens": n_total,
+        "total_tps": _rate(n_total / timings.total_s if timings.total_s > 0 else None),
+        "latency_ms": _ms(timings.total_s),
+        "finish_reason": result.finish_reason,
+        **({} if result.error is None else {"error": type(result.error).__name__}),
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
+
+
+def _rate(per_second: float | None) -> float | None:
+    return None if per_second is None else round(per_second, 2)
+
+
+# ---- the recorder ----
+
+
+def seen_in(plan: StepPlan, result: StepResult, batcher: MultiRequestBatcher) -> Seen:
+    """Return what a record tells of a run's sequences. Before the run is applied: they may leave their slots then."""
+    tokens = result.tokens or repeat(())  # a step that failed may have none
+    rows = (
+        _row(chunk, driver, sampled, result.guided.get(chunk.slot, FREE))
+        for chunk, sampled in zip(plan.chunks, tokens, strict=False)
+        if (driver := batcher.running[chunk.slot]) is not None
+    )
+    return tuple(rows), batcher.ledger.n_used
+
+
+def _row(
+    chunk: Chunk, driver: SequenceDriver, sampled: Sequence[int], guidance: GrammarStep
+) -> StepRow:
+    n_known = max(driver.n_prompt, driver.n_reached)
+    return StepRow(
+        slot=chunk.slot,
+        id=display_id(driver.request.id),
+        n_tokens=len(chunk.tokens),
+        n_prefill=max(0, min(len(chunk.tokens), n_known - chunk.start)),
+        n_sampled=len(sampled) + len(guidance.forced),
+    )
+
+
+def record_of(
+    plan: StepPlan, result: StepResult, n_waiting: int, times: tuple[float, ...], seen: Seen
+) -> StepRecord:
+    """Return the record of a step; `times` is when it began and when each of its phases ended."""
+    phases = [end - start for start, end in pairwise(times)]
+    return StepRecord(
+        start_s=times[0],
+        n_rows=len(plan.chunks),
+        n_steps=result.n_steps,
+        n_tokens=sum(len(c.tokens) for c in plan.chunks),
+        n_waiting=n_waiting,
+        code=result.code,
+        admit_s=phases[0],
+        build_s=phases[1],
+        run_s=phases[2],
+        decode_s=result.decode_s,
+        sample_s=result.sample_s,
+        apply_s=phases[3],
+        deliver_s=phases[4],
+        rows=seen[0],
+        first_s=result.first_s,
+        n_cells=seen[1],
+    )

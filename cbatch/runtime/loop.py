@@ -15,9 +15,8 @@ from cbatch.interrupts import Latch, Postponed, Sleepers
 from cbatch.logs import Log
 from cbatch.runtime.cache_io import CellTransfers
 from cbatch.runtime.commands import Command, Commands, FairLock
-from cbatch.runtime.delivery import deliver
+from cbatch.runtime.delivery import UNSEEN, deliver, record_of, seen_in
 from cbatch.runtime.mailbox import refused
-from cbatch.runtime.records import UNSEEN, record_of, seen_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from cbatch.options import Breakers, Grammar
     from cbatch.runtime.cache_io import CacheIo, Post
     from cbatch.runtime.compiler import Compiler
+    from cbatch.runtime.delivery import Seen
     from cbatch.runtime.in_flight import Route
-    from cbatch.runtime.records import Seen
 
     MakeCacheIo = Callable[[Post], CacheIo]
     MakeCompiler = Callable[[Post], Compiler]

@@ -77,7 +77,7 @@ class Run:
     ends_s: float = math.inf
 
 
-class Intake:
+class Submitter:
     """Makes sequences of prompts and submits them; every method from any thread."""
 
     def __init__(
