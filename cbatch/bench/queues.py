@@ -14,8 +14,9 @@ from itertools import count, product
 from typing import TYPE_CHECKING, Literal
 
 from cbatch.backend.fake import StepCost
+from cbatch.bench.fake_server import FakeServer
 from cbatch.bench.harness import emit, parser, percentile
-from cbatch.bench.simulate import Arrival, FakeServer
+from cbatch.bench.traffic import Arrival
 from cbatch.engine_options import ScheduleOptions
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def measure(
     n_visited, times = queue.batcher.n_visited, list[tuple[float, float]]()
     submit_one_s = []
     for _ in range(n_steps):
-        times.append(queue.server.timed_step())
+        queue.server.step()
+        times.append(queue.server.step_s)
         submit_one_s.append(queue.submit_one(n_queued))
     n_visited = queue.batcher.n_visited - n_visited
     plan_s, apply_s = zip(*times, strict=True)

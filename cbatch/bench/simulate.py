@@ -6,144 +6,55 @@ that `cbatch.bench.step_costs` measured, so policies, slots and budgets can be c
 
 from __future__ import annotations
 
-import json
 import math
-import random
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.fake import FakeBackend
+from cbatch.bench.fake_server import FakeServer
 from cbatch.bench.harness import emit, parser
 from cbatch.bench.step_costs import SMALL, StepTable
-from cbatch.checks import check_seconds
-from cbatch.core.batcher import MultiRequestBatcher
-from cbatch.core.driver import SequenceDriver
-from cbatch.core.kv import KvLedger
+from cbatch.bench.traffic import Arrival, poisson, read_trace
 from cbatch.core.plan import KvCapabilities
-from cbatch.core.request import Request
-from cbatch.core.scheduler import ContinuousBatchScheduler
-from cbatch.core.stats import EngineStats, Percentiles
+from cbatch.core.stats import Percentiles
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import ConfigError, PlanError
-from cbatch.messages import BatchPrompt
-from cbatch.options import GREEDY, MAX_PRIORITY, RunOptions
 
 if TYPE_CHECKING:
     import argparse
-    import os
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
-    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.bench.fake_server import Cost
+    from cbatch.core.driver import SequenceDriver
 
-    Cost = Callable[[int, int], float]
+__all__ = [
+    "Arrival",
+    "Report",
+    "Spread",
+    "capacity",
+    "line",
+    "main",
+    "poisson",
+    "read_trace",
+    "simulate",
+]
 
-RUN_S = 0.02
-"""After so many seconds a run of several steps ends. Source: `slice_s` of `NativeStepper`."""
+_SCHEDULE = {
+    "quantum": int,
+    "ageing_s": float,
+    "admission": str,
+    "max_queue": int,
+    "when_full": str,
+    "prefill_budget": int,
+    "prefill_chunk": int,
+    "itl_ms": float,
+    "swap_mib": int,
+}
+"""Options of the scheduler that are arguments here too."""
 
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request of a trace.
-
-    Args:
-        at_s: when it is submitted, in seconds from the beginning.
-        n_prompt: tokens of its prompt.
-        n_output: tokens it generates.
-        priority: as in `RunOptions`.
-        timeout_s: as in `RunOptions`.
-
-    Raises:
-        ConfigError: a value of the wrong type or out of range.
-    """
-
-    at_s: float
-    n_prompt: int
-    n_output: int
-    priority: int = 0
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check what nobody checks later."""
-        if type(self.at_s) not in (int, float) or not 0 <= self.at_s < math.inf:
-            raise ConfigError(f"at_s must be seconds from the beginning, not {self.at_s!r}")
-        for name in ("n_prompt", "n_output"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ConfigError(f"{name} must be a whole number above 0, not {value!r}")
-        if type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY:
-            raise ConfigError(f"priority must be within ±{MAX_PRIORITY}, not {self.priority!r}")
-        if self.timeout_s is not None:
-            check_seconds("timeout_s", self.timeout_s)
-
-
-def poisson(
-    rate: float, n: int, mean_prompt: float, mean_output: float, seed: int = 0
-) -> Iterator[Arrival]:
-    """Yield `n` requests that come by chance, `rate` a second (`math.inf`: all at once), of geometric lengths."""
-    for name, value, low in (
-        ("rate", rate, 0.0), ("mean_prompt", mean_prompt, 1.0), ("mean_output", mean_output, 1.0),
-    ):  # fmt: skip
-        if not value >= low or not value:
-            raise ConfigError(f"{name} must be at least {low:g} and not 0, not {value!r}")
-    return _poisson(rate, n, mean_prompt, mean_output, random.Random(seed))
-
-
-def _poisson(
-    rate: float, n: int, mean_prompt: float, mean_output: float, chance: random.Random
-) -> Iterator[Arrival]:
-    at_s = 0.0
-    for _ in range(n):
-        at_s += chance.expovariate(rate) if rate < math.inf else 0.0
-        yield Arrival(at_s, _length(chance, mean_prompt), _length(chance, mean_output))
-
-
-def _length(chance: random.Random, mean: float) -> int:
-    """Return a whole number ≥ 1 of geometric distribution."""
-    if mean <= 1:
-        return 1
-    return 1 + int(math.log(1.0 - chance.random()) / math.log1p(-1 / mean))
-
-
-def read_trace(path: str | os.PathLike[str]) -> Iterator[Arrival]:
-    """Yield the requests of a JSONL file, an `Arrival`'s fields by name in each line; read as far as is asked for.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is no request or comes before the one above it in time; the
-            message names file and line.
-    """
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            yield from _arrivals(file, str(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _arrivals(lines: Iterable[str], name: str) -> Iterator[Arrival]:
-    last_s = 0.0
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            arrival = _arrival(json.loads(line))
-            if arrival.at_s < last_s:
-                raise ConfigError(f"at_s goes back from {last_s} to {arrival.at_s}")
-        except ValueError as error:  # ConfigError and bad JSON are ValueErrors
-            raise ConfigError(f"{name}, line {number}: {error}") from error
-        last_s = arrival.at_s
-        yield arrival
-
-
-def _arrival(data: Any) -> Arrival:
-    if not isinstance(data, dict):
-        raise ConfigError(f"a request is an object, not {data!r}")
-    known = {f.name for f in fields(Arrival)}
-    missing, unknown = {"at_s", "n_prompt", "n_output"} - data.keys(), data.keys() - known
-    if missing or unknown:
-        raise ConfigError(f"missing: {sorted(missing)}, unknown: {sorted(unknown)}")
-    return Arrival(**data)
+_OF_POLICY = {"quantum": "round_robin", "ageing_s": "priority"}
+"""Those that one policy has alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,93 +132,6 @@ def simulate(
     )
     simulation.run()
     return simulation.report(time.perf_counter() - start)
-
-
-class FakeServer:
-    """The core on a `FakeBackend`, put together as an engine does it; `step` is one turn of its loop.
-
-    Prompts are their length as text, and become tokens when their turn comes.
-    """
-
-    def __init__(
-        self,
-        n_slots: int,
-        n_window: int,
-        n_batch: int,
-        options: ScheduleOptions,
-        cost: Cost,
-        memory: KvCapabilities | None = None,
-    ) -> None:
-        options = replace(options, share_prefixes=False)  # its prompts are all alike
-        self.cost, self.options = cost, options
-        n_window = min(n_window, memory.n_cells) if memory is not None else n_window
-        self.backend = FakeBackend(n_slots, n_window, n_batch, cost=self._cost, memory=memory)
-        memory = self.backend.memory
-        self.stats = EngineStats()
-        self.batcher = MultiRequestBatcher(
-            KvLedger(n_slots, n_window, memory), self._tokenize, options, memory
-        )
-        self.scheduler = ContinuousBatchScheduler(
-            self.batcher, n_batch, self.stats, options, memory=memory
-        )
-        self.run_s = RUN_S
-        """A run is over after the first step that ends so late; 0 for one step a run."""
-        self.next_s = math.inf
-        """When the next arrival is due: where nobody waits, it ends the run in flight, as an engine's `run` does."""
-        self._run_end_s = math.inf
-        self._tokens = (1,) * (n_window + 1)
-
-    @property
-    def now(self) -> float:
-        """Seconds of virtual time."""
-        return self.backend.now_s
-
-    def driver(self, id: str, arrival: Arrival, *, is_watched: bool = False) -> SequenceDriver:
-        """Return a waiting sequence for an arrival."""
-        options = _run_options(arrival.n_output, arrival.priority)
-        ends_s = math.inf if arrival.timeout_s is None else arrival.at_s + arrival.timeout_s
-        request = Request(id, _prompt(arrival.n_prompt), options, GREEDY, (), ends_s)
-        driver = SequenceDriver.of(request, _no_text, arrival.at_s)
-        driver.is_watched = is_watched
-        return driver
-
-    def step(self) -> bool:
-        """Plan, run and apply once; False where there was nothing to compute."""
-        plan = self.scheduler.plan(self.now)
-        if plan is None:
-            return False
-        result = self._run(plan)
-        self.scheduler.apply(plan, result, self.now)
-        return True
-
-    def timed_step(self) -> tuple[float, float]:
-        """Do one step where there is something to compute; return the real seconds of planning and of applying."""
-        times = [time.perf_counter()]
-        plan = self.scheduler.plan(self.now)
-        times.append(time.perf_counter())
-        if plan is None:
-            raise PlanError("nothing to compute")
-        result = self._run(plan)
-        times.append(time.perf_counter())
-        self.scheduler.apply(plan, result, self.now)
-        return times[1] - times[0], time.perf_counter() - times[2]
-
-    def _run(self, plan: StepPlan) -> StepResult:
-        self._run_end_s = self.now + self.run_s
-        if self.next_s > self.now and not self.batcher.n_waiting:
-            self._run_end_s = min(self._run_end_s, self.next_s)
-        result = self.backend.run(plan)
-        self.backend.plans.clear()  # it keeps them all for tests
-        return result
-
-    def _cost(self, n_rows: int, n_prompt: int) -> float:
-        seconds = self.cost(n_rows, n_prompt)
-        if self.backend.now_s + seconds >= self._run_end_s:
-            self.backend.interrupt()
-        return seconds
-
-    def _tokenize(self, prompt: BatchPrompt, _: RunOptions) -> Sequence[int]:
-        return self._tokens[: int(prompt.prompt or 0)]
 
 
 class _Simulation:
@@ -398,22 +222,6 @@ class _Simulation:
         return True
 
 
-@lru_cache(maxsize=4096)
-def _prompt(n_tokens: int) -> BatchPrompt:
-    return BatchPrompt(prompt=str(n_tokens))
-
-
-@lru_cache(maxsize=4096)
-def _run_options(n_output: int, priority: int) -> RunOptions:
-    return RunOptions(
-        max_tokens=n_output, strict_max_tokens=True, priority=priority, ignore_eos=True
-    )
-
-
-def _no_text(_: int) -> bytes:
-    return b""
-
-
 def capacity(cost: Cost, n_slots: int, mean_prompt: float, mean_output: float) -> float:
     """Return about how many requests a second `n_slots` serve at most: decoding at full width, and their prompts."""
     n_prompt = round(n_slots * mean_prompt)
@@ -424,11 +232,7 @@ def capacity(cost: Cost, n_slots: int, mean_prompt: float, mean_output: float) -
 def _parser() -> argparse.ArgumentParser:
     made = parser(__doc__, model=None)
     add = made.add_argument
-    add(
-        "--costs",
-        type=Path,
-        help="table of cbatch.bench.step_costs; without, that of the model small",
-    )
+    add("--costs", type=Path, help="table of cbatch.bench.step_costs; without, that of *small*")
     add("--slots", type=int, nargs="+", default=[16], help="sequences at once")
     add("--policy", nargs="+", default=["fcfs"], help="policies of the queue")
     add("--trace", type=Path, help="JSONL file of requests; without, they come by chance")
@@ -440,44 +244,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of chance")
     add("--window", type=int, default=2048, help="tokens of one slot")
     add("--batch", type=int, default=2048, help="most tokens in a step")
-    add("--unified-cells", type=int, help="one pool of so many cells instead of a window a slot")
-    add(
-        "--saved-bytes",
-        type=int,
-        help="a saved cell's bytes; without, lost cells are computed again",
-    )
+    add("--unified-cells", type=int, help="one pool of this size instead of a window a slot")
+    add("--saved-bytes", type=int, help="bytes of a saved cell; without, lost cells are recomputed")
     add("--unwatched", action="store_true", help="nobody streams: prompts may hold up decoding")
-    add("--quantum", type=int, help="for round_robin")
-    add("--ageing-s", type=float, help="for priority")
-    add("--admission", help="reserve or optimistic, with --unified-cells")
-    add("--max-queue", type=int)
-    add("--when-full", help="wait or reject, with --max-queue")
-    add("--prefill-budget", type=int)
-    add("--prefill-chunk", type=int)
-    add("--itl-ms", type=float)
-    add("--swap-mib", type=int, default=ScheduleOptions.swap_mib)
+    for name, kind in _SCHEDULE.items():
+        policy = f", for --policy {_OF_POLICY[name]}" if name in _OF_POLICY else ""
+        add(f"--{name.replace('_', '-')}", type=kind, help=f"as in load{policy}")
     return made
-
-
-_COMMON = (
-    "admission",
-    "max_queue",
-    "when_full",
-    "prefill_budget",
-    "prefill_chunk",
-    "itl_ms",
-    "swap_mib",
-)
 
 
 def _schedule(policy: str, a: argparse.Namespace) -> ScheduleOptions:
     """Return the options of one policy: those of another are left out."""
-    said: dict[str, Any] = {name: getattr(a, name) for name in _COMMON}
-    if policy == "round_robin":
-        said["quantum"] = a.quantum
-    if policy == "priority":
-        said["ageing_s"] = a.ageing_s
-    return ScheduleOptions(policy=policy, **said)  # type: ignore[arg-type]  # it is checked there
+    given: dict[str, Any] = {
+        name: value
+        for name in _SCHEDULE
+        if (value := getattr(a, name)) is not None and _OF_POLICY.get(name, policy) == policy
+    }
+    return ScheduleOptions(policy=policy, **given)  # type: ignore[arg-type]  # it is checked there
 
 
 def _memory(n_slots: int, a: argparse.Namespace) -> KvCapabilities:

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.load.open_model import open_model
-from cbatch.bench.synthetic import BOS, CONTROL_TOKENS, EOS, TURN_END, TURN_START
+from cbatch.bench.synthetic_vocabulary import BOS, CONTROL_TOKENS, EOS, TURN_END, TURN_START
 from cbatch.errors import EngineClosedError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def test_template_gets_tools_and_variables(synth: SynthFactory) -> None:
 
 
 def test_piece_longer_than_the_buffer_is_whole(synth: SynthFactory) -> None:
-    from cbatch.bench.synthetic import vocabulary
+    from cbatch.bench.synthetic_vocabulary import vocabulary
 
     pieces = vocabulary(1024)
     pieces[-1] = "x" * 300

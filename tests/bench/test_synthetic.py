@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from cbatch.backend.load.open_model import open_model
-from cbatch.bench.synthetic import CONTROL_TOKENS, SHAPES, Shape, vocabulary, write_model
+from cbatch.bench.synthetic import SHAPES, Shape, write_model
+from cbatch.bench.synthetic_vocabulary import CONTROL_TOKENS, vocabulary
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:

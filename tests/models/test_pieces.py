@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.backend.load.open_model import open_model
-from cbatch.bench.synthetic import CONTROL_TOKENS, TURN_END, TURN_START
+from cbatch.bench.synthetic_vocabulary import CONTROL_TOKENS, TURN_END, TURN_START
 from cbatch.models.recipe.export import write_vocabulary
 from cbatch.models.recipe.pieces import learn_pieces
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cbatch.backend.load.open_model import open_model
-from cbatch.bench.synthetic import TURN_END
+from cbatch.bench.synthetic_vocabulary import TURN_END
 from cbatch.models.recipe.export import write_vocabulary
 from cbatch.models.recipe.pieces import learn_pieces
 from cbatch.models.recipe.rows import IGNORED, RowMaker, batches

@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
-from cbatch.bench.synthetic import CONTROL_TOKENS
+from cbatch.bench.synthetic_vocabulary import CONTROL_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

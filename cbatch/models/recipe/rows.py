@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from cbatch.bench.synthetic import TURN_END, TURN_START
+from cbatch.bench.synthetic_vocabulary import TURN_END, TURN_START
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
