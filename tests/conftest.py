@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import profiles
+from tests.guard import GUARD
 
 if TYPE_CHECKING:
     from cbatch.bench.synthetic import Shape
     from tests.places import Place
 
 ROOT = Path(__file__).parents[1]
-GUARD = ROOT / "tests/guard"
-"""What refuses to load a model, on the path of this process and of those that it starts."""
-
 MODELS = {"synth", "test_model", "random_model"}
 """Fixtures that give a path of a model: who asks for one is `real`."""
 
@@ -35,12 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # what they import is the cbatch that is tested, not the checkout that they are started in
-    places = [_package().parent, ROOT, GUARD]
+    places = [_package().parent, ROOT]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, places))
     os.environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
     is_fast = "not real" in config.option.markexpr
     if is_fast:
-        _guard_models()
+        GUARD.install()
     _add_recipe()
     if not config.getoption("--hypothesis-profile", None):
         profiles.load("fast" if is_fast else "full")
@@ -53,13 +51,6 @@ def _add_recipe() -> None:
     cbatch.models.__path__.append(str(ROOT / "cbatch" / "models"))
 
 
-def _guard_models() -> None:
-    from tests.guard import sitecustomize
-
-    assert "llama_cpp" not in sys.modules, "nothing slow is imported before it is needed"
-    os.environ[sitecustomize.VARIABLE] = "1"
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `real` what asks for a model."""
     for item in items:
@@ -69,17 +60,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let tests that are marked `real` load models, and no others."""
-    from tests.guard.sitecustomize import VARIABLE
-
-    is_guarded = os.environ.get(VARIABLE)
-    if is_guarded and item.get_closest_marker("real"):
-        del os.environ[VARIABLE]
-    try:
+    """Let tests that are marked `real` load models and start processes, and no others."""
+    with GUARD.off() if item.get_closest_marker("real") else nullcontext():
         return (yield)
-    finally:
-        if is_guarded:
-            os.environ[VARIABLE] = is_guarded
 
 
 def _package() -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llama_cpp
@@ -19,9 +18,9 @@ from cbatch.backend.load.open_model import Watch, open_model
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 
 if TYPE_CHECKING:
-    from tests.conftest import SynthFactory
+    from pathlib import Path
 
-ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
+    from tests.conftest import SynthFactory
 
 
 def test_model_tells_what_it_is(random_model: Path) -> None:
@@ -142,6 +141,7 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     assert "Permission denied" in _refusal(tmp_path / "a.gguf")
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -166,6 +166,7 @@ def test_path_with_a_nul_is_refused() -> None:
         open_model("a\0.gguf")
 
 
+@pytest.mark.real
 def test_refusal_by_llama_quotes_its_last_errors(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x09\0\0\0" + b"\0" * 64)
     with pytest.raises(ModelLoadError, match=r"b \| c \| d$"):
@@ -293,7 +294,6 @@ print(n_refused)
 def test_damaged_files_never_end_the_process(synth: SynthFactory, seed: int) -> None:
     base = synth("test", n_layer=1, n_embd=32, n_head=1, n_ff=32, n_vocab=400)
     command = [sys.executable, "-c", FUZZ, str(base), str(seed)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.splitlines()[-1]) > 80

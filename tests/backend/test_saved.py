@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cbatch
 from cbatch.backend.llama.layout import CELL_TYPES
 from cbatch.backend.llama.memory import LlamaCells
 from cbatch.backend.llama.saved import read_format
@@ -38,6 +36,7 @@ from tests.profiles import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -531,9 +530,7 @@ test_saved.load_damaged(make, sys.argv[2])
 
 def has_ended_well(setting: str, model: Path) -> bool:
     """Load damaged cells in a process of its own, which llama.cpp may end."""
-    root = Path(__file__).parents[2]
-    package = Path(cbatch.__file__).parents[1]
-    environ = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{root}", "GGML_NO_BACKTRACE": "1"}
+    environ = {**os.environ, "GGML_NO_BACKTRACE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, model, setting],
         cwd=model.parent,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -43,11 +41,11 @@ from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
 
-ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 MIB = 2**20
 KIB_A_CELL = 1024
 
@@ -420,7 +418,6 @@ def rss_of_a_load(path: Path, n_ctx: int) -> int:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     return int(done.stdout) * 1024
 

@@ -832,11 +832,9 @@ except CacheError as error:
 
 
 def start_child(folder: Path, how: str) -> subprocess.Popen[bytes]:
-    root = Path(str(cbatch.__file__)).parent.parent
     return subprocess.Popen(
         [sys.executable, "-c", CHILD, str(folder), how],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(root)},
     )
 
 

@@ -50,7 +50,6 @@ def start(*args: object, stdin: int = subprocess.PIPE) -> subprocess.Popen[bytes
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=package.parent,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
     )
 
 

@@ -7,19 +7,21 @@ import os
 import subprocess
 import sys
 from datetime import datetime
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import cbatch
 from cbatch.cache.cell_file import CachedCells
 from cbatch.cache.store import CacheFile, CacheStore
 from cbatch.cli import app
 from cbatch.cli.cache import table
 from tests.cli.conftest import Done, invoke, parse, start
 from tests.cli.test_streams import redirected
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FINGERPRINT = {"model": "sha256:" + "ab" * 32, "type_k": "f16"}
 COMMANDS = ("ls", "rm", "verify")
@@ -325,12 +327,10 @@ def test_cache_commands_import_no_llama_cpp(folder: Path) -> None:
         "sys.modules['llama_cpp'] = None\n"
         "app(sys.argv[1:], prog_name='cbatch')"
     )
-    root = Path(str(cbatch.__file__)).parent.parent
     for args in (("ls",), ("verify",), ("rm", "a")):
         done = subprocess.run(
             [sys.executable, "-c", code, "cache", *args, "--cache-dir", str(folder)],
             capture_output=True,
-            env={**os.environ, "PYTHONPATH": str(root)},
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -42,7 +42,6 @@ def redirected(how: str, *args: object) -> Done:
         ["sh", "-c", f'exec "$0" -m cbatch.cli "$@" {how}', sys.executable, *map(str, args)],
         capture_output=True,
         cwd=CLI,
-        env={**os.environ, "PYTHONPATH": str(CLI)},
         check=False,
     )
     return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
@@ -262,7 +261,7 @@ def test_live_line_never_hides_the_cursor(
     args = ("ask", "Hi") if how == "ask" else ("run", source, "-o", tmp_path / "out.jsonl")
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "cbatch.cli", *map(str, (*args, "-m", test_model))]
-    terminal = {**os.environ, "PYTHONPATH": str(CLI), "TERM": "xterm", "COLUMNS": "100"}
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=theirs, env=terminal
     ) as process:

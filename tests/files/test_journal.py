@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 DIGEST = b"0123456789abcdef"
 OTHER = b"fedcba9876543210"
-ROOT = Path(__file__).parents[2]
 
 
 def write(journal: Journal, *ids: str, start: int = 1, is_error: bool = False) -> None:
@@ -427,7 +426,6 @@ def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path, n_mos
 def run_python(program: str, *args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, args)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import resource
 import signal
@@ -20,7 +19,6 @@ from cbatch.files.output.sorting import sort_in_place
 from tests.files.runs import answers, records, write_requests
 
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
-PLACES = os.pathsep.join(map(str, (ROOT, Path(__file__).parents[2])))  # behind it, of tests.*
 N_KILLS = 30
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
@@ -45,11 +43,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def start(*command: object, **more: Any) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "PYTHONPATH": PLACES}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
-        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         **more,

@@ -139,7 +139,7 @@ def command(folder: Path, *args: object) -> subprocess.CompletedProcess[bytes]:
         [sys.executable, "-m", "cbatch.cli", *(os.fsencode(str(arg)) for arg in args)],
         capture_output=True,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(CLI), "PYTHONWARNINGS": "error"},
+        env={**os.environ, "PYTHONWARNINGS": "error"},
         check=False,
     )
 

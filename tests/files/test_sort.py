@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,9 +22,9 @@ from tests.files.machine import LOSSES, Loss, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 DIGEST = bytes(16)
-ROOT = Path(__file__).parents[2]
 
 
 def fill(folder: Path, numbers: Sequence[int]) -> Path:
@@ -208,7 +207,6 @@ def test_sort_on_a_full_disk_says_one_line_and_loses_nothing(
     to = [] if target is None else ["-o", str(tmp_path / target)]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(n_most), "sort", str(tmp_path / "out"), *to],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -46,6 +46,7 @@ def write_random(path: Path) -> Path:
     return path
 
 
+@pytest.mark.real
 def test_written_model_loads_and_answers(tmp_path: Path) -> None:
     path = write_random(tmp_path / "random.gguf")
     with closing(open_model(path)) as model:
@@ -78,6 +79,7 @@ def test_digests_name_each_file(tmp_path: Path) -> None:
     assert found == {"a.gguf": hashlib.sha256(b"abc").hexdigest()}
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("path", "shape", "most_bytes"),
     [(CHAT_MODEL, CHAT, 3_000_000), (DRAFT_MODEL, DRAFT, 1_000_000)],
@@ -95,6 +97,7 @@ def test_shipped_model_is_what_its_card_says(path: Path, shape: Shape, most_byte
         assert f"{number:,}" in card
 
 
+@pytest.mark.real
 def test_shipped_chat_model_has_one_to_2_7_million_parameters() -> None:
     n_params = describe_model(CHAT_MODEL, EngineOptions(), asks_probe=False)["n_params"]
     assert 1_000_000 <= n_params <= 2_700_000
@@ -106,6 +109,7 @@ def test_shipped_model_has_the_digest_beside_it(path: Path) -> None:
     assert hashlib.sha256(path.read_bytes()).hexdigest() == digests[path.name]
 
 
+@pytest.mark.real
 def test_shipped_model_answers_the_first_questions() -> None:
     asked = {
         "Say red.": "red",
@@ -121,6 +125,7 @@ def test_shipped_model_answers_the_first_questions() -> None:
     assert {result.finish_reason for result in results} == {"stop"}
 
 
+@pytest.mark.real
 def test_shipped_models_have_one_vocabulary() -> None:
     with closing(open_model(CHAT_MODEL)) as chat, closing(open_model(DRAFT_MODEL)) as draft:
         assert chat.vocab.n_vocab == draft.vocab.n_vocab

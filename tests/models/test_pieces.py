@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Vocab
 
+pytestmark = pytest.mark.real
+
 TEXTS = [
     "user\nSay red.",
     "assistant\nred",

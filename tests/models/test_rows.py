@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Vocab
 
+pytestmark = pytest.mark.real
+
 TWO_TURNS = Example(
     "again",
     (

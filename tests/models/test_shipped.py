@@ -15,6 +15,8 @@ from cbatch.models.recipe.tasks import SHORT_TASKS, held_out_chats, is_right
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.real
+
 EXAMPLES = held_out_chats(seed=7, n=220)
 GREEDY = {"temperature": 0, "max_tokens": 400}
 

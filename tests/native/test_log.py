@@ -119,6 +119,7 @@ def test_log_takes_lines_from_many_threads_whole(caplog: pytest.LogCaptureFixtur
     assert sorted(lines) == sorted(name * 20 for name in "abcd" for _ in range(100))
 
 
+@pytest.mark.real
 def test_log_installed_catches_what_llama_cpp_says() -> None:
     log = llama_log()
     log.install()
