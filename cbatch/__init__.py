@@ -5,7 +5,6 @@ import logging
 from cbatch.core.stats import EngineStats, StepRecord, StepRow
 from cbatch.engine import Engine, load
 from cbatch.errors import (
-    BatchError,
     CacheError,
     CBatchError,
     ConfigError,
@@ -29,6 +28,7 @@ from cbatch.errors import (
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 from cbatch.response import (
+    BatchError,
     BatchOutputChunk,
     BatchResponse,
     BatchResult,

@@ -1,7 +1,8 @@
-"""Every error a caller can meet: one tree under `CBatchError`, each carrying its numbers as attributes.
+"""The errors that a caller can meet: one tree under `CBatchError`, each with its numbers as attributes.
 
-`RequestError` concerns one request and the engine goes on; `EngineError` concerns all of them.
-`PlanError`, `LedgerError` and `SequenceStateError` stand outside the tree: they are always a bug of cbatch.
+`RequestError` concerns one request and the engine goes on; `EngineError` concerns all of them. `BatchError` is in
+`cbatch.response`, beside the results that it holds. `PlanError`, `LedgerError` and `SequenceStateError` stand outside
+the tree: they are always a bug of cbatch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    from cbatch.response import BatchResult
 
 
 class CBatchError(Exception):
@@ -132,26 +131,6 @@ class RequestFailedError(RequestError):
 
 class PromptError(RequestFailedError):
     """The prompt cannot be made into tokens: it would fail again wherever it runs."""
-
-
-class BatchError(CBatchError):
-    """Some items of a batch failed, or no more could be read; `results` holds all there are, in input order."""
-
-    def __init__(
-        self, results: Sequence[BatchResult], source_error: BaseException | None = None
-    ) -> None:
-        """Keep all results; the message names the first failures, and what a generator of prompts raised."""
-        self.results = list(results)
-        failed = [r for r in self.results if r.error is not None]
-        said = []
-        if source_error is not None:
-            what = f"{type(source_error).__name__}: {words_of(source_error)}"
-            said.append(f"reading the prompts ended after {len(self.results)}: {what}")
-        if failed or not said:
-            shown = "; ".join(f"{r.id}: {r.error}" for r in failed[:3])
-            more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
-            said.append(f"{len(failed)} of {len(self.results)} items failed: {shown}{more}")
-        super().__init__("; ".join(said))
 
 
 class OutputError(CBatchError):

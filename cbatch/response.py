@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from cbatch.checks import check_flag, check_wait
-from cbatch.errors import BatchError, CBatchError, ConfigError
+from cbatch.errors import CBatchError, ConfigError, words_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Generator
+    from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 
 T = TypeVar("T")
 
@@ -123,6 +123,26 @@ class BatchResult:
     `error` is None only where none of them has one; its usage counts what all have cost."""
     origin: object = field(default=None, repr=False, compare=False)
     """What `Engine.extend` goes on from."""
+
+
+class BatchError(CBatchError):
+    """Some items of a batch failed, or its prompts could not be read to the end."""
+
+    def __init__(
+        self, results: Sequence[BatchResult], source_error: BaseException | None = None
+    ) -> None:
+        """Keep all results in input order; the message names the first failures and what reading the prompts raised."""
+        self.results = list(results)
+        failed = [r for r in self.results if r.error is not None]
+        parts = []
+        if source_error is not None:
+            what = f"{type(source_error).__name__}: {words_of(source_error)}"
+            parts.append(f"reading the prompts ended after {len(self.results)}: {what}")
+        if failed or not parts:
+            first = "; ".join(f"{r.id}: {r.error}" for r in failed[:3])
+            more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+            parts.append(f"{len(failed)} of {len(self.results)} items failed: {first}{more}")
+        super().__init__("; ".join(parts))
 
 
 class Inbox(Protocol):

@@ -14,9 +14,9 @@ from cbatch.cache.store import CacheStore
 from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import BatchError
 from cbatch.messages import BatchPrompt
 from cbatch.options import Sampling
+from cbatch.response import BatchError
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:

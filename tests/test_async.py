@@ -17,7 +17,8 @@ from anyio.lowlevel import checkpoint
 import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
-from cbatch.errors import BatchError, EngineClosedError, ModelLoadError
+from cbatch.errors import EngineClosedError, ModelLoadError
+from cbatch.response import BatchError
 from cbatch.runtime.waking import LoopWaker
 from tests.runtime.backends import (
     PATIENCE_S,

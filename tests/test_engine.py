@@ -24,7 +24,6 @@ from cbatch.backend.load.open_model import open_model
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import (
-    BatchError,
     ConfigError,
     DecodeError,
     EngineClosedError,
@@ -33,6 +32,7 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
+from cbatch.response import BatchError
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cbatch.errors import (
-    BatchError,
     CacheError,
     CBatchError,
     ConfigError,
@@ -20,6 +19,7 @@ from cbatch.errors import (
     QueueFullError,
     UnsupportedOptionError,
 )
+from cbatch.response import BatchError
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.errors import (
-    BatchError,
     ConfigError,
     DuplicateIdError,
     EngineClosedError,
@@ -23,7 +22,7 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.progress import SilentView, Snapshot
-from cbatch.response import BatchResult
+from cbatch.response import BatchError, BatchResult
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT
 from cbatch.runtime.sequences import SequenceMaker
 from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, all_results, in_thread

@@ -38,7 +38,8 @@ SEES: dict[str, set[str]] = {
     "server": BELOW_FILES,
     "bench": BELOW_FILES,
     "models": set(),
-    "models.recipe": FACE | {"engine", "backend", "bench.synthetic", "models"},
+    "models.recipe": FACE
+    | {"engine", "backend", "bench.synthetic", "bench.synthetic_vocabulary", "models"},
     "cli": BELOW_FILES | {"files", "server", "bench", "models"},
 }
 """What each room sees beside itself: rooms, or modules of them. A room of a room is named where it sees more."""

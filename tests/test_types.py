@@ -14,8 +14,9 @@ import pytest
 import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
-from cbatch.errors import BatchError, ConfigError, EngineClosedError, UnsupportedOptionError
+from cbatch.errors import ConfigError, EngineClosedError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt, LookAhead
+from cbatch.response import BatchError
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:

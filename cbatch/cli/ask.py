@@ -14,7 +14,7 @@ import cbatch
 from cbatch.checks import check_whole
 from cbatch.cli.main import ExitCode, write
 from cbatch.cli.option_table import Given, name_of, option, takes
-from cbatch.cli.terminal import say, shown
+from cbatch.cli.terminal import printable, say
 from cbatch.files.places import stdin
 
 
@@ -104,7 +104,7 @@ def _open(
     model: Path | None, options: cbatch.RunOptions, settings: Mapping[str, Any]
 ) -> cbatch.Engine:
     console = Console(stderr=True)
-    with console.status(escape(shown(f"loading {name_of(model)}"))):  # seen on a terminal only
+    with console.status(escape(printable(f"loading {name_of(model)}"))):  # seen on a terminal only
         console.show_cursor()  # who stops the process gets a terminal with its cursor
         return cbatch.load(model, options=options, **settings)
 

@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 
 from cbatch.cli.main import Command, ExitCode, write
 from cbatch.cli.option_table import option
-from cbatch.cli.terminal import say, shown
+from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
 from cbatch.files.places import stdin, stdout
 
@@ -111,7 +111,7 @@ def verify(
     for key, file in files:
         problem = store.verify(file)
         if problem is not None:
-            write(f"{shown(file.key or key or 'unknown key')}: {file.path} {problem}\n")
+            write(f"{printable(file.key or key or 'unknown key')}: {file.path} {problem}\n")
             n_bad += 1
     say(f"{_counted([file for _, file in files])} in {folder}, {n_bad} bad")
     _say_unknown([key for key, of_key in found.items() if key is not None and not of_key], folder)
@@ -150,8 +150,8 @@ def _row(file: "CacheFile") -> tuple[str, ...]:
     size = _mib(file.n_bytes)
     if file.problem is not None:
         return "?", "?", size, used, f"{file.path.name} {file.problem}"
-    model = shown(file.fingerprint.get("model", ""))
-    return shown(file.key) or "''", f"{file.n_tokens:,}", size, used, model
+    model = printable(file.fingerprint.get("model", ""))
+    return printable(file.key) or "''", f"{file.n_tokens:,}", size, used, model
 
 
 def _as_json(file: "CacheFile") -> str:

@@ -11,7 +11,7 @@ import typer
 
 from cbatch.cli.main import write
 from cbatch.cli.option_table import Given, option, takes
-from cbatch.cli.terminal import shown
+from cbatch.cli.terminal import printable
 from cbatch.engine_options import EngineOptions
 from cbatch.files.places import stdout
 
@@ -56,7 +56,7 @@ def info(
 
 def as_text(found: Mapping[str, Any], width: int | None = None) -> str:
     """Return aligned lines of what `describe_model` found; of a terminal's width, values go on below themselves."""
-    lines = [(f"{name:<13}  ", shown(" ".join(value.split()))) for name, value in _rows(found)]
+    lines = [(f"{name:<13}  ", printable(" ".join(value.split()))) for name, value in _rows(found)]
     if width is None:
         return "\n".join(name + value for name, value in lines)
     return "\n".join(_wrapped(name, value, width) for name, value in lines)

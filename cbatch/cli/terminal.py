@@ -11,7 +11,7 @@ import typer
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """Return a text as it is, or as Python writes it where a terminal would obey it."""
     return text if text.isprintable() else repr(text)
 

@@ -7,11 +7,12 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from cbatch.checks import check_flag, check_string
-from cbatch.errors import BatchError, ConfigError, EngineClosedError, RequestCancelledError
+from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError
 from cbatch.files.input.row_prompts import Asking, RowPrompts
 from cbatch.files.input.tables import check_columns, item_of_row
 from cbatch.files.output.encoders import ANSWERS, added_names, answer, no_answer
 from cbatch.files.settings import check_engine
+from cbatch.response import BatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

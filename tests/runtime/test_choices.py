@@ -16,7 +16,6 @@ from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import (
-    BatchError,
     ConfigError,
     DeadlineError,
     DuplicateIdError,
@@ -24,6 +23,7 @@ from cbatch.errors import (
     GrammarError,
 )
 from cbatch.options import RunOptions
+from cbatch.response import BatchError
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import A_SECOND_A_STEP, partitioned
