@@ -416,7 +416,7 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
 
 def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
     """Every token of a prompt is scored once: as soon as the one before it is computed, not when that is again."""
-    n_scored, start = len(driver.scores), chunk.start
+    n_scored, start = len(driver.scores.found) if driver.scores else 0, chunk.start
     end = start + len(chunk.tokens)
     assert not driver.is_scoring or start <= n_scored
     if driver.is_scoring and start == n_scored:

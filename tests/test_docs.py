@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 import cbatch
 from cbatch import errors
 from cbatch.cli import app
-from cbatch.core.driver import TRANSITIONS, Event, Status
+from cbatch.core.driver import WAITS, Wait
 from cbatch.engine_options import EngineOptions
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions, Sampling
+from tests import lifecycle_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,23 +51,6 @@ def table(name: str, heading: str) -> dict[str, list[str]]:
     section = text_of(name).split(heading)[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", section, re.MULTILINE)
     return {first: [cell.strip() for cell in rest.split("|")] for first, rest in rows}
-
-
-def transitions() -> str:
-    """Return diagram and table of the transition table, as docs/lifecycle.md has them."""
-    moves = [(a.value, e.value, b.value) for (a, e), b in TRANSITIONS.items()]
-    ends = {s.value for s in Status} - {a for a, _, _ in moves}
-    arrows = [f"    {a} --> {b}: {event}" for a, event, b in moves]
-    diagram = ["    [*] --> waiting", *arrows, *(f"    {end} --> [*]" for end in sorted(ends))]
-    rows = [
-        f"| {s.value} | "
-        + " | ".join(b.value if (b := TRANSITIONS.get((s, e))) else "–" for e in Event)
-        + " |"
-        for s in Status
-    ]
-    head = f"| | {' | '.join(e.value for e in Event)} |"
-    rule = "|---|" + "---|" * len(Event)
-    return "\n".join(["```mermaid", "stateDiagram-v2", *diagram, "```", "", head, rule, *rows])
 
 
 @pytest.fixture
@@ -162,10 +146,14 @@ def own_line(error: type[BaseException]) -> list[type[BaseException]]:
     return [error, *own_line(parent)]
 
 
-def test_lifecycle_page_has_the_transition_table() -> None:
-    page = text_of("docs/lifecycle.md")
-    written = page.split("<!-- transitions -->\n")[1].split("\n<!-- /transitions -->")[0]
-    assert written == transitions(), f"put this into docs/lifecycle.md:\n{transitions()}"
+def test_lifecycle_page_has_the_table_of_the_code() -> None:
+    written = lifecycle_page.SECTION.search(text_of("docs/lifecycle.md"))
+    assert written is not None
+    assert written[0] == lifecycle_page.section(), "run `python -m tests.lifecycle_page`"
+
+
+def test_every_cause_of_waiting_has_its_rule() -> None:
+    assert set(WAITS) == set(Wait)
 
 
 def test_every_finish_reason_is_documented() -> None:

@@ -380,7 +380,14 @@ class MultiRequestBatcher:
         """
         del self.in_flight[driver.request.id]
         driver.release_load_followers()
-        if not self._stores(driver):
+        if driver.status is not Status.STORING:
+            if driver.request.options.save_cache and driver.error is None:
+                driver.warnings.append("the cells were not saved: it had no slot when it ended")
+            self._ended.append(driver)
+        elif self.cells.store(driver, slot_of(driver)):
+            self.storing[driver.request.id] = driver
+        else:
+            driver.end_storing()
             self._ended.append(driver)
         self.cells.forget(driver)
         self.deadlines.note_end()
@@ -388,22 +395,12 @@ class MultiRequestBatcher:
         if driver.slot is not None:
             self._vacate(driver, driver.slot)
 
-    def _stores(self, driver: SequenceDriver) -> bool:
-        """Whether the cells of one that ended are going to be stored."""
-        if not driver.request.options.save_cache or driver.error is not None:
-            return False
-        if driver.slot is None:
-            driver.warnings.append("the cells were not saved: it had no slot when it ended")
-            return False
-        if self.cells.store(driver, driver.slot):
-            self.storing[driver.request.id] = driver
-        return driver.request.id in self.storing
-
     def end_stored(self, driver: SequenceDriver, problem: str | None = None) -> None:
         """Let one end whose cells are on disk, or could not be put there."""
         if problem is not None:
             driver.warnings.append(problem)
         del self.storing[driver.request.id]
+        driver.end_storing()
         self._ended.append(driver)
 
     def drop_cells(self, driver: SequenceDriver) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from typing import TYPE_CHECKING
 
-from cbatch.core.driver import SequenceDriver, Status
+if TYPE_CHECKING:
+    from cbatch.core.driver import SequenceDriver
 
 _N_ENDED_MIN = 64
 
@@ -30,7 +32,7 @@ class Deadlines:
         """Return one whose time is over and who has not ended, or None."""
         while self._heap and self._heap[0][0] <= now:
             driver = heapq.heappop(self._heap)[2]
-            if driver.status is not Status.FINISHED:
+            if driver.finish_reason is None:
                 return driver
         return None
 
@@ -38,7 +40,7 @@ class Deadlines:
         """Take in that a driver ended; many dead ones are thrown out at once, so each costs the same."""
         self._n_ended += 1
         if self._n_ended > max(_N_ENDED_MIN, len(self._heap) // 2):
-            self._heap = [e for e in self._heap if e[2].status is not Status.FINISHED]
+            self._heap = [e for e in self._heap if e[2].finish_reason is None]
             heapq.heapify(self._heap)
             self._n_ended = 0
 

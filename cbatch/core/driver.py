@@ -1,28 +1,17 @@
-"""One request from submission to its end: its tokens, its place, and why it ended."""
+"""One request from submission to its end: its tokens, its status, and why it ended."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.answers import N_TAIL
 from cbatch.chat.text import TextStream
-from cbatch.core.plan import (
-    BROKEN_ROW,
-    EMPTY_ROW,
-    FREE,
-    N_TARGETS_MAX,
-    Binding,
-    Chunk,
-    GrammarStep,
-    Slot,
-)
+from cbatch.core.parts import MovingWindow, PromptScores
+from cbatch.core.plan import EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk
 from cbatch.core.request import RequestClock
 from cbatch.errors import (
-    CacheError,
-    CBatchError,
     DeadlineError,
     GrammarError,
     PromptError,
@@ -36,8 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.chat.answers import Answer, AnswerReader
-    from cbatch.core.plan import TokenLogprobs
+    from cbatch.core.plan import GrammarStep, Slot, TokenLogprobs
     from cbatch.core.request import Request
+    from cbatch.errors import CacheError, CBatchError
     from cbatch.options import Breakers, Grammar, Sampling
     from cbatch.response import FinishReason
 
@@ -45,39 +35,58 @@ MAX_OUTPUT = 2**31 - 1
 """Stands for an output without end, where the window moves on."""
 
 
-class Status(Enum):
+class _Word(Enum):
+    """A value with what it means, for docs/lifecycle.md."""
+
+    meaning: str
+
+    def __new__(cls, word: str, meaning: str) -> _Word:
+        """Return the member of this word."""
+        member = object.__new__(cls)
+        member._value_, member.meaning = word, meaning
+        return member
+
+
+class Status(_Word):
     """Where a sequence is in its life; prefill and decode are derived from its counters."""
 
-    WAITING = "waiting"
-    RUNNING = "running"
-    PAUSED = "paused"
-    FINISHED = "finished"
+    WAITING = (
+        "waiting",
+        "queued, or back without a slot. The policy says whose turn it is; the slot that holds most of the prompt is "
+        "given, else one beside those in use. A prompt becomes tokens at its turn, so one that cannot run fails then; "
+        "token ids are checked at once.",
+    )
+    RUNNING = (
+        "running",
+        "in a slot. Whether the sequence computes its prompt or decodes follows from its counters; nothing stores it. "
+        "A sequence that is preempted loses slot and cells and keeps its tokens: its reader sees a pause.",
+    )
+    PAUSED = (
+        "paused",
+        "by `engine.pause(id)`. Slot and cells stay until another sequence needs them.",
+    )
+    STORING = (
+        "storing",
+        "ended, and its cells are being written to disk for `save_cache`: the result comes when that is done, or has "
+        "failed. The slot is free.",
+    )
+    FINISHED = (
+        "finished",
+        "the result is there and the slot is free. The cells stay there for prompts that begin alike, until the room "
+        "is needed.",
+    )
 
 
-class Wait(Enum):
-    """What a waiting sequence waits for, besides a slot. Only `CELLS` holds up those behind it."""
-
-    COMPILE = "compile"
-    """its grammar, or what DRY needs of the vocabulary"""
-    LEADER = "leader"
-    """another sequence that computes the same prefix"""
-    CACHE = "cache"
-    """its cells, which are read from disk"""
-    RESTORE = "restore"
-    """its cells, which stand in host memory or have to be computed again"""
-    CELLS = "cells"
-    """room in the pool"""
-
-
-class Event(Enum):
+class Event(_Word):
     """What can happen to a sequence."""
 
-    ADMIT = "admit"
-    PREEMPT = "preempt"
-    PAUSE = "pause"
-    RESUME = "resume"
-    REQUEUE = "requeue"
-    FINISH = "finish"
+    ADMIT = "admit", "it gets a slot, for the first time or again"
+    PREEMPT = "preempt", "slot and cells are taken: a shared pool is full, or its turn is over"
+    PAUSE = "pause", "`engine.pause(id)`"
+    RESUME = "resume", "`engine.resume(id)`, where it kept its slot"
+    REQUEUE = "requeue", "`engine.resume(id)`, where it has no slot"
+    STORE = "store", "it ends in a slot and without an error, and its request has `save_cache`"
+    FINISH = "finish", "it ends; or its cells are stored, or cannot be"
 
 
 TRANSITIONS: dict[tuple[Status, Event], Status] = {
@@ -86,88 +95,120 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.WAITING, Event.FINISH): Status.FINISHED,
     (Status.RUNNING, Event.PREEMPT): Status.WAITING,
     (Status.RUNNING, Event.PAUSE): Status.PAUSED,
+    (Status.RUNNING, Event.STORE): Status.STORING,
     (Status.RUNNING, Event.FINISH): Status.FINISHED,
     (Status.PAUSED, Event.RESUME): Status.RUNNING,
     (Status.PAUSED, Event.REQUEUE): Status.WAITING,
+    (Status.PAUSED, Event.STORE): Status.STORING,
     (Status.PAUSED, Event.FINISH): Status.FINISHED,
+    (Status.STORING, Event.FINISH): Status.FINISHED,
 }
 """Every change of status there is; a pair that is not here raises and changes nothing."""
 
 
+class Wait(_Word):
+    """What a waiting sequence waits for, besides a slot."""
+
+    COMPILE = "compile", "its grammar, or what DRY needs of the vocabulary"
+    LEADER = "leader", "another sequence that computes the same prefix"
+    CACHE = "cache", "its cells, which are read from disk"
+    RESTORE = "restore", "its cells, which stand in host memory or have to be computed again"
+    CELLS = "cells", "room in a shared pool"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRule:
+    """What ends a wait, and which sequences may pass meanwhile; held ones stand outside the queue."""
+
+    end: str
+    passing: str
+    is_held: bool = False
+
+
+WAITS: dict[Wait, WaitRule] = {
+    Wait.COMPILE: WaitRule(
+        "it is compiled; where it cannot be, the request ends", "every one", is_held=True
+    ),
+    Wait.LEADER: WaitRule(
+        "the other has computed it, makes no progress, or leaves its slot",
+        "every one, as long as a slot stays free for it",
+        is_held=True,
+    ),
+    Wait.CACHE: WaitRule(
+        "they are read; where they cannot be, they are computed, or `cache_required` ends the request",
+        "every one",
+        is_held=True,
+    ),
+    Wait.RESTORE: WaitRule(
+        "its turn: before the queue, the oldest first; in `round_robin` at the end of the queue",
+        "those before it",
+    ),
+    Wait.CELLS: WaitRule(
+        "others end, or need less than was expected",
+        "the three behind it that fit, sixteen in all; then it holds up every one behind it",
+    ),
+}
+"""Every cause of waiting."""
+
+
 @dataclass(eq=False, slots=True)
 class SequenceDriver:
-    """The tokens of one request and how far they have come.
+    """The tokens of one request, how many have cells, and what the sequence waits for or ended by.
 
-    # [0, n_prompt) given   [n_prompt, n_tokens) sampled
+    # [0, n_prompt) prompt   [n_prompt, n_tokens) output
     # [0, n_computed) have cells   [n_computed, n_tokens) pending
-    # [0, len(scores)) were computed with a score for the token behind, where the prompt is scored
 
-    Where the window was full and tokens were taken out of it, they are no more in `tokens` and its counters; `output`
-    keeps all that was sampled.
+    Tokens that a moving window has lost are no longer in `tokens` and its counters; `output` keeps all of the output.
     """
 
     request: Request
     clock: RequestClock
     text: TextStream
     reader: AnswerReader | None = None
-    """Takes the answer apart when it has ended, where it is more than text."""
+    """Takes the ended answer apart, where it is more than text."""
     answer: Answer | None = None
-    prompt_tail: Sequence[int] = ()
-    """The prompt's last tokens, for the reader."""
     status: Status = Status.WAITING
     waits_for: Wait | None = None
     number: int = 0
-    """Its place in the order of submission, never used again: who is older has the lower one."""
+    """Its place in the order of submission, never used again: of two sequences the older has the lower one."""
     slot: Slot | None = None
     tokens: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens that it sampled itself, where the request asks for them."""
     n_prompt: int = 0
-    n_given: int = 0
-    """Tokens of the prompt, those included that were taken out of the window."""
     n_computed: int = 0
+    n_reached: int = 0
+    """The most tokens that ever had cells: computing one of them again is recomputing."""
+    n_taken: int = 0
+    """Tokens whose cells it took over when it first got a slot."""
     n_cap: int = 0
     n_window: int = 0
-    n_keep: int = 0
-    """Tokens that are not taken out of the window."""
-    n_shifts: int = 0
-    whole_prompt: tuple[int, ...] = ()
-    """The prompt as it was given, where tokens were taken out of the window."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the tokens that it sampled itself, where they are asked for."""
-    scores: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens behind the first, where they are asked for, as far as they are known."""
+    n_before_turn: int = 0
+    """Output it had when it got its slot."""
+    n_preempted: int = 0
+    """How often its slot was taken for want of cells."""
+    n_overtaken: int = 0
+    """Sequences admitted before it while it waited for cells at the head of the queue."""
+    scores: PromptScores | None = None
+    window: MovingWindow | None = None
+    has_fetched: bool = False
+    """Whether cells on disk were asked for."""
+    load_followers: tuple[SequenceDriver, ...] = ()
+    """Sequences that wait to copy from this one what it loads from disk."""
+    compiled: dict[Grammar | Breakers, Any] = field(default_factory=dict)
+    """What was compiled of the things that its request needs compiled."""
+    saved_key: int | None = None
+    """The key of its cells in host memory, while it has no slot."""
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
     refusal: CBatchError | None = None
     """Why its prompt cannot be computed, where that was found out before its turn."""
-    constraint: object = None
-    """Its grammar, compiled."""
-    dry_breakers: tuple[tuple[int, ...], ...] | None = None
-    saved_key: int | None = None
-    """Under which its cells stand in host memory while it has no slot."""
-    n_preempted: int = 0
-    """How often its slot was taken for want of cells."""
-    n_overtaken: int = 0
-    """How many were admitted before it while it waited for cells at the head of the queue."""
-    has_fetched: bool = False
-    """Whether cells on disk were asked for."""
-    load_followers: tuple[SequenceDriver, ...] = ()
-    """Who waits to copy what it begins with from disk."""
-    n_taken: int = 0
-    """Tokens whose cells it took over when it first got a slot."""
-    n_reached: int = 0
-    """The most tokens that ever had cells: what is computed below is computed again."""
-    n_before_turn: int = 0
-    """Output it had when it got its slot."""
     is_watched: bool = False
     """Whether somebody reads its output as it comes."""
-    has_end_token: bool = False
-    """Whether the last token is the one that ended the sequence; it is no part of the answer then."""
-    n_given_parts: int = 0
-    n_given_tokens: int = 0
-    has_echoed: bool = False
-    """Whether a reader was given the prompt, where it is echoed."""
+    delivered: tuple[int, int] | None = None
+    """Parts of the text and tokens that a reader was given; None before the first chunk."""
 
     @classmethod
     def of(
@@ -183,6 +224,8 @@ class SequenceDriver:
         text = TextStream(piece, stops, include_stop=bool(options.include_stop))
         return cls(request, RequestClock(now), text, reader)
 
+    # ---- counters ----
+
     @property
     def n_tokens(self) -> int:
         """Tokens that exist."""
@@ -195,7 +238,7 @@ class SequenceDriver:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether one token of its output is pending, and nothing else."""
+        """Whether one token of the output is pending, and nothing else."""
         return self.n_pending == 1 and self.n_computed >= self.n_prompt
 
     @property
@@ -209,23 +252,8 @@ class SequenceDriver:
         return min(self.n_taken, self.n_given)
 
     @property
-    def n_begun(self) -> int:
-        """Tokens that it computed for its first sampled one, each once: of the prompt, and of what it goes on from."""
-        return self.n_given + len(self.request.output) - self.n_taken
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """The stop string, or the caller's stop token, that it ended by."""
-        if self.finish_reason not in ("stop", "tool_calls"):
-            return None
-        if self.has_end_token:
-            token = self.output[-1]
-            return token if token in (self.request.options.stop_token_ids or ()) else None
-        return self.text.stop
-
-    @property
     def is_capped(self) -> bool:
-        """Whether its output has a cap that was asked for: else what the window holds is its end."""
+        """Whether the request's own cap ends the output: else the window does."""
         return self.n_cap == self.request.options.max_tokens
 
     @property
@@ -236,49 +264,59 @@ class SequenceDriver:
     @property
     def n_room(self) -> int:
         """Tokens that may still be sampled before some are taken out of the window."""
-        return min(self.n_left, self.n_window + 1 - len(self.tokens))
-
-    @property
-    def n_discard(self) -> int:
-        """Tokens to take out of a full window at once; 0 where it ends there."""
-        asked = self.request.options.n_discard or 0
-        return min(asked, self.n_window - self.n_keep - 1)
-
-    @property
-    def is_over_window(self) -> bool:
-        """Whether the next token has no place before others are taken out."""
-        return len(self.tokens) > self.n_window
-
-    def n_to_boundary(self, chunk_alignment: int) -> int:
-        """Return how many pending tokens reach the next boundary: prompts end at multiples of `chunk_alignment`.
-
-        Output that is computed again goes one token at a time, as it was computed first.
-        """
-        if self.n_computed >= self.n_prompt:
-            return 1
-        chunk_alignment = self.own_alignment(chunk_alignment)
-        boundary = (self.n_computed // chunk_alignment + 1) * chunk_alignment
-        return min(self.n_prompt, boundary) - self.n_computed
-
-    def own_alignment(self, chunk_alignment: int) -> int:
-        """Return the size of this prompt's pieces, where `chunk_alignment` is the usual one."""
-        is_scored = self.request.options.n_prompt_logprobs is not None
-        return min(chunk_alignment, N_TARGETS_MAX) if is_scored else chunk_alignment
-
-    @property
-    def is_scoring(self) -> bool:
-        """Whether tokens of the prompt are still to be scored."""
-        return self.request.n_prompt_logprobs is not None and len(self.scores) < self.n_prompt - 1
-
-    @property
-    def n_takeable(self) -> int:
-        """The most cells that it can begin with: what is to be sampled or scored from is computed for its logits."""
-        return len(self.scores) if self.is_scoring else len(self.tokens) - 1
+        return min(self.n_cap - len(self.output), self.n_window + 1 - len(self.tokens))
 
     @property
     def n_turn(self) -> int:
         """Tokens sampled since it got its slot."""
-        return self.n_output - self.n_before_turn
+        return len(self.output) - self.n_before_turn
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether tokens of the prompt are still to be scored."""
+        return self.scores is not None and not self.scores.is_complete
+
+    @property
+    def n_takeable(self) -> int:
+        """The most cells that it can begin with: what is to be sampled or scored from is computed for its logits."""
+        if self.scores is not None and not self.scores.is_complete:
+            return len(self.scores.found)
+        return len(self.tokens) - 1
+
+    @property
+    def n_lasting(self) -> int:
+        """Tokens whose cells are as any text that begins so would compute them: those before what was moved."""
+        n_lasting = self.window.n_keep if self.window and self.window.n_shifts else len(self.tokens)
+        return min(self.n_computed, n_lasting)
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The prompt's tokens, those included that were taken out of the window."""
+        return (
+            self.window.prompt
+            if self.n_shifts and self.window
+            else tuple(self.tokens[: self.n_prompt])
+        )
+
+    @property
+    def n_given(self) -> int:
+        """Tokens of the prompt, those included that were taken out of the window."""
+        return len(self.window.prompt) if self.n_shifts and self.window else self.n_prompt
+
+    @property
+    def n_shifts(self) -> int:
+        """How often tokens were taken out of the window."""
+        return self.window.n_shifts if self.window else 0
+
+    @property
+    def n_keep(self) -> int:
+        """Tokens that stay in a window that moves."""
+        return self.window.n_keep if self.window else 0
+
+    @property
+    def is_over_window(self) -> bool:
+        """Whether the next token has no place before others are taken out."""
+        return self.window is not None and len(self.tokens) > self.n_window
 
     @property
     def has_run(self) -> bool:
@@ -288,17 +326,30 @@ class SequenceDriver:
     @property
     def is_held(self) -> bool:
         """Whether it waits for something that its turn does not bring."""
-        return self.waits_for in (Wait.COMPILE, Wait.LEADER, Wait.CACHE)
+        return self.waits_for is not None and WAITS[self.waits_for].is_held
 
-    @property
-    def n_lasting(self) -> int:
-        """Tokens whose cells are as any text that begins so would compute them: those before what was moved."""
-        return min(self.n_computed, self.n_keep if self.n_shifts else self.n_tokens)
+    def own_alignment(self, chunk_alignment: int) -> int:
+        """Return the alignment of this prompt's chunks, where `chunk_alignment` is the usual one."""
+        is_scored = self.request.options.n_prompt_logprobs is not None
+        return min(chunk_alignment, N_TARGETS_MAX) if is_scored else chunk_alignment
+
+    def n_to_boundary(self, chunk_alignment: int, start: int) -> int:
+        """Return how many tokens from `start` reach the next boundary: prompts end at multiples of `chunk_alignment`.
+
+        Output that is computed again goes one token at a time, as it was computed first.
+        """
+        if start >= self.n_prompt:
+            return 1
+        chunk_alignment = self.own_alignment(chunk_alignment)
+        boundary = (start // chunk_alignment + 1) * chunk_alignment
+        return min(self.n_prompt, boundary) - start
+
+    # ---- before its turn ----
 
     @property
     def is_prepared(self) -> bool:
         """Whether its prompt is tokens already, or known to be refused."""
-        return self.n_given > 0 or self.refusal is not None
+        return bool(self.tokens) or self.refusal is not None
 
     def prepare(self, tokens: Sequence[int], n_window: int) -> None:
         """Take the prompt's tokens.
@@ -317,18 +368,18 @@ class SequenceDriver:
             raise PromptTooLongError(n_prompt, n_window, n_least)
         self.tokens = [*tokens, *self.request.output]
         self.output = list(self.request.output)
-        self.n_prompt = self.n_given = n_prompt
-        self.prompt_tail = tokens[-N_TAIL:] if self.reader else ()
-        self.n_window = n_window
-        endless = MAX_OUTPUT if options.n_discard else n_window - n_prompt
-        self.n_cap = endless if cap is None else min(cap, endless)
-        if cap is not None and cap > endless:
+        self.n_prompt, self.n_window = n_prompt, n_window
+        if self.request.n_prompt_logprobs is not None:
+            self.scores = PromptScores(n_prompt - 1)
+        n_most = MAX_OUTPUT if options.n_discard else n_window - n_prompt
+        self.n_cap = n_most if cap is None else min(cap, n_most)
+        if cap is not None and cap > n_most:
             self.warnings.append(
-                f"max_tokens is {endless}, not {cap}: the prompt has {n_prompt} and the window {n_window}"
+                f"max_tokens is {n_most}, not {cap}: the prompt has {n_prompt} and the window {n_window}"
             )
 
     def _n_least(self, cap: int | None) -> int:
-        """Return how much output there must be room for: all that may come, or one token more than it goes on from."""
+        """Return how much output there must be room for: all of a strict cap, or one token more than there is."""
         options, n_next = self.request.options, 1
         if not options.n_discard:
             n_next += len(self.request.output)
@@ -337,41 +388,30 @@ class SequenceDriver:
         return n_next if cap is None else min(cap, n_next)
 
     def keep_in_window(self, n_default: int) -> None:
-        """Settle what may be taken out of the window: all but `n_keep` tokens, or `n_default` where nothing is said."""
+        """Have the window move when it is full: `n_keep` tokens stay, or `n_default` where the request says nothing."""
         options = self.request.options
-        if not options.n_discard:
-            return
         asked = n_default if options.n_keep is None else options.n_keep
-        n_asked = self.n_prompt if asked < 0 else asked
-        self.n_keep = min(n_asked, self.n_prompt, self.n_window - 2)
-        if self.n_keep < n_asked:
-            is_all = self.n_keep == self.n_prompt
-            why = f"prompt has {self.n_prompt}" if is_all else f"window has {self.n_window}"
-            self.warnings.append(f"n_keep is {self.n_keep}, not {n_asked}: the {why}")
-        if self.n_discard < options.n_discard:
-            self.warnings.append(
-                f"n_discard is {self.n_discard}, not {options.n_discard}: "
-                f"the window has {self.n_window} and {self.n_keep} are kept"
-            )
+        self.window, warnings = MovingWindow.of(
+            asked, options.n_discard or 0, self.n_prompt, self.n_window
+        )
+        self.warnings += warnings
 
-    def shift(self) -> tuple[int, int]:
-        """Take tokens out of the full window; return how many are kept before them, and how many cells go with them."""
-        n_keep, n_discard = self.n_keep, self.n_discard
-        n_cells = max(0, min(n_discard, self.n_computed - n_keep))
-        if not self.n_shifts:
-            self.whole_prompt = tuple(self.tokens[: self.n_prompt])
-        del self.tokens[n_keep : n_keep + n_discard]
-        self.n_prompt = max(n_keep, self.n_prompt - n_discard)
-        self.n_computed -= n_cells
-        self.n_reached = max(self.n_computed, self.n_reached - n_discard)
-        self.n_shifts += 1
-        return n_keep, n_cells
+    @property
+    def lacks(self) -> tuple[Grammar | Breakers, ...]:
+        """What has to be compiled before it can run, and is not yet."""
+        return tuple(want for want in self.request.to_compile if want not in self.compiled)
+
+    def equip(self, want: Grammar | Breakers, made: Any) -> None:
+        """Take what was compiled."""
+        self.compiled[want] = made
+
+    # ---- slots ----
 
     def admit(self, slot: Slot, now: float) -> None:
         """Enter `slot`: for the first time, or again."""
         self._move(Event.ADMIT)
         self.slot, self.waits_for = slot, None
-        self.n_before_turn = self.n_output
+        self.n_before_turn = len(self.output)
         if self.clock.admitted_s is None:
             self.clock.admitted_s = now
 
@@ -398,75 +438,93 @@ class SequenceDriver:
         """Return what the backend must know of this sequence in `slot`."""
         request = self.request
         output_origin = len(self.tokens) - len(self.output)  # tokens that left the window lower it
-        is_bound = self.constraint is not None
+        constraint = self.compiled.get(request.grammar) if request.grammar else None
         return Binding(
             slot,
             output_origin,
             self._sampling,
             request.stop_tokens,
-            self.history,
+            (*self.given, *self.output) if self.n_shifts else tuple(self.tokens),
             request.n_logprobs,
             request.n_prompt_logprobs or 0,
-            constraint=self.constraint,
-            output=tuple(self.output) if is_bound else (),
+            constraint=constraint,
+            output=() if constraint is None else tuple(self.output),
         )
 
     @property
     def _sampling(self) -> Sampling:
-        found = self.request.sampling
-        return replace(found, dry_breakers=self.dry_breakers) if self.dry_breakers else found
+        sampling, breakers = self.request.sampling, self.request.breakers
+        if breakers is None or breakers not in self.compiled:
+            return sampling
+        return replace(sampling, dry_breakers=self.compiled[breakers])
 
-    @property
-    def lacks(self) -> tuple[Grammar | Breakers, ...]:
-        """What has to be compiled before it can run, and is not yet."""
-        wants = (
-            (self.request.grammar, self.constraint),
-            (self.request.breakers, self.dry_breakers),
-        )
-        return tuple(want for want, made in wants if want is not None and made is None)
+    # ---- cells ----
 
-    def equip(self, want: Grammar | Breakers, made: Any) -> None:
-        """Take what was compiled."""
-        if want == self.request.grammar:
-            self.constraint = made
-        else:
-            self.dry_breakers = made
+    def take_over(self, n_cells: int) -> None:
+        """Begin with `n_cells` cells that another sequence computed."""
+        if not self.n_reached:
+            self.n_taken = n_cells
+        self.n_computed = n_cells
+        self.n_reached = max(self.n_reached, n_cells)
 
-    @property
-    def history(self) -> tuple[int, ...]:
-        """All its tokens, those included that were taken out of the window."""
-        return (*self.whole_prompt, *self.output) if self.n_shifts else tuple(self.tokens)
+    def rewind(self, n_computed: int = 0) -> None:
+        """Forget the cells behind the first `n_computed`: their tokens are pending again."""
+        self.n_computed = n_computed
 
-    def chunk(self, slot: Slot, n_tokens: int) -> Chunk:
-        """Return the next `n_tokens` pending tokens as a part of a plan; changes nothing."""
-        start, end = self.n_computed, self.n_computed + n_tokens
-        has_output = end == len(self.tokens) and self.n_cap > 0
-        if n_tokens == 1 and (has_output or not self.is_scoring):
-            return Chunk(slot, start, (self.tokens[start],), has_output)
-        if not self.is_scoring:
-            return Chunk(slot, start, self.tokens[start:end], has_output)
-        targets = self.tokens[start + 1 : start + 1 + self.n_targets(n_tokens)]
-        return Chunk(slot, start, self.tokens[start:end], has_output, targets)
+    def shift(self) -> tuple[int, int]:
+        """Take tokens out of the full window; return how many are kept before them, and how many cells go with them."""
+        if self.window is None:
+            raise SequenceStateError(f"the window of {self.request.id!r} does not move")
+        n_keep, n_discard = self.window.shift(self.tokens, self.n_prompt)
+        n_cells = max(0, min(n_discard, self.n_computed - n_keep))
+        self.n_prompt = max(n_keep, self.n_prompt - n_discard)
+        self.n_computed -= n_cells
+        self.n_reached = max(self.n_computed, self.n_reached - n_discard)
+        return n_keep, n_cells
 
-    def n_targets(self, n_tokens: int) -> int:
-        """Return how many of the next `n_tokens` pending tokens are followed by one to score."""
-        if not self.is_scoring or self.n_computed < len(self.scores):
-            return 0
-        return min(n_tokens, self.n_prompt - 1 - self.n_computed)
+    def proceed_uncached(self, error: CacheError) -> None:
+        """Begin without cells from disk: a refusal where the request needs them, else a warning.
 
-    def n_within(self, n_tokens: int, n_targets: int) -> int:
-        """Return how many of the next `n_tokens` pending tokens a step takes that can score `n_targets`.
-
-        What is scored is computed again without that, up to where scoring goes on.
+        A request that saves under a key with no file yet gets no warning.
         """
-        if self.is_scoring and self.n_computed < len(self.scores):
-            return min(n_tokens, len(self.scores) - self.n_computed)
-        return n_tokens if self.n_targets(n_tokens) <= n_targets else n_targets
+        options = self.request.options
+        if options.cache_required:
+            self.refusal = error
+        elif not (error.is_missing and options.save_cache):
+            self.warnings.append(str(error))
 
-    def take_scores(self, scores: Sequence[TokenLogprobs]) -> bool:
-        """Take what a run brought for the prompt; return whether all are numbers."""
-        self.scores += scores
-        return not any(math.isnan(score.logprob) for score in scores)
+    def adopt(self, key: int, n_cells: int) -> None:
+        """Wait with `n_cells` cells that were read from disk and stand in host memory under `key`."""
+        self.saved_key = key
+        self.take_over(n_cells)
+
+    def release_load_followers(self) -> None:
+        """Let the sequences ask for the file themselves that were to copy what this one does not load now."""
+        for other in self.load_followers:
+            other.has_fetched = other.has_fetched and other.has_run
+        self.load_followers = ()
+
+    def lose_adopted(self) -> None:
+        """Take in that the cells from disk could not be put into a slot: they have to be computed."""
+        self.n_computed = self.n_taken = self.n_reached = 0
+
+    def ask_again(self) -> None:
+        """Take in that the cells from disk are gone before they were of use: where it has no slot it asks once more."""
+        self.lose_adopted()
+        self.has_fetched = False
+        self.release_load_followers()
+
+    # ---- a step ----
+
+    def chunk(self, slot: Slot, start: int, n_tokens: int) -> Chunk:
+        """Return `n_tokens` tokens from `start` as a part of a plan; changes nothing."""
+        end, tokens = start + n_tokens, self.tokens
+        part = (tokens[start],) if n_tokens == 1 else tokens[start:end]
+        has_output = end == len(tokens) and self.n_cap > 0
+        if self.scores is None:
+            return Chunk(slot, start, part, has_output)
+        n_targets = self.scores.n_targets(start, n_tokens)
+        return Chunk(slot, start, part, has_output, tokens[start + 1 : start + 1 + n_targets])
 
     def accept(
         self,
@@ -480,14 +538,19 @@ class SequenceDriver:
     ) -> None:
         """Take what a run brought: `n_chunk` tokens of the plan got cells, then `sampled` came one a step.
 
-        The run ended `now`, its first step `later_s` before that.
-        Where log-probabilities are asked for, `logprobs` are those of the sampled tokens, and no token is forced.
-        Ends the sequence where its last token ends it. A stop token, and the end of its grammar, come before the cap
+        Ends the sequence where its last token ends it. A stop token, and the end of the grammar, come before the cap
         when they fall together.
+
+        Args:
+            now: when the run ended; its first step ended `later_s` before that.
+            guidance: what the grammar says behind the sampled token.
+            logprobs: of the sampled tokens, where the request asks for them; no token is forced then.
         """
-        self.n_computed += n_chunk + max(0, len(sampled) - 1)
-        self.n_reached = max(self.n_reached, self.n_computed)
-        if not sampled:
+        n_sampled = len(sampled)
+        self.n_computed += n_chunk + n_sampled - 1 if n_sampled else n_chunk
+        if self.n_computed > self.n_reached:
+            self.n_reached = self.n_computed
+        if not n_sampled:
             if self.n_computed == len(self.tokens):  # nothing is to be sampled
                 self.clock.computed_s = now
                 self.finish("length", now)
@@ -497,36 +560,71 @@ class SequenceDriver:
         if good:
             if logprobs:
                 self.logprobs.extend(logprobs[: len(good)])
-            n_before = len(self.output)
-            self._append(good, now, is_last=guidance.is_complete and not guidance.forced)
-            n_dropped = n_before + len(sampled) - len(self.output)
-            if n_dropped or self.clock.first_token_s is None:
-                self.clock.take_tokens(len(sampled), n_dropped, now, later_s)
+            clock = self.clock
+            if clock.first_token_s is None:
+                clock.first_token_s = now - later_s
+            n_dropped = self._append(
+                good, now, is_last=guidance.is_complete and not guidance.forced
+            )
+            if (
+                is_broken or n_dropped
+            ):  # the last token of the output came some steps before the end
+                later_s *= (n_dropped + is_broken) / max(1, n_sampled - 1)
+                clock.last_token_s = now - later_s
             else:
-                self.clock.last_token_s = now
-        if guidance.problem and self.finish_reason is None:
-            self.fail_grammar(guidance.problem, now)
-        elif is_broken and self.finish_reason is None:
-            self.fail_row(now, sampled[-1])
-        if guidance.forced:
-            self._append_forced(guidance, now)
+                clock.last_token_s = now
+        if guidance is not FREE or is_broken:
+            self._follow(guidance, now, sampled[-1])
 
-    def _append_forced(self, guidance: GrammarStep, now: float) -> None:
-        for n_behind in range(len(guidance.forced), 0, -1):
+    def _append(self, tokens: list[int], now: float, *, is_last: bool) -> int:
+        """Add tokens to the output and end the sequence where they end it; return how many were cut off again."""
+        output, n_dropped = self.output, 0
+        self.tokens += tokens
+        output += tokens
+        if self.text.has_stops:
+            n_dropped = self._cut_behind_stop()
+        if is_last or output[-1] in self.request.stop_tokens or self.text.stop is not None:
+            self.finish("stop", now)
+        elif len(output) >= self.n_cap:
+            self.finish("length" if self.is_capped else "window", now)
+        return n_dropped
+
+    def _cut_behind_stop(self) -> int:
+        """Look for a stop string in the new tokens; take off the tokens behind it and return how many they are."""
+        self.feed_text()
+        n_past = 0 if self.text.stop is None else len(self.output) - self.text.n_fed
+        if n_past:
+            del self.output[-n_past:], self.tokens[-n_past:]
+        return n_past
+
+    def _follow(self, guidance: GrammarStep, now: float, last: int) -> None:
+        """Do what the grammar says behind the last sampled token, which stands for none where it is negative."""
+        if self.finish_reason is None:
+            if guidance.problem:
+                self.fail_grammar(guidance.problem, now)
+            elif last < 0:
+                self.fail_row(now, last)
+        n_forced = len(guidance.forced)
+        for i, token in enumerate(guidance.forced, 1):
             # what a full window has no place for is sampled under the grammar when the window has moved
             if self.finish_reason is not None or self.is_over_window:
                 break
-            token = guidance.forced[-n_behind]
-            self._append([token], now, is_last=guidance.is_complete and n_behind == 1)
+            self._append([token], now, is_last=guidance.is_complete and i == n_forced)
             self.clock.last_token_s = now
 
-    def _append(self, tokens: list[int], now: float, *, is_last: bool) -> None:
-        self.tokens.extend(tokens)
-        self.output.extend(tokens)
-        self._check_end(now, is_complete=is_last)
+    def feed_text(self) -> None:
+        """Bring the text up to the tokens; costs what is new since the last time."""
+        text, output = self.text, self.output
+        if text.n_fed < len(output) and text.stop is None:
+            is_whole = (
+                output[-1] not in self.request.stop_tokens or self.request.options.include_stop
+            )
+            text.feed(output[text.n_fed : None if is_whole else -1])
 
-    def fail_row(self, now: float, stands_for: int = BROKEN_ROW) -> None:
-        """End a sequence that no token was sampled for, by what stands for it."""
+    # ---- the end ----
+
+    def fail_row(self, now: float, stands_for: int) -> None:
+        """End a sequence that no token was sampled for; `stands_for` stands in the token's place."""
         if stands_for != EMPTY_ROW:
             reason = "the model's logits are not numbers"
         elif self.request.grammar is not None:
@@ -542,46 +640,6 @@ class SequenceDriver:
         grammar = self.request.grammar
         self.finish("error", now, GrammarError(grammar.kind if grammar else "", reason))
 
-    def take_over(self, n_cells: int) -> None:
-        """Begin with `n_cells` cells that somebody else computed."""
-        if not self.n_reached:
-            self.n_taken = n_cells
-        self.n_computed = n_cells
-        self.n_reached = max(self.n_reached, n_cells)
-
-    def proceed_uncached(self, error: CacheError) -> None:
-        """Begin without cells from disk: refused where it wants nothing else, else warned, but for who saves first."""
-        options = self.request.options
-        if options.cache_required:
-            self.refusal = error
-        elif not (error.is_missing and options.save_cache):
-            self.warnings.append(str(error))
-
-    def adopt(self, key: int, n_cells: int) -> None:
-        """Wait with `n_cells` cells that were read from disk and stand in host memory under `key`."""
-        self.saved_key = key
-        self.take_over(n_cells)
-
-    def release_load_followers(self) -> None:
-        """Let those ask for the file themselves that were to copy what this one does not load now."""
-        for other in self.load_followers:
-            other.has_fetched = other.has_fetched and other.has_run
-        self.load_followers = ()
-
-    def lose_adopted(self) -> None:
-        """Take in that the cells from disk could not be put into a slot: they have to be computed."""
-        self.n_computed = self.n_taken = self.n_reached = 0
-
-    def ask_again(self) -> None:
-        """Take in that the cells from disk are gone before they were of use: where it has no slot it asks once more."""
-        self.lose_adopted()
-        self.has_fetched = False
-        self.release_load_followers()
-
-    def rewind(self, n_computed: int = 0) -> None:
-        """Forget the cells behind the first `n_computed`: their tokens are pending again."""
-        self.n_computed = n_computed
-
     def cancel(self, now: float) -> None:
         """End on demand: with the partial text, or with an error where it never ran."""
         never_ran = RequestCancelledError("cancelled before it got a slot")
@@ -593,8 +651,9 @@ class SequenceDriver:
         self.finish("timeout", now, None if self.has_run else never_ran)
 
     def finish(self, reason: FinishReason, now: float, error: CBatchError | None = None) -> None:
-        """End with `reason`; text that was held back comes out."""
-        self._move(Event.FINISH)
+        """End with `reason`; text that was held back comes out. Cells that are to be stored delay the last status."""
+        can_store = self.slot is not None and error is None
+        self._move(Event.STORE if can_store and self.request.options.save_cache else Event.FINISH)
         self.waits_for = None
         self.finish_reason, self.error = reason, error
         self.clock.finished_s = now
@@ -603,46 +662,22 @@ class SequenceDriver:
         if self.reader is not None:
             self._read_answer(self.reader)
 
+    def end_storing(self) -> None:
+        """Be finished: the cells are stored, or cannot be."""
+        self._move(Event.FINISH)
+
     def _read_answer(self, reader: AnswerReader) -> None:
         """Take the ended answer apart: once, in proportion to its length."""
         options = self.request.options
         self.answer = reader.read(
             "".join(self.text.parts),
             self.output[: self.text.n_fed],
-            self.prompt_tail,
-            stops=tuple(options.stop or ()) if self.text.is_stopped else (),
+            self.given[-N_TAIL:],
+            stops=() if self.text.stop is None else tuple(options.stop or ()),
             include_stop=bool(options.include_stop),
         )
         if self.answer.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-
-    def feed_text(self) -> None:
-        """Bring the text up to the tokens; costs what is new since the last time."""
-        start = self.text.n_fed
-        end = len(self.output) - (self.has_end_token and not self.request.options.include_stop)
-        if start < end and not self.text.is_stopped:
-            self.text.feed(self.output[start:end])
-
-    @property
-    def given(self) -> tuple[int, ...]:
-        """The prompt's tokens, those included that were taken out of the window."""
-        return self.whole_prompt or tuple(self.tokens[: self.n_prompt])
-
-    def _check_end(self, now: float, *, is_complete: bool) -> None:
-        if self.tokens[-1] in self.request.stop_tokens:
-            self.has_end_token = True
-        is_stopped = False
-        if self.text.has_stops:
-            self.feed_text()
-            is_stopped = self.text.is_stopped
-        if is_stopped:
-            n_past = len(self.output) - self.text.n_fed  # sampled past the stop string
-            del self.output[len(self.output) - n_past :], self.tokens[len(self.tokens) - n_past :]
-            self.has_end_token = self.has_end_token and not n_past
-        if is_stopped or self.has_end_token or is_complete:
-            self.finish("stop", now)
-        elif self.n_left <= 0:
-            self.finish("length" if self.is_capped else "window", now)
 
     def _move(self, event: Event) -> None:
         status = TRANSITIONS.get((self.status, event))

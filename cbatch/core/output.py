@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 def take_chunk(driver: SequenceDriver) -> BatchOutputChunk | None:
     """Return what is new for a reader since the last call, or None; the last one has the finish reason."""
     driver.feed_text()
-    parts, n_tokens = driver.text.parts, driver.text.n_fed
-    if driver.n_given_parts == len(parts) and driver.finish_reason is None:
+    text, n_tokens = driver.text, driver.text.n_fed
+    n_parts = len(text.parts)
+    old_parts, old_tokens = driver.delivered or (0, 0)
+    if old_parts == n_parts and driver.finish_reason is None:
         return None
-    text, tokens = ("", ()) if driver.has_echoed else _echo(driver)
-    start, end = driver.n_given_tokens, n_tokens
-    text += "".join(parts[driver.n_given_parts :])
-    driver.n_given_parts, driver.n_given_tokens, driver.has_echoed = len(parts), n_tokens, True
-    return BatchOutputChunk(
-        driver.request.id, text, (*tokens, *driver.output[start:end]), 0, driver.finish_reason
-    )
+    new, tokens = _echo(driver) if driver.delivered is None else ("", ())
+    driver.delivered = n_parts, n_tokens
+    new += "".join(text.parts[old_parts:])
+    tokens = (*tokens, *driver.output[old_tokens:n_tokens])
+    return BatchOutputChunk(driver.request.id, new, tokens, 0, driver.finish_reason)
 
 
 def result_of(driver: SequenceDriver) -> BatchResult:
@@ -52,16 +52,31 @@ def result_of(driver: SequenceDriver) -> BatchResult:
         finish_reason=driver.finish_reason,
         error=driver.error,
         usage=usage,
-        timings=driver.clock.timings(driver.n_begun, n_new),
+        timings=driver.clock.timings(_n_begun(driver), n_new),
         seed=driver.request.sampling.seed,
         warnings=(*driver.warnings, *answer.warnings),
         tool_calls=_tool_calls(driver, answer),
         reasoning=answer.reasoning,
         logprobs=_logprobs(driver),
         prompt_logprobs=_prompt_logprobs(driver),
-        stop_reason=driver.stop_reason,
+        stop_reason=_stop_reason(driver),
         origin=Origin(driver.request, driver.number, token_ids, driver.finish_reason, usage),
     )
+
+
+def _n_begun(driver: SequenceDriver) -> int:
+    """Return how many tokens it computed for its first sampled one: of the prompt, and of what it goes on from."""
+    return driver.n_given + len(driver.request.output) - driver.n_taken
+
+
+def _stop_reason(driver: SequenceDriver) -> str | int | None:
+    """Return the stop string, or the caller's stop token, that ended a sequence."""
+    if driver.finish_reason not in ("stop", "tool_calls"):
+        return None
+    last = driver.output[-1] if driver.output else None
+    if last in driver.request.stop_tokens:
+        return last if last in (driver.request.options.stop_token_ids or ()) else None
+    return driver.text.stop
 
 
 def _tool_calls(driver: SequenceDriver, answer: Answer) -> tuple[ToolCall, ...]:
@@ -118,7 +133,8 @@ def _scored_prompt(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | 
     if not driver.has_run:
         return ()
     _, *behind = driver.given
-    found = [None, *map(partial(_logprob, driver.text.piece), behind, driver.scores)]
+    scores = driver.scores.found if driver.scores else ()
+    found = [None, *map(partial(_logprob, driver.text.piece), behind, scores)]
     return (*found, *[None] * (driver.n_given - len(found)))
 
 

@@ -45,6 +45,11 @@ class Request:
     breakers: Breakers | None = None
     """Past what DRY does not look."""
 
+    @property
+    def to_compile(self) -> tuple[Grammar | Breakers, ...]:
+        """What has to be compiled before its sequence can run."""
+        return tuple(want for want in (self.grammar, self.breakers) if want is not None)
+
 
 @dataclass(eq=False, slots=True)
 class RequestClock:

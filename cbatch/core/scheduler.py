@@ -13,7 +13,7 @@ from cbatch.core.budget import (
     whole_pieces,
 )
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import BROKEN_ROW, FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
 from cbatch.core.preemption import slot_of
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
@@ -125,7 +125,7 @@ class ContinuousBatchScheduler:
             return self._rebuild()
         order, shares = self._take_turn(self.bisection.suspects() or self._running())
         chunks = tuple(
-            driver.chunk(Slot(i), shares[i])
+            driver.chunk(Slot(i), driver.n_computed, shares[i])
             for i, driver in enumerate(self.batcher.running)
             if driver is not None and i in shares
         )
@@ -274,7 +274,7 @@ class ContinuousBatchScheduler:
     def _wanted(self, newcomers: Sequence[SequenceDriver]) -> list[int]:
         n_chunk = self.options.prefill_chunk or self._n_batch
         wanted = [
-            d.n_to_boundary(self._chunk_alignment)
+            d.n_to_boundary(self._chunk_alignment, d.n_computed)
             if self._chunk_alignment
             else min(d.n_pending, n_chunk)
             for d in newcomers
@@ -291,9 +291,10 @@ class ContinuousBatchScheduler:
         """Have no more to score than a step can, the oldest first; pieces are whole or not at all."""
         n_left = N_TARGETS_MAX
         for i, driver in enumerate(newcomers):
-            n = driver.n_within(wanted[i], n_left)
-            wanted[i] = 0 if self._chunk_alignment and n < wanted[i] else n
-            n_left -= driver.n_targets(wanted[i])
+            if driver.scores is not None:
+                n = driver.scores.n_within(driver.n_computed, wanted[i], n_left)
+                wanted[i] = 0 if self._chunk_alignment and n < wanted[i] else n
+                n_left -= driver.scores.n_targets(driver.n_computed, wanted[i])
 
     def _budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int:
         """Return how many prompt tokens may join `n_rows` decoding rows."""
@@ -330,7 +331,7 @@ class ContinuousBatchScheduler:
             return 1
         if not all(c.has_output and not c.targets for c in chunks):
             return 1
-        if len(self.batcher.followers) or any(d.constraint is not None for d in running):
+        if len(self.batcher.followers) or any(d.request.grammar is not None for d in running):
             return 1
         n_steps = min(N_STEPS_MAX, *(d.n_room for d in running))
         if self._quantum and self.batcher.n_waiting:
@@ -382,9 +383,9 @@ class ContinuousBatchScheduler:
     def _take_scores(self, result: StepResult, now: float) -> list[SequenceDriver]:
         """Give out what was scored; return those that ended by it, for a row was broken."""
         scored = {self._at(slot): scores for slot, scores in result.scores.items()}
-        broken = [driver for driver, scores in scored.items() if not driver.take_scores(scores)]
+        broken = [d for d, scores in scored.items() if d.scores and not d.scores.take(scores)]
         for driver in broken:
-            driver.fail_row(now)
+            driver.fail_row(now, BROKEN_ROW)
             self.batcher.retire(driver)
         return broken
 
@@ -406,7 +407,7 @@ class ContinuousBatchScheduler:
         driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs, later_s=later_s)
         if driver.slot is not None:
             self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
-        if driver.status is Status.FINISHED:
+        if driver.finish_reason is not None:
             self.batcher.retire(driver)
 
     def _count(

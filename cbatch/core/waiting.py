@@ -154,7 +154,7 @@ class CacheReads:
             as far into the file as one before it copies from that, where it can. One that came during the read and
             could use more than was read asks again when its turn comes.
         """
-        drivers = [d for d in self._waiting.pop(fetch, []) if d.status is not Status.FINISHED]
+        drivers = [d for d in self._waiting.pop(fetch, []) if d.finish_reason is None]
         if isinstance(found, CacheEntry):
             self.learn(fetch, found)
             return drivers, [*self._adopt(fetch, found, drivers, n_read)]

@@ -9,7 +9,6 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from cbatch.core.driver import SequenceDriver, Status
 from cbatch.errors import EngineClosedError, words_of
 from cbatch.interrupts import Latch, Postponed, Sleepers
 from cbatch.logs import Log
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.backend import Backend
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.core.stats import StepRecord
@@ -366,7 +366,7 @@ class Loop:
 
     def _end_request(self, driver: SequenceDriver) -> None:
         batcher, now = self._scheduler.batcher, self._clock()
-        if driver.status is Status.FINISHED:  # it was not retired when an error struck
+        if driver.finish_reason is not None:  # it was not retired when an error struck
             batcher.retire(driver)
         elif self._error is None:
             batcher.cancel(driver.request.id, now)

@@ -37,8 +37,9 @@ def running(cells: Cells, n_computed: int) -> tuple[SequenceDriver, Slot]:
 def moved(cells: Cells) -> tuple[SequenceDriver, Slot]:
     """A sequence whose window of 16 was full, and that has 12 cells now, 2 of them where they were."""
     driver, slot = running(cells, 16)
-    driver.request = make_request(n_discard=4)
-    driver.n_window, driver.n_keep = 16, 2
+    driver.request = make_request(n_discard=4, n_keep=2)
+    driver.n_window, driver.n_prompt = 16, 2
+    driver.keep_in_window(2)
     cells.shift(driver, slot)
     return driver, slot
 

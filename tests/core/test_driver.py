@@ -22,12 +22,16 @@ from cbatch.errors import (
 from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_driver, make_running
 from tests.helpers import make_request
 
+SAVING = make_request(cache_key="k", save_cache=True)
+
 
 def make_in(status: Status) -> SequenceDriver:
     driver = make_driver() if status is Status.WAITING else make_running()
+    if status is Status.STORING:
+        driver.request = SAVING
     if status is Status.PAUSED:
         driver.pause()
-    if status is Status.FINISHED:
+    if status in (Status.STORING, Status.FINISHED):
         driver.finish("stop", 2.0)
     assert driver.status is status
     return driver
@@ -38,12 +42,18 @@ def send(driver: SequenceDriver, event: Event) -> None:
         driver.admit(Slot(1), 9.0)
     elif event is Event.FINISH:
         driver.finish("length", 9.0, RequestFailedError("late"))
+    elif event is Event.STORE:
+        driver.finish("length", 9.0)
     else:
         getattr(driver, event.value)()
 
 
 def snapshot(driver: SequenceDriver) -> dict[str, object]:
-    names = [n for n in SequenceDriver.__slots__ if n not in ("clock", "text", "tokens")]
+    names = [
+        n
+        for n in SequenceDriver.__slots__
+        if n not in ("request", "slot", "clock", "text", "tokens")
+    ]
     said: dict[str, object] = {n: getattr(driver, n) for n in names}
     return {
         **said,
@@ -60,6 +70,8 @@ def test_transition_without_an_entry_raises_and_changes_nothing(
     status: Status, event: Event
 ) -> None:
     driver = make_in(status)
+    if event is Event.STORE:
+        driver.slot, driver.request = Slot(1), SAVING
     before = snapshot(driver)
     with pytest.raises(SequenceStateError, match=event.value):
         send(driver, event)
@@ -111,10 +123,10 @@ def test_no_cap_means_the_rest_of_the_window() -> None:
 def test_chunk_with_the_last_pending_token_alone_has_an_output() -> None:
     driver = make_running(n_prompt=3)
     slot = Slot(0)
-    assert driver.chunk(slot, 2) == Chunk(slot, 0, [0, 1], has_output=False)
-    assert driver.chunk(slot, 3) == Chunk(slot, 0, [0, 1, 2], has_output=True)
+    assert driver.chunk(slot, driver.n_computed, 2) == Chunk(slot, 0, [0, 1], has_output=False)
+    assert driver.chunk(slot, driver.n_computed, 3) == Chunk(slot, 0, [0, 1, 2], has_output=True)
     driver.accept(2, [], 2.0)
-    assert driver.chunk(slot, 1) == Chunk(slot, 2, (2,), has_output=True)
+    assert driver.chunk(slot, driver.n_computed, 1) == Chunk(slot, 2, (2,), has_output=True)
     assert driver.n_pending == 1
 
 
@@ -130,7 +142,7 @@ def test_rewind_makes_all_tokens_pending_and_keeps_them() -> None:
     driver.accept(3, [A, B], 2.0)
     driver.rewind()
     assert (driver.n_computed, driver.n_pending, driver.n_output) == (0, 5, 2)
-    assert driver.chunk(Slot(0), 5).tokens == [0, 1, 2, A, B]
+    assert driver.chunk(Slot(0), driver.n_computed, 5).tokens == [0, 1, 2, A, B]
 
 
 def test_cap_ends_with_length() -> None:
@@ -303,14 +315,14 @@ def test_cancel_in_the_queue_is_an_error() -> None:
 def test_pieces_end_at_their_multiples_and_with_the_prompt(n_computed: int, n: int) -> None:
     driver = make_running(n_prompt=6)
     driver.tokens += [7, 8]
-    driver.rewind(n_computed)
-    assert driver.n_to_boundary(4) == n
+    assert driver.n_to_boundary(4, n_computed) == n
 
 
 def make_scored(n_scored: int, n_computed: int) -> SequenceDriver:
     """One with a prompt of 6 tokens, of which so many were scored from."""
     driver = make_running(n_prompt=6, prompt_logprobs=0)
-    driver.take_scores([TokenLogprobs(-1.0)] * n_scored)
+    assert driver.scores is not None
+    driver.scores.take([TokenLogprobs(-1.0)] * n_scored)
     driver.rewind(n_computed)
     return driver
 
@@ -329,7 +341,7 @@ def test_scored_prompt_begins_no_further_than_it_was_scored(n_scored: int, n_tak
 def test_chunk_scores_what_was_not_and_nothing_behind_the_prompt(
     n_scored: int, n_computed: int, n_tokens: int, targets: list[int]
 ) -> None:
-    chunk = make_scored(n_scored, n_computed).chunk(Slot(0), n_tokens)
+    chunk = make_scored(n_scored, n_computed).chunk(Slot(0), n_computed, n_tokens)
     assert list(chunk.targets) == targets
 
 
@@ -341,7 +353,8 @@ def test_step_takes_as_much_as_it_can_score(
     n_scored: int, n_computed: int, n_targets: int, n: int
 ) -> None:
     driver = make_scored(n_scored, n_computed)
-    assert driver.n_within(driver.n_pending, n_targets) == n
+    assert driver.scores is not None
+    assert driver.scores.n_within(n_computed, driver.n_pending, n_targets) == n
 
 
 def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:
