@@ -433,7 +433,7 @@ def _grammar(options: dict[str, Any]) -> Any:
 def _follow(constraint: Any, dice: random.Random) -> str:
     import numpy as np
 
-    from cbatch.backend.llama.grammar import GrammarMatchers
+    from cbatch.backend.llama.grammar_matchers import GrammarMatchers
     from cbatch.core.plan import Binding, Chunk, GrammarStep, Slot
     from cbatch.options import GREEDY
 

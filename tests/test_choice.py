@@ -10,8 +10,8 @@ import pytest
 
 import cbatch
 from cbatch import BatchPrompt
-from cbatch.backend.llama.chain import LlamaChain
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.sampler_bench import LlamaChain
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import EngineOptions

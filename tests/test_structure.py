@@ -12,7 +12,7 @@ import pytest
 
 import cbatch
 from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars, FakeVocab
-from cbatch.backend.llama.grammar import GrammarMatchers
+from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError

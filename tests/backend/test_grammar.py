@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cbatch.backend.llama.grammar import _LIMITS, Constraint, GrammarMatchers, LlamaGrammars
+from cbatch.backend.llama.grammar import _LIMITS, LlamaGrammars
+from cbatch.backend.llama.grammar_matchers import Constraint, GrammarMatchers
 from cbatch.backend.llama.grammar_sandbox import GrammarSandbox
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, GrammarStep, Slot

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.backend.llama import native
-from cbatch.backend.llama.chain import LlamaChain
+from cbatch.backend.llama.sampler_bench import LlamaChain
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Slot
 from cbatch.options import DRY_SEQUENCE_BREAKERS, Sampling
+from tests.oracle import native_row
 from tests.profiles import examples
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def ours(
     logits: Logits, how: Sampling, history: Sequence[int] = ()
 ) -> tuple[int, dict[int, float]]:
     """Return what we choose, and each candidate's probability."""
-    found = native.sample_row(logits, Binding(Slot(0), 0, how, (), tuple(history)))
+    found = native_row.sample_row(logits, Binding(Slot(0), 0, how, (), tuple(history)))
     ids = np.flatnonzero(found.kept)
     p = found.kept[ids] / found.kept.sum(dtype=np.float64)
     return found.token, dict(zip(ids.tolist(), p.tolist(), strict=True))
@@ -379,7 +379,7 @@ def test_choice_follows_llama_cpps_probabilities(change: dict[str, Any]) -> None
     history, n_draws = (3, 4, 3, 9), 20_000
     p = theirs(logits, how, history)[1]
     binding = Binding(Slot(0), 0, how, (), history)
-    drawn = Counter(native.sample_row(logits, binding, i).token for i in range(n_draws))
+    drawn = Counter(native_row.sample_row(logits, binding, i).token for i in range(n_draws))
     assert drawn.keys() <= p.keys()
     chi_square = sum((drawn[i] - n_draws * q) ** 2 / (n_draws * q) for i, q in p.items())
     assert chi_square < len(p) + 4 * math.sqrt(2 * len(p))  # four deviations, but the seed is fixed
@@ -389,5 +389,5 @@ def test_xtc_happens_as_often_as_it_is_asked() -> None:
     logits = np.array([2.0, 1.9, 0.0], np.float32)  # both of the first are above the threshold
     how = replace(ALL, xtc_probability=0.3, xtc_threshold=0.2, seed=3)
     binding = Binding(Slot(0), 0, how, ())
-    n_dropped = sum(native.sample_row(logits, binding, i).kept[0] == 0 for i in range(10_000))
+    n_dropped = sum(native_row.sample_row(logits, binding, i).kept[0] == 0 for i in range(10_000))
     assert abs(n_dropped - 3000) < 4 * math.sqrt(10_000 * 0.3 * 0.7)

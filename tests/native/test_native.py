@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.llama import native
-from cbatch.backend.llama.library import library
-from cbatch.backend.llama.llama_api import LlamaApi
+from cbatch.backend.llama.library import LlamaApi, library
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.structs import NativeSizes
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepResult
 from cbatch.errors import EngineClosedError, PlanError
 from cbatch.options import GREEDY, Sampling
+from tests.oracle import native_row
 from tests.oracle.python_stepper import PythonStepper
 from tests.profiles import examples
 
@@ -169,8 +169,8 @@ def test_run_keys_the_generator_by_output_position(make: MakeStepper) -> None:
     found = stepper.run([chunk(1, 2, 4, 5)]).tokens  # positions 2 and 3: the token at 4 is output 1
     row = fake.rows[-1]
     binding = Binding(Slot(1), 3, how, ())
-    assert found == [[native.sample_row(row, binding, 1).token]]
-    assert found != [[native.sample_row(row, binding, 0).token]]
+    assert found == [[native_row.sample_row(row, binding, 1).token]]
+    assert found != [[native_row.sample_row(row, binding, 0).token]]
 
 
 # ---- several steps ----

@@ -16,7 +16,7 @@ from cbatch.backend.llama.library import library
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Binding, Slot
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
-from tests.oracle import sampling
+from tests.oracle import native_row, sampling
 from tests.profiles import examples
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def sample(
     """Return the token that the native library chooses; the row must be as it was afterwards."""
     before = logits.tobytes()
     binding = Binding(Slot(0), 0, how, (), tuple(history), 5)
-    found = native.sample_row(logits, binding, i_output, mask=mask, isa=isa)
+    found = native_row.sample_row(logits, binding, i_output, mask=mask, isa=isa)
     assert logits.tobytes() == before
     assert found.token < 0 or found.kept[found.token] > 0
     return found.token
@@ -373,7 +373,7 @@ def edited_logits(history: Sequence[int], **options: object) -> list[float]:
     """Return log-probabilities of 10 tokens that were alike, each relative to the likeliest."""
     how = replace(FREE, **options)  # type: ignore[arg-type]
     logits = np.full(10, 2.0, dtype=np.float32)
-    kept = native.sample_row(logits, Binding(Slot(0), 0, how, (), tuple(history))).kept
+    kept = native_row.sample_row(logits, Binding(Slot(0), 0, how, (), tuple(history))).kept
     with np.errstate(divide="ignore"):
         return [round(x, 3) for x in np.log(kept / 2.0**32).tolist()]
 
@@ -443,7 +443,7 @@ def test_logprobs_are_those_of_the_raw_logits(logits: Logits, n_top: int) -> Non
     how = Sampling(repeat_penalty=2.0, logit_bias=((0, -math.inf),) if len(logits) > 1 else ())
     binding = Binding(Slot(0), 0, how, (), (0,), n_top)
     for isa in ISAS:
-        found = native.sample_row(logits, binding, isa=isa)
+        found = native_row.sample_row(logits, binding, isa=isa)
         wanted = sampling.logprobs(logits, found.token, n_top)
         assert found.logprobs is not None
         assert found.logprobs.logprob == pytest.approx(wanted.logprob, abs=1e-5, rel=1e-6)
@@ -455,14 +455,14 @@ def test_logprobs_are_those_of_the_raw_logits(logits: Logits, n_top: int) -> Non
 
 def test_logprobs_leave_out_what_cannot_be() -> None:
     logits = np.array([-math.inf, 1.0, -math.inf, 1.0], dtype=np.float32)
-    found = native.sample_row(logits, Binding(Slot(0), 0, GREEDY, (), (), 20)).logprobs
+    found = native_row.sample_row(logits, Binding(Slot(0), 0, GREEDY, (), (), 20)).logprobs
     assert found is not None
     assert found.logprob == pytest.approx(math.log(0.5))
     assert [token for token, _ in found.top] == [1, 3]
 
 
 def test_logprobs_of_a_broken_row_are_not_numbers() -> None:
-    found = native.sample_row(row(1.0, math.nan), Binding(Slot(0), 0, GREEDY, (), (), 2))
+    found = native_row.sample_row(row(1.0, math.nan), Binding(Slot(0), 0, GREEDY, (), (), 2))
     assert found.logprobs is not None
     assert math.isnan(found.logprobs.logprob)
     assert found.logprobs.top == ()
@@ -492,7 +492,7 @@ def test_native_weights_equal_the_oracles(logits: Logits, temperature: float) ->
     for isa in ISAS:
         found = np.zeros(len(logits), dtype=np.uint64)
         at = (logits.ctypes.data, len(logits), temperature, isa, found.ctypes.data)
-        assert library().cbatch_weights(*at) == 0
+        assert native_row.row_library().cbatch_weights(*at) == 0
         assert np.array_equal(found, expected)
 
 
@@ -517,7 +517,7 @@ def test_philox_gives_the_published_words(
 ) -> None:
     assert sampling.philox(counter, key) == expected
     words = np.zeros(4, dtype=np.uint32)
-    library().cbatch_philox(
+    native_row.row_library().cbatch_philox(
         np.array(counter, dtype=np.uint32).ctypes.data,
         np.array(key, dtype=np.uint32).ctypes.data,
         words.ctypes.data,

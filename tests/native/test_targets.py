@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.backend.llama.llama_api import LlamaApi
+from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.core.plan import N_TARGETS_MAX, Binding, Chunk, Slot, StepResult, TokenLogprobs
 from cbatch.errors import PlanError

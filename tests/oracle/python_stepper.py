@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.fake.fake_cells import History
-from cbatch.backend.llama.llama_api import LlamaApi
+from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.structs import N_TOP_MAX
 from cbatch.core.plan import (
     N_TARGETS_MAX,

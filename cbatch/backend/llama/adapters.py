@@ -5,29 +5,22 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-import mmap
 import os
-import stat
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.llama.log import llama_log
-from cbatch.backend.load.gguf_check import (
+from cbatch.backend.llama.gguf import (
     AGAIN,
-    MAGIC,
-    MAX_DIMS,
+    FLOAT,
     STRING,
-    U32,
-    U64,
-    Cursor,
     DamagedError,
     Header,
-    is_readable_version,
-    read_value,
+    Tensor,
+    read_header,
 )
+from cbatch.backend.llama.log import llama_log
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
 
 if TYPE_CHECKING:
@@ -136,9 +129,6 @@ def _load(model: LlamaModel, name: str, path: Path) -> Any:
     """Return a new `llama_adapter_lora *`."""
     try:
         _check(path, model)
-    except (OSError, ValueError) as error:
-        words = error.strerror if isinstance(error, OSError) else str(error)
-        raise _cannot_load(name, path, f"cannot be read: {words}") from error
     except DamagedError as error:
         raise _cannot_load(name, path, str(error)) from error
     pointer = llama_cpp.llama_adapter_lora_init(model.pointer, os.fsencode(path))
@@ -167,93 +157,14 @@ def _digest(path: Path) -> str:
     return f"sha256:{found.hexdigest()}"
 
 
-# --- reading a file's header ---
+# ---- rules: each yields what is wrong; llama.cpp would end the process, or compute nonsense ----
 
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    type: int
-    sizes: tuple[int, ...]
-    """Always four, the innermost first, as llama.cpp counts them."""
-
-
-@dataclass(eq=False, slots=True)
-class _Contents:
-    header: Header
-    kinds: dict[str, int] = field(default_factory=dict)
-    tensors: dict[str, _Tensor] = field(default_factory=dict)
-
-    def pairs(self) -> Iterator[tuple[str, _Tensor, _Tensor]]:
-        """Yield (name of the weight, a, b); what has no other half is left for llama.cpp to refuse."""
-        for name, tensor in self.tensors.items():
-            base = name.removesuffix(".lora_a")
-            other = self.tensors.get(f"{base}.lora_b")
-            if base != name and other is not None:
-                yield base, tensor, other
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Cursor]:
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise DamagedError(f"is a folder; {_CONVERT}")
-    if not stat.S_ISREG(mode):
-        raise DamagedError("is not a regular file")
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            raise DamagedError(f"is empty; {AGAIN}")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield Cursor(data)
-
-
-def _read(cursor: Cursor) -> _Contents | None:
-    """Return what a file says it holds; None if it is newer than this reader, for llama.cpp to decide."""
-    if cursor.data[:4] != MAGIC:
-        begins = bytes(cursor.data[:4])
-        raise DamagedError(f"is not a GGUF file (it begins with {begins!r}); {_CONVERT}")
-    cursor.at = 4
-    if not is_readable_version(cursor.number(U32)):
-        return None
-    contents = _Contents(Header(n_file=len(cursor.data)))
-    n_tensors, n_values = cursor.number(U64), cursor.number(U64)
-    for _ in range(n_values):
-        key = _read_name(cursor, contents.kinds)
-        contents.kinds[key] = cursor.number(U32)
-        cursor.at -= U32.size
-        read_value(cursor, contents.header, key)
-    for _ in range(n_tensors):
-        name = _read_name(cursor, contents.tensors)
-        contents.tensors[name] = _read_tensor(cursor)
-    return contents
-
-
-def _read_name(cursor: Cursor, taken: Mapping[str, object]) -> str:
-    """Return a name up to its first NUL, where llama.cpp's comparisons end."""
-    name = cursor.string().partition(b"\0")[0].decode(errors="replace")
-    if name in taken:
-        raise DamagedError(f"is damaged: {name} stands twice; {AGAIN}")
-    return name
-
-
-def _read_tensor(cursor: Cursor) -> _Tensor:
-    n_dims = cursor.number(U32)
-    if n_dims > MAX_DIMS:
-        raise DamagedError(f"is damaged: a tensor with {n_dims} dimensions; {AGAIN}")
-    sizes = [cursor.number(U64) for _ in range(n_dims)] + [1] * (MAX_DIMS - n_dims)
-    tensor = _Tensor(cursor.number(U32), tuple(sizes))
-    cursor.skip(U64.size)
-    return tensor
-
-
-# --- rules: each yields what is wrong; llama.cpp would end the process, or compute nonsense ---
-
-_FLOAT = 6
 # Source: llama-adapter.cpp, llama_adapter_lora_init_impl, whose getters assert these types (gguf.h, gguf_type).
 _KINDS = {
     "general.type": STRING,
     "general.architecture": STRING,
     "adapter.type": STRING,
-    "adapter.lora.alpha": _FLOAT,
+    "adapter.lora.alpha": FLOAT,
 }
 # Source: convert_lora_to_gguf.py, --outtype; of some others, such as integers, llama.cpp has no product.
 _TYPES = {0: "f32", 1: "f16", 8: "q8_0", 30: "bf16"}
@@ -261,45 +172,52 @@ _EMBEDDING = "token_embd.weight"
 
 
 def _check(path: Path, model: LlamaModel) -> None:
-    with _opened(path) as cursor:
-        contents = _read(cursor)
-    if contents is not None:
-        for rule in _RULES:
-            for reason in rule(contents, model):
-                raise DamagedError(reason)
+    header = read_header(path, _CONVERT)
+    if header is not None:
+        for reason in chain.from_iterable(rule(header, model) for rule in _RULES):
+            raise DamagedError(reason)
 
 
-def _metadata(contents: _Contents, model: LlamaModel) -> Iterator[str]:
+def _pairs(header: Header) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (name of the weight, a, b); what has no other half is left for llama.cpp to refuse."""
+    for name, tensor in header.tensors.items():
+        base = name.removesuffix(".lora_a")
+        other = header.tensors.get(f"{base}.lora_b")
+        if base != name and other is not None:
+            yield base, tensor, other
+
+
+def _metadata(header: Header, model: LlamaModel) -> Iterator[str]:
     for key, kind in _KINDS.items():
-        if contents.kinds.get(key, kind) != kind:
+        if header.kinds.get(key, kind) != kind:
             yield f"is damaged: {key} is of another type than llama.cpp reads; {AGAIN}"
-    values = contents.header.values
+    values = header.values
     if (kind_of_file := values.get("general.type", "model")) != "adapter":
         yield f"is of type {kind_of_file!r}, not an adapter; {_CONVERT}"
     if (kind_of_adapter := values.get("adapter.type")) != "lora":
         yield f"is an adapter of type {kind_of_adapter!r}; there is: 'lora'"
-    if (architecture := contents.header.architecture) != model.architecture:
+    if (architecture := header.architecture) != model.architecture:
         yield f"is for a model of architecture {architecture!r}, and {model.name} is {model.architecture!r}"
     alpha = values.get("adapter.lora.alpha", 0.0)
     if not math.isfinite(float(alpha)):
         yield f"is damaged: adapter.lora.alpha is {alpha}; {AGAIN}"
 
 
-def _weights(contents: _Contents, model: LlamaModel) -> Iterator[str]:
-    for name, tensor in contents.tensors.items():
+def _weights(header: Header, model: LlamaModel) -> Iterator[str]:
+    for name, tensor in header.tensors.items():
         if name.count(".lora_") > 1:
             yield f"is damaged: it has a tensor {name!r}; {AGAIN}"
         if name.endswith((".lora_a", ".lora_b")) and tensor.type not in _TYPES:
             known = ", ".join(_TYPES.values())
             yield f"has {name} in a type of number {tensor.type}; there is: {known}; convert it again"
-    if not any(True for _ in contents.pairs()):
+    if not any(True for _ in _pairs(header)):
         yield f"holds no LoRA weights; {_CONVERT}"
 
 
-def _sizes(contents: _Contents, model: LlamaModel) -> Iterator[str]:
+def _sizes(header: Header, model: LlamaModel) -> Iterator[str]:
     """Compare the halves with each other; llama.cpp compares their outer sizes with the model."""
     n_experts = model.metadata.get(f"{model.architecture}.expert_count", "0")
-    for name, a, b in contents.pairs():
+    for name, a, b in _pairs(header):
         n_rank = a.sizes[0 if name.endswith(_EMBEDDING) else 1]
         n_deep = n_experts if "exps." in name else "1"
         depths = {str(a.sizes[2]), str(b.sizes[2]), n_deep}
@@ -309,11 +227,11 @@ def _sizes(contents: _Contents, model: LlamaModel) -> Iterator[str]:
             )
 
 
-def _uses(contents: _Contents, model: LlamaModel) -> Iterator[str]:
+def _uses(header: Header, model: LlamaModel) -> Iterator[str]:
     """Source: llama-graph.cpp, build_lora_mm, which takes an embedding's adapter the wrong way round where the output
     has the embedding's weights, and build_ffn, which asserts that NVFP4 is not adapted.
     """
-    adapted = {name for name, _, _ in contents.pairs()}
+    adapted = {name for name, _, _ in _pairs(header)}
     if _EMBEDDING in adapted and not _has_own_output(Path(model.name)):
         yield f"adapts {_EMBEDDING}, which is also the output of {model.name}: llama.cpp cannot compute that"
     if model.file_type == "nvfp4" and any(".ffn_" in name for name in adapted):
@@ -323,14 +241,13 @@ def _uses(contents: _Contents, model: LlamaModel) -> Iterator[str]:
 def _has_own_output(path: Path) -> bool:
     """Return whether a model's output surely is not its embedding: False too where its file cannot be seen."""
     try:
-        with _opened(path) as cursor:
-            contents = _read(cursor)
-    except (OSError, ValueError, DamagedError):
+        header = read_header(path, _CONVERT)
+    except DamagedError:
         return False
-    return contents is not None and "output.weight" in contents.tensors
+    return header is not None and "output.weight" in header.tensors
 
 
-_RULES: tuple[Callable[[_Contents, LlamaModel], Iterator[str]], ...] = (
+_RULES: tuple[Callable[[Header, LlamaModel], Iterator[str]], ...] = (
     _metadata,
     _weights,
     _sizes,

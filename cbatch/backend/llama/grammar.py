@@ -1,25 +1,22 @@
-"""Structured output: grammars compiled by llguidance, and the masks of tokens that they allow next."""
+"""Structured output: grammars compiled by llguidance, each tried in a process of its own first."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import re
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.grammar_matchers import Constraint, problem_of, readable_problem
 from cbatch.backend.llama.grammar_sandbox import GrammarSandbox
-from cbatch.backend.llama.schema_numbers import find_bad_number
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, GrammarStep, Slot
 from cbatch.errors import GrammarError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Iterator
 
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.vocab import LlamaVocab
@@ -49,23 +46,8 @@ _N_PLAIN_PARTS = 250
 _N_PLAIN_CROSSED = 3
 """Characters, lines or keys, and patterns up to which a grammar is compiled where none can be tried first."""
 
-_N_TEAM_MIN = 4
-"""Threads from which on masks are computed by several: with two, of which the decoder's other one spins on for a while,
-it took as long or longer. Measured with 16 rows of 152,000 tokens, and of 1,500."""
-
 _SPECIAL = b"\xff"
 """Before a token's text: it is no text, and a grammar means it by name alone. Source: llguidance, toktrie."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """A compiled grammar; opaque to all but this module."""
-
-    matcher: Any
-    """At its beginning; never moved, only copied."""
-    n_words: int
-    """Of 32 tokens each in a mask."""
-    end_tokens: tuple[int, ...]
 
 
 class LlamaGrammars:
@@ -73,13 +55,13 @@ class LlamaGrammars:
 
     def __init__(self, model: LlamaModel) -> None:
         self._model = model
-        self._trial = GrammarSandbox(_LIMITS)
+        self._sandbox = GrammarSandbox(_LIMITS)
         self._tokenizer: Any = None
 
     def compile(self, grammar: Grammar) -> Constraint:
         """Compile a grammar; see `Grammars.compile`. It is tried in a process of its own first."""
         source = _source(grammar)
-        self._trial.start()
+        self._sandbox.start()
         with self._model.busy:  # which is not freed meanwhile
             if self._tokenizer is None:
                 self._tokenizer = make_tokenizer(self._model)
@@ -87,12 +69,12 @@ class LlamaGrammars:
         return self._compile(grammar, source)
 
     def _try(self, grammar: Grammar, source: str) -> None:
-        problem = self._trial.find_problem(_of_bytes(source))
-        if self._trial.problem and is_suspicious(grammar):
-            why = f"that cannot be done here: {self._trial.problem}"
+        problem = self._sandbox.find_problem(_of_bytes(source))
+        if self._sandbox.problem and is_suspicious(grammar):
+            why = f"that cannot be done here: {self._sandbox.problem}"
             problem = f"it must be tried in a process of its own first, and {why}"
         if problem:
-            raise GrammarError(grammar.kind, _readable(problem))
+            raise GrammarError(grammar.kind, readable_problem(problem))
 
     def _compile(self, grammar: Grammar, source: str) -> Constraint:
         import llguidance  # slow to import
@@ -110,7 +92,7 @@ class LlamaGrammars:
     def close(self) -> None:
         """Let go of the tokenizer. Before the model is closed; nothing may be compiled or followed afterwards."""
         self._tokenizer = None
-        self._trial.close()
+        self._sandbox.close()
 
 
 def make_tokenizer(model: LlamaModel) -> Any:
@@ -224,150 +206,65 @@ def _try_first_mask(grammar: Grammar, constraint: Constraint) -> None:
         raise GrammarError(grammar.kind, "no text matches it that these tokens can write")
 
 
-def problem_of(matcher: Any) -> str:
-    """Return what a matcher says is wrong."""
-    return _readable(str(matcher.get_error()))
+# ---- numbers in schemas: llguidance reads all of them as 64-bit floats ----
+
+_LEAST = -(2**63) + 1024
+"""The next float below is -2^63: llguidance 1.9.1 overflows its stack by that one. Measured."""
+_MOST = 2**63 - 1
+"""Read as 2^63 and cut to what it was; any other number that is no float becomes another number."""
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NOTES = ("default", "examples", "example", "title", "description", "$comment")
+"""Keys whose values say nothing about what is allowed, but for properties of such names, which are objects."""
+
+_EMBEDDED = re.compile(r"%json\s*")
 
 
-def _readable(message: str) -> str:
-    """Return a matcher's message without the dump of its state."""
-    said = re.split(r"\n<(?:state|non-verbose|backtrace)", message)[0].strip()
-    return "nothing matches it" if said.startswith("NoExtension") else said
+def find_bad_number(grammar: Grammar) -> str:
+    """Return why a number in a grammar's schemas cannot be followed; empty where all can.
+
+    Raises:
+        ValueError, RecursionError: a schema is no JSON.
+    """
+    for schema in _schemas(grammar):
+        for key, number in _numbers(schema):
+            if not _is_exact(key, number):
+                return (
+                    f"the number {_shown(number)} ({key}) cannot be followed exactly: integers and bounds go from "
+                    f"{_LEAST} to {_MOST}, and beyond 2^53 there are only those that a 64-bit float holds; "
+                    "ask for a string with a pattern"
+                )
+    return ""
 
 
-# ---- following it ----
+def _schemas(grammar: Grammar) -> Iterator[Any]:
+    if grammar.kind == "json_schema":
+        yield json.loads(grammar.text)
+    elif grammar.kind in ("lark", "tool_choice"):
+        for place in _EMBEDDED.finditer(grammar.text):
+            with suppress(ValueError):  # in a text or a comment; else the compiler says so
+                yield json.JSONDecoder().raw_decode(grammar.text, place.end())[0]
 
 
-@dataclass(eq=False, slots=True)
-class _Row:
-    """The matcher of one slot."""
-
-    matcher: Any
-    banned: NDArray[np.uint32] | None
-    """Bits of end tokens that are not to be sampled."""
-    forces: bool = True
-    """Whether tokens that must follow are not sampled: they have no log-probabilities then."""
-    problem: str = ""
-
-
-class GrammarMatchers:
-    """The matchers of all slots: what each may sample next, and what follows from what it sampled. Owner thread."""
-
-    def __init__(self, n_slots: int, n_threads: int) -> None:
-        self._n_slots, self._n_threads = n_slots, n_threads
-        self._rows: dict[Slot, _Row] = {}
-        self._masks = np.zeros((n_slots, 0), np.uint32)
-        self._executor: Any = None
-        self._filler: ThreadPoolExecutor | None = None
-
-    def bind(self, binding: Binding) -> None:
-        """Have a slot follow its constraint from the output so far on; without one, anything."""
-        self._rows.pop(binding.slot, None)
-        constraint = binding.constraint
-        if not isinstance(constraint, Constraint):
-            return
-        if self._masks.shape[1] != constraint.n_words:
-            self._masks = np.zeros((self._n_slots, constraint.n_words), np.uint32)
-        forces = binding.n_logprobs is None
-        row = _Row(constraint.matcher.deep_copy(), _banned(constraint, binding), forces=forces)
-        if binding.output and not row.matcher.consume_tokens(list(binding.output)):
-            row.problem = problem_of(row.matcher)
-        self._rows[binding.slot] = row
-
-    def masks(self, chunks: Sequence[Chunk]) -> list[NDArray[np.uint32] | None] | None:
-        """Return the memory of the masks, one a chunk, to be written by `fill`; None where no chunk wants one."""
-        if not self._guided(chunks):
-            return None
-        return [
-            self._masks[c.slot] if c.has_output and c.slot in self._rows else None for c in chunks
-        ]
-
-    def fill(self, chunks: Sequence[Chunk]) -> None:
-        """Write the masks of chunks. Raises nothing: a row that cannot be followed has its problem noted."""
-        rows = [(slot, row) for slot, row in self._guided(chunks) if not row.problem]
-        self._compute(rows)
-        for slot, row in rows:
-            if row.matcher.is_error():
-                row.problem = problem_of(row.matcher)
-            elif row.banned is not None:
-                self._masks[slot] &= ~row.banned
-
-    def fill_meanwhile(self, chunks: Sequence[Chunk]) -> Callable[[], object]:
-        """Do as `fill` does in another thread; return what waits for it. One at a time."""
-        if self._filler is None:
-            self._filler = ThreadPoolExecutor(1, "cbatch-masks")
-        return self._filler.submit(self.fill, chunks).result
-
-    def follow(
-        self, chunks: Sequence[Chunk], tokens: Sequence[list[int]]
-    ) -> tuple[list[list[int]], dict[Slot, GrammarStep]]:
-        """Take what was sampled; return it, broken where it breaks a constraint, and what follows from it."""
-        sampled = {c.slot: row for c, row in zip(chunks, tokens, strict=True)}
-        guided: dict[Slot, GrammarStep] = {}
-        for slot, row in self._guided(chunks):
-            guidance = _after(row, sampled[slot][-1])
-            if guidance.problem:
-                sampled[slot] = [BROKEN_ROW]
-            if guidance != _NOTHING:
-                guided[slot] = guidance
-        return list(sampled.values()), guided
-
-    def close(self) -> None:
-        """Let go of all matchers."""
-        self._rows.clear()
-        self._executor = None
-        if self._filler is not None:
-            self._filler.shutdown()
-            self._filler = None
-
-    def _guided(self, chunks: Sequence[Chunk]) -> list[tuple[Slot, _Row]]:
-        if not self._rows:
-            return []
-        slots = (c.slot for c in chunks if c.has_output)
-        return [(slot, self._rows[slot]) for slot in slots if slot in self._rows]
-
-    def _compute(self, rows: Sequence[tuple[Slot, _Row]]) -> None:
-        masks = self._masks
-        n_bytes = masks.strides[0]
-        if len(rows) > 1 and self._n_threads >= _N_TEAM_MIN:
-            jobs = [(row.matcher, int(slot)) for slot, row in rows]
-            self._team().unsafe_compute_mask_ptr(jobs, masks.ctypes.data, n_bytes, len(masks))
-            return
-        for slot, row in rows:
-            row.matcher.unsafe_compute_mask_ptr(masks.ctypes.data + slot * n_bytes, n_bytes)
-
-    def _team(self) -> Any:
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(self._n_threads)
-        return self._executor
+def _numbers(schema: Any) -> Iterator[tuple[str, int | float]]:
+    """Yield numbers that say what is allowed, each with the key that it stands under."""
+    todo: list[tuple[str, Any]] = [("schema", schema)]
+    while todo:
+        key, value = todo.pop()
+        if isinstance(value, dict):
+            todo += [(k, v) for k, v in value.items() if k not in _NOTES or isinstance(v, dict)]
+        elif isinstance(value, list):
+            todo += [(key, v) for v in value]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value
 
 
-_NOTHING = GrammarStep()
+def _is_exact(key: str, number: float) -> bool:
+    if isinstance(number, float) and key not in _BOUNDS:
+        return True
+    return number == _MOST or (_LEAST <= number <= _MOST and float(number) == number)
 
 
-def _banned(constraint: Constraint, binding: Binding) -> NDArray[np.uint32] | None:
-    """Return the bits of end tokens that a sequence does not end at: it ends with its grammar."""
-    ignored = [t for t in constraint.end_tokens if t not in binding.stop_tokens]
-    if not ignored:
-        return None
-    bits = np.zeros(constraint.n_words, np.uint32)
-    for token in ignored:
-        bits[token // 32] |= np.uint32(1 << token % 32)
-    return bits
-
-
-def _after(row: _Row, token: int) -> GrammarStep:
-    """Take a sampled token; return what must follow, and whether that is all."""
-    if not row.problem and token >= 0 and not row.matcher.consume_token(token):
-        row.problem = problem_of(row.matcher)
-    if row.problem:
-        return GrammarStep(problem=row.problem)
-    if token < 0 or row.matcher.is_stopped():
-        return GrammarStep(is_complete=token >= 0)
-    forced: list[int] = row.matcher.compute_ff_tokens() if row.forces else []
-    if forced and not row.matcher.consume_tokens(forced):
-        row.problem = problem_of(row.matcher)
-        return GrammarStep(problem=row.problem)
-    return GrammarStep(tuple(forced), is_complete=bool(row.matcher.is_stopped()))
+def _shown(number: float) -> str:
+    text = str(number)
+    return text if len(text) <= 40 else f"{text[:30]}… of {len(text)} digits"

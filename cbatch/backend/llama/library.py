@@ -1,17 +1,23 @@
-"""The native library: found, loaded and checked against llama-cpp-python."""
+"""The native library: found, loaded, checked against llama-cpp-python, and given the functions that it calls."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.resources
 import os
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.structs import NativeApi
 from cbatch.backend.threads import once
 from cbatch.errors import IncompatibleLlamaError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ABI_VERSION = 5
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
@@ -34,12 +40,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 6],
     ),
     "cbatch_stepper_interrupt": (None, [_pointer]),
-    "cbatch_sample_row": (
-        _int,
-        [_pointer, _int, _pointer, _pointer, _int, _int, _pointer, _pointer],
-    ),
-    "cbatch_weights": (_int, [_pointer, _int, ctypes.c_double, _int, _pointer]),
-    "cbatch_philox": (None, [_pointer, _pointer, _pointer]),
     "cbatch_log_init": (_pointer, [_int]),
     "cbatch_log_free": (None, [_pointer]),
     "cbatch_log_set_debug": (None, [_pointer, _int]),
@@ -140,3 +140,61 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version"
+
+
+# ---- what the library calls ----
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaApi:
+    """The llama.cpp functions that a stepper calls, as ctypes functions; tests give their own."""
+
+    decode: Any
+    get_logits_ith: Any
+    gomp_parallel: int | None = None
+    """Address of `GOMP_parallel` in the OpenMP runtime that ggml computes with, if it does."""
+
+    @classmethod
+    def of_llama_cpp(cls) -> LlamaApi:
+        """Return the functions of the installed llama-cpp-python."""
+        return cls(llama_cpp.llama_decode, llama_cpp.llama_get_logits_ith, _gomp_parallel())
+
+    def table(self) -> NativeApi:
+        """Return the addresses as the native library takes them; valid while `self` lives."""
+        return NativeApi(
+            size=ctypes.sizeof(NativeApi),
+            abi=ABI_VERSION,
+            decode=ctypes.cast(self.decode, ctypes.c_void_p),
+            get_logits_ith=ctypes.cast(self.get_logits_ith, ctypes.c_void_p),
+            gomp_parallel=self.gomp_parallel,
+        )
+
+
+def _gomp_parallel() -> int | None:
+    """Return the address of ggml's own `GOMP_parallel`: another runtime has other threads."""
+    for lib in _ggml_handles():
+        function = getattr(lib, "GOMP_parallel", None)
+        if function is not None:
+            return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+def _ggml_handles() -> Iterator[Any]:
+    """Yield handles among whose dependencies ggml's OpenMP is.
+
+    libllama is one, unless ggml loads its CPU backends by itself; then the backend is.
+    """
+    yield llama_cpp.llama_cpp._lib
+    for path in _loaded_files("libggml-cpu"):
+        with contextlib.suppress(OSError):
+            yield ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+
+
+def _loaded_files(prefix: str) -> list[str]:
+    """Return the mapped files whose name begins with `prefix`; none where there is no /proc."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            paths = [line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line]
+    except OSError:
+        return []
+    return [p for p in dict.fromkeys(paths) if os.path.basename(p).startswith(prefix)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import threading
 import weakref
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.backend.llama.vocab import LlamaVocab
-from cbatch.backend.load.gguf_check import Cursor, DamagedError, read_header
 from cbatch.errors import ConfigError, EngineClosedError
 from cbatch.options import RunOptions
 
@@ -33,7 +32,6 @@ _SAMPLING_KEYS = {
     "repeat_penalty": "general.sampling.penalty_repeat",
     "repeat_last_n": "general.sampling.penalty_last_n",
 }
-_N_MAGIC = 8  # bytes of a GGUF before its counts: its name and version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +155,10 @@ class LlamaModel:
     def integers(self) -> Mapping[str, tuple[int, ...]]:
         """The file's arrays of whole numbers, which llama.cpp reads and does not show; empty without the file."""
         try:
-            return _read_integers(Path(self.name))
-        except (OSError, ValueError, DamagedError):
+            header = read_header(Path(self.name), "")
+        except DamagedError:
             return {}
+        return {} if header is None else header.integers
 
     def give_up(self) -> None:
         """Let go of a borrowed model, for its owner frees it: those that compute with it end their run first."""
@@ -190,11 +189,6 @@ def read_metadata(pointer: Any) -> dict[str, str]:
         )
         for i in range(llama_cpp.llama_model_meta_count(pointer))
     }
-
-
-def _read_integers(path: Path) -> Mapping[str, tuple[int, ...]]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return read_header(Cursor(data, at=_N_MAGIC)).integers
 
 
 def _read_text(read: Callable[..., int], *args: Any) -> str:

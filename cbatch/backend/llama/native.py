@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.backend.llama.library import library
-from cbatch.backend.llama.llama_api import LlamaApi
+from cbatch.backend.llama.library import LlamaApi, library
 from cbatch.backend.llama.structs import (
     NativeLogprobs,
     NativeReport,
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Masks: TypeAlias = "Sequence[NDArray[np.uint32] | None] | NDArray[np.uint32]"
-
-_NO_TOKEN = -2
-"""Source: native/include/cbatch.h, CBATCH_NO_TOKEN."""
 
 ISA_BEST = -1
 """The best instruction set that build and machine have; 0, 1, 2 are the base, AVX2, AVX-512."""
@@ -316,53 +312,3 @@ class _Scoring:
 
 def _is_mask(mask: Any, n_words: int) -> bool:
     return bool(mask.shape == (n_words,) and mask.dtype == np.uint32 and mask.flags.c_contiguous)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRow:
-    """What became of one row: the token, its log-probabilities if asked for, and the weights it was drawn by."""
-
-    token: int
-    logprobs: TokenLogprobs | None
-    kept: NDArray[np.uint64]
-    """(n_vocab,) uint64, 0 where a token could not have been drawn."""
-
-
-def sample_row(
-    logits: Any,
-    binding: Binding,
-    i_output: int = 0,
-    *,
-    mask: Any = None,
-    isa: int = ISA_BEST,
-) -> SampledRow:
-    """Return what a stepper would make of one row; a broken one has no weights. For tests.
-
-    Args:
-        logits: (n_vocab,) float32 numpy array, contiguous; as before afterwards.
-        binding: how to choose, and what was there.
-        i_output: which output of its sequence the token is, from 0.
-        mask: (n_words,) uint32, or None.
-        isa: instruction set of the code to use.
-
-    Raises:
-        PlanError: a value is out of range, or this machine has not that instruction set.
-    """
-    try:
-        native, _kept = as_native(binding, flat_breakers(binding.sampling.dry_breakers))
-    except (TypeError, OverflowError) as error:
-        raise PlanError(f"{error}: {binding!r}") from error
-    found, kept = NativeLogprobs(), np.zeros(len(logits), np.uint64)
-    token: int = library().cbatch_sample_row(
-        logits.ctypes.data,
-        len(logits),
-        ctypes.byref(native),
-        None if mask is None else mask.ctypes.data,
-        i_output,
-        isa,
-        ctypes.byref(found),
-        kept.ctypes.data,
-    )
-    if token == _NO_TOKEN:
-        raise PlanError(f"cannot sample {len(logits)} logits by {binding!r} with code {isa}")
-    return SampledRow(token, None if binding.n_logprobs is None else as_logprobs(found), kept)

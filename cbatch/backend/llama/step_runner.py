@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.llama.grammar import GrammarMatchers
+from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:

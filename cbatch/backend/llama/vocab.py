@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.chat_template import ChatTemplate
-from cbatch.backend.llama.dry_breakers import BreakerTable
 from cbatch.errors import EngineClosedError, PromptError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cbatch.backend import Message
 
@@ -20,6 +20,11 @@ _MAX_BYTES = 2**31 - 1  # llama_tokenize counts in int32
 # Source: llama-vocab.cpp, token_to_piece: what it leaves out of the text
 _HIDDEN = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _PIECE_BYTES = 64  # most pieces are shorter; a longer one is asked for twice
+_N_TAIL_MAX = 20
+"""Tokens of a sequence behind its first. Source: llama_sampler_init_dry, MAX_SEQ_LEN."""
+
+_N_BREAKERS_KEPT = 64
+"""Sets of strings whose sequences are kept."""
 
 
 class LlamaVocab:
@@ -257,3 +262,43 @@ def _encode(text: str) -> bytes:
     if len(data) > _MAX_BYTES:
         raise PromptError(f"the prompt has {len(data)} bytes, the most is {_MAX_BYTES}")
     return data
+
+
+class BreakerTable:
+    """DRY's sequence breakers: strings as the sequences of tokens in which they can stand. From any thread.
+
+    Source: llama.cpp src/llama-sampler.cpp, get_overlapping_token_sequences and llama_sampler_init_dry.
+    """
+
+    def __init__(
+        self, words: Callable[[], list[bytes]], tokenize: Callable[[bytes], list[int]]
+    ) -> None:
+        """Take what reads every token's text, special ones included, and what tokenizes plain text."""
+        self._read_words, self._tokenize = words, tokenize
+        self._words: list[bytes] | None = None
+        self._known: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
+        self._reading = threading.Lock()
+
+    def find(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return all sequences of tokens for these strings, ascending; the same object for the same strings."""
+        key = tuple(strings)
+        with self._reading:
+            if key not in self._known:
+                while len(self._known) >= _N_BREAKERS_KEPT:
+                    del self._known[next(iter(self._known))]
+                found = (sequence for text in key if text for sequence in self._of(text.encode()))
+                self._known[key] = tuple(sorted(set(found)))
+            return self._known[key]
+
+    def _of(self, text: bytes) -> Iterator[tuple[int, ...]]:
+        """Yield tokens that hold the text, and those that end with a part of it, with the tokens of what is left."""
+        if self._words is None:
+            self._words = self._read_words()
+        tails = {
+            text[:i]: tuple(self._tokenize(text[i:])[:_N_TAIL_MAX]) for i in range(1, len(text))
+        }
+        for token, word in enumerate(self._words):
+            if text in word:
+                yield (token,)
+            else:
+                yield from ((token, *tail) for part, tail in tails.items() if word.endswith(part))
