@@ -937,7 +937,7 @@ def test_option_without_its_key_is_refused(any_way: Place, name: str) -> None:
 
 def test_key_where_memory_cannot_be_saved_is_refused(any_way: Place) -> None:
     engine = any_way.engine(memory=KvCapabilities("partitioned", 1024))
-    with pytest.raises(ConfigError, match="cannot be copied out"):
+    with pytest.raises(ConfigError, match="cannot save this model's memory"):
         engine.submit(item(text_of(9), **READ))
 
 
@@ -948,7 +948,7 @@ def test_key_where_cells_from_disk_could_not_be_checked_is_refused(
     engine = any_way.engine(
         memory=KvCapabilities("partitioned", 1024, can_save=True, can_check=False)
     )
-    with pytest.raises(ConfigError, match=r"cache_key='k': .* layout"):
+    with pytest.raises(ConfigError, match=r"cache_key='k' .* layout"):
         engine.submit(item(text_of(9), **options))
 
 

@@ -365,8 +365,8 @@ def test_stops_are_found_behind_the_window(any_way: Place, by: str) -> None:
 @pytest.mark.parametrize(
     ("memory", "chunk_alignment", "words"),
     [
-        (KvCapabilities("partitioned", 512, can_save=True, can_copy=True), 0, "cannot move"),
-        (KvCapabilities("recurrent", 4, can_trim=False, can_save=True), 0, "cannot move"),
+        (KvCapabilities("partitioned", 512, can_save=True, can_copy=True), 0, "cannot be moved"),
+        (KvCapabilities("recurrent", 4, can_trim=False, can_save=True), 0, "cannot be moved"),
         (KvCapabilities("partitioned", 512, can_shift=True), 16, "exact=True"),
     ],
 )
@@ -374,7 +374,7 @@ def test_memory_that_cannot_move_refuses_and_queues_nothing(
     any_way: Place, memory: KvCapabilities, chunk_alignment: int, words: str
 ) -> None:
     engine = any_way.engine(4, W, memory=memory, chunk_alignment=chunk_alignment)
-    with pytest.raises(ConfigError, match=f"n_discard=32 cannot be had.*{words}"):
+    with pytest.raises(ConfigError, match=f"n_discard=32 cannot be used.*{words}"):
         engine.run([item(text_of(9)), item(text_of(9), n_discard=32)])
     assert engine._loop.routes == {}
     assert any_way.result(engine, text_of(9), n_discard=0).token_ids == expected(text_of(9))

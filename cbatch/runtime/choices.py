@@ -22,12 +22,12 @@ _MARK = "\0"
 
 
 def member_id(id: str, i_choice: int) -> str:
-    """Return what one choice of a request is called inside; no request can be called so."""
+    """Return the id of one choice's sequence; no request can have it."""
     return f"{id}{_MARK}{i_choice}"
 
 
 def display_id(inside: str) -> str:
-    """Return what people read of a sequence: its request's id, `a[1]` for the second choice of `a`."""
+    """Return the id of a sequence as users read it: its request's id, or `a[1]` for the second choice of `a`."""
     id, mark, i_choice = inside.partition(_MARK)
     return f"{id}[{i_choice}]" if mark else id
 
@@ -35,12 +35,12 @@ def display_id(inside: str) -> str:
 class Choices:
     """Stands between the loop and a batch's mailbox for one request with several choices.
 
-    Of `n_choices` answers the `n` with the highest mean log-probability are kept, the best first; where all are
-    kept, in their own order.
+    The `n` of `n_choices` answers with the highest mean log-probability are kept, the best first; where all are kept,
+    they stay in order.
     """
 
     def __init__(self, mailbox: Mailbox, place: int, id: str, options: RunOptions) -> None:
-        """Make one; `place` is the request's in its batch, `id` what its caller knows it by."""
+        """Make one for the request `id` at `place` in its batch."""
         self.mailbox, self.id = mailbox, id
         self._place, self._n = place, options.n or 1
         self._results: list[BatchResult | None] = [None] * options.n_choices
@@ -50,27 +50,27 @@ class Choices:
 
     @property
     def n_kept(self) -> int:
-        """How many answers its result has."""
+        """Answers in the request's result."""
         return self._n
 
     @property
     def member_ids(self) -> list[str]:
-        """What its choices are called inside."""
+        """The ids of the choices' sequences."""
         return [member_id(self.id, i) for i in range(len(self._results))]
 
     def ends_with(self, results: Sequence[tuple[int, BatchResult]]) -> bool:
-        """Whether every choice has ended once these have."""
+        """Whether `results` are those of all choices that have not ended yet."""
         return self._results.count(None) == len(results)
 
     @property
     def is_streamed(self) -> bool:
-        """Whether chunks are wanted as they come: not where it turns out at the end which are kept."""
+        """Whether chunks are wanted as they come; never where only the end tells which choices are kept."""
         return self.mailbox.is_streamed and self._keeps_all
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
-        """Pass on what one step brought, under the request's own id; the result with the last choice. Owner thread."""
+        """Pass on chunks under the request's own id, and one result when the last choice has ended. Owner thread."""
         for i, result in results:
             self._results[i] = self._renamed(result)
         passed = [self._own(chunk) for chunk in chunks]
@@ -97,13 +97,13 @@ class Choices:
         return result.usage.prompt_tokens if self._has_echo else 0
 
     def _with_prompt(self, results: Sequence[BatchResult]) -> list[BatchResult]:
-        """Return the results, each with what the first one says of the prompt."""
+        """Return the results, each with the prompt's log-probabilities, which only the first one has."""
         first, *others = results
         if self._n_prompt_logprobs is None:
             return [*results]
-        return [first, *(self._told(first, other) for other in others)]
+        return [first, *(self._scored(first, other) for other in others)]
 
-    def _told(self, first: BatchResult, other: BatchResult) -> BatchResult:
+    def _scored(self, first: BatchResult, other: BatchResult) -> BatchResult:
         found, n = first.prompt_logprobs, self._n_echoed(first)
         if not found:  # it never ran
             n_unknown = other.usage.prompt_tokens if _has_run(other) else 0
@@ -113,7 +113,7 @@ class Choices:
         return replace(other, prompt_logprobs=found, logprobs=logprobs)
 
     def _rank(self, result: BatchResult) -> tuple[bool, float]:
-        """Order by the answers' mean log-probability, the highest first; what failed comes last."""
+        """Return a sort key: the highest mean log-probability first, failed answers last."""
         answer = (result.logprobs or ())[self._n_echoed(result) :]
         logprobs = [token.logprob for token in answer]
         mean = sum(logprobs) / len(logprobs) if logprobs else -math.inf
@@ -126,7 +126,7 @@ class Choices:
         return replace(result, id=self.id, origin=origin)
 
     def _as_asked(self, request: Request) -> Request:
-        """Return the request of one choice as its caller knows it, for who goes on from it alone."""
+        """Return the request of one choice as its caller made it, for `Engine.extend` from that choice alone."""
         n_logprobs = request.n_logprobs if self._has_logprobs else None  # else they were to rank by
         n_top = self._n_prompt_logprobs
         return replace(request, id=self.id, n_logprobs=n_logprobs, n_prompt_logprobs=n_top)
@@ -137,10 +137,10 @@ class Choices:
     def _joined(
         self, kept: Sequence[BatchResult], all_results: Sequence[BatchResult]
     ) -> BatchResult:
-        """Return one result: the first choice's, or that of one that failed, with all of them in it."""
+        """Return one result with all kept choices in it: the first choice's, or that of one that failed."""
         if not self._has_logprobs:
             kept = [replace(r, logprobs=None) for r in kept]
-        first = _told_of(kept, all_results)
+        first = _leading(kept, all_results)
         usage = Usage(
             max(r.usage.prompt_tokens for r in all_results),
             sum(r.usage.completion_tokens for r in all_results),
@@ -151,10 +151,10 @@ class Choices:
         return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)
 
 
-def _told_of(kept: Sequence[BatchResult], all_results: Sequence[BatchResult]) -> BatchResult:
-    """Return the first of those that are kept, as it tells of all: one that failed, before all others.
+def _leading(kept: Sequence[BatchResult], all_results: Sequence[BatchResult]) -> BatchResult:
+    """Return the first kept result, or one that failed, with the warnings and the end of all choices.
 
-    A request is cancelled, and out of time, with all its choices, so where one of them was, the request was.
+    A request is cancelled, or runs out of time, with all its choices: where one of them was, the request was.
     """
     first = min(kept, key=lambda r: (r.error is None, r.finish_reason != "error"))
     if first.error is not None:
@@ -162,7 +162,9 @@ def _told_of(kept: Sequence[BatchResult], all_results: Sequence[BatchResult]) ->
     failed = [r.error for r in all_results if r.error is not None]
     if failed:
         n, cause = len(all_results), failed[0]
-        said = f"{len(failed)} of {n} answers failed and were left out, one of them so: {cause}"
+        said = (
+            f"{len(failed)} of {n} answers failed and were left out; the first failed with: {cause}"
+        )
         first = replace(first, warnings=(*first.warnings, said))
     for result in all_results:
         if isinstance(result.error, EngineError):
@@ -178,7 +180,7 @@ def _has_run(result: BatchResult) -> bool:
 
 
 def _timings(first: BatchResult, results: Sequence[BatchResult]) -> Timings:
-    """Return the times of several choices: the first's up to the last end, and the rate of that which computed most."""
+    """Return the first choice's times up to the last end, with the rate of the choice that computed most."""
     last_s = [s for r in results if (s := r.timings.last_token_s) is not None]
     computed = [r for r in results if r.timings.prompt_tps is not None]
     most = min(computed, key=lambda r: r.usage.cached_tokens, default=first)
@@ -196,5 +198,5 @@ def _n_cached(results: Sequence[BatchResult]) -> int:
 
 
 def mailbox_of(target: Mailbox | Choices) -> Mailbox:
-    """Return the mailbox of the batch that something is delivered to."""
+    """Return the mailbox of the batch behind a target."""
     return target.mailbox if isinstance(target, Choices) else target

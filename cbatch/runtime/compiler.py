@@ -1,4 +1,4 @@
-"""Grammars and DRY's breakers: compiled for those that wait for them, never by the thread that computes."""
+"""Grammars and DRY breakers: compiled in a thread of their own, for requests that wait for them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     Want = Grammar | Breakers
     Then = Callable[[Want, object], object]
-    """Takes what was wanted and what compiling it brought: a constraint, tokens, or a `GrammarError`."""
+    """Takes what was wanted and the result of compiling it: a constraint, tokens, or a `GrammarError`."""
 
 
 class Compiler:
-    """Compiles in a thread of its own, which starts with the first of them, one after another.
+    """Compiles one after another, in a thread that starts with the first.
 
-    What it brings it hands to `post`, which has it done by the owner thread between two runs.
+    Results go to `post`, which has them handled by the owner thread between two runs.
     """
 
     def __init__(self, backend: Backend, post: Post, *, is_threaded: bool) -> None:
@@ -34,7 +34,7 @@ class Compiler:
         self._is_closed = False
 
     def compile(self, want: Want, then: Then) -> None:
-        """Compile something, then have `then` called with what came of it."""
+        """Compile something, then have `then` called with the result."""
 
         def post(found: Future[object]) -> None:
             if not found.cancelled():
@@ -43,7 +43,7 @@ class Compiler:
         self.ask(want).add_done_callback(post)
 
     def ask(self, want: Want) -> Future[object]:
-        """Compile something; return where any thread may wait for what comes of it, cancelled where that is closed."""
+        """Compile something; return a future of the result, cancelled where the compiler is closed."""
         found: Future[object] = Future()
         if self._is_closed:
             found.cancel()
@@ -60,7 +60,7 @@ class Compiler:
             self._thread.start()
 
     def close(self) -> None:
-        """Return when the one in hand is done; those behind it are not begun, nor what is asked for afterwards."""
+        """Return when the current compilation is done; the others are cancelled, as are later ones."""
         self._is_closed = True
         if self._thread is not None:
             self._work.put(None)

@@ -1,4 +1,4 @@
-"""Ids of requests: none comes back, and one that is handed out means one request for ever."""
+"""Ids of requests: an automatic id is never used again, and a handed-out id means one request for ever."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class RequestId(str):
     """The id of one request, as text like any other.
 
-    Each request has an object of its own: by it one that has ended is told from a later one with the same id. A copy
-    is the object itself; what is pickled, encoded or cut is the text alone.
+    Each request has an id object of its own, which tells it from a later request with an equal id. A copy is the
+    object itself; a pickled, encoded or sliced id is text alone.
     """
 
     __slots__ = ()
@@ -29,17 +29,17 @@ class RequestId(str):
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
-        """Be the text alone in another process, where no request is meant by it."""
+        """Be text alone in another process."""
         return str, (str(self),)
 
 
 def own_id(text: str) -> RequestId:
-    """Return the id of a new request that its caller calls so; the text of an earlier one may come again."""
+    """Return the id of a new request with a text that its caller chose, and that earlier requests may have had."""
     return RequestId(str.__str__(text))  # an enumeration shows as another text than it is equal to
 
 
 def is_meant(id: Any, request_id: str) -> bool:
-    """Whether a caller's id means the request that bears an equal one now: text does, another request's does not."""
+    """Whether a caller's id means the request that has an equal one now: text does, another request's id does not."""
     return id is request_id or not isinstance(id, RequestId)
 
 
@@ -47,7 +47,7 @@ def check_own(ids: Sequence[str | None], taken: Container[str]) -> set[str]:
     """Return the ids that callers gave.
 
     Raises:
-        DuplicateIdError: one stands twice or is in `taken`.
+        DuplicateIdError: an id occurs twice or is in `taken`.
     """
     seen: set[str] = set()
     for id in ids:
@@ -62,26 +62,26 @@ def check_own(ids: Sequence[str | None], taken: Container[str]) -> set[str]:
 class Ids:
     """Gives the requests of one engine their ids; from one thread at a time.
 
-    Every request counts, so those of a first batch are called by their places.
+    Every request takes a number, so automatic ids of a first batch are its places.
     """
 
     def __init__(self) -> None:
         self._numbers = count()
 
     def automatic(self, *taken: Container[str]) -> RequestId:
-        """Return a number that no request of this engine was given before, and that is in none of `taken`."""
+        """Return a number that no request of this engine has had and that is in none of `taken`."""
         names = map(str, self._numbers)
         return RequestId(next(n for n in names if not any(n in ids for ids in taken)))
 
     def of_batch(self, own: Sequence[str | None], taken: Container[str]) -> list[RequestId]:
-        """Return the ids of a batch: their own, else automatic ones.
+        """Return the ids of a batch: chosen or automatic ones.
 
         Args:
-            own: what callers call them; None where they do not.
+            own: ids that callers chose; None for an automatic one.
             taken: the ids in flight in this engine.
 
         Raises:
-            DuplicateIdError: a given id stands twice in the batch or is in flight.
+            DuplicateIdError: a chosen id occurs twice in the batch or is in flight.
         """
         given = check_own(own, taken)
         return [self._of(id, given, taken) for id in own]

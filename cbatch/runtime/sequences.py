@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 UNNAMED = "-"
-"""What errors call a request that is looked at and not run."""
+"""The id of a request that is checked and not run, in errors."""
 
 
 class OptionsMerger:
-    """Options put over others, with the last answer kept: many say the same one after the other. From any thread."""
+    """Puts options over others and keeps the last answer, for many requests have equal options. From any thread."""
 
     def __init__(self) -> None:
         self._last = (RunOptions(),) * 3
 
     def over(self, own: RunOptions, others: RunOptions) -> RunOptions:
-        """Return `own` where they say something and `others` where they do not: the same object for the same ones."""
+        """Return `own` completed by `others`: the same object for the same options."""
         last_own, last_others, settled = self._last
         if last_others is not others or last_own != own:
             settled = own.over(others)
@@ -49,13 +49,13 @@ class OptionsMerger:
 
 
 class SequenceMaker:
-    """Makes sequences of prompts, settled and checked; from one thread at a time."""
+    """Makes sequences from prompts, with merged and checked options; from one thread at a time."""
 
     def __init__(
         self, backend: Backend, batcher: MultiRequestBatcher, schedule: ScheduleOptions
     ) -> None:
         self.owner = secrets.token_hex(8)
-        """The mark of an engine."""
+        """The mark of the engine, by which its results are known."""
         self._backend, self._batcher, self._schedule = backend, batcher, schedule
         self._chats = ChatFormat(backend.vocab)
         self._settled = OptionsMerger()
@@ -70,10 +70,10 @@ class SequenceMaker:
         *,
         name: str = "",
     ) -> list[SequenceDriver]:
-        """Return the sequences of a prompt that is called `id`: one for each choice; `name` is for errors.
+        """Return the sequences of a prompt with the id `id`, one for each choice; errors name the prompt `name`.
 
         Raises:
-            ConfigError: options that this engine, or this prompt, cannot have.
+            ConfigError: options that do not fit this engine or this prompt.
         """
         try:
             options = self._settled.over(RunOptions.of(item.options), run_options)
@@ -98,18 +98,17 @@ class SequenceMaker:
         driver = SequenceDriver.of(request, piece, now, reader)
         self._warn(driver)
         if self._schedule.policy == "shortest":
-            self._batcher.prompts.prepare(
-                driver
-            )  # here, for the thread that computes must not wait
+            # here, for the owner thread must not wait
+            self._batcher.prompts.prepare(driver)
         return driver
 
     def count_tokens(self, item: BatchPrompt, run_options: RunOptions) -> int:
-        """Return how many tokens a prompt has; from any thread. Raises as `tokenize` does."""
+        """Return how many tokens a prompt has. From any thread; raises as `tokenize` does."""
         options = self._settled.over(RunOptions.of(item.options), run_options)
         return len(tokenize(self._backend.vocab, item, options))
 
     def checked(self, item: BatchPrompt, run_options: RunOptions) -> SequenceDriver:
-        """Return the first sequence of a prompt, which has tokens that fit. Raises what would end it for its prompt."""
+        """Return the first sequence of a prompt, with its tokens. Raises as a run of the prompt would end."""
         driver, *_ = self.of_prompt(item, UNNAMED, run_options, 0.0, math.inf)
         self._batcher.prompts.prepare(driver)
         if driver.refusal is not None:
@@ -144,11 +143,11 @@ class SequenceMaker:
         )
 
     def _warn(self, driver: SequenceDriver) -> None:
-        """Say what will have no effect: cells for nobody, a variable that the chat template never names."""
+        """Warn of options without effect: cells that nothing can use, a variable that the chat template never names."""
         options, chunk_alignment = driver.request.options, self._backend.chunk_alignment
         if options.prefill_only and driver.own_alignment(chunk_alignment) != chunk_alignment:
             driver.warnings.append(
-                "prefill_only leaves no cells: a scored prompt is not computed in pieces of "
+                "prefill_only leaves no cells for other requests: a scored prompt is not computed in chunks of "
                 f"{chunk_alignment}"
             )
         template = self._backend.vocab.template
@@ -160,16 +159,16 @@ class SequenceMaker:
 
 
 def _choice(request: Request, i: int) -> Request:
-    """Return a request for one of several choices: each has a seed of its own, the first that of the request."""
+    """Return a request for one of several choices: each has its own seed, the first one the request's."""
     sampling = replace(request.sampling, seed=(request.sampling.seed + i) % (MAX_SEED + 1))
-    # the prompt is scored once, and told to all by `Choices`
+    # the prompt is scored once; `Choices` copies the scores to the others
     n_top = request.n_prompt_logprobs if i == 0 else None
     id = member_id(request.id, i)
     return replace(request, id=id, sampling=sampling, n_prompt_logprobs=n_top)
 
 
 def extended(origin: Origin, id: str, result: BatchResult, n_tokens: int, now: float) -> Request:
-    """Return a request for up to `n_tokens` more, submitted `now`, that goes on from the result of another."""
+    """Return a request for up to `n_tokens` more after a result, submitted `now`."""
     old = origin.request
     n_echoed = origin.usage.prompt_tokens if old.options.echo else 0
     output = origin.token_ids[n_echoed:]
@@ -185,11 +184,13 @@ def extended(origin: Origin, id: str, result: BatchResult, n_tokens: int, now: f
 
 
 def _with_prompt(request: Request, result: BatchResult) -> Request:
-    """Return a request with what its result says of the prompt, where that is all of it."""
+    """Return a request with the prompt's log-probabilities of its result, where these are complete."""
     found = result.prompt_logprobs or ()
     if len(found) != result.usage.prompt_tokens or None in found[1:]:
         return request
-    if request.options.prompt_logprobs != request.options.n_prompt_logprobs:  # the echo has more
+    if (
+        request.options.prompt_logprobs != request.options.n_prompt_logprobs
+    ):  # the echo has more alternatives
         found = (None, *(result.logprobs or ())[1 : len(found)])
     return replace(request, n_prompt_logprobs=None, prompt_logprobs=found)
 

@@ -1,4 +1,4 @@
-"""What an engine refuses before it takes a request in."""
+"""Checks of requests before they are queued: options, chats, results to extend."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from cbatch.options import RunOptions
 
 EXTENSIBLE = ("length", "cancelled", "timeout")
-"""How a result may have ended that there is something to go on from."""
+"""Finish reasons after which an answer can be continued."""
 
 
 def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions) -> None:
-    """Refuse options that this engine cannot do.
+    """Check that an engine supports the options.
 
     Raises:
-        ConfigError: one that its model, its memory or its schedule does not have.
+        ConfigError: its model, memory or schedule does not support one.
     """
     _check_tokens(options, backend.vocab.n_vocab)
     if options.priority is not None and schedule.policy != "priority":
@@ -43,10 +43,10 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
 
 
 def check_adapters(options: RunOptions, backend: Backend) -> None:
-    """Refuse adapters that are not loaded.
+    """Check that the adapters are loaded.
 
     Raises:
-        ConfigError: it names those that are.
+        ConfigError: one is not; the message names the loaded ones.
     """
     for name in options.adapter or ():  # also those of scale 0
         if name not in backend.adapters:
@@ -68,12 +68,12 @@ def _check_key(options: RunOptions, memory: KvCapabilities) -> None:
         return
     if not memory.can_save:
         raise ConfigError(
-            f"cache_key={options.cache_key!r}: this model's memory cannot be copied out"
+            f"cache_key={options.cache_key!r} cannot be used: llama.cpp cannot save this model's memory"
         )
     if not memory.can_check:
         raise ConfigError(
-            f"cache_key={options.cache_key!r}: this version does not know the layout of this model's memory, and could "
-            "not check what it reads"
+            f"cache_key={options.cache_key!r} cannot be used: this version of cbatch does not know the layout of this "
+            "model's memory and could not check saved cells"
         )
 
 
@@ -82,50 +82,49 @@ def _check_window(options: RunOptions, backend: Backend) -> None:
         raise ConfigError(f"n_keep={options.n_keep} has no effect without n_discard")
     if not options.n_discard or (backend.memory.can_shift and not backend.chunk_alignment):
         return
-    refused = f"n_discard={options.n_discard} cannot be had with "
+    refused = f"n_discard={options.n_discard} cannot be used with "
     if backend.memory.can_shift:
-        raise ConfigError(f"{refused}exact=True: what is moved is not what would be computed")
-    raise ConfigError(f"{refused}this model's memory, which cannot move")
+        raise ConfigError(f"{refused}exact=True: moved cells differ from computed ones")
+    raise ConfigError(f"{refused}this model: its cells cannot be moved")
 
 
 def _check_scoring(options: RunOptions, backend: Backend) -> None:
-    """Refuse cells from disk for a prompt that is scored, and such cells for others where they would be other bits.
+    """Check a scored prompt's use of the cache: it needs every token computed, and may differ in bits from others.
 
     Raises:
-        ConfigError: `cache_required`, or `save_cache` with `exact=True`.
+        ConfigError: `cache_required`, or `save_cache` with `exact=True` and a larger `n_ubatch`.
     """
     if options.n_prompt_logprobs is None:
         return
     if options.cache_required:
         raise ConfigError(
-            "cache_required cannot be had with prompt_logprobs or echoed logprobs, for which all of the prompt is "
-            "computed: leave it out"
+            "cache_required cannot be used with prompt_logprobs or echoed logprobs, which need the whole prompt to be "
+            "computed: leave cache_required out"
         )
     if options.save_cache and backend.chunk_alignment > N_TARGETS_MAX:
         raise ConfigError(
             f"save_cache with prompt_logprobs or echoed logprobs and exact=True needs n_ubatch={N_TARGETS_MAX} or "
-            f"less, not {backend.chunk_alignment}: save the cells by a request of its own"
+            f"less, not {backend.chunk_alignment}: save the cells with a separate request"
         )
 
 
 def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
-    """Refuse options for a chat where there is none, or where its template would ignore them.
+    """Check options that depend on whether the prompt is a chat.
 
     Raises:
-        ConfigError: `tools` or `chat_template_kwargs` for a prompt without messages, `echo` for one with them; a choice
-            of no tools.
-        UnsupportedOptionError: a template without tools.
+        ConfigError: `tools` or `chat_template_kwargs` for a prompt without messages, or `echo` for one with messages.
+        UnsupportedOptionError: `tools` with a chat template that does not support them.
     """
     if options.echo and prompt.messages is not None:
         raise ConfigError(
-            "echo is for raw prompts and tokens, and this is a chat, whose prompt is what the template makes of it: "
-            "leave echo out; prompt_logprobs tells of each token of the prompt"
+            "echo is for prompts of text or tokens, but this prompt has messages: leave echo out; prompt_logprobs "
+            "gives the log-probability of each prompt token"
         )
     tools = options.offered_tools
     for name in ("tools", "chat_template_kwargs"):
         if getattr(options, name) and prompt.messages is None:
             raise ConfigError(
-                f"{name} is for the chat template, and this prompt has no messages: give messages, "
+                f"{name} is for the chat template, but this prompt has no messages: give messages, "
                 f"or {name}={'[]' if name == 'tools' else '{}'} with the prompt"
             )
     if tools and vocab.tool_refusal:
@@ -133,10 +132,10 @@ def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
 
 
 def origin_of(result: BatchResult, owner: str) -> Origin:
-    """Return where a result comes from that an engine is asked to extend; `owner` is that engine's mark.
+    """Return the origin of a result that is to be extended by the engine with the mark `owner`.
 
     Raises:
-        ConfigError: it is not of this engine, no one answer, or not as the engine returned it.
+        ConfigError: the result is another engine's, has several choices, or was altered.
     """
     if not is_a(result, BatchResult):
         raise ConfigError(f"extend takes a BatchResult, not {type(result).__name__}")
@@ -146,16 +145,16 @@ def origin_of(result: BatchResult, owner: str) -> Origin:
         )
     origin = result.origin
     if not isinstance(origin, Origin) or origin.request.owner != owner:
-        raise ConfigError(f"result {result.id!r} is not of this engine: it cannot be extended")
+        raise ConfigError(f"result {result.id!r} is not from this engine: it cannot be extended")
     for name in _altered(result, origin):
         raise ConfigError(
-            f"result {result.id!r} has another {name} than the engine gave it: extend a result as it was returned"
+            f"{name} of result {result.id!r} was changed: extend a result as the engine returned it"
         )
     return origin
 
 
 def _altered(result: BatchResult, origin: Origin) -> Iterator[str]:
-    """Yield the fields that a request would go on from and that are not as they were."""
+    """Yield the names of fields that a continuation needs and that were changed."""
     for name in ("token_ids", "finish_reason", "usage"):
         found, given = getattr(result, name), getattr(origin, name)
         if type(found) is not type(given) or found != given:
@@ -169,7 +168,7 @@ def _altered(result: BatchResult, origin: Origin) -> Iterator[str]:
 
 
 def _are_logprobs(found: object, n_tokens: int, *, is_asked: bool = True) -> bool:
-    """Whether these are log-probabilities of so many tokens; none are where none was asked for."""
+    """Whether `found` are log-probabilities of `n_tokens` tokens, or None where they were not asked for."""
     if found is None:
         return not is_asked
     if not isinstance(found, tuple) or len(found) != n_tokens:
@@ -180,26 +179,26 @@ def _are_logprobs(found: object, n_tokens: int, *, is_asked: bool = True) -> boo
 
 
 def check_extension(result: BatchResult, n_tokens: int) -> int:
-    """Return the number of tokens to go on for; refuse to go on from what has ended by itself.
+    """Return the number of tokens to add to a result.
 
     Raises:
-        ConfigError: `n_tokens` is no number of tokens, or the result has an end.
+        ConfigError: `n_tokens` is not a number of tokens, or the answer is complete or cannot be continued.
     """
     n_more = int_of(n_tokens)
     if n_more is None or not 1 <= n_more <= MAX_INT:
         raise ConfigError(f"extend takes a number of tokens, 1 … {MAX_INT}, not {shown(n_tokens)}")
     if result.error is not None:
         raise ConfigError(
-            f"result {result.id!r} ended by {result.finish_reason!r} with an error, which leaves nothing to go on "
-            f"from: {result.error}"
+            f"result {result.id!r} ended by {result.finish_reason!r} with an error and cannot be extended: "
+            f"{result.error}"
         )
     if result.finish_reason not in EXTENSIBLE:
         raise ConfigError(
-            f"result {result.id!r} ended by {result.finish_reason!r}: only "
-            f"{', '.join(EXTENSIBLE)} leave something to go on from"
+            f"result {result.id!r} ended by {result.finish_reason!r}: only results that ended by "
+            f"{', '.join(EXTENSIBLE)} can be extended"
         )
     if result.usage.context_shifts:
         raise ConfigError(
-            f"result {result.id!r} had tokens taken out of its window: what it was computed from is gone"
+            f"result {result.id!r} had tokens taken out of its window and cannot be extended"
         )
     return n_more

@@ -282,7 +282,10 @@ def test_best_of_candidates_that_never_ran_leave_the_best_of_the_others(timed: E
     result = timed.submit("a b c", options=options).result()
     assert (result.finish_reason, result.error, len(result.choices)) == ("timeout", None, 1)
     [warning] = result.warnings
-    assert "2 of 4 answers failed and were left out, one of them so: its time was over" in warning
+    assert (
+        "2 of 4 answers failed and were left out; the first failed with: its time was over"
+        in warning
+    )
 
 
 def test_best_of_whose_engine_dies_is_an_error_of_the_engine() -> None:
