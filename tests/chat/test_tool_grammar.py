@@ -16,7 +16,7 @@ from cbatch.chat.tool_grammar import N_CALLS_MAX, call_grammar, call_syntax
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.tools import Tools, check_tools
 from tests import call_runs
-from tests.backend.test_templates import (
+from tests.backend.llama.test_templates import (
     ANSWERS,
     ASKS,
     ENDS,

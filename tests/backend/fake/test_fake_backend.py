@@ -10,7 +10,7 @@ from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab, Faults, StepC
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepPlan
 from cbatch.errors import ConfigError, PlanError
 from cbatch.options import GREEDY
-from tests.core.fake_plans import bind, row
+from tests.backend.fake.plans import bind, row
 
 
 @pytest.mark.parametrize(

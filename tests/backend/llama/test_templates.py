@@ -17,7 +17,7 @@ from cbatch.tools import Tools, check_tools
 if TYPE_CHECKING:
     from cbatch.backend import Message
 
-FOLDER = Path(__file__).parent.parent / "data" / "templates"
+FOLDER = Path(__file__).parents[2] / "data" / "templates"
 LLAMA_3 = """{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
 {%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}
 {%- for m in messages %}

@@ -10,7 +10,7 @@ import pytest
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.plan import Chunk, KvCapabilities, Slot, StepPlan
 from cbatch.errors import PlanError
-from tests.core.fake_plans import bind, row
+from tests.backend.fake.plans import bind, row
 
 ABLE = {"can_save": True, "can_copy": True, "can_shift": True, "saved_bytes_per_cell": 8}
 TOKENS = list(range(1, 9))
