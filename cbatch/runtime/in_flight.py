@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from cbatch.errors import EngineClosedError, QueueFullError
+from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
+from cbatch.interrupts import HeldBack
 from cbatch.runtime.choices import Choices, mailbox_of
-from cbatch.runtime.ids import is_meant
+from cbatch.runtime.ids import check_own, is_meant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
+    from cbatch.runtime.ids import RequestId
     from cbatch.runtime.loop import Loop
     from cbatch.runtime.mailbox import Mailbox
+
+
+_N_ENDED_SAVERS = 64
+"""Cache keys of requests that ended that may be kept beyond those in flight."""
 
 
 class Route(NamedTuple):
@@ -44,11 +50,75 @@ class InFlight:
         self._loop, self._batcher, self._clock = loop, batcher, clock
         self._outside: dict[str, SequenceDriver] = {}
         """Sequences that wait for room in the queue, by id."""
+        self._savers: dict[str, str] = {}
+        """Ids of requests that save cells, by their cache key; some of them have ended."""
 
     def find(self, id: str) -> Route | None:
         """Return the route of the request that a caller means; None where it is not in flight."""
         route = self.routes.get(id)
         return route if route is not None and is_meant(id, route.id) else None
+
+    def add(
+        self,
+        routes: dict[str, Route],
+        mailbox: Mailbox,
+        ids: Sequence[RequestId],
+        items: Sequence[Sequence[SequenceDriver]],
+        first_place: int = 0,
+    ) -> None:
+        """Make requests known, with where their output goes; their routes are added to `routes`, too.
+
+        Raises:
+            DuplicateIdError: an id is in flight. Nothing was added.
+            CacheError: a cache key that a request will save occurs twice or is in flight. Nothing was added.
+        """
+        savers = self._checked_savers([d for item in items for d in item])
+        for place, (id, drivers) in enumerate(zip(ids, items, strict=True), first_place):
+            if len(drivers) == 1:
+                routes[id] = Route(mailbox, place, id)
+                continue
+            choices = Choices(mailbox, place, id, drivers[0].request.options)
+            mailbox.items.expect_choices(choices.n_kept)
+            routes[id] = Route(choices, -1, id)  # taken until the last choice has ended
+            members = [d.request.id for d in drivers]
+            routes.update((member, Route(choices, i, member)) for i, member in enumerate(members))
+        with HeldBack():
+            check_own(list(routes), self.routes)  # a handler may have taken one meanwhile
+            self.routes.update(routes)
+        self._savers.update(savers)
+
+    def _checked_savers(self, drivers: Sequence[SequenceDriver]) -> dict[str, str]:
+        """Return the ids of requests that save cells, by cache key.
+
+        Raises:
+            CacheError: a key occurs twice or is in flight.
+        """
+        saving = [d.request for d in drivers if d.request.options.save_cache]
+        if saving and len(self._savers) > 2 * len(self.routes) + _N_ENDED_SAVERS:
+            self._savers = {key: id for key, id in self._savers.items() if self.find(id)}
+        savers: dict[str, str] = {}
+        for request in saving:
+            key = str(request.options.cache_key)
+            saver = self._savers.get(key)
+            if key in savers or (saver is not None and self.find(saver)):
+                what = "two requests in flight would save it: give each a cache_key of its own"
+                raise CacheError(key, what)
+            savers[key] = request.id
+        return savers
+
+    @contextmanager
+    def undone_if_it_raises(self) -> Iterator[dict[str, Route]]:
+        """Take back the requests that a block has added, and submitted, if the block raises; it names their routes."""
+        routes: dict[str, Route] = {}
+        try:
+            yield routes
+        except (RequestError, ConfigError):  # nothing was queued
+            self.drop(routes)
+            raise
+        except BaseException:  # closed, or Ctrl-C: some may be queued
+            if routes:
+                self.forget(routes)
+            raise
 
     # ---- into the queue ----
 

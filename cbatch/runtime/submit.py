@@ -1,4 +1,4 @@
-"""Prompts in: from what `Engine.run` was given to sequences in the queue, all at once or one by one."""
+"""From the prompts of `Engine.run` to sequences in the queue: all at once, or one by one as they are read."""
 
 from __future__ import annotations
 
@@ -7,29 +7,23 @@ import threading
 import time
 import weakref
 from collections import ChainMap
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.errors import (
-    CacheError,
     CBatchError,
     ConfigError,
     EngineClosedError,
     GrammarError,
     QueueFullError,
-    RequestError,
     RequestFailedError,
     words_of,
 )
-from cbatch.interrupts import HeldBack
 from cbatch.messages import as_prompt
-from cbatch.runtime.choices import Choices
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
 from cbatch.runtime.ids import Ids, check_own, own_id
-from cbatch.runtime.in_flight import Route
 from cbatch.runtime.mailbox import Mailbox, refused
 from cbatch.runtime.sequences import SequenceMaker, extended
 from cbatch.runtime.validation import check_extension, origin_of
@@ -45,23 +39,19 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt, Prompt
     from cbatch.options import Breakers, Grammar, RunOptions
     from cbatch.response import BatchResult
-    from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.in_flight import InFlight
+    from cbatch.runtime.in_flight import InFlight, Route
     from cbatch.runtime.loop import Loop
 
 
 CLOSED_EARLY = "the engine was closed before all prompts were read"
 CANCELLED_EARLY = "cancel_all() ended the batch before all prompts were read"
 
-_N_FORGOTTEN = 64
-"""Keys of requests that ended that may be remembered beyond those in flight."""
-
 _N_CHECKED = 64
-"""Structures of which it is kept whether they can be compiled."""
+"""Structures for which the outcome of compiling is kept."""
 
 
 class MakeMailbox(Protocol):
-    """Makes the mailbox of a batch of so many items, or of a fed one."""
+    """Makes the mailbox of a batch of `n_items`, or of a fed batch."""
 
     def __call__(self, n_items: int, *, n_ahead: int | None = None) -> Mailbox:
         """Return an empty mailbox; see `Mailbox`."""
@@ -69,7 +59,7 @@ class MakeMailbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One call of `Engine.run`; `ids` in order of places, of a generator's prompts those that were not given out."""
+    """One call of `Engine.run`; `ids` by place, for a generator's prompts those that were not given out."""
 
     options: RunOptions
     mailbox: Mailbox
@@ -78,7 +68,7 @@ class Run:
 
 
 class Submitter:
-    """Makes sequences of prompts and submits them; every method from any thread."""
+    """Makes sequences from prompts and submits them. Every method from any thread."""
 
     def __init__(
         self,
@@ -95,16 +85,15 @@ class Submitter:
         self.sequences = SequenceMaker(backend, batcher, schedule)
         self._n_ahead = N_AHEAD_PER_SLOT * backend.n_slots
         self._ids = Ids()
-        self._saving: dict[str, str] = {}
         self._submitting = threading.RLock()  # a handler of a signal may submit, too
         self._n_feeds = count()
-        # weak, for a feed lives as long as its thread or its batch; a dict, for its order
+        # weak, for a feed lives as long as its thread or its batch; a dict, for the order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
         self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
         loop.on_end = self._end_with_loop
 
     def checked(self, item: BatchPrompt, run_options: RunOptions) -> int:
-        """Return how many tokens a prompt has. Raises what would end it before it runs."""
+        """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
         with self._submitting:
             driver = self.sequences.checked(item, run_options)
         for want in driver.lacks:
@@ -113,7 +102,7 @@ class Submitter:
         return driver.n_given
 
     def _compile(self, want: Grammar | Breakers) -> tuple[str, str] | None:
-        """Return what is wrong with something that cannot be compiled: its option, and the compiler's words."""
+        """Compile a structure; return None, or the option and the compiler's words where that fails."""
         found = self._loop.compiled(want)
         return (found.kind, found.reason) if isinstance(found, GrammarError) else None
 
@@ -126,7 +115,7 @@ class Submitter:
     ) -> Run:
         """Submit a batch; nothing is queued where it raises. See `Engine.run`."""
         now = time.perf_counter()
-        with self._undone_if_it_raises() as routes:
+        with self._in_flight.undone_if_it_raises() as routes:
             with self._submitting:
                 ids = self._ids.of_batch([prompt.id for prompt in prompts], self._in_flight.routes)
                 items = [
@@ -135,50 +124,25 @@ class Submitter:
                     )
                     for i, (prompt, id) in enumerate(zip(prompts, ids, strict=True))
                 ]
-                drivers = [driver for item in items for driver in item]
-                self._check_keys(drivers)
                 run = Run(options, make_mailbox(len(ids)), ids, ends_s)
-                self._route(routes, run.mailbox, ids, items)
-            self._submit(drivers, is_fed=False)
+                self._in_flight.add(routes, run.mailbox, ids, items)
+            self._submit([driver for item in items for driver in item], is_fed=False)
         return run
 
     def extend(self, result: BatchResult, n_tokens: int, make_mailbox: MakeMailbox) -> Run:
-        """Submit what goes on from a result. See `Engine.extend`."""
+        """Submit a request that continues a result. See `Engine.extend`."""
         origin = origin_of(result, self.sequences.owner)
         n_tokens = check_extension(result, n_tokens)
         now, id = time.perf_counter(), own_id(origin.request.id)
-        with self._undone_if_it_raises() as routes:
+        with self._in_flight.undone_if_it_raises() as routes:
             with self._submitting:
                 check_own((id,), self._in_flight.routes)
                 request = extended(origin, id, result, n_tokens, now)
                 driver = self.sequences.of_request(request, now)
-                self._check_keys([driver])
                 run = Run(request.options, make_mailbox(1), [id])
-                self._route(routes, run.mailbox, [id], [[driver]])
+                self._in_flight.add(routes, run.mailbox, [id], [[driver]])
             self._submit([driver], is_fed=False)
         return run
-
-    def _check_keys(self, drivers: Sequence[SequenceDriver]) -> None:
-        """Refuse a second request that would save under a key which one in flight will save.
-
-        Raises:
-            CacheError: it stands twice, or is in flight. Nothing has changed then.
-        """
-        keys = [d.request.options.cache_key for d in drivers if d.request.options.save_cache]
-        if not keys:
-            return
-        if len(self._saving) > 2 * len(self._in_flight.routes) + _N_FORGOTTEN:
-            self._saving = {key: id for key, id in self._saving.items() if self._lives(id)}
-        seen: set[str] = set()
-        for key in map(str, keys):
-            id = self._saving.get(key)
-            if key in seen or (id is not None and self._lives(id)):
-                what = "two requests in flight would save it: give each a cache_key of its own"
-                raise CacheError(key, what)
-            seen.add(key)
-
-    def _lives(self, id: str) -> bool:
-        return self._in_flight.find(id) is not None
 
     def feed(
         self,
@@ -187,37 +151,37 @@ class Submitter:
         ends_s: float,
         make_mailbox: MakeMailbox,
     ) -> Run:
-        """Submit prompts as they are read from `source`, until it or the batch ends."""
+        """Submit prompts as they are read from `source`, until the source or the batch ends."""
         mailbox = make_mailbox(0, n_ahead=self._n_ahead)
         run = Run(options, mailbox, mailbox.ids.values(), ends_s)
         if ends_s < math.inf:
             self._loop.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
         feed = mailbox.feed = Feed(source, mailbox, partial(self._put, run))
         self._feeds[next(self._n_feeds)] = feed
-        self._loop.check_open()  # it may have ended before it knew of this feed
+        self._loop.check_open()  # the loop may have ended before it knew of this feed
         if self._is_threaded:
             feed.start()
         return run
 
     def _put(self, run: Run, item: Any) -> None:
-        """Queue one prompt that was read; one that is refused ends at once, with its error."""
+        """Queue one prompt that was read; a refused one ends at once, with its error."""
         place = run.mailbox.items.expect()
-        if place is None:  # everybody left while it was read
+        if place is None:  # the batch was ended while this prompt was read
             return
         try:
-            with self._undone_if_it_raises() as routes:
+            with self._in_flight.undone_if_it_raises() as routes:
                 self._submit(self._named(routes, run, item, place), is_fed=True)
         except Exception as error:
             run.mailbox.deliver(*refused(run.mailbox.ids[place], place, _as_failure(error)))
             if isinstance(error, EngineClosedError):
                 run.mailbox.end_feed(error)
-        # everybody may have left meanwhile, too early for this one to be cancelled with the others
+        # the batch may have been ended meanwhile, too early for this item to be cancelled with the others
         run.mailbox.end_late()
 
     def _named(
         self, routes: dict[str, Route], run: Run, item: Any, place: int
     ) -> list[SequenceDriver]:
-        """Return the sequences of a prompt that was read, with a free id; their routes are added to `routes`."""
+        """Return the sequences of a prompt that was read; their routes are in flight, and in `routes`."""
         ids, given = run.mailbox.ids, run.mailbox.given
         with self._submitting:
             taken = ChainMap(given, self._in_flight.routes)
@@ -230,51 +194,10 @@ class Submitter:
                 drivers = self.sequences.of_prompt(
                     prompt, id, run.options, time.perf_counter(), run.ends_s
                 )
-                self._check_keys(drivers)
-                self._route(routes, run.mailbox, [id], [drivers], place)
+                self._in_flight.add(routes, run.mailbox, [id], [drivers], place)
                 return drivers
             finally:
                 ids[place], given[id] = id, None
-
-    def _route(
-        self,
-        routes: dict[str, Route],
-        mailbox: Mailbox,
-        ids: Sequence[RequestId],
-        items: Sequence[Sequence[SequenceDriver]],
-        first_place: int = 0,
-    ) -> None:
-        """Make ids known, with where their output goes; what is added to those of the engine is added to `routes`."""
-        for place, (id, drivers) in enumerate(zip(ids, items, strict=True), first_place):
-            if len(drivers) == 1:
-                routes[id] = Route(mailbox, place, id)
-                continue
-            choices = Choices(mailbox, place, id, drivers[0].request.options)
-            mailbox.items.expect_choices(choices.n_kept)
-            routes[id] = Route(choices, -1, id)  # taken until the last choice has ended
-            members = [d.request.id for d in drivers]
-            routes.update((member, Route(choices, i, member)) for i, member in enumerate(members))
-        with HeldBack():
-            check_own(
-                list(routes), self._in_flight.routes
-            )  # a handler may have taken one meanwhile
-            self._in_flight.routes.update(routes)
-        saving = [d.request for item in items for d in item if d.request.options.save_cache]
-        self._saving.update((str(r.options.cache_key), r.id) for r in saving)
-
-    @contextmanager
-    def _undone_if_it_raises(self) -> Iterator[dict[str, Route]]:
-        """Take back what a block that makes and submits sequences has added to the routes it is given."""
-        routes: dict[str, Route] = {}
-        try:
-            yield routes
-        except (RequestError, ConfigError):  # nothing came in
-            self._in_flight.drop(routes)
-            raise
-        except BaseException:  # closed, or Ctrl-C: what has not come in has no way out
-            if routes:
-                self._in_flight.forget(routes)
-            raise
 
     def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
         """Submit sequences whose routes are set; may wait for room in the queue, so not under a lock."""
@@ -300,12 +223,12 @@ class Submitter:
             ) from error
 
     def fill(self) -> None:
-        """Read what there is room for, where no thread does."""
+        """Read prompts while there is room, where no thread does."""
         for feed in list(self._feeds.values()):
             feed.fill()
 
     def end(self, error: CBatchError) -> None:
-        """Read no more prompts one by one, for what was read is being ended; their readers get `error` behind that."""
+        """End every feed, for the items in hand are being ended; readers get `error` behind these."""
         for feed in list(self._feeds.values()):
             feed.end(error)
 
@@ -314,10 +237,10 @@ class Submitter:
 
 
 def _as_failure(error: Exception) -> CBatchError:
-    """Return an error of a prompt as one that its result may have."""
+    """Return the error of a refused prompt as one for its result."""
     if isinstance(error, CBatchError):
         return error
-    failure = RequestFailedError(f"the prompt could not be taken in: {words_of(error)}")
+    failure = RequestFailedError(f"the prompt could not be read: {words_of(error)}")
     failure.__cause__ = error
     return failure
 
