@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: characters are never broken and stop strings are found across token edges."""
+"""Tokens to text, bit by bit: characters are never broken, and stop strings are found across the edges of tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class StopMatcher:
     """Finds the first stop string in a stream of bytes and holds back what may become one.
 
-    The match that is complete first wins, the longer one of two that are complete together: so the result does
-    not depend on how the bytes were cut into pieces.
+    The match that is complete first wins, and of two that are complete together the longer one: so the result does
+    not depend on how the bytes were cut.
     """
 
     __slots__ = ("_held", "_n_hold_max", "_stops")
@@ -54,10 +54,19 @@ class StopMatcher:
 class TextStream:
     """The text of one sequence. `parts` only grows; an unfinished character waits inside until it is whole.
 
-    A stream costs nothing per token until someone feeds it, and can be fed any number of tokens at once.
+    A token costs nothing until it is fed, and any number of tokens can be fed at once.
     """
 
-    __slots__ = ("_decoder", "_include_stop", "_matcher", "n_fed", "parts", "piece", "stop")
+    __slots__ = (
+        "_decoder",
+        "_include_stop",
+        "_matcher",
+        "has_stops",
+        "n_fed",
+        "parts",
+        "piece",
+        "stop",
+    )
 
     def __init__(
         self,
@@ -68,6 +77,8 @@ class TextStream:
     ) -> None:
         self.piece = piece
         self._matcher = StopMatcher(stops) if stops else None
+        self.has_stops = self._matcher is not None
+        """Whether every token must be fed as soon as it is known."""
         self._include_stop = include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.parts: list[str] = []
@@ -75,41 +86,29 @@ class TextStream:
         self.stop: str | None = None
         """The stop string that ended the text, if one did."""
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string ended the text."""
-        return self.stop is not None
-
-    @property
-    def has_stops(self) -> bool:
-        """Whether every token must be fed as soon as it is known."""
-        return self._matcher is not None
-
     def feed(self, tokens: Sequence[int]) -> None:
         """Add tokens. Ends at the token that completes a stop string: `n_fed` then counts up to that one."""
-        if self._matcher is None:
-            self.n_fed += len(tokens)
-            self._add(b"".join(map(self.piece, tokens)))
+        if self._matcher is not None:
+            self._feed_to_stop(tokens, self._matcher)
             return
+        self.n_fed += len(tokens)
+        if text := self._decoder.decode(b"".join(map(self.piece, tokens))):
+            self.parts.append(text)
+
+    def _feed_to_stop(self, tokens: Sequence[int], matcher: StopMatcher) -> None:
         for token in tokens:
-            if self.is_stopped:
+            if self.stop is not None:
                 return
             self.n_fed += 1
-            self._add(self._match(self._matcher, self.piece(token)))
+            shown, stop = matcher.feed(self.piece(token))
+            if stop is not None:
+                self.stop = stop.decode()
+                shown += stop if self._include_stop else b""
+            if text := self._decoder.decode(shown):
+                self.parts.append(text)
 
     def flush(self) -> None:
         """Give out what was waiting: a tail that might have become a stop string, a broken character as U+FFFD."""
         held = self._matcher.flush() if self._matcher is not None else b""
-        self._add(held, final=True)
-
-    def _match(self, matcher: StopMatcher, piece: bytes) -> bytes:
-        shown, stop = matcher.feed(piece)
-        if stop is None:
-            return shown
-        self.stop = stop.decode()
-        return shown + stop if self._include_stop else shown
-
-    def _add(self, data: bytes, *, final: bool = False) -> None:
-        text = self._decoder.decode(data, final)
-        if text:
+        if text := self._decoder.decode(held, final=True):
             self.parts.append(text)
