@@ -130,6 +130,14 @@ def check_float(name: str, value: object, low: float, high: float) -> float | No
     return number
 
 
+def check_number(name: str, value: object, low: float, high: float) -> float:
+    """Return a finite number from `low` to `high` as a float; None is refused."""
+    number = check_float(name, value, low, high)
+    if number is None:
+        raise ConfigError(f"{name} must be a number, not None")
+    return float(number)
+
+
 def check_seconds(name: str, value: object) -> float:
     """Return a span of seconds; endless where it is None or infinite.
 

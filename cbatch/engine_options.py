@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from cbatch.checks import (
     MAX_INT,
-    MAX_KEY_LENGTH,
     MAX_TIME_S,
     check_bool,
     check_choice,
@@ -16,14 +15,14 @@ from cbatch.checks import (
     check_int,
     check_path,
     check_string,
-    check_text,
     reading,
     refuse_none,
     settle,
     shown,
 )
 from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.plain import list_of, text_of
+from cbatch.option_checks import check_adapter_files, check_servers, check_shares
+from cbatch.plain import text_of
 
 if TYPE_CHECKING:
     import os
@@ -41,9 +40,6 @@ CellType: TypeAlias = Literal[
 
 MAX_THREADS = 512
 """More end the process where they cannot be started. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
-
-MAX_RPC_SERVERS = 16
-"""Source: ggml/include/ggml-rpc.h, GGML_RPC_MAX_SERVERS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +208,9 @@ class EngineOptions(ScheduleOptions):
     def _check_places(self) -> None:
         settle(self, check_choice, "split_mode", (None, "none", "layer", "row", "tensor"))
         settle(self, check_int, "main_gpu", 0, MAX_INT)
-        settle(self, _shares, "tensor_split")
-        settle(self, _servers, "rpc_servers")
-        settle(self, _files, "adapters")
+        settle(self, check_shares, "tensor_split")
+        settle(self, check_servers, "rpc_servers")
+        settle(self, check_adapter_files, "adapters")
         if self.cache_dir is not None:
             settle(self, check_path, "cache_dir")
         if self.tensor_split is not None and self.split_mode == "none":
@@ -322,53 +318,3 @@ class EngineOptions(ScheduleOptions):
 def is_quantised(cell_type: str) -> bool:
     """Return whether a type of cells stores blocks of numbers rather than each by itself."""
     return cell_type not in ("f16", "f32", "bf16")
-
-
-def _shares(name: str, value: object) -> tuple[float, ...] | None:
-    if value is None:
-        return None
-    items = list_of(value)
-    if not items:
-        raise ConfigError(f"{name} must be a list of shares, one a device, not {shown(value)}")
-    shares = [check_float(f"a share in {name}", share, 0.0, 1e6) for share in items]
-    if None in shares:
-        raise ConfigError(f"{name} holds None: give a device that takes no part a share of 0")
-    if not any(shares):
-        raise ConfigError(f"{name} has no share above 0: leave it out to split by free memory")
-    return tuple(float(share) for share in shares if share is not None)
-
-
-def _servers(name: str, value: object) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    items = list_of(value)
-    if not items:
-        raise ConfigError(f"{name} must be a list of 'host:port', not {shown(value)}")
-    if len(items) > MAX_RPC_SERVERS:
-        raise ConfigError(f"{name} has {len(items)} servers, the most is {MAX_RPC_SERVERS}")
-    return tuple(_server(name, item) for item in items)
-
-
-def _server(name: str, value: object) -> str:
-    text = text_of(value) or ""
-    host, _, port = text.partition(":")
-    is_number = port.isascii() and port.isdigit() and len(port) <= 5
-    if not (host and is_number and 0 < int(port) < 2**16):
-        raise ConfigError(
-            f"{name}: a server is 'host:port' with a port of 1 … 65535, not {shown(value)}"
-        )
-    return text
-
-
-def _files(name: str, value: object) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be a mapping of names to files, not {shown(value)}")
-    files = {}
-    for key, path in value.items():
-        text = check_text(f"a name in {name}", key, MAX_KEY_LENGTH)
-        if text is None:
-            raise ConfigError(f"{name} has the name None: give a string")
-        files[text] = check_path(f"the file of {name} {text!r}", path)
-    return files

@@ -209,7 +209,7 @@ def test_token_of_a_bias_is_a_whole_number_of_any_kind() -> None:
     bias = {np.int64(5): 1.0, Count.FEW: 2.0}
     assert RunOptions.of({"logit_bias": bias}).logit_bias == {5: 1.0, 3: 2.0}
     for token in (np.float64(5), True, Role.USER, "5" * 5000, 2**31, None):
-        with pytest.raises(ConfigError, match="logit_bias: a token is named by its id"):
+        with pytest.raises(ConfigError, match="logit_bias: a key must be a token id"):
             RunOptions.of({"logit_bias": {token: 1.0}})
 
 
@@ -370,7 +370,7 @@ def test_copy_with_an_alias_changed_says_what_was_changed(
 
 def test_copy_that_contradicts_itself_is_refused() -> None:
     options = RunOptions(max_tokens=5, logprobs=3)
-    with pytest.raises(ConfigError, match="one option"):
+    with pytest.raises(ConfigError, match="the same option"):
         replace(options, max_tokens=6, max_completion_tokens=7)
     with pytest.raises(ConfigError, match="top_logprobs=4 needs"):
         replace(options, logprobs=False, top_logprobs=4)
