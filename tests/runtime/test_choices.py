@@ -560,8 +560,8 @@ def test_extended_choice_scores_the_prompt_where_the_first_did_not() -> None:
         ({"top_logprobs": 2}, "needs logprobs=True"),
         ({"top_logprobs": 2, "logprobs": False}, "needs logprobs=True"),
         ({"logprobs": math.nan}, "logprobs"),
-        ({"n": 2, "prefill_only": True}, "prefill_only is for one answer"),
-        ({"best_of": 2, "save_cache": True, "cache_key": "k"}, "save_cache is for one answer"),
+        ({"n": 2, "prefill_only": True}, "prefill_only allows one answer"),
+        ({"best_of": 2, "save_cache": True, "cache_key": "k"}, "save_cache allows one answer"),
     ],
 )
 def test_wrong_value_is_named(engine: Engine, options: dict[str, Any], message: str) -> None:
