@@ -1,4 +1,4 @@
-"""The engine: prompts in, answers out, all sharing the same slots."""
+"""The engine: prompts in, answers out, computed together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from cbatch.checks import (
     check_int,
     check_path,
     check_seconds,
-    check_wait,
     readable,
     reading,
     shown,
@@ -49,8 +48,7 @@ from cbatch.messages import (
     is_source,
 )
 from cbatch.options import RunOptions
-from cbatch.plain import flag_of
-from cbatch.progress import Progress, choose_view, closing_line
+from cbatch.progress import Progress, check_view, choose_view, closing_line
 from cbatch.response import BatchResponse
 from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.compiler import Compiler
@@ -77,18 +75,18 @@ if TYPE_CHECKING:
 
 
 Exactness = Callable[[], str]
-"""Finds out what `Engine.exactness` says."""
+"""Returns the text of `Engine.exactness`; may compute for some seconds."""
 
 IsStopped = Callable[[], bool]
-"""Tells a load that it is to stop: its result is not wanted any more."""
+"""Tells whether a load is to stop, for its result is not wanted any more."""
 
 Opener = Callable[[IsStopped], "tuple[Backend, Exactness]"]
-"""Loads a backend; returns it and what finds out its exactness. Once it is stopped, an error of its own is dropped."""
+"""Loads a backend; returns it and its exactness. Once the load is to stop, errors that it raises are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What an engine has once its model is loaded."""
+    """The parts of an engine whose model is loaded."""
 
     backend: Backend
     batcher: MultiRequestBatcher
@@ -117,24 +115,24 @@ class Engine:
         cache_mib: int = 10_240,
         model_name: str = "",
     ) -> None:
-        """Take over `backend`, or what `opener` returns when it is first needed; `close` frees it.
+        """Take over `backend`, or the one that `opener` returns when it is first needed; `close` frees it.
 
         Args:
-            backend: what computes; nobody else may use it from now on.
+            backend: computes the steps; nothing else may use it from now on.
             options: defaults for every request of this engine.
-            schedule: who runs when.
+            schedule: which requests run when.
             threaded: compute in a thread of its own; without, work is done by `step` and by waiting readers.
-            opener: loads a backend; returns it and what finds out its exactness.
+            opener: loads a backend.
             cache_dir: folder of cells kept on disk; None for the user's own.
-            cache_mib: most that is kept there; then what is unused for longest goes.
-            model_name: what the log calls the model.
+            cache_mib: most that is kept there; beyond that, the least recently used cells are removed.
+            model_name: the model's name in the log.
 
         Raises:
             ConfigError: an option is wrong.
         """
         if not isinstance(schedule, ScheduleOptions | None):
             raise ConfigError(f"schedule must be ScheduleOptions, not {shown(schedule)}")
-        self._options, self._settled = RunOptions.of(options), OptionsMerger()
+        self._options, self._merger = RunOptions.of(options), OptionsMerger()
         self._schedule = schedule or ScheduleOptions()
         self._threaded = check_flag("threaded", threaded)
         self._opener = opener
@@ -171,7 +169,7 @@ class Engine:
             await do_to_end(self.open, self._stop_loading)
         except Exception:
             raise
-        except BaseException:  # cancelled: nobody enters, so nobody would leave
+        except BaseException:  # cancelled: the block is not entered, so it would not close
             await do_to_end(self.close)
             raise
         return self
@@ -192,7 +190,7 @@ class Engine:
 
         Raises:
             ModelLoadError, ConfigError, IncompatibleLlamaError: see `load`.
-            EngineClosedError: it is closed, also where it never was loaded.
+            EngineClosedError: the engine is closed, also where it never was loaded.
         """
         with Postponed() as signals, self._opening:
             if self._made is not None:
@@ -203,7 +201,7 @@ class Engine:
             self._load(self._opener, lambda: signals.has_struck or self._is_closing)
 
     def _load(self, opener: Opener, is_stopped: IsStopped) -> None:
-        """Load and start; once that is to stop, free what was loaded and raise."""
+        """Load and start; where the load is to stop, free the backend and raise."""
         try:
             backend, exactness = opener(is_stopped)
         except CBatchError:
@@ -293,12 +291,12 @@ class Engine:
 
     @property
     def options(self) -> RunOptions:
-        """What holds where neither a request nor its run says something."""
+        """Defaults for options that neither a request nor its run sets."""
         return self._options
 
     @property
     def exactness(self) -> str:
-        """`bitwise` where a request's tokens and logits do not depend on its company, else `not guaranteed: reason`.
+        """`bitwise` where a request's tokens and logits do not depend on other requests, else `not guaranteed: reason`.
 
         Found by a probe on the loaded model: asking the first time takes a few seconds.
         """
@@ -311,7 +309,7 @@ class Engine:
     def fingerprint(self) -> dict[str, str]:
         """What answers depend on besides prompt and options, by name: model, adapters, chat template, settings.
 
-        No part of it is what changes but the last bits, as company does: slots, threads, sizes, devices.
+        Slots, threads, sizes and devices are left out: they change the last bits of logits only.
 
         Reads some 32 MiB of the model's file, the first time.
         """
@@ -334,10 +332,10 @@ class Engine:
         """Return how many tokens a prompt has, rendered by the chat template where it is a chat. Computes nothing.
 
         Raises:
-            ConfigError: it is no prompt.
+            ConfigError: a malformed prompt.
             RequestFailedError: a token that is not in the vocabulary.
         """
-        run_options = self._settled.over(RunOptions.of(options), self._options)
+        run_options = self._merger.over(RunOptions.of(options), self._options)
         return self._parts.submitter.sequences.count_tokens(as_prompt(prompt), run_options)
 
     def run(
@@ -353,17 +351,17 @@ class Engine:
         Args:
             prompts: a list of prompts, each a message list, a string or a `BatchPrompt`; or a single one of these.
                 A generator, or another iterable without a length, is read one by one in a thread of its own, a few
-                prompts a slot ahead of the work and of the reader; a prompt in it that is refused fails alone, and
-                an error that it raises reaches the reader behind what was read before.
+                prompts a slot ahead of the work and of the reader; a refused prompt fails alone, and an error that the
+                generator raises reaches the reader behind the prompts before it.
             options: for every item of this batch; an item's own options come first.
-            max_time_s: seconds for the whole batch; then what runs ends `timeout` with its partial text, what waits
-                ends with `DeadlineError`, and no more prompts are read.
-            progress: show on stderr how far the batch is: a live line on a terminal, else a line now and then; a
-                `View` shows it as it likes.
+            max_time_s: seconds for the whole batch; then running requests end `timeout` with their partial text,
+                waiting ones end with `DeadlineError`, and no more prompts are read.
+            progress: show the batch's progress on stderr: a live line on a terminal, else a line now and then; or a
+                `View` that shows it.
 
         Raises:
             ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued.
-            DuplicateIdError: an id stands twice or is in flight. Nothing was queued.
+            DuplicateIdError: an id occurs twice or is in flight. Nothing was queued.
             QueueFullError: with `max_queue` and `when_full="reject"`, more would wait. Nothing was queued.
             EngineClosedError: the engine is closed.
         """
@@ -389,19 +387,19 @@ class Engine:
         return self.run([prompt], options=options)
 
     def extend(self, result: BatchResult, n_tokens: int) -> BatchResponse:
-        """Go on from a result of this engine that ended by its cap, by `cancel` or for want of time.
+        """Continue the answer of a result that ended by its cap, by `cancel` or by a time limit.
 
-        Its prompt is not computed again while its cells are in memory. The new result has the whole answer, the
+        The prompt is not computed again while its cells are in memory. The new result has the whole answer, the
         earlier part first: the same as one run with the greater `max_tokens`. Id and options are those of the first
-        request; a generator with a seed goes on where it was.
+        request; a seeded sequence of random numbers goes on where it was.
 
         Args:
             result: as `response.result()` returned it.
             n_tokens: most tokens to add, at least 1.
 
         Raises:
-            ConfigError: a result of another engine, one that ended by itself or is altered, or no number of tokens.
-            DuplicateIdError: its id is in flight.
+            ConfigError: the result is another engine's, complete or altered, or `n_tokens` is not a number of tokens.
+            DuplicateIdError: the result's id is in flight.
             EngineClosedError: the engine is closed.
         """
         self._loop.check_open()
@@ -412,8 +410,9 @@ class Engine:
         """Cancel one request: it ends with its partial text, or with an error where it never ran.
 
         Args:
-            id: from a response, chunk or result it means that request alone, also where another one is called so by
-                now; as text of your own, whoever is called so now. The same in `pause` and `resume`.
+            id: an id from a response, chunk or result means its own request only, even if another request has an
+                equal id by now; text of your own means the request that has this id now. The same in `pause` and
+                `resume`.
 
         Returns:
             False where no such request is in flight.
@@ -421,9 +420,9 @@ class Engine:
         return bool(self._in_flight.cancel([_asked(id)]))
 
     def pause(self, id: str) -> bool:
-        """Stop one request where it is; it keeps its slot and cells until somebody else needs them.
+        """Stop one request where it is; it keeps its slot and cells until other requests need them.
 
-        One that waits for room in the queue needs none while it is paused: others pass it.
+        A request that waits for room in the queue needs none while it is paused: others pass it.
 
         Returns:
             False where no such request is in flight, or it is paused already.
@@ -441,7 +440,7 @@ class Engine:
     def cancel_all(self) -> int:
         """Cancel every request that is in flight now, queued or running, and read no further prompts of their runs.
 
-        Who reads the results of a generator's prompts gets a `RequestCancelledError` behind those that were read.
+        A reader of a generator's results gets a `RequestCancelledError` behind the prompts that were read.
 
         Returns:
             How many were in flight.
@@ -454,23 +453,23 @@ class Engine:
         return self._loop.call(self._snapshot)
 
     def reset_stats(self) -> None:
-        """Begin the statistics anew. Work in flight counts from now on."""
+        """Set the statistics to zero. Work in flight counts from now on."""
         self._loop.call(self._parts.stats.clear)
 
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
-        """Have `into` called after each run of steps, in the thread that computes: be quick. None ends it.
+        """Have `into` called after each run of steps, in the thread that computes: it must be quick. None ends that.
 
-        Where it raises, that is logged and it is called no more; requests do not notice.
+        If `into` raises, the error is logged and `into` is called no more; requests are not affected.
         """
         if into is not None and not callable(into):
             raise ConfigError(f"record_steps takes a function or None, not {shown(into)}")
         self._loop.call(partial(setattr, self._loop, "recorder", into))
 
     def step(self) -> bool:
-        """Do one step by hand; False where there is nothing to do.
+        """Do one step in the caller's thread; False where there is nothing to do.
 
         Raises:
-            ConfigError: the engine has a thread that does this.
+            ConfigError: the engine has a thread that does the steps.
         """
         if self._threaded:
             raise ConfigError("step() is for an engine loaded with threaded=False")
@@ -506,46 +505,28 @@ class Engine:
 
 
 def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | None) -> RunOptions:
-    """Return what holds in a run where an item says nothing.
+    """Return a run's options for items that set none.
 
     Raises:
         ConfigError: a wrong option, or an adapter that is not loaded.
     """
-    settled = engine._settled.over(RunOptions.of(options), engine.options)
+    settled = engine._merger.over(RunOptions.of(options), engine.options)
     check_adapters(settled, engine._backend)
     return settled
 
 
-def check_view(progress: object) -> bool | View:
-    """Return what shows how far a batch is: True for the view of this place, False for none.
-
-    Raises:
-        ConfigError: neither, and no `View`.
-    """
-    with reading("progress"):
-        if progress is None or flag_of(progress) is not None:
-            return bool(progress)
-        if all(map(callable, (getattr(progress, name, None) for name in _OF_VIEW))):
-            check_wait("interval_s", getattr(progress, "interval_s", None))
-            return cast("View", progress)
-    raise ConfigError(f"progress must be True, False or a View, not {shown(progress)}")
-
-
-_OF_VIEW = ("say", "show", "finish")
-
-
 def _asked(id: object) -> str:
-    """Return the id that a caller asks by; one that was handed out is itself, for it means one request."""
+    """Return a caller's id, checked; a handed-out id stays the same object, for it means one request."""
     return id if type(id) is RequestId else as_id(id)
 
 
 def checked_tokens(engine: Engine, prompt: BatchPrompt, options: RunOptions) -> int:
     """Return how many tokens a prompt has; `options` are those of `run_options_of`. Computes nothing.
 
-    A structure that its answer must match is compiled, as for a run.
+    A structure that the answer must match is compiled, as for a run.
 
     Raises:
-        CBatchError: what a run would refuse it for.
+        CBatchError: the error with which a run would refuse the prompt.
     """
     return engine._parts.submitter.checked(prompt, options)
 
@@ -574,29 +555,10 @@ def load(
             without one, the small model that ships inside.
         options: defaults for every request.
         threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
-        look_ahead: prompts that will come, with their options: windows are made to their measure.
-        settings: by name, those of `EngineOptions`:
-            `parallel`: slots, 1 … 256; default: 16, or as many as the memory holds;
-            `n_ctx`: cells in total, or `ctx_per_seq`: one slot's window; default: a window of 2,048 or what the model
-            was trained for, or what `look_ahead` needs, or what the memory holds; llama.cpp rounds a slot's window up
-            to a multiple of 256;
-            `memory_mib`: most memory for cells, where the sizes are not said; default: half of what is free;
-            `kv` ("auto"): "partitioned" or "unified" memory; auto is partitioned, but where prompts of `look_ahead`
-            have much in common;
-            `cache_type_k`, `cache_type_v` ("f16"): how keys and values are stored: f32, f16, bf16, q8_0, q5_1, q5_0,
-            q4_1, q4_0 or iq4_nl;
-            `exact` (False): promise that tokens do not depend on company: proven by a probe, else refused;
-            `flash_attn` ("auto"), `n_batch` (2048, most tokens in a step), `n_ubatch` (512, most in a graph run),
-            `n_threads` (the cores this process may use), `use_mmap` (True), `use_mlock` (False),
-            `n_gpu_layers` (llama.cpp's default: all), `offload_kqv` (True), `split_mode`, `main_gpu`, `tensor_split`,
-            `rpc_servers`: which devices hold the layers and their cells;
-            `rope_scaling`, `rope_freq_base`, `rope_freq_scale`, `yarn_ext_factor`, `yarn_attn_factor`,
-            `yarn_beta_fast`, `yarn_beta_slow`, `yarn_orig_ctx`: positions, where the model's own do not do;
-            `chat_template`: "chatml" or a Jinja template, instead of the model's own;
-            `adapters`: LoRA files by the names that requests give; `cache_dir`, `cache_mib` (10,240): the folder for
-            cells that requests keep, and the most that it may hold;
-            and those of `ScheduleOptions`: `policy`, `quantum`, `ageing_s`, `admission`, `max_queue`, `when_full`,
-            `prefill_budget`, `prefill_chunk`, `itl_ms`, `swap_mib`, `share_prefixes`.
+        look_ahead: prompts that will come, with their options; windows are sized for them.
+        settings: fields of `cbatch.engine_options.EngineOptions` by name, which explains them: sizes (`parallel`,
+            `n_ctx`, `ctx_per_seq`, `memory_mib`), memory (`kv`, `cache_type_k`, …), computing (`exact`, `n_batch`,
+            `n_threads`, …), devices (`n_gpu_layers`, …), the cache (`cache_dir`, …) and scheduling (`policy`, …).
 
     Raises:
         ConfigError: a wrong setting, or `exact=True` where it cannot hold; the message says why.

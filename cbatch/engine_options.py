@@ -115,7 +115,32 @@ class ScheduleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(ScheduleOptions):
-    """How a model is loaded and how its context is made; see `cbatch.load` for what each one means.
+    """How a model is loaded and how its context is made.
+
+    Args:
+        parallel: slots, 1 … 256; default: 16, or as many as the memory holds.
+        n_ctx: cells in total. Give it or `ctx_per_seq`; default: `parallel` windows.
+        ctx_per_seq: one slot's window; default: 2,048 or what the model was trained for, or what `look_ahead` needs, or
+            what the memory holds. llama.cpp rounds it up to a multiple of 256.
+        memory_mib: most memory for cells, where no sizes are given; default: half of what is free.
+        kv: "partitioned" or "unified" memory; "auto": partitioned, unless prompts of `look_ahead` have much in common.
+        cache_type_k: how keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
+        cache_type_v: how values are stored.
+        exact: promise that tokens do not depend on other requests: proven by a probe, else refused.
+        flash_attn: "on" or "off"; "auto" leaves it to llama.cpp.
+        n_batch: most tokens in a step.
+        n_ubatch: most tokens in one run of the compute graph.
+        n_threads: default: the cores that this process may use.
+        n_gpu_layers: layers on devices; default: llama.cpp's, all. With `offload_kqv`, `split_mode`, `main_gpu`,
+            `tensor_split` and `rpc_servers` it says which devices hold the layers and their cells.
+        rope_scaling: with `rope_freq_base`, `rope_freq_scale`, `yarn_ext_factor`, `yarn_attn_factor`, `yarn_beta_fast`,
+            `yarn_beta_slow` and `yarn_orig_ctx`: positions, where the model's own do not do.
+        use_mmap: map the model's file into memory.
+        use_mlock: keep the model in memory.
+        chat_template: "chatml" or a Jinja template, instead of the model's own.
+        adapters: LoRA files by the names that requests give.
+        cache_dir: the folder for cells that requests save; default: the user's own.
+        cache_mib: the most that the folder may hold.
 
     Raises:
         ConfigError: a value of the wrong type, out of range, or at odds with another.

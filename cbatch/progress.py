@@ -13,11 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast
 
-from cbatch.checks import check_wait
-from cbatch.errors import CBatchError
+from cbatch.checks import check_wait, reading, shown
+from cbatch.errors import CBatchError, ConfigError
 from cbatch.logs import Log
+from cbatch.plain import flag_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -237,6 +238,24 @@ def choose_view(
     console = Console(stderr=True)
     is_live = has_free_terminal and console.is_terminal
     return LiveView(summary, console) if is_live else PlainView(summary)
+
+
+def check_view(progress: object) -> bool | View:
+    """Return the view that a caller asks for: True for the usual one, False for none.
+
+    Raises:
+        ConfigError: neither True, False, nor a `View`.
+    """
+    with reading("progress"):
+        if progress is None or flag_of(progress) is not None:
+            return bool(progress)
+        if all(map(callable, (getattr(progress, name, None) for name in _VIEW_METHODS))):
+            check_wait("interval_s", getattr(progress, "interval_s", None))
+            return cast("View", progress)
+    raise ConfigError(f"progress must be True, False or a View, not {shown(progress)}")
+
+
+_VIEW_METHODS = ("say", "show", "finish")
 
 
 class Progress:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import check_path, readable, shown
-from cbatch.engine import check_view, model_name, run_options_of
+from cbatch.engine import model_name, run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
 from cbatch.files.input.item_stream import N_LOOKED_AHEAD, ItemStream
@@ -28,7 +28,7 @@ from cbatch.files.settings import FileOptions, check_engine, engine_for, split_s
 from cbatch.files.window import Window
 from cbatch.files.work import Way, Work
 from cbatch.options import RunOptions
-from cbatch.progress import Progress, SilentView, choose_view, closing_line
+from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
