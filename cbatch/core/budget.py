@@ -1,4 +1,4 @@
-"""How the token budget of a step is shared among those whose prompts are not yet computed."""
+"""How many prompt tokens a step takes: what steps cost, and how a budget of tokens is shared among prompts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ if TYPE_CHECKING:
 LONG_CONTEXT = 256
 """Cells before a chunk from which attention is much of what it costs. Source: docs/performance.md."""
 
-
 _WEIGHT = 0.125
-"""Of a new figure beside what was known: as TCP smooths its round-trip time. Source: RFC 6298, alpha."""
+"""Weight of a new figure in a smoothed one, as in TCP's round-trip time. Source: RFC 6298, alpha."""
 
 _SAME_WIDTH = 1.5
-"""So many times the rows cost about the same: in our measurements up to twice (16 and 24 rows differ by 1.4)."""
+"""Up to this factor more rows cost about the same: 24 rows took 1.4 times as long as 16 in our measurements."""
 
 
 def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
-    """Share `budget` tokens among newcomers that want `wanted`, the oldest first in the list.
+    """Share `budget` tokens among prompts that want `wanted`, the oldest first in the list.
 
-    The oldest gets up to half, so nobody waits for ever behind shorter prompts; the rest goes to the shortest first,
-    whole as far as it lasts, so short prompts pass long ones and equals stay in order; what is left over goes back to
-    the oldest. Few long chunks are computed faster than many short ones of as many tokens; see docs/performance.md.
+    The oldest gets up to half, so no prompt waits for ever behind shorter ones. The rest goes to the shortest first:
+    short prompts pass long ones, and equals stay in order. What is left over goes back to the oldest. Few long chunks
+    are computed faster than many short ones of as many tokens; see docs/performance.md.
     """
     shares = [0] * len(wanted)
     if not wanted:
@@ -38,7 +37,7 @@ def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
 
 
 def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
-    """Give each newcomer all of its piece or nothing, the oldest first, while `budget` lasts."""
+    """Give each prompt the whole of its aligned chunk or nothing, the oldest first, while `budget` lasts."""
     shares = []
     for want in wanted:
         shares.append(want if want <= budget else 0)
@@ -49,24 +48,24 @@ def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
 def limit_long_context_prefills(
     wanted: list[int], n_before: Sequence[int], n_long_context_prefills: int
 ) -> None:
-    """Have few chunks in a step that go on behind many cells: the oldest, then the shortest; mutates `wanted`.
+    """Let few chunks of a step go on behind many cells: the oldest, then the shortest; mutates `wanted`.
 
     Args:
-        wanted: tokens of each newcomer, the oldest first.
+        wanted: tokens of each prompt, the oldest first.
         n_before: cells that each has.
-        n_far_chunks: how many, as of `KvCapabilities`.
+        n_long_context_prefills: how many may, as of `KvCapabilities`.
     """
-    far = [i for i, n in enumerate(n_before) if n >= LONG_CONTEXT and wanted[i] > 1]
-    by_size = far[:1] + sorted(far[1:], key=lambda i: wanted[i])
+    long = [i for i, n in enumerate(n_before) if n >= LONG_CONTEXT and wanted[i] > 1]
+    by_size = long[:1] + sorted(long[1:], key=lambda i: wanted[i])
     for i in by_size[n_long_context_prefills:]:
         wanted[i] = 0
 
 
 def even_out(shares: dict[int, int], cut: Collection[int]) -> None:
-    """Shorten chunks of neighbours to one length where that saves a run of llama.cpp's graph; mutates `shares`.
+    """Shorten chunks of adjacent slots to one length where that saves a run of llama.cpp's graph; mutates `shares`.
 
-    In partitioned memory llama.cpp computes equally long chunks of adjacent slots in one run of the graph, and what one
-    is longer in another. A chunk that does not end its prompt anyway may as well end with its neighbour's, unless that
+    In partitioned memory llama.cpp computes equally long chunks of adjacent slots in one run of the graph, and the rest
+    of a longer chunk in another run. A chunk that does not end its prompt is cut to its neighbour's length, unless that
     leaves much of the step's room unused.
 
     Args:
@@ -81,7 +80,7 @@ def even_out(shares: dict[int, int], cut: Collection[int]) -> None:
 
 
 class StepCosts:
-    """Seconds of a decoding step by its width, of one prompt token that joins it, and of a cell that is copied."""
+    """Learned seconds of a decoding step by its width, of a prompt token that joins it, and of a cell's copy."""
 
     def __init__(self, n_rows_max: int) -> None:
         self._decode_s = [0.0] * (n_rows_max + 1)  # by width; 0 where none was seen
@@ -93,12 +92,12 @@ class StepCosts:
         """The most prompt tokens of a step that was no longer than one that only decodes."""
 
     def learn_decode(self, n_rows: int, seconds: float) -> None:
-        """Take in what one step of `n_rows` decoding rows took."""
+        """Learn from one step of `n_rows` decoding rows."""
         self.has_decoded = True
         self._decode_s[n_rows] = _smooth(self._decode_s[n_rows], seconds)
 
     def learn_mixed(self, n_rows: int, n_prompt: int, seconds: float) -> None:
-        """Take in what a step of `n_rows` decoding rows and `n_prompt` prompt tokens took."""
+        """Learn from a step of `n_rows` decoding rows and `n_prompt` prompt tokens."""
         decode_s = self.decode_s(n_rows) if n_rows else 0.0
         if seconds > (decode_s or 0.0):
             if decode_s is not None:
@@ -107,19 +106,19 @@ class StepCosts:
             self.n_free = max(self.n_free, n_prompt)
 
     def learn_copy(self, n_cells: int, seconds: float) -> None:
-        """Take in what copying so many cells from slot to slot took."""
+        """Learn from copying `n_cells` cells from slot to slot."""
         if n_cells:
             self._copy_s = _smooth(self._copy_s, seconds / n_cells)
 
     def n_copied_within(self, seconds: float) -> int | None:
-        """Return how many cells are copied in this time; None while too little is known."""
+        """Return how many cells are copied in `seconds`; None while too little is known."""
         return int(seconds / self._copy_s) if self._copy_s and seconds else None
 
     def decode_s(self, n_rows: int) -> float | None:
         """Return what a step of `n_rows` decoding rows takes; None where none was seen.
 
-        A width that was not seen takes what the nearest takes, and in proportion more where it is much wider: under
-        load every step may have prompts in it, and what is assumed too short would starve them for ever.
+        A width that was not seen takes as long as the nearest, and in proportion longer where it is much wider: under
+        load every step may have prompts in it, and an estimate that is too short would starve them for ever.
         """
         nearest = self._nearest(n_rows)
         if nearest is None:
@@ -138,7 +137,7 @@ class StepCosts:
         return min(seen, key=lambda n: abs(n - n_rows), default=None)
 
     def n_prompt_within(self, n_rows: int, seconds: float) -> int | None:
-        """Return how many prompt tokens fit beside `n_rows` decoding rows; None while too little is known."""
+        """Return how many prompt tokens fit into a step with `n_rows` decoding rows; None while too little is known."""
         decode_s = self.decode_s(n_rows)
         if decode_s is None or not self._token_s:
             return None

@@ -1,4 +1,4 @@
-"""What is told of a sequence: its chunks as it goes, and its result."""
+"""The output of a sequence as its reader gets it: chunks as they come, and the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def take_chunk(driver: SequenceDriver) -> BatchOutputChunk | None:
-    """Return what is new for a reader since the last call, or None; the last one has the finish reason."""
+    """Return the output since the last call, or None where there is none; the last chunk has the finish reason."""
     driver.feed_text()
     text, n_tokens = driver.text, driver.text.n_fed
     n_parts = len(text.parts)
@@ -37,7 +37,7 @@ def take_chunk(driver: SequenceDriver) -> BatchOutputChunk | None:
 
 
 def result_of(driver: SequenceDriver) -> BatchResult:
-    """Return the outcome of a finished sequence."""
+    """Return the result of a sequence that ended."""
     if driver.finish_reason is None:
         raise SequenceStateError(f"{driver.request.id!r} has not finished")
     n_new = driver.n_output - len(driver.request.output)
@@ -65,7 +65,7 @@ def result_of(driver: SequenceDriver) -> BatchResult:
 
 
 def _n_begun(driver: SequenceDriver) -> int:
-    """Return how many tokens it computed for its first sampled one: of the prompt, and of what it goes on from."""
+    """Return how many tokens were computed before the first was sampled: of the prompt, and of output to go on from."""
     return driver.n_given + len(driver.request.output) - driver.n_taken
 
 
@@ -88,7 +88,7 @@ def _tool_calls(driver: SequenceDriver, answer: Answer) -> tuple[ToolCall, ...]:
 
 
 def _echo(driver: SequenceDriver) -> tuple[str, tuple[int, ...]]:
-    """Return what stands before the answer: the prompt, where it is echoed and was begun."""
+    """Return what stands before the answer: the prompt, where it is echoed and the sequence has run."""
     if not (driver.request.options.echo and driver.has_run):
         return "", ()
     tokens, text = driver.given, driver.request.prompt.prompt
@@ -98,17 +98,17 @@ def _echo(driver: SequenceDriver) -> tuple[str, tuple[int, ...]]:
 
 
 def _logprobs(driver: SequenceDriver) -> tuple[TokenLogprob, ...] | None:
-    """Return a log-probability for each token of the result, or None where none was asked for."""
+    """Return a log-probability for each token of the result, or None where the request asks for none."""
     request = driver.request
     if request.n_logprobs is None:
         return None
-    n_old, n_told = len(request.output), driver.text.n_fed  # where it never ran, nothing is told
-    new = map(partial(_logprob, driver.text.piece), driver.output[n_old:n_told], driver.logprobs)
-    return (*_echoed_logprobs(driver), *request.output_logprobs[:n_told], *new)
+    n_old, n_fed = len(request.output), driver.text.n_fed  # 0 where it never ran
+    new = map(partial(_logprob, driver.text.piece), driver.output[n_old:n_fed], driver.logprobs)
+    return (*_echoed_logprobs(driver), *request.output_logprobs[:n_fed], *new)
 
 
 def _echoed_logprobs(driver: SequenceDriver) -> Iterator[TokenLogprob]:
-    """Yield a log-probability for each token that is echoed; no number where there is none."""
+    """Yield a log-probability for each token that is echoed; NaN where it is not known."""
     n_top = driver.request.n_logprobs
     _, tokens = _echo(driver)
     for token, found in zip_longest(tokens, _scored_prompt(driver) or () if tokens else ()):
@@ -117,7 +117,7 @@ def _echoed_logprobs(driver: SequenceDriver) -> Iterator[TokenLogprob]:
 
 
 def _prompt_logprobs(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | None:
-    """Return a log-probability for each token of the prompt, None for the first and where it was not reached."""
+    """Return a log-probability for each token of the prompt; None for the first and where it was not computed."""
     found, options = _scored_prompt(driver), driver.request.options
     n_top = options.prompt_logprobs
     if not found or n_top is None or n_top == options.n_prompt_logprobs:
@@ -126,7 +126,7 @@ def _prompt_logprobs(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] 
 
 
 def _scored_prompt(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | None:
-    """Return what `_prompt_logprobs` does, with as many alternatives as the echo wants too."""
+    """Return the same as `_prompt_logprobs`, with as many alternatives as were computed."""
     request = driver.request
     if request.n_prompt_logprobs is None:
         return request.prompt_logprobs

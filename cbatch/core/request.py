@@ -1,4 +1,4 @@
-"""What the engine was asked, settled, and where a result comes from."""
+"""One request: what was asked, when it passed its stations, and what its result goes on from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked, settled: the options are merged and the seed is drawn."""
+    """What was asked: the options are merged and the seed is drawn."""
 
     id: str
     prompt: BatchPrompt
@@ -24,26 +24,26 @@ class Request:
     sampling: Sampling
     stop_tokens: tuple[int, ...] = ()
     deadline_s: float = math.inf
-    """When it ends whatever it is doing, in seconds of the engine's clock."""
+    """When it ends at the latest, in seconds of the engine's clock."""
     adapters: AdapterSet = ()
     n_logprobs: int | None = None
-    """Alternatives to report for each sampled token; None where none is asked for its log-probability."""
+    """Alternatives to report for each sampled token; None where no log-probabilities are asked for."""
     n_prompt_logprobs: int | None = None
     """Alternatives to report for each token of the prompt; None where it is not scored."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Those of the prompt, where an earlier request found them."""
+    """Log-probabilities of the prompt, where an earlier request found them."""
     owner: str = ""
-    """Whose request it is: the mark of an engine."""
+    """The mark of the engine that it was submitted to."""
     output: tuple[int, ...] = ()
-    """What it goes on from: tokens that an earlier request with this prompt sampled."""
+    """Output to go on from: tokens that an earlier request with this prompt sampled."""
     output_logprobs: tuple[TokenLogprob, ...] = ()
-    """Those of `output`, where they are asked for."""
+    """Log-probabilities of `output`, where they are asked for."""
     continues: int | None = None
-    """The number of that request's sequence."""
+    """The number of the earlier request's sequence."""
     grammar: Grammar | None = None
-    """What its output must match."""
+    """What the output must match."""
     breakers: Breakers | None = None
-    """Past what DRY does not look."""
+    """Strings past which DRY looks for no repetition."""
 
     @property
     def to_compile(self) -> tuple[Grammar | Breakers, ...]:
@@ -58,19 +58,10 @@ class RequestClock:
     submitted_s: float
     admitted_s: float | None = None
     computed_s: float | None = None
-    """When its prompt was computed, where nothing is sampled behind it."""
+    """When the prompt was computed, where nothing is sampled."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
-
-    def take_tokens(self, n_sampled: int, n_dropped: int, now: float, later_s: float) -> None:
-        """Take in what a run sampled that ended `now`: the first token `later_s` before that, the others evenly behind.
-
-        `n_dropped` of them are no output: they were sampled past a stop string.
-        """
-        if self.first_token_s is None:
-            self.first_token_s = now - later_s
-        self.last_token_s = now - later_s * n_dropped / max(1, n_sampled - 1)
 
     def timings(self, n_computed: int, n_output: int) -> Timings:
         """Return the request's times; a rate is None where nothing was timed, never a division by zero.
@@ -99,7 +90,7 @@ def _rate(n_tokens: int, start_s: float | None, end_s: float | None) -> float | 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a result comes from: what there is to go on from, whatever was made of the result since."""
+    """Where a result comes from, to go on from it: kept apart, for a caller may change the result."""
 
     request: Request
     number: int

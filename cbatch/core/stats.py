@@ -18,7 +18,7 @@ Split = Literal["whole", "proportional"]
 
 @dataclass(eq=False, slots=True)
 class Percentiles:
-    """How often each size of a time occurred, to about 2 %: constant memory, however many there are."""
+    """Counts of times by their size, to about 2 %; memory is constant, however many times are counted."""
 
     n: int = 0
     _n_by_bucket: dict[int, int] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Percentiles:
         self.n += n
 
     def at(self, percent: float) -> float | None:
-        """Return the time that `percent` of all are not above, in seconds; None where nothing was counted.
+        """Return the time that `percent` of all times do not exceed, in seconds; None where nothing was counted.
 
         Raises:
             ConfigError: `percent` is not 0 … 100.
@@ -45,7 +45,7 @@ class Percentiles:
         return None
 
     def buckets(self) -> list[tuple[float, float, int]]:
-        """Return (from, to, n) of every bucket that something fell into, in seconds, the shortest first."""
+        """Return (from, to, n) of every bucket with a count, in seconds, the shortest first."""
         return [(_edge(i), _edge(i + 1), n) for i, n in sorted(self._n_by_bucket.items())]
 
     def copy(self) -> Percentiles:
@@ -70,9 +70,9 @@ _SHORTEST_S = 1e-7
 class EngineStats:
     """Work done since the engine was loaded or `reset_stats`; a snapshot where `Engine.stats()` returns it.
 
-    A *decode token* is a token of the output that is computed; every other computed token is a *prompt token*, those
-    that are computed again after a preemption included (`n_recomputed_tokens` counts these alone). Seconds of steps
-    are decoding and sampling; `plan_s`, `run_s`, `apply_s` are of the owner thread.
+    A *decode token* is a token of the output that is computed in a row of its own; every other computed token is a
+    *prompt token*, output in chunks that are computed again after a preemption included. Seconds of steps are decoding
+    and sampling; `plan_s`, `run_s`, `apply_s` are of the owner thread.
     """
 
     n_submitted: int = 0
@@ -84,19 +84,20 @@ class EngineStats:
     """Sequences in each step times its tokens, summed."""
     n_active_max: int = 0
     n_prompt_tokens: int = 0
-    """Prompt tokens that were computed, of requests' prompts alone."""
+    """Computed tokens of requests' prompts, without output that was computed again."""
     n_cached_tokens: int = 0
-    """Prompt tokens that were found in the cache, of the requests that ended."""
+    """Prompt tokens whose cells were taken over, of the requests that ended."""
     n_output_tokens: int = 0
     n_recomputed_tokens: int = 0
+    """Tokens that were computed again after their cells were lost."""
     n_preempted: int = 0
-    """Times that a sequence lost its cells because a shared pool was full, of the requests that ended."""
+    """Preemptions for want of cells in a shared pool, of the requests that ended."""
     n_waiting: int = 0
     n_running: int = 0
     n_paused: int = 0
-    """Paused ones that still have a slot."""
+    """Paused sequences that still have a slot."""
     n_held: int = 0
-    """Without a slot and not in line for one: paused, or waiting for something else."""
+    """Sequences without a slot and outside the queue: paused, or waiting for something else."""
     n_finished: dict[str, int] = field(default_factory=dict)
     decode_s: float = 0.0
     sample_s: float = 0.0
@@ -107,13 +108,13 @@ class EngineStats:
     n_step_decode_tokens: int = 0
     """Decode tokens of all steps."""
     decode_share_s: float = 0.0
-    """Time of all steps, each split by its tokens: the part of the decode tokens."""
+    """Time of all steps, each split by its tokens: the decode tokens' part."""
     prefill_share_s: float = 0.0
     n_pure_tokens: int = 0
     """Prompt tokens of the steps without a decode token."""
     pure_prefill_s: float = 0.0
     any_decode_s: float = 0.0
-    """Time of the steps with a decode token, all of it."""
+    """Time of the steps with a decode token."""
     queue_s: Percentiles = field(default_factory=Percentiles)
     """Submission to admission, of the requests that ended."""
     ttft_s: Percentiles = field(default_factory=Percentiles)
@@ -125,8 +126,8 @@ class EngineStats:
         """Return decode tokens per second of decoding; 0 where nothing was decoded.
 
         Args:
-            split: what a step with prompt and decode tokens counts as. "whole": a decode step, its prompt tokens count
-                nowhere; "proportional": each kind has its share of the time.
+            split: how the time of a step with prompt and decode tokens is counted. "whole": as decoding, and its prompt
+                tokens are left out; "proportional": each kind has its share.
         """
         _check_split(split)
         seconds = self.any_decode_s if split == "whole" else self.decode_share_s
@@ -151,7 +152,7 @@ class EngineStats:
     def count_step(
         self, n_rows: int, n_decode: int, n_prompt: int, seconds: float, n_steps: int = 1
     ) -> None:
-        """Enter `n_steps` alike steps of `n_rows` sequences and `n_decode` + `n_prompt` tokens, `seconds` in all."""
+        """Count `n_steps` like steps of `n_rows` sequences and `n_decode` + `n_prompt` tokens, `seconds` in all."""
         n_tokens = n_decode + n_prompt
         self.n_steps += n_steps
         self.n_active_steps += n_rows * n_steps
@@ -175,9 +176,9 @@ class EngineStats:
         now: float,
         later_s: float,
     ) -> None:
-        """Enter so many tokens of each sequence, and the times between them; rows that go on together count together.
+        """Count the tokens that a run sampled for each sequence, and the gaps between them.
 
-        The run ended `now`, its first step `later_s` before that.
+        Rows with equal gaps are counted at once. The run ended `now`, its first step `later_s` before that.
         """
         gaps: dict[tuple[float, int], int] = {}
         for driver, n in zip(drivers, n_sampled, strict=True):
@@ -190,7 +191,7 @@ class EngineStats:
         self.n_output_tokens += sum(n_sampled)
 
     def count_end(self, driver: SequenceDriver) -> None:
-        """Enter a request that ended."""
+        """Count a request that ended."""
         reason, clock = str(driver.finish_reason), driver.clock
         self.n_finished[reason] = self.n_finished.get(reason, 0) + 1
         self.n_preempted += driver.n_preempted
@@ -201,7 +202,7 @@ class EngineStats:
             self.ttft_s.add(clock.first_token_s - clock.submitted_s)
 
     def clear(self) -> None:
-        """Set every figure back to nothing."""
+        """Set every figure back to its beginning."""
         fresh = EngineStats()
         for f in fields(self):
             setattr(self, f.name, getattr(fresh, f.name))
@@ -227,7 +228,7 @@ class StepRow:
     n_tokens: int
     """Tokens of its chunk, in the first step."""
     n_prefill: int
-    """Of these, prompt tokens and such as were computed before: more than 0 in prefill, 0 in decode."""
+    """Of these, prompt tokens and tokens that were computed before: more than 0 in prefill, 0 in decode."""
     n_sampled: int
     """New tokens of the output, of all steps."""
 
@@ -236,7 +237,7 @@ class StepRow:
 class StepRecord:
     """One run and where its time went, in seconds; for `Engine.record_steps`.
 
-    The phases follow each other: admit, build, run (decode and sample are within), apply, deliver.
+    The phases follow each other: admit, build, run (decode and sample are parts of it), apply, deliver.
     """
 
     start_s: float
@@ -257,9 +258,9 @@ class StepRecord:
     rows: tuple[StepRow, ...] = ()
     """In ascending order of slot."""
     first_s: float = 0.0
-    """Of `decode_s` and `sample_s`, the first step's part."""
+    """The first step's part of `decode_s` and `sample_s`."""
     n_cells: int = 0
-    """Cells that hold something, beginnings of prompts that are kept included, before the run."""
+    """Cells in use before the run, prefixes that are kept included."""
 
     @property
     def first_ran_s(self) -> float:
@@ -268,10 +269,10 @@ class StepRecord:
 
     @property
     def ran_s(self) -> float:
-        """When the run was over, by the engine's clock: its tokens were there."""
+        """When the run was over and its tokens were there, by the engine's clock."""
         return self.start_s + self.admit_s + self.build_s + self.run_s
 
     @property
     def end_s(self) -> float:
-        """When all was delivered, by the engine's clock."""
+        """When its output was delivered, by the engine's clock."""
         return self.ran_s + self.apply_s + self.deliver_s
