@@ -295,7 +295,7 @@ def settle_disk(rig: Rig) -> None:
         found, data = rig.disk.get(fetch, (missing, np.empty(0, np.uint8)))
         n_read = 0
         if isinstance(found, CacheEntry) and (n_read := rig.batcher.fetches.n_wanted(fetch, found)):
-            data = rig.backend.validate_state(data, len(found.tokens), n_read)
+            data = rig.backend.validate_state(data, n_read)
         drivers, adopted = rig.batcher.fetches.arrive(fetch, found, n_read)
         for _, key in adopted:
             rig.backend.import_state(key, data, n_read)

@@ -1233,11 +1233,9 @@ class Fitting(FakeBackend):
         self.fitters: list[str] = []
         self.kept: list[NDArray[np.uint8]] = []
 
-    def validate_state(
-        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
-    ) -> NDArray[np.uint8]:
+    def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:
         self.fitters.append(threading.current_thread().name)
-        return super().validate_state(data, n_cells, n_wanted).copy()
+        return super().validate_state(data, n_wanted).copy()
 
     def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         self.kept.append(data)
@@ -1273,11 +1271,9 @@ class SlowlyFitting(FakeBackend):
         super().__init__(*sizes, **given)
         self.gate = Gate()
 
-    def validate_state(
-        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
-    ) -> NDArray[np.uint8]:
+    def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:
         self.gate.stop()
-        return super().validate_state(data, n_cells, n_wanted)
+        return super().validate_state(data, n_wanted)
 
 
 def test_request_during_a_cut_of_its_file_to_too_little_has_it_read_again(place: Place) -> None:

@@ -140,21 +140,19 @@ class Backend(Protocol):
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells computed with `adapters` depend on, by readable names. From any thread; may read files."""
 
-    def validate_state(
-        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
-    ) -> NDArray[np.uint8]:
-        """Check exported cells and return the first of them, for `import_state`. From any thread.
+    def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:
+        """Check the layout and the numbers of an exported state; return its first cells. From any thread.
 
         Args:
-            data: (n_bytes,) uint8: anything.
-            n_cells: how many cells it is said to hold at least.
-            n_wanted: how many to return, 1 … `n_cells`; all of them where memory cannot trim.
+            data: (n_bytes,) uint8, as `export_state` of a backend with the same fingerprint returned it.
+            n_wanted: how many cells to return; all of them where memory cannot trim.
 
         Returns:
-            (n_bytes,) uint8: nothing but cells that do no harm to those of others.
+            (n_bytes,) uint8, for `import_state`.
 
         Raises:
-            ValueError: they are none of this memory's; its text is the end of a sentence about them.
+            ValueError: the layout is not this memory's, or numbers are not finite; the text ends a sentence about the
+                cells.
         """
 
     def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:

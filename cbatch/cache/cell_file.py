@@ -1,9 +1,10 @@
-"""One file of cells: how it is laid out, and what of it is believed.
+"""One file of cells: its layout, and when it is trusted.
 
-A file is data from outside: it is believed as far as its lengths and digests hold.
+A file is trusted where it belongs to this user, nobody else may write to it, and its lengths and digests hold: then it
+is what cbatch wrote. The cells are not parsed to find out.
 
     magic, version, length of the header | header (JSON) | tokens (int32) | digest | cells | digest
-                                           each digest: SHA-256 of all that stands before it
+                                           each digest: SHA-256 of all bytes before it
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def file_parts(head: bytes, data: NDArray[np.uint8]) -> Iterator[bytes | memoryv
 
 
 class BadFileError(Exception):
-    """What is wrong with a file, as the end of a sentence about it."""
+    """Why a file is not read, as the end of a sentence about the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,12 @@ class FileReader:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise BadFileError("is not a regular file")
+        if found.st_uid != os.geteuid():
+            raise BadFileError("belongs to another user: remove it, or name a folder of your own")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise BadFileError(
+                "may be written by others: remove it, or run chmod go-w if you trust it"
+            )
         self._n_bytes = self._n_left = found.st_size
         self._hash = hashlib.sha256()
 

@@ -137,7 +137,7 @@ class CacheIo:
         if not n_cells:
             return ReadResult(ref, found)
         try:
-            data = self._backend.validate_state(cells.data, len(found.tokens), n_cells)
+            data = self._backend.validate_state(cells.data, n_cells)
         except ValueError as error:
             raise CacheError(ref.key, f"the cells in its file {error}") from error
         return ReadResult(ref, found, data, n_cells)

@@ -658,6 +658,28 @@ def test_folder_and_files_are_the_owners_alone(folder: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600]
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_file_that_others_may_write_is_refused_until_they_may_not(
+    store: CacheStore, folder: Path, mode: int
+) -> None:
+    store.write("a", cells(), F16)
+    [path] = folder.iterdir()
+    path.chmod(mode)
+    assert "may be written by others" in fails(store)
+    [file] = store.files()
+    assert "chmod go-w" in (file.problem or "")
+    path.chmod(mode & ~0o022)
+    store.read("a", F16)
+
+
+def test_file_of_another_user_is_refused(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("a", cells(), F16)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert "belongs to another user" in fails(store)
+
+
 def test_file_is_private_from_its_first_byte(
     store: CacheStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

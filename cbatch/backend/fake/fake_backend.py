@@ -252,11 +252,9 @@ class FakeBackend:
         self.saved[key] = data.view(np.int64).tolist() if len(data) % 8 == 0 else []
         self._kv.n_said[key] = n_cells
 
-    def validate_state(
-        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
-    ) -> NDArray[np.uint8]:
+    def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:
         """Return the first cells as they are."""
-        if len(data) < 8 * n_cells or len(data) % 8:
+        if len(data) < 8 * n_wanted or len(data) % 8:
             raise ValueError("are cut off")
         return data[: 8 * n_wanted]
 

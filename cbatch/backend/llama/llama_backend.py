@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from cbatch.backend import Vocab
     from cbatch.backend.llama.adapters import Adapters
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.backend.llama.saved import SavedFormat
     from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
 
@@ -120,10 +119,7 @@ class LlamaBackend:
         )
         sample = self._try_memory(self._runner)
         memory = find_memory(self.ctx, model, options, self.n_threads, is_on_device=is_on_device)
-        n_vocab, can_trim = self.vocab.n_vocab, memory.can_trim
-        self._format: SavedFormat | None = None
-        if sample is not None:
-            self._format = read_format(sample.data, n_vocab=n_vocab, can_trim=can_trim)
+        self._format = None if sample is None else read_format(sample.data)
         self.memory = replace(memory, can_check=self._format is not None)
         self.n_window = slot_window(
             options, memory.n_cells, model.n_ctx_train, is_pool=memory.kind == "unified"
@@ -289,13 +285,11 @@ class LlamaBackend:
         """Take a state that was saved; see `Backend.import_state`."""
         self._cells.saved[key] = SavedCells(data, n_cells, maybe_nonfinite=True)
 
-    def validate_state(
-        self, data: NDArray[np.uint8], n_cells: int, n_wanted: int
-    ) -> NDArray[np.uint8]:
-        """Return a state from elsewhere as this memory would have it; see `Backend.validate_state`."""
+    def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:
+        """Return the first cells of a state as this memory has them; see `Backend.validate_state`."""
         if self._format is None:
             raise ValueError("are of a memory whose layout this version does not know")
-        return self._format.fit(data, n_cells, n_wanted)
+        return self._format.cut(data, n_wanted)
 
     def export_state(self, key: int) -> NDArray[np.uint8] | None:
         """Hand out what was saved; see `Backend.export_state`."""
