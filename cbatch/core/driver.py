@@ -14,8 +14,6 @@ from cbatch.core.request import RequestClock
 from cbatch.errors import (
     DeadlineError,
     GrammarError,
-    PromptError,
-    PromptTooLongError,
     RequestCancelledError,
     RequestFailedError,
     SequenceStateError,
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
     from cbatch.errors import CacheError, CBatchError
     from cbatch.options import Breakers, Grammar, Sampling
     from cbatch.response import FinishReason
-
-MAX_OUTPUT = 2**31 - 1
-"""Stands for an output without end, where the window moves on."""
 
 
 class _Word(Enum):
@@ -359,33 +354,14 @@ class SequenceDriver:
             PromptTooLongError: the prompt does not fit the window, or not with all of a strict cap. Nothing has
                 changed then.
         """
-        options = self.request.options
-        n_prompt, cap = len(tokens), 0 if options.prefill_only else options.max_tokens
-        if not n_prompt:
-            raise PromptError("the prompt is empty: it has no token")
-        n_least = self._n_least(cap)
-        if n_prompt + n_least > n_window:
-            raise PromptTooLongError(n_prompt, n_window, n_least)
+        n_prompt = len(tokens)
+        self.n_cap, warnings = self.request.cap(n_prompt, n_window)
+        self.warnings += warnings
         self.tokens = [*tokens, *self.request.output]
         self.output = list(self.request.output)
         self.n_prompt, self.n_window = n_prompt, n_window
         if self.request.n_prompt_logprobs is not None:
             self.scores = PromptScores(n_prompt - 1)
-        n_most = MAX_OUTPUT if options.n_discard else n_window - n_prompt
-        self.n_cap = n_most if cap is None else min(cap, n_most)
-        if cap is not None and cap > n_most:
-            self.warnings.append(
-                f"max_tokens is {n_most}, not {cap}: the prompt has {n_prompt} and the window {n_window}"
-            )
-
-    def _n_least(self, cap: int | None) -> int:
-        """Return how much output there must be room for: all of a strict cap, or one token more than there is."""
-        options, n_next = self.request.options, 1
-        if not options.n_discard:
-            n_next += len(self.request.output)
-            if options.strict_max_tokens and cap is not None:
-                return cap
-        return n_next if cap is None else min(cap, n_next)
 
     def keep_in_window(self, n_default: int) -> None:
         """Have the window move when it is full: `n_keep` tokens stay, or `n_default` where the request says nothing."""

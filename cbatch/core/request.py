@@ -6,12 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cbatch.errors import PromptError, PromptTooLongError
 from cbatch.response import Timings
 
 if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet, Breakers, Grammar, RunOptions, Sampling
     from cbatch.response import FinishReason, TokenLogprob, Usage
+
+
+MAX_OUTPUT = 2**31 - 1
+"""Stands for an output without end, where the window moves on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,34 @@ class Request:
     def to_compile(self) -> tuple[Grammar | Breakers, ...]:
         """What has to be compiled before its sequence can run."""
         return tuple(want for want in (self.grammar, self.breakers) if want is not None)
+
+    def cap(self, n_prompt: int, n_window: int) -> tuple[int, list[str]]:
+        """Return the most tokens of output for a prompt of `n_prompt` tokens, with a warning where more are asked for.
+
+        Raises:
+            RequestFailedError: the prompt has no token.
+            PromptTooLongError: the prompt does not fit the window, or not with all of a strict cap.
+        """
+        if not n_prompt:
+            raise PromptError("the prompt is empty: it has no token")
+        cap = 0 if self.options.prefill_only else self.options.max_tokens
+        n_least = self._n_least(cap)
+        if n_prompt + n_least > n_window:
+            raise PromptTooLongError(n_prompt, n_window, n_least)
+        n_most = MAX_OUTPUT if self.options.n_discard else n_window - n_prompt
+        if cap is None or cap <= n_most:
+            return n_most if cap is None else cap, []
+        why = f"the prompt has {n_prompt} and the window {n_window}"
+        return n_most, [f"max_tokens is {n_most}, not {cap}: {why}"]
+
+    def _n_least(self, cap: int | None) -> int:
+        """Return how much output there must be room for: all of a strict cap, or one token more than there is."""
+        n_next = 1
+        if not self.options.n_discard:
+            n_next += len(self.output)
+            if self.options.strict_max_tokens and cap is not None:
+                return cap
+        return n_next if cap is None else min(cap, n_next)
 
 
 @dataclass(eq=False, slots=True)
