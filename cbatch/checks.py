@@ -1,7 +1,7 @@
 """Checks of the values that callers give.
 
-Each takes the name that an error gives the value, returns it as a plain one (see `cbatch.plain`), and raises
-`ConfigError` with the name, the value and what it may be. None says nothing and passes, where it is not told otherwise.
+Each check takes the value's name for errors, returns the value as a plain one (see `cbatch.plain`), and raises
+`ConfigError` with the name, the value and what it may be. None passes unless the check says otherwise.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MAX_INT = 2**31 - 1
 """The largest whole number of native code and of llama.cpp."""
 
 MAX_TIME_S = 1e9
-"""Some thirty years: for ever, and yet a number that clocks can add."""
+"""About thirty years: long enough for any wait, and a number that clocks can add."""
 
 MAX_KEY_LENGTH = 1024
 """Characters of a cache key or an adapter's name: a name, not a prompt."""
 
 MAX_GRAMMAR_LENGTH = 2**20
-"""Characters of a schema, regex or grammar: our choice; what compiles is far shorter."""
+"""Characters of a schema, regex or grammar: our choice; those that compile are far shorter."""
 
 MAX_DEPTH = 128
-"""Lists and objects in each other: our choice, far above what a schema has, far below what Python can walk."""
+"""Nesting of lists and objects: our choice, far above any schema and far below Python's recursion limit."""
 
 TOO_DEEP = f"{{}}: its values are nested more than {MAX_DEPTH} deep"
-"""What is said then, of a name."""
+"""The error's text, to be formatted with the value's name."""
 
 _CONTAINERS = (dict, list, tuple, Mapping)
 
@@ -43,21 +43,21 @@ _N_SHOWN = 80
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: cut where it is long, its type where Python cannot write it."""
+    """Return a value as an error shows it: cut where it is long, by its type where `repr` fails."""
     try:
         text = repr(value)
-    except Exception:  # thousands of digits, or a `__repr__` of somebody else's
+    except Exception:  # thousands of digits, or the caller's own `__repr__`
         return f"this {type(value).__name__}"
     return text if len(text) <= _N_SHOWN else f"{text[:_N_SHOWN]}…"
 
 
 def is_too_deep(value: object) -> bool:
-    """Return whether lists and mappings are nested more than `MAX_DEPTH` deep; no recursion finds it out."""
+    """Return whether lists and mappings are nested more than `MAX_DEPTH` deep, without recursion."""
     level = [value] if isinstance(value, _CONTAINERS) else []
     for _ in range(MAX_DEPTH):
         if not level:
             return False
-        # each once: a list that holds itself twice would double what there is to look at
+        # each object once: a list that holds itself twice would double the work at every level
         level = [*{id(inner): inner for outer in level for inner in _within(outer)}.values()]
     return bool(level)
 
@@ -68,17 +68,13 @@ def _within(value: Any) -> list[Any]:
 
 
 def check_depth(name: str, value: object) -> None:
-    """Check that what walks a value does not come to the end of Python's stack."""
+    """Refuse values nested so deep that walking them would exceed Python's recursion limit."""
     if is_too_deep(value):
         raise ConfigError(TOO_DEEP.format(name))
 
 
-class reading:  # noqa: N801  # as contexts of the standard library are called
-    """Translate what the reading of a caller's value raises: its own methods may raise anything.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+class reading:  # noqa: N801  # lower case, as context managers of the standard library
+    """Turn any exception of a caller's own methods into a `ConfigError` that names the value."""
 
     __slots__ = ("_name",)
 
@@ -94,13 +90,13 @@ class reading:  # noqa: N801  # as contexts of the standard library are called
 
 
 def settle(options: object, check: Callable[..., object], name: str, *limits: object) -> None:
-    """Replace a value of frozen options by what a check makes of it."""
+    """Replace a value of frozen options by its checked one."""
     with reading(name):
         object.__setattr__(options, name, check(name, getattr(options, name), *limits))
 
 
 def refuse_none(options: Any) -> None:
-    """Refuse None for each of the options whose default is another value."""
+    """Refuse None for every option whose default is another value."""
     for f in fields(options):
         if f.default is not None and getattr(options, f.name) is None:
             raise ConfigError(f"{f.name} must not be None")
@@ -119,7 +115,7 @@ def check_int(name: str, value: object, low: int, high: int) -> int | None:
 
 
 def check_float(name: str, value: object, low: float, high: float) -> float | None:
-    """Return a finite number from `low` to `high`; one that is given as a whole number stays one."""
+    """Return a finite number from `low` to `high`; a whole number stays one."""
     if value is None:
         return None
     number = number_of(value)
@@ -139,7 +135,7 @@ def check_number(name: str, value: object, low: float, high: float) -> float:
 
 
 def check_seconds(name: str, value: object) -> float:
-    """Return a span of seconds; endless where it is None or infinite.
+    """Return a span of seconds; infinite for None.
 
     Raises:
         ConfigError: not a number, or below 0.
@@ -152,7 +148,7 @@ def check_seconds(name: str, value: object) -> float:
 
 
 def check_wait(name: str, value: object) -> float | None:
-    """Return how many seconds to wait, none where the time is over already; None for ever.
+    """Return how many seconds to wait, 0 for a negative number; None for no limit.
 
     Raises:
         ConfigError: not a number.
@@ -175,7 +171,7 @@ def check_bool(name: str, value: object) -> bool | None:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return a flag that has to be one; None is refused."""
+    """Return a flag; None is refused."""
     flag = check_bool(name, value)
     if flag is None:
         raise ConfigError(f"{name} must be True or False, not None")
@@ -183,7 +179,7 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> str | None:
-    """Return a value that is one of these; None only if it is among them."""
+    """Return a value that is one of `choices`, which may include None."""
     text = text_of(value)
     if text not in choices or (text is None and value is not None):
         known = ", ".join(c for c in choices if c is not None)
@@ -213,7 +209,7 @@ def check_string(name: str, value: object) -> str | None:
 
 
 def strings_of(name: str, value: object) -> tuple[str, ...] | None:
-    """Return the non-empty strings of `value`; an empty stop string would match everywhere and is left out."""
+    """Return the non-empty strings of `value`: an empty stop string would match everywhere."""
     if value is None:
         return None
     text = text_of(value)
@@ -228,34 +224,34 @@ def strings_of(name: str, value: object) -> tuple[str, ...] | None:
 
 
 def check_whole(name: str, text: str) -> None:
-    """Refuse text that no model can write: `json.loads` gives such strings, and command lines that are no UTF-8."""
+    """Refuse text that is not Unicode: `json.loads` and command lines that are not UTF-8 can give such strings."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{name} holds half of a surrogate pair, or bytes that are no UTF-8, at character {error.start + 1}: "
+            f"{name} has half of a surrogate pair, or bytes that are not UTF-8, at character {error.start + 1}: "
             f"{shown(text)}"
         ) from None
 
 
 def readable(path: str | os.PathLike[str]) -> str:
-    """Return a path as text that can be written anywhere: a byte that is no UTF-8 is `\\xff` in it."""
+    """Return a path as text that can be written anywhere: a byte that is not UTF-8 becomes `\\xff`."""
     name = os.fspath(path)
-    with suppress(UnicodeEncodeError):  # which no system has given us then
+    with suppress(UnicodeEncodeError):  # the path does not come from the system
         return os.fsencode(name).decode("utf-8", "backslashreplace")
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def check_path(name: str, value: object) -> str:
-    """Return a value that can be a path, with the home in the place of `~`; None is refused."""
+    """Return a path, with the home folder for `~`; None is refused."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else text_of(value)
     if not isinstance(path, str | bytes) or not _is_encodable(path):
         raise ConfigError(f"{name} must be a path, not {shown(value)}")
-    return os.path.expanduser(os.fsdecode(path))  # which leaves ~nobody as it is
+    return os.path.expanduser(os.fsdecode(path))
 
 
 def _is_encodable(path: str | bytes) -> bool:
-    """Whether a system could have such a path."""
+    """Whether a file system can have this path."""
     try:
         encoded = os.fsencode(path)
     except UnicodeEncodeError:
@@ -263,11 +259,11 @@ def _is_encodable(path: str | bytes) -> bool:
     return bool(encoded) and b"\0" not in encoded
 
 
-def check_keys(name: str, said: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check that a mapping has no other keys than these."""
-    for key in said:
+def check_keys(name: str, mapping: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Check that a mapping has no keys but the known ones."""
+    for key in mapping:
         if key not in known:
-            raise ConfigError(f"{name} has {key!r}, known are {', '.join(known)}")
+            raise ConfigError(f"{name} has the unknown key {key!r}; known are {', '.join(known)}")
 
 
 def token_ids(name: str, value: object) -> tuple[int, ...] | None:
@@ -282,7 +278,7 @@ def token_ids(name: str, value: object) -> tuple[int, ...] | None:
 
 
 def json_object(name: str, value: object) -> str | None:
-    """Return a mapping, or the text of a JSON object, as `json_text`."""
+    """Return a mapping, or the text of a JSON object, as `json_text` writes it."""
     if value is None:
         return None
     if (text := text_of(value)) is not None:
@@ -310,14 +306,14 @@ class _LongIntegerError(ValueError):
 
 
 def why_unread(error: ValueError, text: str) -> str:
-    """Return why JSON text could not be read; of an integer that is too long, which, and how long it may be."""
+    """Return why JSON text could not be read; an integer that is too long is shown, with the limit."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error}"
     try:
         json.loads(text, parse_int=_read_integer)
     except _LongIntegerError as long:
         return str(long)
-    except (ValueError, RecursionError):  # it comes before any integer
+    except (ValueError, RecursionError):  # another mistake comes first
         pass
     return f"not JSON: {error}"
 
@@ -328,16 +324,16 @@ def _read_integer(digits: str) -> int:
     except ValueError:
         n_most = sys.get_int_max_str_digits()
         raise _LongIntegerError(
-            f"the integer {digits[:20]}… has {len(digits.lstrip('-')):,} digits, and may have {n_most:,}"
+            f"the integer {digits[:20]}… has {len(digits.lstrip('-')):,} digits; at most {n_most:,} are allowed"
         ) from None
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def json_text(name: str, value: Mapping[str, Any]) -> str:
-    """Return a mapping as JSON text, in one way of writing: order of keys kept, no superfluous space."""
+    """Return a mapping as compact JSON text, its keys in their own order."""
     check_depth(name, value)
     try:
         text = json.dumps(

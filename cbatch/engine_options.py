@@ -1,4 +1,4 @@
-"""How a model is loaded and who runs when: `EngineOptions`, of which a scheduler knows the `ScheduleOptions`."""
+"""How a model is loaded and its requests are scheduled: `EngineOptions`, which extend `ScheduleOptions`."""
 
 from __future__ import annotations
 
@@ -31,37 +31,36 @@ MAX_PARALLEL = 256
 """llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""
 
 DEFAULT_PARALLEL = 16
-"""Slots where the machine has room for them. Source: measured; on CPUs 8 or 16 rows decode far faster a token."""
+"""Slots where memory allows. Source: measured; on CPUs a token takes far less time in steps of 8 or 16 rows."""
 
 CellType: TypeAlias = Literal[
     "f16", "f32", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
-"""What keys or values are stored as. Source: llama.cpp common/arg.cpp, kv_cache_types."""
+"""How keys or values are stored. Source: llama.cpp common/arg.cpp, kv_cache_types."""
 
 MAX_THREADS = 512
-"""More end the process where they cannot be started. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
+"""ggml ends the process where it cannot start a thread. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """Who runs when, and how much of a prompt goes into one step.
+    """Which requests run, and how many prompt tokens a step takes.
 
     Args:
-        policy: who of those that wait comes next: "fcfs", the first to come; "priority", the highest `priority`,
-            with ageing; "shortest", the fewest prompt tokens; "round_robin", turns of `quantum` tokens.
-        quantum: tokens of a turn in "round_robin"; not said: 64.
-        ageing_s: seconds of waiting that count as much as one point of priority; not said: 10.
-        admission: in unified memory, "optimistic" goes by the output that is to be expected, and takes back the cells
-            of some where the pool is full; "reserve" admits whom it holds in the worst case. Not said: optimistic.
-        max_queue: most requests that wait for a slot; not said: any number.
+        policy: which waiting request is admitted next: "fcfs", the oldest; "priority", the highest `priority`, with
+            ageing; "shortest", the fewest prompt tokens; "round_robin", turns of `quantum` tokens.
+        quantum: tokens of a turn in "round_robin". Default: 64.
+        ageing_s: seconds of waiting that count as one point of priority. Default: 10.
+        admission: in unified memory, "optimistic" admits by the expected output and preempts sequences when the pool
+            is full; "reserve" admits only what fits in the worst case. Default: optimistic.
+        max_queue: most requests that wait for a slot. Default: any number.
         when_full: at `max_queue`, "wait" in `run` until there is room, or "reject" with `QueueFullError`.
-        prefill_budget: most prompt tokens in a step that also decodes. Not said: what keeps such a step within twice
-            the measured time of one that only decodes, where somebody reads the output as it comes.
-        prefill_chunk: most prompt tokens of one sequence in a step; not said: as many as the step holds.
-        itl_ms: aim of milliseconds for a step that also decodes, from which the budget for prompts follows, instead of
-            `prefill_budget`.
-        swap_mib: host memory for the cells of sequences that lost their slot; what does not fit is computed again.
-        share_prefixes: compute a beginning that prompts have in common once, and take it over from each other.
+        prefill_budget: most prompt tokens in a step that also decodes. Default: as many as keep such a step within
+            twice the measured time of a step that only decodes, while a reader streams output.
+        prefill_chunk: most prompt tokens of one sequence in a step. Default: as many as the step holds.
+        itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`.
+        swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.
+        share_prefixes: compute a common prefix of prompts once and share its cells.
 
     Raises:
         ConfigError: a value of the wrong type, out of range, or at odds with another.
@@ -80,7 +79,7 @@ class ScheduleOptions:
     share_prefixes: bool = True
 
     def __post_init__(self) -> None:
-        """Check every value and every pair that can contradict."""
+        """Check every value, and options that contradict each other."""
         refuse_none(self)
         settle(self, check_choice, "policy", ("fcfs", "priority", "shortest", "round_robin"))
         for name in ("quantum", "prefill_budget", "prefill_chunk"):
@@ -105,11 +104,11 @@ class ScheduleOptions:
             )
         if self.when_full is not None and self.max_queue is None:
             raise ConfigError(
-                f"when_full={self.when_full!r} needs max_queue: a queue without limit is never full"
+                f"when_full={self.when_full!r} needs max_queue: a queue without a limit is never full"
             )
         if self.itl_ms is not None and self.prefill_budget is not None:
             raise ConfigError(
-                f"give itl_ms={self.itl_ms} (the budget follows) or prefill_budget={self.prefill_budget}, not both"
+                f"give itl_ms={self.itl_ms} or prefill_budget={self.prefill_budget}, not both: one sets the other"
             )
 
 
@@ -180,7 +179,7 @@ class EngineOptions(ScheduleOptions):
     cache_mib: int = 10_240
 
     def __post_init__(self) -> None:
-        """Check what can be checked without the model."""
+        """Check all that can be checked without the model."""
         ScheduleOptions.__post_init__(self)
         settle(self, check_int, "parallel", 1, MAX_PARALLEL)
         settle(self, check_int, "n_threads", 1, MAX_THREADS)
@@ -208,26 +207,26 @@ class EngineOptions(ScheduleOptions):
         """Return the options of these names.
 
         Raises:
-            UnsupportedOptionError: a name that there is not.
+            UnsupportedOptionError: an unknown name.
         """
         if not isinstance(settings, Mapping):
             raise ConfigError(f"settings must be a mapping, not {shown(settings)}")
         known = [f.name for f in fields(cls)]
         with reading("settings"):
-            said = {text_of(name) or shown(name): value for name, value in settings.items()}
-        for name in said:
+            given = {text_of(name) or shown(name): value for name, value in settings.items()}
+        for name in given:
             if name not in known:
                 raise UnsupportedOptionError(name, known)
-        return cls(**said)
+        return cls(**given)
 
     @property
     def n_slots(self) -> int:
-        """Slots as they are said, or as many as there are where the machine has room for them."""
+        """Slots: `parallel`, or its default where memory allows."""
         return self.parallel or DEFAULT_PARALLEL
 
     @property
     def has_quantised_values(self) -> bool:
-        """Whether values are stored in blocks, which llama.cpp reads with flash attention alone."""
+        """Whether values are stored in blocks, which llama.cpp reads only with flash attention."""
         return is_quantised(self.cache_type_v)
 
     def _check_places(self) -> None:
@@ -241,7 +240,7 @@ class EngineOptions(ScheduleOptions):
         if self.tensor_split is not None and self.split_mode == "none":
             raise ConfigError(
                 f"tensor_split={list(self.tensor_split)} is for several devices, "
-                "split_mode='none' takes one: leave one of them out"
+                "but split_mode='none' uses one: leave one of them out"
             )
 
     def _check_rope(self) -> None:
@@ -268,15 +267,16 @@ class EngineOptions(ScheduleOptions):
         if self.n_ctx is not None and self.ctx_per_seq is not None and self.kv != "unified":
             raise ConfigError(
                 "give n_ctx (cells in total) or ctx_per_seq (one slot's window), not both; "
-                "with kv='unified' both have a meaning: the pool, and most of it for one request"
+                "with kv='unified' both are allowed: the pool, and the most that one request uses of it"
             )
         if self.n_ctx is not None and (self.ctx_per_seq or 0) > self.n_ctx:
             raise ConfigError(
-                f"ctx_per_seq={self.ctx_per_seq} is more than the pool has: n_ctx={self.n_ctx}"
+                f"ctx_per_seq={self.ctx_per_seq} is more than the pool, n_ctx={self.n_ctx}: lower it, or raise n_ctx"
             )
         if self.n_batch < self.n_slots:
             raise ConfigError(
-                f"n_batch={self.n_batch} is less than parallel={self.n_slots}: a step holds every row"
+                f"n_batch={self.n_batch} is less than parallel={self.n_slots}, but a step holds a row of every slot: "
+                "raise n_batch, or lower parallel"
             )
         if self.n_ctx is not None and self.n_ctx < 2 * self.n_slots:
             raise ConfigError(
@@ -305,7 +305,7 @@ class EngineOptions(ScheduleOptions):
     def _check_exact(self) -> None:
         if self.exact and self.kv == "unified":
             raise ConfigError(
-                "exact=True cannot hold with kv='unified': the place of a cell changes the rounding; "
+                "exact=True cannot hold with kv='unified': the position of a cell changes the rounding; "
                 "use kv='partitioned'"
             )
         if self.exact and self.flash_attn == "on" and not self.has_quantised_values:
@@ -316,11 +316,11 @@ class EngineOptions(ScheduleOptions):
         if self.exact and self.adapters:
             raise ConfigError(
                 f"exact=True cannot hold with adapters ({', '.join(self.adapters)}): their f16 or f32 weights "
-                "take other kernels in narrow steps; merge one into the model, or leave exact out"
+                "use other kernels in narrow steps; merge one into the model, or leave exact out"
             )
         if self.exact and self.admission == "optimistic":
             raise ConfigError(
-                "exact=True cannot hold with admission='optimistic', which computes some output again: use 'reserve'"
+                "exact=True cannot hold with admission='optimistic', which recomputes some output: use 'reserve'"
             )
 
     def _check_schedule(self) -> None:
@@ -328,18 +328,18 @@ class EngineOptions(ScheduleOptions):
             value = getattr(self, name)
             if value is not None and value > self.n_batch:
                 raise ConfigError(
-                    f"{name}={value} is more than a step holds: n_batch={self.n_batch}"
+                    f"{name}={value} is more than a step holds, n_batch={self.n_batch}: lower it, or raise n_batch"
                 )
         if self.admission == "optimistic" and self.kv != "unified":
             raise ConfigError(
-                f"admission='optimistic' needs kv='unified', not {self.kv!r}: a slot has its own cells otherwise"
+                f"admission='optimistic' needs kv='unified', not {self.kv!r}, where each slot has its own cells"
             )
         if self.exact and self.prefill_chunk is not None:
             raise ConfigError(
-                f"exact=True cuts all prompts alike: prefill_chunk={self.prefill_chunk} cannot be had with it"
+                f"exact=True cuts all prompts at the same places: leave prefill_chunk={self.prefill_chunk} out"
             )
 
 
 def is_quantised(cell_type: str) -> bool:
-    """Return whether a type of cells stores blocks of numbers rather than each by itself."""
+    """Return whether a cell type stores blocks of numbers rather than single numbers."""
     return cell_type not in ("f16", "f32", "bf16")

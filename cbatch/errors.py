@@ -19,7 +19,7 @@ class CBatchError(Exception):
     """Root of every error that cbatch raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be read by another process as it is here: results hold errors."""
+        """Let another process read the error with its attributes: results hold errors."""
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -31,14 +31,14 @@ def _restored(cls: type[CBatchError], args: tuple[Any, ...], state: dict[str, An
 
 
 def words_of(error: BaseException) -> str:
-    """Return what an error says, or what it is where it says nothing or cannot be asked."""
+    """Return an error's text, or its type's name where the text is empty or `str` fails."""
     with suppress(Exception):
         return str(error) or type(error).__name__
     return type(error).__name__
 
 
 class ConfigError(CBatchError, ValueError):
-    """A value that cannot work, found while options, messages or an engine are built."""
+    """A value that cannot work, found before anything is queued or loaded."""
 
 
 class RequestError(CBatchError):
@@ -46,10 +46,10 @@ class RequestError(CBatchError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt, with `strict_max_tokens` prompt and cap together, needs more positions than one slot's window has."""
+    """The prompt does not fit one slot's window; with `strict_max_tokens`, prompt and `max_tokens` together."""
 
     def __init__(self, n_prompt: int, n_limit: int, n_output: int = 1) -> None:
-        """Keep the numbers: `n_prompt` tokens asked to be followed by `n_output`, `n_limit` in the window."""
+        """Keep the tokens of the prompt, of one slot's window, and the requested tokens of output."""
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
         lower = "lower max_tokens or leave strict_max_tokens out, " if n_output > 1 else ""
         super().__init__(
@@ -60,39 +60,40 @@ class PromptTooLongError(RequestError):
 
 
 class DuplicateIdError(RequestError):
-    """The id belongs to another request in flight, or stands twice in one batch."""
+    """The id belongs to another request in flight, or occurs twice in one batch."""
 
     def __init__(self, id: str) -> None:
         """Keep the id."""
         self.id = id
         super().__init__(
-            f"the id {id!r} is already in flight or stands twice in this batch: ids must be unique"
+            f"the id {id!r} is in flight already or occurs twice in this batch: give each request its own id"
         )
 
 
 class RequestCancelledError(RequestError):
-    """The request was cancelled, or its engine closed, before it got a slot; or a generator's before it was read."""
+    """The request was cancelled, or its engine closed, before it got a slot or was read from its generator."""
 
 
 class DeadlineError(RequestError):
-    """The time that the request or its run was given had passed before it got a slot."""
+    """The deadline of the request or of its run passed before the request got a slot."""
 
     def __init__(self, waited_s: float) -> None:
         """Keep how many seconds it had waited."""
         self.waited_s = waited_s
         super().__init__(
-            f"its time was over after {waited_s:.3g} s in the queue, before it got a slot"
+            f"the deadline passed after {waited_s:.3g} s in the queue, before the request got a slot: raise timeout_s, "
+            "or submit fewer requests at once"
         )
 
 
 class QueueFullError(RequestError):
-    """The queue is at its limit and the engine was told to reject; nothing was queued."""
+    """The queue is at its limit and `when_full` is "reject"; nothing was queued."""
 
     def __init__(self, n_waiting: int, n_limit: int, n_new: int = 1) -> None:
-        """Keep how many wait, how many may, and how many more there would be."""
+        """Keep how many requests wait, how many may wait, and how many were submitted."""
         self.n_waiting, self.n_limit, self.n_new = n_waiting, n_limit, n_new
         super().__init__(
-            f"no room for {n_new} more: {n_waiting} requests wait already and max_queue is {n_limit}: try again later, "
+            f"no room for {n_new} more: {n_waiting} requests wait already and max_queue is {n_limit}; try again later, "
             "submit fewer at once, raise max_queue, or let run() wait (when_full='wait')"
         )
 
@@ -101,43 +102,43 @@ class CacheError(RequestError):
     """Cells kept on disk could not be used, written or found."""
 
     def __init__(self, key: str, reason: str, *, is_missing: bool = False) -> None:
-        """Keep the cache key, what is wrong, and whether there is nothing under that key at all."""
+        """Keep the cache key, the reason, and whether nothing at all is kept under that key."""
         self.key, self.reason, self.is_missing = key, reason, is_missing
         super().__init__(f"cache {key!r}: {reason}")
 
 
 class UnsupportedOptionError(RequestError, ConfigError):
-    """An option that this cbatch does not know or has not built."""
+    """An option that is unknown, or that this model or backend does not have."""
 
     def __init__(self, option: str, known: Sequence[str] = (), *, reason: str = "") -> None:
-        """Keep the option's name; `known` lists what there is, `reason` says why this one cannot be had."""
+        """Keep the option's name; `known` lists the options that exist, `reason` why this one cannot be used."""
         self.option = option
-        unknown = f"unknown option {option!r}; there is: {', '.join(sorted(known))}"
+        unknown = f"unknown option {option!r}; known are {', '.join(sorted(known))}"
         super().__init__(f"{option}: {reason}" if reason else unknown)
 
 
 class GrammarError(RequestError):
-    """A schema, regex or grammar that cannot be compiled, or that grew past a limit while an answer followed it."""
+    """A schema, regex or grammar that cannot be compiled, or that exceeded a limit while an answer followed it."""
 
     def __init__(self, kind: str, reason: str) -> None:
-        """Keep the option that it came by, and what is wrong: the compiler's message, with the place."""
+        """Keep the option that gave the grammar, and the compiler's message with the position."""
         self.kind, self.reason = kind, reason
         super().__init__(f"{kind}: {reason}")
 
 
 class RequestFailedError(RequestError):
-    """The request could not be computed; the cause is chained where there is one."""
+    """The request could not be computed; the cause, if any, is chained."""
 
 
 class PromptError(RequestFailedError):
-    """The prompt cannot be made into tokens: it would fail again wherever it runs."""
+    """The prompt cannot be tokenized: it would fail again anywhere."""
 
 
 class OutputError(CBatchError):
-    """A file of results could not be written; what was committed before is there, and a later run goes on with it."""
+    """A file of results could not be written; committed records stay, and a later run continues from them."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        """Keep which file, and what is wrong with it."""
+        """Keep the file and the reason."""
         self.path, self.reason = path, reason
         super().__init__(f"{path}: {reason}")
 
@@ -165,11 +166,11 @@ class DecodeError(EngineError):
 
 
 class EngineClosedError(EngineError):
-    """The engine was closed, or it stopped after an error that is chained here."""
+    """The engine was closed, or stopped by an error that is chained."""
 
 
 class PlanError(RuntimeError):
-    """A step plan that llama.cpp would refuse: a bug of cbatch, never of the caller."""
+    """A step plan that llama.cpp would refuse: a bug of cbatch."""
 
 
 class LedgerError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Ctrl-C where it must not tear anything: what a signal raises, raised when a block ends; and waits that survive it."""
+"""Blocks that Ctrl-C cannot break off in the middle, and waits that survive it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _NAMES = (
     "SIGINT",
 )
 _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
-"""Signals that programs have handlers for: Ctrl-C, those that end a program or a wait, those that tell something."""
+"""The signals that programs have handlers for."""
 
 _LONGEST_WAIT_S = 1.0
 
 
 class Postponed:
-    """A block that nothing breaks off: handlers of signals are called at once, and what they raise is raised behind it.
+    """A block in which signal handlers are called at once, and the first exception of one is raised at the end.
 
-    Only Python's main thread calls handlers, so in any other the block is an ordinary one.
+    Only Python's main thread calls handlers: in any other thread this is an ordinary block.
     """
 
     __slots__ = ("_before", "_error")
@@ -38,7 +38,7 @@ class Postponed:
 
     @property
     def has_struck(self) -> bool:
-        """Whether a handler has raised; whoever works in the block should end soon. From any thread."""
+        """Whether a handler has raised, so that the block should end soon. From any thread."""
         return self._error is not None
 
     def __enter__(self) -> Postponed:
@@ -66,25 +66,25 @@ class Postponed:
         self._raise()
 
     def _give_back(self) -> None:
-        """Set the handlers that were there before."""
+        """Restore the handlers from before the block."""
         for number, before in self._before.items():
             found = signal.signal(number, before)
-            if found != self._handle:  # somebody has set another meanwhile
+            if found != self._handle:  # another one was set meanwhile
                 signal.signal(number, found)
 
     def _raise(self) -> None:
         struck, self._error = self._error, None
         if struck is not None:
             try:
-                raise struck.with_traceback(None)  # its frames would keep alive what is given up
+                raise struck.with_traceback(None)  # its frames would keep objects alive
             finally:
                 del struck
 
 
 class HeldBack(Postponed):
-    """A block in which no handler of a signal is called: each is called behind it, where it may do what it likes.
+    """A block in which no signal handler is called: each is called at the end of the block.
 
-    For work that a handler, which may use the engine, must not find half done.
+    For work that must not be half done when a handler uses the engine.
     """
 
     __slots__ = ("_struck",)
@@ -104,7 +104,7 @@ class HeldBack(Postponed):
     ) -> None:
         self._give_back()
         if self._struck:
-            with Postponed():  # one that raises keeps no other from being called
+            with Postponed():  # all handlers are called, also after one that raises
                 for number, frame in self._struck:
                     super()._handle(number, frame)
                 self._struck.clear()
@@ -112,9 +112,10 @@ class HeldBack(Postponed):
 
 
 class Latch:
-    """Opens once, for good; whoever waits may be broken off and wait again.
+    """Opens once and stays open; a wait may be interrupted and begun again.
 
-    `Thread.join` takes a thread for ended when it is broken off (Python 3.11), and an `Event` may keep its lock.
+    An interrupted `Thread.join` marks the thread as ended (Python 3.11), and an interrupted `Event.wait` may keep its
+    lock.
     """
 
     __slots__ = ("_lock", "is_open")
@@ -125,23 +126,23 @@ class Latch:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Let everybody through. Once."""
+        """Let every waiting thread through. Call it once."""
         self.is_open = True
         self._lock.release()
 
     def wait(self) -> None:
         """Return when it is open."""
         while not self.is_open:
-            # if Ctrl-C strikes between the two, others wait in vain for the lock, but look again
+            # Ctrl-C between the two lines keeps the lock: other threads look at `is_open` again
             if self._lock.acquire(timeout=_LONGEST_WAIT_S):
                 self._lock.release()
 
 
 class Sleepers:
-    """Threads that wait until something holds; whoever changes it calls `wake`.
+    """Threads that wait until a condition holds; `wake` is called after each change of it.
 
-    A `Condition` is held while its thread looks whether to wait: a handler of a signal that is called there, and asks
-    something of the thread that would wake, waits for ever. Here nothing is held.
+    No lock is held while the condition is evaluated. With a `threading.Condition`, a signal handler called there that
+    asks something of the waking thread would wait for ever.
     """
 
     __slots__ = ("_locks",)
@@ -153,7 +154,7 @@ class Sleepers:
         return len(self._locks)
 
     def wait_for(self, is_ready: Callable[[], object], timeout: float | None = None) -> bool:
-        """Return when it is ready, or after `timeout` seconds; whether it is."""
+        """Wait until `is_ready()` is true or `timeout` seconds have passed; return whether it is true."""
         end_s = math.inf if timeout is None else time.perf_counter() + timeout
         while not is_ready():
             left_s = min(end_s - time.perf_counter(), threading.TIMEOUT_MAX)
@@ -165,16 +166,16 @@ class Sleepers:
     def _sleep(self, is_ready: Callable[[], object], timeout: float) -> None:
         lock = threading.Lock()
         lock.acquire()
-        self._locks.append(lock)  # before it looks again: who wakes later wakes it
+        self._locks.append(lock)  # before the last look: a later `wake` releases it
         try:
             if not is_ready():
                 lock.acquire(timeout=timeout)
         finally:
-            with suppress(ValueError):  # it was woken
+            with suppress(ValueError):  # `wake` has removed it
                 self._locks.remove(lock)
 
     def wake(self) -> None:
-        """Have all that wait look again. From any thread, behind the change."""
+        """Make all waiting threads evaluate their conditions again. From any thread, after the change."""
         while self._locks:
             with suppress(IndexError):  # another thread has taken the last one
                 self._locks.popleft().release()

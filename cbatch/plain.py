@@ -1,7 +1,7 @@
-"""Values of other kinds as Python's own: numpy's and torch's numbers and arrays, enum members, subclasses.
+"""Values of other libraries as plain Python values: numbers and arrays of numpy and torch, enum members, subclasses.
 
-What callers give is made plain once, where it comes in. So no template writes `Role.USER`, no comparison calls
-somebody's `__eq__`, and the thread that computes meets no code but its own.
+Callers' values are made plain once, at the entrance. So no template writes `Role.USER`, no comparison calls a caller's
+`__eq__`, and the thread that computes runs no code of callers.
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ from enum import Enum
 from typing import Any
 
 _NUMBER = re.compile(r"(?:^|\.)(?:u?int|b?float)\d")
-"""How the name of a `dtype` of numbers begins: `int64` in numpy, `torch.bfloat16` in torch."""
+"""The start of the name of a number's `dtype`: `int64` in numpy, `torch.bfloat16` in torch."""
 
 _AS_LIST = ("tolist", "to_pylist")
-"""By these arrays of numpy, torch, pandas and Python, and those of pyarrow, become lists."""
+"""Methods that make a list of an array: of numpy, torch, pandas and Python; of pyarrow."""
 
 
 def is_a(value: object, kind: Any) -> bool:
-    """Whether a value is of a kind; what cannot be asked for its class is of none."""
+    """Whether a value is an instance of `kind`; False where its class cannot be determined."""
     try:
         return isinstance(value, kind)
-    except Exception:  # somebody's own method
+    except Exception:  # the caller's own `__class__`
         return False
 
 
 def text_of(value: Any) -> str | None:
-    """Return text as a plain string, that of an enum member and of other subclasses too; None where it is none."""
+    """Return text as a plain string, also of subclasses and enum members; None for any other value."""
     if is_a(value, str):
         return str.__str__(value)
     return text_of(value.value) if is_a(value, Enum) else None
 
 
 def int_of(value: Any) -> int | None:
-    """Return a whole number, also one of numpy or of an enum; None where it is none, as True is."""
+    """Return a whole number, also of numpy or an enum; None for any other value, and for True and False."""
     if is_a(value, int):
         return None if is_a(value, bool) else int.__index__(value)
     if is_a(value, Enum):
         return int_of(value.value)
     try:
         return operator.index(value) if _is_scalar(value, "__index__") else None
-    except Exception:  # a fraction of numpy's, or somebody's own method
+    except Exception:  # a fraction of numpy's, or the caller's own method
         return None
 
 
 def token_of(value: Any) -> int | None:
-    """Return a token id, a whole number from 0 on; None where it is none."""
+    """Return a token id, a whole number ≥ 0; None for any other value."""
     number = value if type(value) is int else int_of(value)
     return None if number is None or number < 0 else number
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number, a whole one as int; None where it is none. It may be infinite or NaN."""
+    """Return a number, whole ones as int, possibly infinite or NaN; None for any other value."""
     if is_a(value, float):
         return float.__float__(value)
     whole = int_of(value)
@@ -63,39 +63,39 @@ def number_of(value: Any) -> float | None:
         return number_of(value.value)
     try:
         return float(value) if _is_scalar(value, "__float__") else None
-    except Exception:  # a Decimal that is no number, or somebody's own method
+    except Exception:  # a signalling NaN, or the caller's own method
         return None
 
 
 def flag_of(value: Any) -> bool | None:
-    """Return True or False, also numpy's; None where it is neither."""
+    """Return True or False, also of numpy and torch; None for any other value."""
     if is_a(value, bool):
         return bool(value)
     try:
         is_flag = getattr(value, "shape", None) == () and _dtype(value) in ("bool", "torch.bool")
         return bool(value) if is_flag else None
-    except Exception:  # somebody's own method
+    except Exception:  # the caller's own method
         return None
 
 
 def list_of(value: Any) -> list[object] | None:
-    """Return the items of a sequence or of an array; None where it is neither, as text, bytes, sets and tables."""
+    """Return the items of a sequence or an array; None for any other value: text, bytes, sets and tables too."""
     if is_a(value, str | bytes | bytearray | memoryview | Mapping | Enum) or is_table(value):
         return None
     for name in _AS_LIST:
         if callable(method := getattr(value, name, None)):
-            items = method()  # of an array without dimensions its number
+            items = method()  # an array without dimensions gives its number
             return items if is_a(items, list) else None
     return list(value) if is_a(value, Sequence) else None
 
 
 def is_table(value: object) -> bool:
-    """Whether a value is rows with named columns, of whatever library."""
+    """Whether a value is a table with named columns, of any library."""
     return any(hasattr(type(value), name) for name in ("columns", "column_names"))
 
 
 def plain(value: Any) -> object:
-    """Return a copy of nested values with plain text, lists, dicts and numbers; what is none of them stays."""
+    """Return a copy of nested values with plain text, lists, dicts and numbers; other values stay as they are."""
     text = text_of(value)
     if text is not None:
         return text
@@ -111,21 +111,21 @@ def plain(value: Any) -> object:
 
 
 def plain_for_json(value: Any) -> object:
-    """Return what stands for a value in JSON, for `json.dumps(…, default=…)`.
+    """Return the plain value that JSON can write, for `json.dumps(…, default=…)`.
 
     Raises:
-        TypeError: nothing does.
+        TypeError: there is none.
     """
     if is_a(value, Mapping):
         return dict(value)
     for found in (list_of(value), text_of(value), flag_of(value), number_of(value)):
         if found is not None:
             return found
-    raise TypeError(f"{type(value).__name__} is no type of JSON")
+    raise TypeError(f"{type(value).__name__} is not a JSON type")
 
 
 def _is_scalar(value: object, method: str) -> bool:
-    """Whether a value has this method and is, where it says its type and shape, a single number."""
+    """Whether a value has this method and, if it has a dtype and shape, is a single number."""
     dtype = _dtype(value) if hasattr(value, method) else "none"
     return getattr(value, "shape", ()) == () and (dtype == "" or bool(_NUMBER.search(dtype)))
 

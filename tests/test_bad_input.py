@@ -193,7 +193,7 @@ WRONG_CALLS: tuple[tuple[Any, Any, str], ...] = (
     ([GOOD], {"max_tokens": 2**31}, "max_tokens must be 1 … .*not 2147483648"),
     ([GOOD], {"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5"),
     ([GOOD], {"max_tokens": True}, "max_tokens must be a whole number, not True"),
-    ([GOOD], {"max_tokens": 1, "max_completion_tokens": 1}, "one option"),
+    ([GOOD], {"max_tokens": 1, "max_completion_tokens": 1}, "the same option"),
     ([GOOD], {"temperature": -0.1}, "temperature must be 0 … 10000, not -0.1"),
     ([GOOD], {"temperature": math.nan}, "temperature must be a finite number, not nan"),
     ([GOOD], {"temperature": math.inf}, "temperature must be a finite number, not inf"),
@@ -216,7 +216,7 @@ WRONG_CALLS: tuple[tuple[Any, Any, str], ...] = (
     ([GOOD], {"logit_bias": {3: 1e5}}, "logit_bias of token 3 .*-10000 … 10000, not 100000"),
     ([GOOD], {"repeat_penalty": 0}, "repeat_penalty must be 0.01 … 100, not 0"),
     ([GOOD], {"typical_p": math.nan}, "typical_p must be a finite number, not nan"),
-    ([GOOD], {"dry_sequence_breakers": ["a" * 41]}, "longer than 40 bytes: shorten it"),
+    ([GOOD], {"dry_sequence_breakers": ["a" * 41]}, "has 41 bytes; at most 40 are allowed"),
     ([GOOD], {"ignore_eos": 1}, "ignore_eos must be True or False"),
     ([GOOD], "hot", "options must be RunOptions or a mapping, not str"),
 )

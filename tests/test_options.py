@@ -346,7 +346,7 @@ def test_path_of_bytes_that_are_no_text_is_a_path() -> None:
         ({"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v='q8_0' needs flash"),
         ({"split_mode": "tensor", "flash_attn": "off"}, "split_mode='tensor' needs flash"),
         ({"split_mode": "tensor", "exact": True}, "cache_type_v='q8_0', or another split_mode"),
-        ({"split_mode": "none", "tensor_split": [1, 2]}, "takes one"),
+        ({"split_mode": "none", "tensor_split": [1, 2]}, "uses one"),
         ({"rope_scaling": "none", "rope_freq_scale": 0.5}, "no effect with rope_scaling='none'"),
         (
             {"rope_scaling": "linear", "yarn_orig_ctx": 4},

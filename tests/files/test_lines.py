@@ -63,12 +63,12 @@ def test_blank_lines_are_not_counted_but_places_are_those_of_the_file(tmp_path: 
         (
             '{"prompt": "x", "options": {"seed": -%s}}' % ("9" * 5000),
             "invalid_json_line",
-            "^the integer -9{19}… has 5,000 digits, and may have 4,300: {",
+            "^the integer -9{19}… has 5,000 digits; at most 4,300 are allowed: {",
         ),
         (
             '{"prompt": "x", "options": {"json_schema": "{\\"maximum\\": %s}"}}' % ("9" * 5000),
             "invalid_request",
-            "^json_schema: the integer 9{20}… has 5,000 digits, and may have 4,300$",
+            "^json_schema: the integer 9{20}… has 5,000 digits; at most 4,300 are allowed$",
         ),
         ('{"prompt": "x"', "invalid_json_line", "not JSON"),
         ("[" * 100_000, "invalid_json_line", "nested more than 128 deep"),

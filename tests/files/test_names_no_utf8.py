@@ -128,7 +128,7 @@ def test_text_that_is_no_utf8_is_refused_at_once(engine: Engine, tmp_path: Path,
     source, out = tmp_path / "in.csv", tmp_path / "out.csv"
     source.write_text("prompt\na\n")
     asked: dict[str, Any] = {"template": "{prompt}", name: os.fsdecode(b"{prompt} \xff")}
-    with pytest.raises(ConfigError, match=rf"{name} .*no UTF-8, at character 10"):
+    with pytest.raises(ConfigError, match=rf"{name} .*not UTF-8, at character 10"):
         run_file(source, out, engine=engine, **asked)
     assert not out.exists()
 

@@ -255,7 +255,7 @@ def test_choices_that_no_time_was_left_for_are_the_error_of_their_request(timed:
     assert all(isinstance(c.error, DeadlineError) for c in never)
     assert (result.finish_reason, result.error) == ("timeout", never[0].error)
     assert result.usage.prompt_tokens == whole.usage.prompt_tokens
-    with pytest.raises(BatchError, match="x: its time was over"):
+    with pytest.raises(BatchError, match="x: the deadline passed"):
         timed.run(asked).results()
     with pytest.raises(DeadlineError):
         timed.run(asked).result()
@@ -283,7 +283,7 @@ def test_best_of_candidates_that_never_ran_leave_the_best_of_the_others(timed: E
     assert (result.finish_reason, result.error, len(result.choices)) == ("timeout", None, 1)
     [warning] = result.warnings
     assert (
-        "2 of 4 answers failed and were left out; the first failed with: its time was over"
+        "2 of 4 answers failed and were left out; the first failed with: the deadline passed"
         in warning
     )
 
