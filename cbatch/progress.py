@@ -31,10 +31,10 @@ _log = Log("cbatch")
 
 _SEPARATOR = " · "
 _LEAST_BAR, _MOST_BAR, _BAR_STEP = 8, 20, 4
-"""Columns of a bar, and how it grows: in steps, so that it does not tremble with the digits beside it."""
+"""Columns of a bar; its width changes in steps, so that it does not flicker with the digits after it."""
 
 _LEAST_FIRST = ("queue", "cached", "in", "slots", "bar", "out", "left")
-"""What a narrow line does without, in this order; how many items are done is always there."""
+"""Parts that a narrow line leaves out, in this order; the number of items is always there."""
 
 
 Ending: TypeAlias = Literal["done", "limit", "time", "asked", "now"]
@@ -121,7 +121,7 @@ class Snapshot:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the rest takes at this pace; None before the first result, and while prompts are still read."""
+        """Seconds that the rest takes at this rate; None before the first result, and while the total is unknown."""
         counts = self.counts
         n_total, n_new = counts.n_total or counts.n_about, counts.n_done - counts.n_before
         if n_new < 1 or n_total is None:
@@ -140,7 +140,7 @@ class Snapshot:
 
 
 Summary = Callable[[Snapshot], str]
-"""What is said at the end."""
+"""Returns the text at the end."""
 
 
 class View(Protocol):
@@ -149,13 +149,13 @@ class View(Protocol):
     interval_s: float
 
     def say(self, line: str) -> None:
-        """Tell something that stays."""
+        """Show a line that stays."""
 
     def show(self, snapshot: Snapshot) -> None:
-        """Show how far it is."""
+        """Show the progress."""
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Show what was done."""
+        """Show the summary."""
 
 
 class PlainView:
@@ -198,11 +198,11 @@ class LiveView:
         """Draw the line."""
         from rich.text import Text
 
-        room = self._console.width - len("^C ")  # which the terminal echoes behind the line
+        room = self._console.width - len("^C ")  # the terminal echoes it behind the line
         text = Text(fitted_line(snapshot, room))
         text.truncate(room, overflow="ellipsis")
         self._live.start()
-        # who stops the process, or kills it, gets a terminal with its cursor
+        # a process that is stopped or killed here leaves a terminal with its cursor
         self._console.show_cursor()
         self._live.update(text, refresh=True)
 
@@ -274,11 +274,11 @@ class Progress:
         """Begin.
 
         Args:
-            view: what shows it.
-            counts: tells how far the batch is.
-            stats: tells what the engine has done; may raise where that has stopped.
-            before: what it had done before the batch.
-            n_slots: the engine's.
+            view: shows the progress.
+            counts: returns the batch's items.
+            stats: returns the engine's work; may raise where the engine has stopped.
+            before: the engine's work before the batch.
+            n_slots: slots of the engine.
             clock: in seconds.
         """
         self._view, self._counts, self._ask, self._n_slots = view, counts, stats, n_slots
@@ -286,7 +286,7 @@ class Progress:
         self._first = self._last = before
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cbatch-progress", daemon=True)
-        atexit.register(self.close)  # a live line is in the way of what comes behind it
+        atexit.register(self.close)  # a live line would be in the way of later output
         self._thread.start()
 
     def close(self) -> None:
@@ -296,7 +296,7 @@ class Progress:
         self._thread.join()
 
     def snapshot(self) -> Snapshot:
-        """Return how far the batch is."""
+        """Return the batch's progress now."""
         first, last = self._first, self._latest()
         return Snapshot(
             counts=self._counts(),
@@ -313,7 +313,7 @@ class Progress:
         )
 
     def _latest(self) -> WorkDone:
-        """Ask the engine for its books; what it said last where it has stopped."""
+        """Return the engine's statistics; the last ones where it has stopped."""
         with suppress(CBatchError):
             self._last = self._ask()
         return self._last
@@ -321,25 +321,25 @@ class Progress:
     def _watch(self) -> None:
         try:
             self._show()
-        except Exception:  # a view is not cbatch's own
+        except Exception:  # a view may be the caller's
             _log.fail("the view of a batch's progress raised and is shown no more")
 
     def _show(self) -> None:
         while not self._is_over.wait(check_wait("interval_s", self._view.interval_s)):
             snapshot = self.snapshot()
             if snapshot.counts.is_over:
-                break  # nobody reads to the end
+                break  # the batch is over, whether or not a reader comes to its end
             self._view.show(snapshot)
         self._view.finish(self.snapshot())
 
 
 def progress_line(s: Snapshot) -> str:
-    """Return how far a batch is, in one line."""
+    """Return a batch's progress in one line."""
     return _SEPARATOR.join(_parts(s).values())
 
 
 def fitted_line(s: Snapshot, room: int) -> str:
-    """Return how far a batch is, with a bar where that is known; what `room` columns do not hold is left out."""
+    """Return a batch's progress in at most `room` columns, with a bar where the total is known."""
     parts, share = _parts(s), s.counts.share
     n_bar = 0 if share is None else _LEAST_BAR
     line = _SEPARATOR.join(parts.values())
@@ -356,7 +356,7 @@ def fitted_line(s: Snapshot, room: int) -> str:
 
 
 def closing_line(s: Snapshot) -> str:
-    """Return what a batch did, in one line."""
+    """Return a batch's summary in one line."""
     return (
         f"{_items(s.counts)} · out {s.n_output_tokens:,} tokens, {s.output_tps:,.0f}/s · "
         f"in {s.n_prompt_tokens:,} tokens, {s.prompt_tps:,.0f}/s · {s.elapsed_s:.2f} s"
@@ -364,7 +364,7 @@ def closing_line(s: Snapshot) -> str:
 
 
 def summary_lines(s: Snapshot) -> str:
-    """Return what a batch did, in lines: items, tokens, slots, time."""
+    """Return a batch's summary in lines: items, tokens, slots, time."""
     counts = s.counts
     lines = [
         f"items   {counts.n_done} of {_total(counts)}, {counts.n_failed} failed{_cancelled(counts)}",
@@ -378,7 +378,7 @@ def summary_lines(s: Snapshot) -> str:
 
 
 def _say(line: str) -> None:
-    """Print for the person at the terminal, who may have left."""
+    """Print to stderr, which may be closed."""
     with suppress(
         OSError, AttributeError
     ):  # a program without a terminal may have no stderr at all
@@ -401,7 +401,7 @@ def _cached(s: Snapshot) -> str:
 
 
 def _parts(s: Snapshot) -> dict[str, str]:
-    """Return what a line has, by names, in the order in which it stands there."""
+    """Return the parts of a line by name, in order."""
     parts = {
         "items": _items(s.counts),
         "out": f"out {s.output_tps:,.0f}/s",

@@ -1,4 +1,4 @@
-"""What comes back: chunks while a batch runs, results when items end, and the handle that gives out both."""
+"""Output of a batch: chunks while it runs, results when items end, and the response that gives out both."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FinishReason = Literal["stop", "length", "window", "tool_calls", "cancelled", "t
 
 @dataclass(frozen=True, slots=True)
 class BatchOutputChunk:
-    """New text of one item, as it comes; the last one alone has a `finish_reason`.
+    """New text of one item; only the item's last chunk has a `finish_reason`.
 
-    Its chunks joined are its result's text, but where tools are called or the template marks thinking: what is taken
-    apart in the result is still whole here.
+    An item's chunks joined are its result's text. Where tools are called or the template marks thinking, chunks have
+    these parts too, which the result separates.
     """
 
     id: str
@@ -35,7 +35,7 @@ class BatchOutputChunk:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request: prompt, sampled (the ending token counts), prompt tokens that were not computed again.
+    """Tokens of one request: prompt, sampled (with the ending token), prompt tokens that were not computed again.
 
     `context_shifts` is how often tokens were taken out of the full window, with `n_discard`.
     """
@@ -50,9 +50,9 @@ class Usage:
 class Timings:
     """Times of one request in seconds, rates in tokens per second; None where nothing was timed.
 
-    `ttft_s` and `last_token_s` count from submission, queue time included. `prompt_tps` is of the tokens that were
-    computed for the first one to be sampled, each once; those that were taken over do not count. `generation_tps` is
-    (n − 1) / (last − first token), of those that this request sampled itself.
+    `ttft_s` and `last_token_s` count from submission, queue time included. `prompt_tps` counts each token that was
+    computed before the first one was sampled, once; tokens from a cache do not count. `generation_tps` is
+    (n − 1) / (last − first token), of the tokens that this request sampled itself.
     """
 
     queue_s: float
@@ -83,14 +83,14 @@ class TokenLogprob:
 
     token_id: int
     data: bytes
-    """What it adds to the text; a character may stand in several tokens."""
+    """The token's bytes of the text; a character may span several tokens."""
     logprob: float
-    """NaN where nothing stands before the token, as before the first one of an echoed prompt."""
+    """NaN for a token without any before it, as the first one of an echoed prompt."""
     top: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:
-        """Its part of the text; what is no whole character shows as U+FFFD."""
+        """The token's part of the text; an incomplete character shows as U+FFFD."""
         return self.data.decode("utf-8", "replace")
 
 
@@ -109,20 +109,20 @@ class BatchResult:
     warnings: tuple[str, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
-    """What was thought before the answer, where the template marks that."""
+    """The thinking before the answer, where the template marks it."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each of `token_ids`, where they were asked for; no number for a first token that is echoed."""
+    """One for each of `token_ids`, where they were asked for; NaN for the first token of an echoed prompt."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One for each token of the prompt, where they were asked for; None for the first, before which there is nothing,
-    and for those that were not reached."""
+    """One for each token of the prompt, where they were asked for; None for the first token, and for tokens that were
+    not reached."""
     stop_reason: str | int | None = None
-    """What ended it beside `finish_reason`: the stop string, or the id where it is one of `stop_token_ids`; None for
-    the model's own end, and for every other."""
+    """The stop string, or the token of `stop_token_ids`, that ended the answer; None for the model's own end, and for
+    every other finish reason."""
     choices: tuple[BatchResult, ...] = ()
-    """All answers where several were asked for: this result is the first of them then, or one that failed, so that
-    `error` is None only where none of them has one; its usage counts what all have cost."""
+    """All answers where several were asked for. This result is then the first answer, or a failed one: `error` is None
+    only where no answer has an error. `usage` counts the tokens of all answers."""
     origin: object = field(default=None, repr=False, compare=False)
-    """What `Engine.extend` goes on from."""
+    """What `Engine.extend` continues from."""
 
 
 class BatchError(CBatchError):
@@ -191,17 +191,17 @@ class Inbox(Protocol):
 
 
 class Display(Protocol):
-    """Shows how far a batch is, until it is closed; see `cbatch.progress`."""
+    """Shows a batch's progress until it is closed; see `cbatch.progress`."""
 
     def close(self) -> None:
-        """Show the end, where it has not been shown."""
+        """Show the end, unless it was shown."""
 
 
 class Reader(Generic[T]):
-    """Iterates over a batch, with `for` or `async for`; gives out each thing once.
+    """Iterates over a batch, with `for` or `async for`; gives out each chunk or result once.
 
-    Who leaves before the end cancels what has not ended: by `break`, an exception in the loop's body, a cancelled
-    task, `close`, or by dropping the reader.
+    Leaving before the end cancels the items that have not ended: by `break`, an exception in the loop's body, a
+    cancelled task, `close`, or by dropping the reader.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Reader(Generic[T]):
         leave: Callable[[], None],
         end: Callable[[], None],
     ) -> None:
-        """Make one; `leave` is called once where it leaves early, and then, or after the last, `end`."""
+        """Make one; `leave` is called when it is left early, and `end` then or after the last."""
         self._take, self._take_async = take, take_async
         self._leave, self._end = leave, end
         self._has_ended = False
@@ -265,13 +265,13 @@ class Reader(Generic[T]):
 
 
 class BatchResponse:
-    """A batch in flight. `ids` are known at once, in input order; each means its request alone, see `Engine.cancel`.
+    """A batch in flight. `ids` are known at once, in input order; each means its own request only, see `Engine.cancel`.
 
-    Of a generator's prompts they are known as these are read, and forgotten as `as_completed` gives out results.
+    Ids of a generator's prompts are known as these are read, and forgotten as `as_completed` gives out results.
 
     Iterate for chunks as they come (`for`, `async for`), call `results()`, or `await` it. One reader at a time; a
-    chunk is given out once. Who leaves an iteration early cancels the batch; see `Reader`. Of a generator's prompts
-    no more are read once this object and its readers are dropped.
+    chunk is given out once. Leaving an iteration early cancels the batch; see `Reader`. A generator's prompts are not
+    read on once this object and its readers are dropped.
     """
 
     def __init__(
@@ -305,13 +305,13 @@ class BatchResponse:
         return self._chunks()
 
     def __await__(self) -> Generator[Any, None, list[BatchResult]]:
-        """Wait for every item, as `results()` does. A task cancelled here cancels the batch."""
+        """Wait for every item, as `results()` does. A task that is cancelled here cancels the batch."""
         return self._gather().__await__()
 
     def as_completed(self) -> Reader[BatchResult]:
-        """Return an iterator, for `for` or `async for`, over every item's result as it ends, failed ones too.
+        """Return an iterator, for `for` or `async for`, over the results in order of completion, failed ones too.
 
-        Of a generator's prompts a result that was given out is forgotten, so that memory does not grow.
+        A generator's results are forgotten as they are given out, so that memory does not grow.
         """
         box = self._mailbox
         return Reader(box.next_result, box.next_result_async, box.leave, self._close_display)
@@ -324,7 +324,7 @@ class BatchResponse:
         Ctrl-C cancels this batch and leaves the engine usable.
 
         Args:
-            timeout: most seconds to wait, for ever where it is infinite; the batch goes on after a TimeoutError.
+            timeout: most seconds to wait; the batch goes on after a TimeoutError.
             return_errors: return failed items in place instead of raising.
 
         Raises:
@@ -335,7 +335,7 @@ class BatchResponse:
         return self._checked(self._wait(timeout), return_errors=returns_errors)
 
     def result(self, *, timeout: float | None = None) -> BatchResult:
-        """Wait for the only item of a batch of one; its own error is raised, not a BatchError.
+        """Wait for the item of a batch of one; the item's own error is raised, not a BatchError.
 
         Raises:
             ConfigError: the batch has more than one item.
@@ -355,12 +355,12 @@ class BatchResponse:
     def cancel(self) -> int:
         """Cancel every item of this batch that has not ended; return how many.
 
-        Of a generator's prompts no more are read: who reads the batch comes to its end behind those that were.
+        A generator's prompts are not read on: the batch ends behind those that were read.
         """
         return self._mailbox.cancel()
 
     def wind_down(self) -> None:
-        """Cancel every item of this batch that never had a slot, and read no more; what runs goes on. Does not wait."""
+        """Cancel every item of this batch that never had a slot, and read no more. Does not wait."""
         self._mailbox.wind_down()
 
     @property
