@@ -539,16 +539,10 @@ class SequenceDriver:
             clock = self.clock
             if clock.first_token_s is None:
                 clock.first_token_s = now - later_s
-            n_dropped = self._append(
-                good, now, is_last=guidance.is_complete and not guidance.forced
-            )
-            if (
-                is_broken or n_dropped
-            ):  # the last token of the output came some steps before the end
-                later_s *= (n_dropped + is_broken) / max(1, n_sampled - 1)
-                clock.last_token_s = now - later_s
-            else:
-                clock.last_token_s = now
+            is_last = guidance.is_complete and not guidance.forced
+            n_late = is_broken + self._append(good, now, is_last=is_last)
+            # the last token of the output came `n_late` steps before the end of the run
+            clock.last_token_s = now - later_s * n_late / max(1, n_sampled - 1) if n_late else now
         if guidance is not FREE or is_broken:
             self._follow(guidance, now, sampled[-1])
 
@@ -592,10 +586,9 @@ class SequenceDriver:
         """Bring the text up to the tokens; costs what is new since the last time."""
         text, output = self.text, self.output
         if text.n_fed < len(output) and text.stop is None:
-            is_whole = (
-                output[-1] not in self.request.stop_tokens or self.request.options.include_stop
-            )
-            text.feed(output[text.n_fed : None if is_whole else -1])
+            has_stop = output[-1] in self.request.stop_tokens
+            is_cut = has_stop and not self.request.options.include_stop
+            text.feed(output[text.n_fed : -1 if is_cut else None])
 
     # ---- the end ----
 

@@ -6,6 +6,7 @@ import pytest
 
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
+from cbatch.core.parts import MovingWindow
 from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.preemption import N_WORTH_MOVE, choose_mover, choose_victim, slot_of
 from cbatch.errors import LedgerError
@@ -13,7 +14,7 @@ from tests.core.drivers import make_driver, make_running
 from tests.helpers import partitioned, recurrent, shared_pool
 
 
-def at(slot: int, n_computed: int = 9, **given: int | Status) -> SequenceDriver:
+def at(slot: int, n_computed: int = 9, **given: int | Status | MovingWindow) -> SequenceDriver:
     """A sequence in a slot, as old as its slot is low, with much to sample."""
     driver = make_running()
     driver.slot, driver.number, driver.n_computed, driver.n_cap = Slot(slot), slot, n_computed, 99
@@ -74,7 +75,7 @@ def test_nobody_moves_where_it_cannot_be_or_saves_nothing(memory: KvCapabilities
     [
         (at(2, n_cap=N_WORTH_MOVE), True),
         (at(2, n_cap=N_WORTH_MOVE - 1), False),
-        (at(2, n_shifts=1), False),
+        (at(2, window=MovingWindow(1, 4, n_shifts=1)), False),
         (at(2, status=Status.PAUSED), False),
         (at(2, n_computed=0), False),
     ],
