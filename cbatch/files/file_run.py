@@ -1,4 +1,4 @@
-"""A batch file in, a file of records out: `run_file`; the same without an output: `stream_file`."""
+"""Run batch files: `run_file` writes records to a file, `stream_file` yields results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from cbatch.files.preview import why_refused
 from cbatch.files.report.recording import Recording
 from cbatch.files.settings import FileOptions, check_engine, engine_for, split_settings
 from cbatch.files.window import Window
-from cbatch.files.work import Way, Work
+from cbatch.files.work import RunContext, Work
 from cbatch.options import RunOptions
 from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
 
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult, Reader
 
 N_WINDOW_PER_SLOT = 8
-"""Items read ahead for each slot, besides the four that the engine has in hand."""
+"""Items read ahead for each slot, besides the four a slot that the engine reads itself."""
 
 _OF_OUTPUT = ("output_format", "errors", "retry_errors", "adopt", "force", "report", "trace")
-"""Options that a run without an output has no use for."""
+"""Options that have no effect without an output."""
 
 
 def run_file(
@@ -59,83 +59,102 @@ def run_file(
     stop: Stopper | None = None,
     **settings: Any,
 ) -> RunSummary:
-    """Run every item of batch files and write a record for each, as they end; what has its record is not run again.
+    """Run every item of batch files and write a record for each as it ends; an item with a record does not run again.
 
-    Beside the output stands its manifest, `OUT.manifest`: a run that was stopped, however, goes on where it was when
-    it is called again. Ctrl-C once, SIGTERM or SIGHUP: what runs is finished; twice: it ends at once.
+    Beside the output is its manifest, `OUT.manifest`, by which the same call continues a run that was stopped in any
+    way. Ctrl-C once, SIGTERM or SIGHUP: running items are finished; twice: the run ends at once.
 
     Args:
         source: a file, a pattern, several of them, or "-" for stdin; see `cbatch.files.input.source.open_source`.
-        output: a file, or "-" for stdout, which cannot be gone on with.
+        output: a file, or "-" for stdout, which no later run can continue.
         engine: runs the items; None: one is loaded, and closed at the end.
-        model: what to load, see `cbatch.load`.
-        options: where an item says nothing; those of the engine come behind.
-        progress: show on stderr how far it is; a `View` shows it as it likes.
-        on_result: called with each item that ended and its result, None where the item is wrong.
-        stop: what tells to stop; None: signals do, in the main thread.
+        model: to load, see `cbatch.load`.
+        options: that an item leaves out; before those of the engine.
+        progress: whether to show progress on stderr, or a `View` that shows it.
+        on_result: called with each item that ended and its result, None where the item has an error.
+        stop: stops the run; None: signals do, in the main thread.
         settings: those of `FileOptions` and, where a model is loaded, of `cbatch.load`, by name.
 
     Raises:
-        ConfigError: a setting is wrong; the input cannot be read; the output is of other settings, another run's or
-            not of cbatch; see `Journal.open`. Last of all, when every record is there: the report cannot be written.
-        Interrupted: a signal ended it. It is a KeyboardInterrupt and has the `summary`.
-        OutputError: a record cannot be written. What was committed stays.
-        EngineError: the model cannot be loaded, or its engine cannot go on.
-        RequestCancelledError: somebody has called `cancel_all` of the engine that was given.
+        ConfigError: a wrong setting; the input cannot be read; the output has other settings, belongs to another run
+            or is not of cbatch, see `Journal.open`. After every record is written: the report cannot be written.
+        Interrupted: a signal ended the run. It is a KeyboardInterrupt and has the `summary`.
+        OutputError: a record cannot be written. Committed records stay.
+        EngineError: the model cannot be loaded, or its engine failed.
+        RequestCancelledError: `cancel_all` of the given engine was called.
     """
     asked, load_settings = split_settings(settings)
     defaults, view = RunOptions.of(options), _view(progress)
     place = file_of("output", output)
     _check_calls(on_result, stop)
     check_places(place, asked, [*_model_file(model), *_adapter_files(load_settings)])
+    job = _Job(
+        asked, view, Recording(asked, view.say), stop or Stopper(), on_result, engine is None
+    )
     with ExitStack() as stack:
-        reading, target = _opened(stack, source, place, asked)
-        if engine is None:
+        stream, target = _opened(stack, source, place, asked)
+        if job.is_own_engine:
             view.say(f"loading {model or 'the model that ships inside'}")
         n_ahead = asked.window or N_LOOKED_AHEAD
-        runner = stack.enter_context(
-            engine_for(
-                engine,
-                model,
-                load_settings,
-                lambda: reading.look_ahead(defaults, n_ahead),
-                threaded=reading.is_piped,  # between steps a pipe would let everybody wait
-            )
+        lent = engine_for(
+            engine,
+            model,
+            load_settings,
+            lambda: stream.look_ahead(defaults, n_ahead),
+            threaded=stream.is_piped,  # else the engine would stop while the pipe is silent
         )
-        settled = run_options_of(runner, defaults)
-        if asked.strict:
-            reading.check(lambda item: why_refused(item, runner, settled))
-        said = _settings_of(runner, reading, target, settled, asked)
-        digests = _digests(runner, settled)
-        ledger = stack.enter_context(
-            target.opened(
-                said,
-                _origin(reading, target.path, digests),
-                force=asked.force,
-                retry_errors=asked.retry_errors,
-            )
-        )
-        way = Way(ledger, target.encoder, digests, settled, model_name(model))
-        stop = stop or Stopper()
-        work = _work(reading, way, asked, stop, runner, is_own=engine is None)
-        for line in (*ledger.notes, *_resumed(ledger)):
-            view.say(line)
-        title = ", ".join(readable(Path(name).name) for name in reading.source.paths[:3])
-        recording = Recording(asked, view.say)
-        with (
-            recording.of(runner, title, said, on_result) as on_ended,
-            _shown(view, work, reading, runner),
-            stop,
-        ):
-            summary = work.run(runner, asked.max_time_s, on_ended)
-        for line in _left_over(ledger) if summary.is_complete else ():
-            view.say(line)
+        summary = _run(job, stack.enter_context(lent), stream, target, defaults, model)
     if summary.is_complete:
         target.finish(summary.n_items)
     if summary.ending in ("asked", "now"):
-        recording.tell()
+        job.recording.tell()
         raise Interrupted(summary)
-    recording.check()
+    job.recording.check()
+    return summary
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What a run over a file was asked for."""
+
+    asked: FileOptions
+    view: View
+    recording: Recording
+    stop: Stopper
+    on_result: OnEnded | None
+    is_own_engine: bool
+
+
+def _run(
+    job: _Job,
+    engine: Engine,
+    stream: ItemStream,
+    target: Target,
+    defaults: RunOptions,
+    model: object,
+) -> RunSummary:
+    """Run the items of an open input, with the outputs open meanwhile."""
+    asked, view, options = job.asked, job.view, run_options_of(engine, defaults)
+    if asked.strict:
+        stream.check(lambda item: why_refused(item, engine, options))
+    settings = _settings_of(engine, stream, target, options, asked)
+    digests = _digests(engine, options)
+    origin = _origin(stream, target.path, digests)
+    is_forced, retry_errors = asked.force, asked.retry_errors
+    with target.opened(settings, origin, force=is_forced, retry_errors=retry_errors) as ledger:
+        context = RunContext(ledger, target.encoder, digests, options, model_name(model))
+        work = _work(stream, context, asked, job.stop, engine, is_own=job.is_own_engine)
+        for line in (*ledger.notes, *_resumed(ledger)):
+            view.say(line)
+        title = ", ".join(readable(Path(name).name) for name in stream.source.paths[:3])
+        with (
+            job.recording.of(engine, title, settings, job.on_result) as on_ended,
+            _shown(view, work, stream, engine),
+            job.stop,
+        ):
+            summary = work.run(engine, asked.max_time_s, on_ended)
+        for line in _left_over(ledger) if summary.is_complete else ():
+            view.say(line)
     return summary
 
 
@@ -146,22 +165,22 @@ def stream_file(
     options: RunOptions | Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> FileStream:
-    """Run every item of batch files and give out pairs of an item and its result as they end; nothing is written.
+    """Run every item of batch files and yield pairs of an item and its result as they end; nothing is written.
 
-    An item that is wrong comes with None; one that was cancelled, or for which no time was left, with its result. Who
-    leaves early cancels what is in flight.
+    The result of an item with an error is None; a cancelled item, or one without time left, has a result. Leaving the
+    iteration early cancels running items.
 
     Args:
         source: see `run_file`.
         engine: runs the items; for `async for` one with a thread.
-        options: where an item says nothing.
-        settings: those of `FileOptions` that are about the input: format, template, system, limit, shuffle, strict,
+        options: that an item leaves out.
+        settings: those of `FileOptions` that concern the input: format, template, system, limit, shuffle, strict,
             window, max_time_s.
 
     Raises:
-        ConfigError: a setting is wrong, or the input cannot be read.
-        EngineError: in the midst of it, the engine cannot go on, or somebody has closed it.
-        RequestCancelledError: in the midst of it, somebody has called the engine's `cancel_all`.
+        ConfigError: a wrong setting, or the input cannot be read.
+        EngineError: during the iteration, the engine failed or was closed.
+        RequestCancelledError: during the iteration, the engine's `cancel_all` was called.
     """
     check_engine(engine)
     asked, load_settings = split_settings(settings)
@@ -169,15 +188,17 @@ def stream_file(
         if name in settings:
             raise ConfigError(f"{name} has no effect here: the engine is there, and no output")
     settled = run_options_of(engine, options)
-    reading = ItemStream(source, asked)
+    stream = ItemStream(source, asked)
     nowhere = PipedOutput(None)
-    way = Way(nowhere, Encoder(), _digests(engine, settled), settled, model_name(None))
-    work = _work(reading, way, asked, Stopper(), engine, is_own=False)
-    return FileStream(engine, work, asked.max_time_s, (reading, nowhere))
+    context = RunContext(
+        nowhere, Encoder(), _digests(engine, settled), settled, model_name(None)
+    )
+    work = _work(stream, context, asked, Stopper(), engine, is_own=False)
+    return FileStream(engine, work, asked.max_time_s, (stream, nowhere))
 
 
 class FileStream:
-    """Pairs of an item and its result, None where the item is wrong; see `stream_file`. Read it once."""
+    """Pairs of an item and its result, None where the item has an error; see `stream_file`. Iterate once."""
 
     def __init__(
         self,
@@ -211,7 +232,7 @@ class FileStream:
 
     def _check_engine(self) -> None:
         if self._work.is_cut_off:
-            self._engine.stats()  # raises where somebody has closed it
+            self._engine.stats()  # raises if the engine was closed
 
     def _start(self) -> Reader[BatchResult]:
         return self._work.start(self._engine, self._max_time_s).as_completed()
@@ -220,30 +241,30 @@ class FileStream:
 def _opened(
     stack: ExitStack, source: Paths, output: Path, asked: FileOptions
 ) -> tuple[ItemStream, Target]:
-    """Return the input, which `stack` closes, and the output, once it is known that both can be had."""
+    """Return the input, which `stack` closes, and the output, after checks of both."""
     own = {os.path.realpath(path) for path in written_by(output, asked)}
-    reading = stack.enter_context(closing(ItemStream(source, asked, own)))
-    check_places(output, asked, reading.source.paths)
+    stream = stack.enter_context(closing(ItemStream(source, asked, own)))
+    check_places(output, asked, stream.source.paths)
     check_replaceable(asked)
-    target = Target.of(output, reading.source, asked)
+    target = Target.of(output, stream.source, asked)
     target.check(force=asked.force)
-    return reading, target
+    return stream, target
 
 
 def _digests(engine: Engine, settled: RunOptions) -> Digests:
     return Digests(settled, json.dumps(engine.fingerprint, sort_keys=True))
 
 
-def _origin(reading: ItemStream, output: Path, digests: Digests) -> Origin:
+def _origin(stream: ItemStream, output: Path, digests: Digests) -> Origin:
     def look() -> list[tuple[str, bytes]]:
-        return [(item_key(item), digests(item)) for item in reading.peek()]
+        return [(item_key(item), digests(item)) for item in stream.peek()]
 
-    return Origin(reading.source.paths, output, look, is_at_hand=reading.is_at_hand)
+    return Origin(stream.source.paths, output, look, is_at_hand=stream.is_at_hand)
 
 
 def _work(
-    reading: ItemStream,
-    way: Way,
+    stream: ItemStream,
+    context: RunContext,
     asked: FileOptions,
     stop: Stopper,
     engine: Engine,
@@ -251,15 +272,15 @@ def _work(
     is_own: bool,
 ) -> Work:
     window = Window(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
-    prefix = "" if is_own else f"{secrets.token_hex(4)}-"  # for others may use it too
+    prefix = "" if is_own else f"{secrets.token_hex(4)}-"  # other runs may use the engine too
     return Work(
-        reading.items,
-        way,
+        stream.items,
+        context,
         window,
         stop,
         limit=asked.limit,
         prefix=prefix,
-        is_dry=reading.is_dry,
+        is_dry=stream.is_dry,
     )
 
 
@@ -282,7 +303,7 @@ def _resumed(ledger: Ledger) -> list[str]:
 
 
 def _left_over(ledger: Ledger) -> Iterator[str]:
-    """Deal with the records of items that are not in the input any more; yield what became of them."""
+    """Drop or set aside the records of items that are not in the input any more; yield messages."""
     if n := ledger.drop_unclaimed(is_by_number=True):
         yield f"{n:,} records taken out: their items are not in the input any more"
     if n := ledger.set_unclaimed_aside():
@@ -290,13 +311,13 @@ def _left_over(ledger: Ledger) -> Iterator[str]:
 
 
 @contextmanager
-def _shown(view: View, work: Work, reading: ItemStream, engine: Engine) -> Iterator[None]:
-    """Show how far it is for the length of the block."""
+def _shown(view: View, work: Work, stream: ItemStream, engine: Engine) -> Iterator[None]:
+    """Show the progress for the length of the block."""
 
     def counts() -> Counts:
-        return work.counts(reading.about())
+        return work.counts(stream.about())
 
-    if isinstance(view, SilentView):  # a thread that asks nobody
+    if isinstance(view, SilentView):  # no thread for a view that shows nothing
         yield
         return
     with closing(Progress(view, counts, engine.stats, engine.stats(), engine.parallel)):
@@ -312,14 +333,14 @@ def _model_file(model: Any) -> list[str]:
 
 
 def _settings_of(
-    engine: Engine, reading: ItemStream, target: Target, options: RunOptions, asked: FileOptions
+    engine: Engine, stream: ItemStream, target: Target, options: RunOptions, asked: FileOptions
 ) -> dict[str, str]:
-    """Return what must be as it was for a run to go on, in words for people."""
+    """Return the settings that must be the same for a later run to continue this one, for people."""
     said = {
         f.name: value for f in fields(RunOptions) if (value := getattr(options, f.name)) is not None
     }
     return {
-        "input format": reading.source.format,
+        "input format": stream.source.format,
         OUTPUT_FORMAT: target.format,
         "template": asked.template or "none",
         "system message": asked.system or "none",

@@ -1,4 +1,4 @@
-"""Which of the items that were read runs next: like beginnings together, long before short, nobody forgotten."""
+"""The order of the items that were read: common prefixes together, long items first, no item waits for ever."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from cbatch.options import RunOptions
 
 N_BEGINNING = 64
-"""Characters that two prompts have in common to count as alike: some 16 tokens, which are worth sharing cells."""
+"""Characters of a common prefix: about 16 tokens, from which on sharing cells pays."""
 
 N_CHARS_PER_TOKEN = 4
-"""English text, in vocabularies of today."""
+"""Of English text, with current vocabularies."""
 
 MAX_CHARS = 64 * 2**20
 """Most characters of prompts in a window that has any."""
@@ -26,15 +26,15 @@ MAX_CHARS = 64 * 2**20
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """An item that is to run."""
+    """An item that waits to run."""
 
     item: Item
     prompt: BatchPrompt
     digest: bytes
     n_chars: int = 0
-    """Its length: characters of the prompt and of the longest answer."""
+    """Estimated characters of the prompt and of the longest answer."""
     number: int = 0
-    """Its place in order of arrival."""
+    """In order of arrival."""
     is_taken: bool = False
 
 
@@ -42,19 +42,19 @@ _Heap: TypeAlias = "list[tuple[int, int, Entry]]"
 
 
 class Window:
-    """Holds up to `n_max` items and says which is next.
+    """Holds up to `n_max` items and chooses the next.
 
-    Items with like beginnings go one after the other, the longest of them first; after the last of these come those
-    whose first one has waited longest. Once the input has ended, the longest of all goes first, so that no long one
-    runs alone at the end. Whoever was passed by `2 × n_max` others goes next.
+    Items with a common prefix go one after the other, the longest first; the next group is the one whose first item has
+    waited longest. After the end of the input the longest of all goes first, so that no long item runs alone last.
+    An item that `2 × n_max` others have passed goes next.
     """
 
     def __init__(self, n_max: int, max_chars: int = MAX_CHARS) -> None:
-        """Make an empty one.
+        """Begin without items.
 
         Args:
-            n_max: most items in it.
-            max_chars: most characters in it, but that it always takes one item.
+            n_max: most items.
+            max_chars: most characters of all items; an empty window takes any item.
         """
         self._n_max, self._max_chars = n_max, max_chars
         self._groups: dict[Hashable, _Heap] = {}
@@ -67,11 +67,11 @@ class Window:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may be added."""
+        """Whether another item may be added."""
         return not self._n or (self._n < self._n_max and self._n_chars < self._max_chars)
 
     def add(self, entry: Entry) -> None:
-        """Add one."""
+        """Add an item."""
         entry.number = self._n_arrived
         key = None if self._is_ending else beginning(entry.prompt)
         heappush(self._groups.setdefault(key, []), (-entry.n_chars, entry.number, entry))
@@ -81,7 +81,7 @@ class Window:
         self._n_chars += entry.n_chars
 
     def end(self) -> None:
-        """Know that no more will be added: from now on the longest of all is next."""
+        """Note the end of the input: from now on the longest of all is next."""
         if not self._is_ending:
             self._is_ending = True
             rest: _Heap = [waiting for heap in self._groups.values() for waiting in heap]
@@ -89,7 +89,7 @@ class Window:
             self._groups = {None: rest} if rest else {}
 
     def take(self) -> Entry:
-        """Return the next one, which leaves; IndexError where it is empty."""
+        """Remove and return the next item; IndexError where the window is empty."""
         entry = self._late() or self._first()
         entry.is_taken = True
         self._n -= 1
@@ -98,7 +98,7 @@ class Window:
         return entry
 
     def _late(self) -> Entry | None:
-        """Return who was passed too often; its heap forgets it when its turn comes there."""
+        """Return an item that was passed too often; it stays in its heap until it is popped there."""
         arrivals = self._arrivals
         while arrivals and arrivals[0].is_taken:
             arrivals.popleft()
@@ -110,7 +110,7 @@ class Window:
         return arrivals.popleft()
 
     def _forget_gone(self) -> None:
-        """Take out of the heaps who has left before its turn came there."""
+        """Remove from the heaps the items that were taken out of turn."""
         kept = {key: [w for w in heap if not w[2].is_taken] for key, heap in self._groups.items()}
         self._groups = {key: heap for key, heap in kept.items() if heap}
         for heap in self._groups.values():
@@ -129,7 +129,7 @@ class Window:
 
 
 def beginning(prompt: BatchPrompt) -> Hashable:
-    """Return what prompts have in common that are worth running one after the other."""
+    """Return the prefix by which prompts are grouped."""
     if prompt.messages is None:
         return prompt.prompt[:N_BEGINNING] if prompt.prompt else tuple((prompt.tokens or ())[:16])
     first = prompt.messages[0]
@@ -138,7 +138,7 @@ def beginning(prompt: BatchPrompt) -> Hashable:
 
 
 def length(prompt: BatchPrompt, options: RunOptions) -> int:
-    """Return about how many characters a prompt and the longest answer to it have."""
+    """Estimate the characters of a prompt and its longest answer."""
     if prompt.messages is not None:
         n_prompt = sum(len(m.get("content") or "") for m in prompt.messages)
     else:

@@ -1,4 +1,4 @@
-"""The work of a run over a file: items in, prompts to the engine, results out as records."""
+"""The work of a run over a file: items become prompts for the engine, results become records."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResponse, BatchResult, Reader
 
     Ended: TypeAlias = "tuple[Item, BatchResult | None]"
-    """An item that ended, and its result; None where the item itself is wrong."""
+    """An item that ended, and its result; None where the item has an error."""
 
     OnEnded: TypeAlias = "Callable[[Item, BatchResult | None], object]"
-    """Called with each item that ended; without a result where the item itself is wrong."""
+    """Called with each item that ended; the result is None where the item has an error."""
 
 N_COMMIT = 64
-"""Records that are written together at most, where they come faster than one by one."""
+"""Most records that are written together, where several results are ready at once."""
 
 
 class Ledger(Protocol):
-    """What takes records and knows which are there; see `Journal`."""
+    """Takes records and knows which items have one; see `Journal`."""
 
     n_done: int
     n_failed: int
@@ -53,30 +53,30 @@ class Ledger(Protocol):
     def claim(
         self, id: str, digest: bytes, number: int, rival: str | None = None, *, place: str = ""
     ) -> Claim:
-        """Say what is to be done with an item."""
+        """Return what to do with an item."""
 
     def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
         """Keep a record for the next `commit`."""
 
     def commit(self) -> None:
-        """Write what was added."""
+        """Write the records that were added."""
 
     def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
-        """Take out what was not claimed; return how many records there were."""
+        """Remove records that were not claimed; return their number."""
 
     def set_unclaimed_aside(self) -> int:
-        """Put what was not claimed behind all others; return how many records there are."""
+        """Order records that were not claimed behind all others; return their number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How items become records.
+class RunContext:
+    """What all items of a run share.
 
     Args:
-        ledger: takes them.
-        encoder: writes them.
-        digests: of what items ask.
-        options: that hold where an item says nothing, the engine's own among them.
+        ledger: takes records.
+        encoder: of records.
+        digests: of items.
+        options: that an item leaves out, the engine's own included.
         model: its name, for records.
     """
 
@@ -89,7 +89,7 @@ class Way:
 
 @dataclass(eq=False, slots=True)
 class Tally:
-    """What a run has done so far; see `RunSummary`."""
+    """The counts of a run so far; see `RunSummary`."""
 
     n_items: int = 0
     n_started: int = 0
@@ -104,20 +104,20 @@ class Tally:
 
     @property
     def n_settled(self) -> int:
-        """Items that have their record."""
+        """Items that have a record."""
         return self.n_done + self.n_before
 
 
 class Work:
-    """One run over a file: reads items as the engine takes them, writes results as they come.
+    """One run over a file: reads items as the engine takes prompts, writes results as they arrive.
 
-    `prompts` may be read in another thread than the one that takes the results.
+    `prompts` may be iterated in another thread than the one that takes results.
     """
 
     def __init__(
         self,
         items: Iterator[Item],
-        way: Way,
+        context: RunContext,
         window: Window,
         stop: Stopper,
         *,
@@ -125,20 +125,20 @@ class Work:
         prefix: str = "",
         is_dry: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make one that has read nothing.
+        """Read nothing yet.
 
         Args:
             items: of the input.
-            way: how they become records.
-            window: what orders them.
-            stop: says when to read no more.
+            context: turns items into records.
+            window: orders the items.
+            stop: whether to read no more items.
             limit: most items to run.
-            prefix: of the ids by which the engine knows them.
-            is_dry: says whether the next item may be long in coming: then the window is left as full as it is.
+            prefix: of the ids that the engine uses.
+            is_dry: returns whether reading the next item would wait: then the window is not filled.
         """
         self.tally = Tally()
         self.has_read_all = False
-        self._items, self._way, self._window, self._stop = items, way, window, stop
+        self._items, self._context, self._window, self._stop = items, context, window, stop
         self._limit = math.inf if limit is None else limit
         self._prefix, self._is_dry = prefix, is_dry
         self._running: dict[str, Entry] = {}
@@ -153,7 +153,7 @@ class Work:
     # ---- in ----
 
     def prompts(self) -> Iterator[BatchPrompt]:
-        """Yield what the engine is to run, in the order of the window."""
+        """Yield the prompts for the engine, in the order of the window."""
         while not self._stop.is_asked:
             self._fill()
             if not len(self._window):
@@ -186,18 +186,18 @@ class Work:
                     self._take_in(item)
 
     def _has_more(self) -> bool:
-        """Whether there is another item, which stays where it is: a limit that leaves nothing has stopped nothing."""
+        """Whether the input has another item, which stays in it: a limit that leaves no item is no reason to end."""
         item = next(self._items, None)
         if item is not None:
             self._items = chain((item,), self._items)
         return item is not None
 
     def _take_in(self, item: Item) -> None:
-        tally, way = self.tally, self._way
+        tally, context = self.tally, self._context
         tally.n_items += 1
-        digest = way.digests(item)
+        digest = context.digests(item)
         key, rival = item_key(item), rival_key(item)
-        claim = way.ledger.claim(key, digest, item.number, rival, place=item.place)
+        claim = context.ledger.claim(key, digest, item.number, rival, place=item.place)
         if claim == "duplicate":
             self._refuse(duplicate(item), placed(digest, item.place))
         elif claim in ("done", "failed"):
@@ -212,32 +212,32 @@ class Work:
             self._window.add(Entry(item, item.prompt, digest, n_chars))
 
     def _refuse(self, item: Item, digest: bytes) -> None:
-        assert item.error is not None  # for it has no prompt
-        self._add(item, digest, self._way.encoder.error(item, item.error), is_error=True)
+        assert item.error is not None  # an item without a prompt has an error
+        self._add(item, digest, self._context.encoder.error(item, item.error), is_error=True)
         self._refused.append(item)
 
     # ---- out ----
 
     def start(self, engine: Engine, max_time_s: float | None = None) -> BatchResponse:
-        """Have the engine begin; results are for `take`."""
+        """Let the engine begin; give its results to `take`."""
         self._start_s = time.perf_counter()
         self._ends_s = math.inf if max_time_s is None else self._start_s + max_time_s
-        return engine.run(self.prompts(), options=self._way.options, max_time_s=max_time_s)
+        return engine.run(self.prompts(), options=self._context.options, max_time_s=max_time_s)
 
     def run(
         self, engine: Engine, max_time_s: float | None = None, on_ended: OnEnded | None = None
     ) -> RunSummary:
-        """Run all items; return when each has its record, or when it is stopped.
+        """Run all items; return when each has its record, or when the run is stopped.
 
         Args:
-            engine: what runs them.
-            max_time_s: seconds for all; what is not done then has no record.
-            on_ended: is told of each item that ended.
+            engine: runs the items.
+            max_time_s: seconds for all items; others get no record.
+            on_ended: called with each item that ended.
 
         Raises:
-            EngineError: the engine cannot go on.
-            RequestCancelledError: somebody has cancelled items, or all, by the engine.
-            CBatchError, OSError: the input cannot be read on, or a record cannot be written.
+            EngineError: the engine failed.
+            RequestCancelledError: items were cancelled through the engine.
+            CBatchError, OSError: the input cannot be read, or a record cannot be written.
         """
         response = self.start(engine, max_time_s)
         self._stop.on_ask = response.wind_down
@@ -246,7 +246,7 @@ class Work:
             with closing(response.as_completed()) as results:
                 self._take_all(response, results, on_ended or _tell_nobody)
             if self.is_cut_off:
-                engine.stats()  # raises where it was closed
+                engine.stats()  # raises if the engine was closed
                 n_left = self.tally.n_given_back
                 raise RequestCancelledError(
                     f"{n_left:,} items were cancelled and have no record: run it again to go on"
@@ -265,7 +265,7 @@ class Work:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether somebody has cancelled items, or closed the engine: asked when all results were taken."""
+        """Whether items were cancelled or the engine was closed; to be used after the last result."""
         is_all = self.has_read_all and self.tally.n_items == self.tally.n_settled
         return self._ending() == "done" and not is_all
 
@@ -286,14 +286,14 @@ class Work:
             on_ended(item, None)
 
     def take(self, result: BatchResult, *, gives_left: bool = False) -> list[Ended]:
-        """Add the record of a result; return what has ended since the last call, wrong items among it.
+        """Add the record of a result; return the items that ended since the last call, those with an error too.
 
         Args:
             result: of one item.
-            gives_left: return it also where it is left for another run; else such items are counted alone.
+            gives_left: whether to return an item that is left for a later run.
 
         Raises:
-            EngineError: the engine has stopped: nothing is wrong with the item.
+            EngineError: the engine failed, not the item.
         """
         ended: list[Ended] = [(i, None) for i in self.take_refused()]
         with self._lock:
@@ -306,9 +306,9 @@ class Work:
             self._count(result)
             if result.error is not None:
                 result = replace(result, error=in_own_words(result.error, result.id))
-            way, is_error = self._way, result.error is not None
-            record = way.encoder.result(
-                entry.item, result, digest=entry.digest, created=self._created, model=way.model
+            context, is_error = self._context, result.error is not None
+            record = context.encoder.result(
+                entry.item, result, digest=entry.digest, created=self._created, model=context.model
             )
             self._add(entry.item, entry.digest, record, is_error=is_error)
         if self._n_added >= N_COMMIT:
@@ -316,19 +316,19 @@ class Work:
         return [*ended, _named(entry, result)]
 
     def take_refused(self) -> list[Item]:
-        """Return the items that turned out to be wrong since the last call."""
+        """Return the items with an error since the last call."""
         with self._lock:  # another thread may be reading
             refused, self._refused = self._refused, []
         return refused
 
     def _is_left(self, entry: Entry, result: BatchResult) -> bool:
-        """Whether it is for the next run: cancelled, or out of the run's time, not out of its own."""
+        """Whether an item is left for a later run: it was cancelled, or the time of the run was over, not its own."""
         reasons = {result.finish_reason, *(choice.finish_reason for choice in result.choices)}
         if "cancelled" in reasons:
             return True
         if "timeout" not in reasons or time.perf_counter() < self._ends_s:
             return False
-        own = RunOptions.of(entry.prompt.options).over(self._way.options).timeout_s
+        own = RunOptions.of(entry.prompt.options).over(self._context.options).timeout_s
         return own is None or result.timings.total_s < own
 
     def _count(self, result: BatchResult) -> None:
@@ -338,21 +338,21 @@ class Work:
         tally.cached_tokens += usage.cached_tokens
 
     def _add(self, item: Item, digest: bytes, record: bytes, *, is_error: bool) -> None:
-        self._way.ledger.add(item.number, item_key(item), digest, record, is_error=is_error)
+        self._context.ledger.add(item.number, item_key(item), digest, record, is_error=is_error)
         self._n_added += 1
         self.tally.n_done += 1
         self.tally.n_failed += is_error
 
     def commit(self) -> None:
-        """Have what was added written."""
+        """Write the records that were added."""
         with self._lock:
             self._n_added = 0
-            self._way.ledger.commit()
+            self._context.ledger.commit()
 
     # ---- how far ----
 
     def counts(self, n_about: int | None) -> Counts:
-        """Return how far it is; `n_about` is how many items there may be."""
+        """Return the progress; `n_about` is the estimated number of items."""
         tally = self.tally
         if n_about is not None and self._limit < math.inf:
             n_about = min(n_about, tally.n_before + int(self._limit))
@@ -376,7 +376,7 @@ class Work:
         return "limit" if self.tally.n_started >= self._limit and not self.has_read_all else "done"
 
     def summary(self, ending: Ending | None = None) -> RunSummary:
-        """Return what it has done, and why it ended."""
+        """Return the counts, and why the run ended."""
         tally = self.tally
         return RunSummary(
             ending or self._ending(),
@@ -394,7 +394,7 @@ class Work:
 
 
 def _named(entry: Entry, result: BatchResult) -> Ended:
-    """Return an item with its result, which has the item's id."""
+    """Return an item and its result, with the item's id."""
     return entry.item, replace(result, id=entry.item.id)
 
 
