@@ -1,7 +1,7 @@
-"""A manifest made again of the records themselves, where it is lost or does not fit what is there.
+"""Makes a lost manifest again of the records in the output.
 
-A record of JSON lines tells which item it answers and, by a digest, what was asked: whoever claims it then finds out
-whether that is asked still. That its text is what was answered is taken as it stands.
+A record of JSON lines has its item's id and digest: a later claim finds out whether the item is still the same. That a
+whole line is as it was written is trusted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cbatch.files.output.manifest import (
     record_key,
     remove_manifest,
 )
-from cbatch.files.output.record_file import Output, part_of
+from cbatch.files.output.record_file import RecordFile, part_of
 from cbatch.files.places import real
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from cbatch.files.output.encoders import Known, TraceableEncoder
 
 _N_SLICE = 4096
-"""Records that are put into the manifest together: our choice."""
+"""Records inserted together: our choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adopter:
-    """How records are known again.
+    """Recognises records.
 
     Args:
-        encoder: has written them.
+        encoder: of the records.
         has_rows: whether an item's id is the number of its row.
     """
 
@@ -52,15 +52,15 @@ class Adopter:
 
 
 def adopt(files: Sequence[Path], settings: Mapping[str, str], adopter: Adopter) -> str:
-    """Make the manifest of these files again, of the lines in them that are whole; return what it came to, in words.
+    """Make the manifest of files again, of their whole lines; return a message.
 
     Args:
-        files: the output and, where there is one, the file of errors. They stay as they are.
-        settings: of the run that is to go on.
-        adopter: knows records again.
+        files: the output and, where there is one, the file of errors. They stay unchanged.
+        settings: of the run that will continue.
+        adopter: recognises records.
 
     Raises:
-        ConfigError: a line is no record of cbatch, there is no record at all, or another run writes there.
+        ConfigError: a line is no record of cbatch, there is no record at all, or another run has a file open.
         OutputError: the disk is full.
     """
     rows = [FileRow(file, real(path), b"") for file, path in enumerate(files)]
@@ -72,28 +72,28 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], adopter: Adopter) 
         with closing(Manifest(part, output)) as manifest:
             with manifest.transaction():
                 manifest.set_settings(settings)
-            # an answer in the output is newer than an error of the same item in a file of errors
+            # the output last: its answers are newer than errors of the same items
             n_left = sum(_adopt_file(manifest, row, adopter) for row in reversed(rows))
             n_records = sum(manifest.count(row.file).n_records for row in rows)
-        remove_manifest(home)  # its log must not be taken for that of the new one
+        remove_manifest(home)  # its log must not be read as that of the new manifest
         with told(home):
             disk.replace(part, home)
     finally:
         remove_manifest(part)
-    left = f"; {n_left:,} lines that are torn or were never asked go" if n_left else ""
+    left = f"; {n_left:,} lines that are torn or never ran are removed" if n_left else ""
     return f"{output}: {n_records:,} records are adopted{left}"
 
 
 def _adopt_file(manifest: Manifest, row: FileRow, adopter: Adopter) -> int:
-    """Take in the records of a file; return how many lines are none to keep."""
+    """Insert the records of a file; return the number of lines that are not kept."""
     if not row.path.is_file():
         return 0
     n_left = end = 0
     found = list[tuple[object, ...]]()
     with (
-        closing(Output(row)),
+        closing(RecordFile(row)),
         row.path.open("rb") as file,
-    ):  # the first keeps other runs from writing there
+    ):  # the first locks the file
         for start, line, known in _records(file, row.path, adopter):
             if known is None:
                 n_left += 1
@@ -101,7 +101,7 @@ def _adopt_file(manifest: Manifest, row: FileRow, adopter: Adopter) -> int:
             end = start + len(line)
             record = manifest.last_record() + len(found) + 1
             key = record_key(key_of_id(known.id, has_rows=adopter.has_rows))
-            # the number is behind all others until somebody claims the record
+            # the number is behind all others until an item claims the record
             place = (GONE | record, row.file, start, len(line), zlib.crc32(line))
             found.append((record, key, known.digest, *place, known.is_error))
             if len(found) >= _N_SLICE:
@@ -121,10 +121,10 @@ def _put(manifest: Manifest, found: list[tuple[object, ...]]) -> None:
 def _records(
     file: BinaryIO, path: Path, adopter: Adopter
 ) -> Iterator[tuple[int, bytes, Known | None]]:
-    """Yield the start of each line, the line, and what it tells of itself, if it was asked and is whole.
+    """Yield the start of each line, the line, and its item; None for a torn line or an item that never ran.
 
     Raises:
-        ConfigError: it is somebody else's.
+        ConfigError: a line of another program.
     """
     start = n_ours = n_lines = 0
     for n_lines, line in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""How far an output is: what has an answer, what failed, what is left. No model is needed, and nothing is changed."""
+"""The status of an output: answers, errors, and items left. It needs no model and changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _N_TRIES = 10
-"""Copies of a manifest before giving up: a run changes more than the end of its log every few seconds."""
+"""Most tries to copy a manifest: a run changes more than the end of its log every few seconds."""
 
 _COUNT = "SELECT count(*), sum(is_error), sum(number >= ?) FROM records"
 _HAS = "SELECT 1 FROM records WHERE key = ?"
@@ -36,17 +36,17 @@ _HAS = "SELECT 1 FROM records WHERE key = ?"
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """How far an output is.
+    """The status of an output.
 
     Args:
         n_done: answers.
         n_failed: records that are errors.
-        n_gone: of both, those of items that are not in the input any more.
-        n_items: items of the input; None where nobody knows.
-        n_left: of these, those without a record.
-        is_running: whether a run writes there now.
-        problem: why nobody knows what is left.
-        n_lost: records that were there and are not in their file any more; counted nowhere else.
+        n_gone: of both, records of items that are not in the input any more.
+        n_items: of the input; None where it is unknown.
+        n_left: of these, items without a record.
+        is_running: whether a run has the output open.
+        problem: why `n_left` is unknown.
+        n_lost: records that are not in their file any more; counted nowhere else.
     """
 
     n_done: int
@@ -59,7 +59,7 @@ class RunStatus:
     n_lost: int = 0
 
     def lines(self) -> list[str]:
-        """Return it in words."""
+        """Return it as lines for people."""
         left = f"not known: {self.problem}"
         if self.n_left is not None:
             left = f"{self.n_left:,} of {self.n_items:,}"
@@ -74,13 +74,13 @@ class RunStatus:
 
 
 def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatus:
-    """Return how far an output is, also while a run writes there; not in the process of that run.
+    """Return the status of an output, also during a run in another process.
 
-    An item counts as done where its record is there; what was changed in its line since then is not looked at.
+    An item with a record counts as done, whatever was changed in its line since.
 
     Args:
         output: of a run.
-        inputs: its input; none: the files that it was made of, where they are still there.
+        inputs: its input; none: the files in the manifest, if they are still there.
 
     Raises:
         ConfigError: there is no manifest, or the input cannot be read.
@@ -110,7 +110,7 @@ def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatu
 
 
 def _forget_lost(manifest: Manifest, output: Path) -> int:
-    """Take out the records that are behind the end of their file, which a run would compute again; return how many."""
+    """Remove the records behind the end of their file, which a run would compute again; return their number."""
     n_lost = 0
     for row in manifest.files().values():
         status = places.status_of(row.path if row.file else output)
@@ -121,7 +121,7 @@ def _forget_lost(manifest: Manifest, output: Path) -> int:
 def _left(
     manifest: Manifest, place: Path, inputs: Sequence[str | Path]
 ) -> tuple[int | None, int | None, str]:
-    """Return how many items there are, how many have no record, and why nobody knows."""
+    """Return the number of items, that of items without a record, and why these are unknown."""
     settings = manifest.settings()
     paths = inputs or inputs_of(settings, real(place).parent)
     if not paths:
@@ -159,7 +159,7 @@ def _counted(
 
 @contextmanager
 def _copied(home: Path, output: Path) -> Iterator[Manifest]:
-    """Lend a copy of a manifest: a run that has it open lets nobody else in."""
+    """Lend a copy of a manifest: a run locks its manifest."""
     with TemporaryDirectory(prefix="cbatch-") as folder:
         copy = Path(folder) / "copy"
         for _ in range(_N_TRIES):
@@ -179,7 +179,7 @@ def _copied(home: Path, output: Path) -> Iterator[Manifest]:
 
 
 def _stamp(home: Path) -> object:
-    """Return what is another where more than the end of the log has changed."""
+    """Return a value that changes if more than the end of the log changes."""
     main, log = files_of_manifest(home)[:2]
     status, head = main.stat(), b""
     with suppress(FileNotFoundError), log.open("rb") as file:
@@ -188,7 +188,7 @@ def _stamp(home: Path) -> object:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a run has an output open. Source: `Output`, which locks it."""
+    """Whether a run has an output open. Source: `RecordFile`, which locks it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Tables in memory, pandas' or Arrow's: a prompt a row, the answers as new columns."""
+"""Runs a prompt for each row of a table in memory, of pandas or Arrow, and adds the answers as columns."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class _Column(NamedTuple):
 
 
 class _Frame(Protocol):
-    """What is asked of a table."""
+    """A table of either library."""
 
     columns: Sequence[str]
 
     def __len__(self) -> int:
-        """How many rows it has."""
+        """Return the number of rows."""
 
     def rows(self) -> Iterator[dict[str, object]]:
         """Yield every row."""
@@ -60,20 +60,20 @@ def run_table(
     options: RunOptions | Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> T:
-    """Ask a prompt for each row of a table; return the table with the answers' columns, rows in their order.
+    """Run a prompt for each row of a table; return the table with the columns of the answers, rows in their order.
 
     The columns: response, finish_reason, error, prompt_tokens, completion_tokens; with a number where the table has
-    such a name. A row that cannot be asked, or fails, has its `error`; the others go on. So has one that was not asked
-    because the engine was closed, or `cancel_all` called, before its turn.
+    a column of that name. A row that fails, or gives no prompt, has an `error`. So has a row that did not run because
+    the engine was closed, or `cancel_all` called, before its turn.
 
     Args:
         table: a `pandas.DataFrame` or a `pyarrow.Table`; it is not changed.
-        engine: what answers.
+        engine: runs the prompts.
         template: the text of a prompt, columns' names in braces; None: a column named prompt, text or messages.
         system: the text of a system message, with fields too.
-        is_raw: make text to complete as it stands of rows, instead of chats.
+        is_raw: rows are text to complete as it is, instead of chats.
         options: for every row.
-        progress: show on stderr how far it is.
+        progress: whether to show progress on stderr.
 
     Raises:
         ConfigError: no table, no row, two columns of one name, or a template that does not fit.
@@ -100,7 +100,7 @@ def run_table(
 def _prompts(
     frame: _Frame, prompt_of: RowPrompts, items: list[Item | None]
 ) -> Iterator[BatchPrompt]:
-    """Yield the prompts of the rows that give one; keep of each row what is wrong with it."""
+    """Yield the prompts of the rows that give one; add for each row its item if it has an error, else None."""
     for number, row in enumerate(frame.rows(), 1):
         item = item_of_row(number, f"row {number}", row, prompt_of)
         items.append(None if item.error is None else item)
@@ -109,7 +109,7 @@ def _prompts(
 
 
 def _results(response: BatchResponse) -> tuple[list[BatchResult], BaseException | None]:
-    """Return the results of the rows that were asked, and what has ended the asking where not all were."""
+    """Return the results of the rows that ran, and the error that ended the run early, if any."""
     try:
         return response.results(return_errors=True), None
     except BatchError as error:
@@ -121,7 +121,7 @@ def _results(response: BatchResponse) -> tuple[list[BatchResult], BaseException 
 def _answers(
     items: Sequence[Item | None], results: Sequence[BatchResult], left_out: str
 ) -> list[tuple[object, ...]]:
-    """Return what becomes of the rows that were read; the last of them may not have been asked."""
+    """Return the added values of the rows that were read; the last rows may not have run."""
     left = iter(results)
     answers: list[tuple[object, ...]] = []
     for item in tuple(items):  # which may still be read, in another thread
@@ -159,7 +159,7 @@ class _PandasFrame:
             yield dict(zip(self.columns, map(self._known, values), strict=True))
 
     def _known(self, value: object) -> object:
-        """Return a cell's value; None for what pandas holds where there is none."""
+        """Return a cell's value; None for the missing values of pandas."""
         if value is self._pandas.NA or value is self._pandas.NaT:
             return None
         return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""Where results may go, checked long before the first one is there; and `-`, which is stdin or stdout."""
+"""Paths of inputs and outputs, checked before a run; `-` is stdin or stdout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 STDOUT = Path("-")
 
 _NO_FILE = (OSError, ValueError, AttributeError)
-"""What a stream that is no file of the system's raises where it is asked for its number."""
+"""Errors of a stream without a file descriptor."""
 
 _N_BESIDE = 40
-"""Characters by which the name of a file that stands beside an output is longer than its own, at most."""
+"""Most characters that names of files beside an output are longer than its own."""
 
 
 def is_dash(path: str | Path) -> bool:
@@ -30,10 +30,10 @@ def is_dash(path: str | Path) -> bool:
 
 
 def file_of(name: str, value: object) -> Path:
-    """Return where a file is, or `-`; the home is in the place of `~`.
+    """Return the path of a file, or `-`; `~` is the home.
 
     Raises:
-        ConfigError: it can be no path.
+        ConfigError: the value is no path.
     """
     with reading(name):
         path = Path(check_path(name, value))
@@ -64,7 +64,7 @@ def stdout() -> BinaryIO:
 
 
 def status_of(name: str | Path) -> os.stat_result | None:
-    """Return what the system knows of a file, `-` being stdin; None where that is nothing of the system's."""
+    """Return the status of a file, `-` being stdin; None where the system has none."""
     try:
         if not is_dash(name):
             return os.stat(name)
@@ -82,7 +82,7 @@ def is_stdout_at(status: os.stat_result) -> bool:
 
 
 def real(path: Path) -> Path:
-    """Return a path without links: two names of one file have one manifest."""
+    """Return a path without links: all names of a file lead to one manifest."""
     return Path(os.path.realpath(path))
 
 
@@ -105,10 +105,7 @@ def check_place(path: Path) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """Refuse what the system takes for no name, such as one that is too long; other errors are told elsewhere.
-
-    Files stand beside it for a while, whose names are longer.
-    """
+    """Refuse a name that the system refuses, such as one that is too long for the files beside an output."""
     if is_dash(path) or not path.name:
         return
     try:
@@ -119,17 +116,17 @@ def _check_name(path: Path) -> None:
 
 
 def check_apart(path: Path, inputs: Iterable[str | Path]) -> None:
-    """Check that results do not go to what is read, whatever its name is.
+    """Check that an output is none of the inputs, under any name.
 
     Raises:
-        ConfigError: it is one of the inputs.
+        ConfigError: it is one of them.
     """
     if path.is_file() and any(os.path.exists(i) and path.samefile(i) for i in inputs):
         raise ConfigError(f"{path}: is the input: give another file for the results")
 
 
 def check_new(path: Path, *, force: bool) -> None:
-    """Check that no work of somebody else would be lost.
+    """Check that no existing file would be lost.
 
     Raises:
         ConfigError: a directory, or an existing file without `force`.
@@ -142,11 +139,11 @@ def check_new(path: Path, *, force: bool) -> None:
 
 @contextmanager
 def opened(path: Path, *, force: bool) -> Iterator[BinaryIO]:
-    """Open a file of results that is written once, or stdout for `-`, for the length of the block.
+    """Open a new file of results, or stdout for `-`, for the length of the block.
 
     Raises:
-        ConfigError: it cannot be opened, or without `force` there is such a file.
-        OSError: it cannot be written; it names the file.
+        ConfigError: it cannot be opened, or exists and `force` is False.
+        OSError: it cannot be written; the error names the file.
     """
     if is_dash(path):
         yield stdout()

@@ -1,4 +1,4 @@
-"""Numbers, times, ticks and long texts as people read them."""
+"""Numbers, times, ticks and long texts for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _DAY_S = 86400
 
 
 def count(n: float) -> str:
-    """Return a number with thousands apart; a small one that is not whole with one digit behind the point."""
+    """Return a number with separators; a small fraction with one decimal."""
     return f"{n:,.1f}".removesuffix(".0") if n < 99.95 else f"{n:,.0f}"
 
 
@@ -22,7 +22,7 @@ def short(n: float) -> str:
 
 
 def cut(text: str, n_most: int) -> str:
-    """Return text of `n_most` characters at most; what is left out is an ellipsis."""
+    """Return text of at most `n_most` characters; an ellipsis stands for the rest."""
     return text if len(text) <= n_most else f"{text[: n_most - 1]}…"
 
 
@@ -33,7 +33,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in the unit that suits it."""
+    """Return a time in a unit of its size."""
     if seconds is None:
         return "–"
     if seconds < 0.5e-6:
@@ -64,7 +64,7 @@ def tick_step(span: float, n_max: int) -> float:
 
 
 def time_step(span_s: float, n_max: int) -> float:
-    """Return the same for seconds: minutes, hours and days go by the clock."""
+    """Return the same for seconds, with steps of a clock from a minute on."""
     least = span_s / n_max
     if least <= _STEPS_S[0] / 3:
         return tick_step(span_s, n_max)
@@ -80,7 +80,7 @@ def ticks(start: float, end: float, step: float) -> list[float]:
 
 
 def clock(seconds: float, step: float) -> str:
-    """Return a tick of an axis of times, as fine as its step."""
+    """Return the label of a tick of times, as fine as its step."""
     if step >= 60:
         minutes = round(seconds / 60)
         hours, m = divmod(minutes, 60)

@@ -413,7 +413,7 @@ def move_away(out: Path) -> None:
         (move_away, "was moved away while the run wrote there"),
         (cut_off, r"was cut off while the run wrote there, [\d,]+ bytes of its records with it"),
         (cut_in_half, r"was cut off while the run wrote there, [\d,]+ bytes of its records"),
-        (add_to, r"was written to by somebody else while the run wrote there, [\d,]+ bytes"),
+        (add_to, r"was written to by another program while the run wrote there, [\d,]+ bytes"),
     ],
 )
 @pytest.mark.parametrize("n_before", [20, 100])

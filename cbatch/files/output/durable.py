@@ -1,4 +1,4 @@
-"""What a journal does to the disk: each step that a kill can fall before or behind is one function here."""
+"""Steps of a journal on disk: each step before or after which a kill can come is one function."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ANYBODY = 0o666
-"""Bits of permission of a new file, of which the user's mask takes some away."""
+"""Permission bits of a new file, before the user's mask."""
 
 _PRIVATE = 0o600
 
 _ACCESS_LIST = "system.posix_acl_access"
-"""Source: Linux's acl(5); where a file has one, the mode's bits of the group are the most that the list may give."""
+"""Source: Linux's acl(5); the group bits of the mode then limit the rights that the list gives."""
 
 _AGAIN = "then run the same command again: what is done stays done"
 
@@ -33,7 +33,7 @@ _WAYS_OUT = {
 
 @contextmanager
 def told(path: Path) -> Iterator[None]:
-    """Tell of a failure of the system with the name of the file and the way out."""
+    """Raise errors of the system as `OutputError`, with the file and the way out."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def told(path: Path) -> Iterator[None]:
 
 
 def write_at(fd: int, data: bytes, start: int) -> None:
-    """Write all of it at this place."""
+    """Write all bytes at a place."""
     left = memoryview(data)
     while left:
         n_written = os.pwrite(fd, left, start)
@@ -50,31 +50,30 @@ def write_at(fd: int, data: bytes, start: int) -> None:
 
 
 def truncate(fd: int, size: int) -> None:
-    """Cut the file off."""
+    """Cut off or extend a file."""
     os.ftruncate(fd, size)
 
 
 def sync(fd: int) -> None:
-    """Return when the disk has the file."""
+    """Wait until a file is on disk."""
     os.fsync(fd)
 
 
 def replace(new: Path, old: Path) -> None:
-    """Put a file in the place of another, on the disk too."""
+    """Replace a file by another, on disk too."""
     new.replace(old)
     sync_folder(old.parent)
 
 
 @contextmanager
 def whole(path: Path, *, mode: int = ANYBODY) -> Iterator[Path]:
-    """Lend a path beside a file: what is written there takes its place behind the block, or goes if that fails.
+    """Lend a path beside a file; after the block the new file replaces the old one, after an error it is removed.
 
-    A file that is replaced keeps its owner and its mode, and a link to it leads there still. What is no file, such as a
-    device, stays and is written itself.
+    The new file has the owner and the mode of the old one, and links to it stay. A device is written directly.
 
     Args:
         path: of the file.
-        mode: bits of permission of a file that is new, but for those that the user's mask takes away.
+        mode: permission bits of a new file, before the user's mask.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -95,13 +94,13 @@ def whole(path: Path, *, mode: int = ANYBODY) -> Iterator[Path]:
 
 
 def create(path: Path, mode: int = _PRIVATE) -> int:
-    """Open a new file, in place of what a killed run has left there; others may read it where `mode` says so."""
+    """Create and open a file; replace one that a killed run has left."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
 def mode_of(path: Path) -> int:
-    """Return a file's bits of permission, those of a new one where there is none."""
+    """Return a file's permission bits, those of a new file where there is none."""
     try:
         return stat.S_IMODE(path.stat().st_mode) & ANYBODY
     except FileNotFoundError:
@@ -109,9 +108,9 @@ def mode_of(path: Path) -> int:
 
 
 def take_access(file: int | Path, model: Path) -> None:
-    """Let those read and write a file who may do so with another, as far as the system lets us: owner, group and mode.
+    """Give a file the owner, group and mode of another, as far as the system permits.
 
-    Where it cannot have the other's group, no group may read it.
+    Without the other's group, the file has no rights for its group.
     """
     wanted, found = model.stat(), os.stat(file)
     mode = stat.S_IMODE(wanted.st_mode)
@@ -124,13 +123,13 @@ def take_access(file: int | Path, model: Path) -> None:
 
 
 def tighten(path: Path, model: Path) -> None:
-    """Let nobody read or write a file, if there is one, who may not do so with another."""
+    """Restrict the rights on a file, if there is one, to those on another."""
     with suppress(FileNotFoundError, PermissionError):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & stat.S_IMODE(model.stat().st_mode))
 
 
 def _give(file: int | Path, wanted: os.stat_result) -> bool:
-    """Give a file to this owner and group, or to the group at least; return whether the group has it."""
+    """Change owner and group of a file, or the group at least; return whether the group was changed."""
     for owner in (wanted.st_uid, -1):
         with suppress(PermissionError):
             os.chown(file, owner, wanted.st_gid)
@@ -139,7 +138,7 @@ def _give(file: int | Path, wanted: os.stat_result) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the disk has the names in this folder."""
+    """Wait until the names in a folder are on disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,7 +1,6 @@
-"""The outputs of a run and what is known of them: what a kill at any instant leaves, a later run goes on with.
+"""The journal of a run: which items have a record, in the outputs and in the manifest, through kills at any moment.
 
-A record counts from the commit of the manifest on, which comes when its bytes are in the file. Nothing here grows with
-the number of records but one bit for each.
+A record counts from the commit of the manifest on, after its bytes are in the file. Memory grows by one bit a record.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cbatch.files.output.identity import placed
 from cbatch.files.output.manifest import GONE, INSERT, NUMBERED, record_key
-from cbatch.files.output.opening import closing_all, opened, put_away
+from cbatch.files.output.opening import Wanted, closing_all, open_outputs, put_away
 from cbatch.files.output.rewriting import rewrite
 
 if TYPE_CHECKING:
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     from cbatch.files.output.opening import Opened
 
 SYNC_S = 5.0
-"""Seconds between two waits for the disk: what a loss of power may cost."""
+"""Seconds between two syncs: a loss of power costs the records since the last one."""
 
 _N_MOVED = 1024
-"""Records of moved items that are remembered until they are renumbered in one go."""
+"""Moved items that are collected before they are renumbered together."""
 
 _FIND = "SELECT record, digest, number, file, is_error FROM records WHERE key = ?"
 _DELETE = "DELETE FROM records WHERE record = ?"
@@ -38,17 +37,17 @@ _SLICE = "SELECT key, record, file, is_error FROM records WHERE key > ? AND key 
 
 _ALL = ((b"", b"\xff" * 12),)
 _BY_NUMBER = (NUMBERED, (b"\xfe", b"\xff"))
-"""Keys of items without an id, and of those that came second: what is known by its place in the input alone."""
+"""Keys of items without an id, and of second items with an id: those that depend on the place in the input."""
 
 _Row: TypeAlias = "tuple[int, bytes, bytes, int, int, int, int, int, bool]"
-"""A record as the columns of the table."""
+"""The columns of a record."""
 
 Claim: TypeAlias = Literal["new", "done", "failed", "duplicate"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A record that is there, as a claim needs it."""
+    """A record in the manifest, as a claim needs it."""
 
     record: int
     digest: bytes
@@ -79,8 +78,8 @@ class Journal:
     """The outputs of one run. Any thread may call it.
 
     Attributes:
-        n_done, n_failed: records that are there and committed: answers, and errors.
-        notes: what is worth telling people of how it was opened.
+        n_done, n_failed: committed records: answers, and errors.
+        notes: messages of the opening, for people.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Journal:
         clock: Callable[[], float],
         sync_s: float,
     ) -> None:
-        """Take over what `Journal.open` has found in order."""
+        """Take over open outputs; see `Journal.open`."""
         self.notes = tuple(found.notes)
         self._found = found
         self._manifest, self._outputs = found.manifest, found.outputs
@@ -114,7 +113,7 @@ class Journal:
         self._has_doubles = found.manifest.execute(_ANY_DOUBLE).fetchone() is not None
 
     @classmethod
-    def open(  # noqa: PLR0913  # what a run asks for, each by its name
+    def open(  # noqa: PLR0913  # the arguments of a run, each by its name
         cls,
         output: Path,
         *,
@@ -127,28 +126,26 @@ class Journal:
         clock: Callable[[], float] = time.monotonic,
         sync_s: float = SYNC_S,
     ) -> Journal:
-        """Go on with the files that are there, or begin them; nobody else can open them before `close`.
+        """Continue the files of an earlier run, or begin them; they are locked until `close`.
 
         Args:
-            output: where records go.
-            errors: where those of errors go; None: to the output too.
-            settings: what must be as it was for a run to go on, in words for people. A difference in
-                "output format" is one that nothing can go on with.
-            origin: the input; None: whichever it is, it is the one that was.
-            header: what both files begin with.
-            force: go on although settings differ, and begin anew where that cannot be.
-            retry_errors: claim items anew whose record is an error.
-            clock: seconds, for the waits for the disk.
-            sync_s: seconds between them.
+            output: for records.
+            errors: for records of errors; None: the output.
+            settings: must be the same as those of the earlier run, for people. With another "output format" no run can
+                continue, even by force.
+            origin: the input; None: not compared.
+            header: the first bytes of both files.
+            force: continue although settings differ; begin anew where that is impossible.
+            retry_errors: whether an item whose record is an error is "new".
+            clock: in seconds, for syncs.
+            sync_s: seconds between two syncs.
 
         Raises:
-            ConfigError: another run writes there; settings differ; the input is another one; a file is there that is
-                not of cbatch, or was changed; it cannot be written.
+            ConfigError: another run has the output open; other settings or another input; a file was changed, or is
+                not of cbatch; it cannot be written.
             OutputError: the disk is full.
         """
-        found = opened(
-            output, errors=errors, settings=settings, origin=origin, header=header, force=force
-        )
+        found = open_outputs(Wanted(output, errors, settings, origin, header, force))
         return cls(found, retry_errors=retry_errors, clock=clock, sync_s=sync_s)
 
     def __enter__(self) -> Journal:
@@ -160,19 +157,19 @@ class Journal:
     def claim(
         self, id: str, digest: bytes, number: int, rival: str | None = None, *, place: str = ""
     ) -> Claim:
-        """Say what is to be done with an item; called once for each, as it is read.
+        """Return what to do with an item; call it once for each item, as it is read.
 
         Args:
             id: of the item, any text.
-            digest: of what it asks, 16 bytes.
-            number: its place in the input.
-            rival: an id that is as good as this one: whichever is claimed first has it.
-            place: of the item, for people; the error of a duplicate counts for that place alone.
+            digest: of the item, 16 bytes.
+            number: of the item in the input.
+            rival: another id of the same item in its record: the first item that claims one of both has it.
+            place: of the item, for people; the error of a duplicate names it.
 
         Returns:
-            "new": run it and `add` its record, in place of one that may be there. "done", "failed": its record is
-            there, an answer or an error. "duplicate": another item of this run has the id, or its rival: `add` an
-            error that says so, with the digest `placed` there; where that error is there already, it is "failed".
+            "new": run the item and `add` its record, which replaces an earlier one. "done", "failed": there is a
+            record, an answer or an error. "duplicate": an item of this run has the id, or its rival: `add` an error,
+            with the digest `placed` there; with that error in the output already, the item is "failed".
         """
         with self._lock:
             key = record_key(id)
@@ -183,7 +180,9 @@ class Journal:
                 digest = placed(digest, place)
                 return self._settle(key, self._find(key), digest, number, otherwise="duplicate")
             if self._has_doubles and (stale := self._find(duplicate_key(key, number))):
-                self._superseded.append(stale)  # it came second then, and first now
+                self._superseded.append(
+                    stale
+                )  # it was the second item with its id then, and is the first now
             if rival is not None and (stale := self._find(record_key(rival))):
                 self._superseded.append(stale)  # two records under one id would answer one item
             return self._settle(key, found, digest, number, otherwise="new")
@@ -193,13 +192,13 @@ class Journal:
         return self._is_taken(key, self._find(key))
 
     def _is_taken(self, key: bytes, found: _Found | None) -> bool:
-        """Whether an item of this run has claimed this key, and the record that was found under it."""
+        """Whether an item of this run has claimed a key, or the record of that key."""
         return key in self._claimed_keys or (found is not None and found.record in self._marks)
 
     def _settle(
         self, key: bytes, found: _Found | None, digest: bytes, number: int, *, otherwise: Claim
     ) -> Claim:
-        """Mark the record that answers this item, or remember that one will come."""
+        """Mark the record of an item as claimed, or expect a new one."""
         is_answered = found is not None and found.digest == digest
         if found is None or not is_answered or (found.is_error and self._retry_errors):
             self._claims[number] = key, found
@@ -208,7 +207,7 @@ class Journal:
         self._marks.add(found.record)
         if found.number != number:
             self._moved.append((number, found.record))
-            if len(self._moved) >= _N_MOVED:  # a line put in at the top moves all
+            if len(self._moved) >= _N_MOVED:  # a line inserted at the top moves all
                 self.commit()
         return "failed" if found.is_error else "done"
 
@@ -220,7 +219,7 @@ class Journal:
         """Keep the record of an item that was claimed as "new" or "duplicate", for the next `commit`.
 
         Raises:
-            KeyError: the item was not claimed so, or has its record.
+            KeyError: the item was not claimed so, or its record was added already.
         """
         with self._lock:
             key, found = self._claims.pop(number)
@@ -233,10 +232,10 @@ class Journal:
             self._added.append((self._last_record, key, digest, number, *place, is_error))
 
     def commit(self) -> None:
-        """Write what was added, then make it count; now and then wait until the disk has it.
+        """Write the records that were added, then commit them; sync when it is due.
 
         Raises:
-            OutputError: a file cannot be written. What was added is kept for the next time.
+            OutputError: a file cannot be written. The records are kept for the next call.
         """
         with self._lock:
             if self._added or self._superseded or self._moved:
@@ -259,7 +258,7 @@ class Journal:
         self._count()
 
     def _count(self) -> None:
-        """Take over what was committed."""
+        """Update the counts after a commit."""
         for record, key, *_, is_error in self._added:
             self._marks.add(record)
             self._claimed_keys.discard(key)
@@ -274,7 +273,7 @@ class Journal:
         self._moved.clear()
 
     def _sync(self) -> None:
-        """Let the disk have what is committed."""
+        """Wait until the committed records are on disk."""
         self._manifest.check_there()
         rows = [output.sync() for output in self._outputs]
         if rows != [output.row for output in self._outputs]:
@@ -287,12 +286,12 @@ class Journal:
         self._sync_at = self._clock() + self._sync_s
 
     def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
-        """Take out the records of items that this run has not claimed; return how many there were.
+        """Remove the records of items that this run has not claimed; return their number.
 
-        For the end of a run that has read all of its input: what is left is of items that are not in it any more.
+        For the end of a run that has read all of its input: the records are of items that are not in it any more.
 
         Args:
-            is_by_number: only those that were known by their place in the input: others may be of another input.
+            is_by_number: only records of items without an id: others may be of another input.
         """
         with self._lock:
             self.commit()
@@ -302,9 +301,9 @@ class Journal:
             return n_before - self.n_done - self.n_failed
 
     def set_unclaimed_aside(self) -> int:
-        """Put the records of items that this run has not claimed behind all others; return how many there are.
+        """Order the records of items that this run has not claimed behind all others; return their number.
 
-        For the end of a run that has read all of its input. Who claims one later puts it back.
+        For the end of a run that has read all of its input. A later claim restores the order.
         """
         with self._lock:
             self.commit()
@@ -318,7 +317,7 @@ class Journal:
     def _unclaimed(
         self, ranges: Iterable[tuple[bytes, bytes]]
     ) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield record, file and is_error of what was not claimed, slice by slice, where there is any."""
+        """Yield record, file and is_error of the records that were not claimed, slice by slice."""
         if self._marks.n == self.n_done + self.n_failed:
             return
         for last, end in ranges:
@@ -335,10 +334,10 @@ class Journal:
         self._with_gaps.update(file for _, file, _ in rows)
 
     def close(self) -> None:
-        """Commit, wait for the disk, take superseded records out of the files, and let go of them.
+        """Commit, sync, remove superseded records from the files, and close them.
 
         Raises:
-            OutputError: a file cannot be written; all is closed nevertheless.
+            OutputError: a file cannot be written; all files are closed nevertheless.
         """
         with self._lock:
             if self._is_closed:
@@ -357,5 +356,5 @@ class Journal:
 
 
 def duplicate_key(key: bytes, number: int) -> bytes:
-    """Return what stands for an item whose id is that of another; 0xFE is in no text."""
+    """Return the key of a second item with an id; 0xFE is in no UTF-8."""
     return b"\xfe%d:%b" % (number, key)

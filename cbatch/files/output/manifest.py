@@ -1,6 +1,6 @@
-"""The manifest beside an output: which records are there, where, and whose. An SQLite file, and the lock of the run.
+"""The manifest beside an output: item and place of each record. An SQLite file, and the lock of the run.
 
-What is committed here counts: bytes of an output that no row knows of are cut off, a row without its bytes is removed.
+The manifest decides: bytes of an output that belong to no row are cut off, a row without its bytes is removed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
 
 GONE = 2**40
-"""Added to the number of a record whose item is not in the input any more, so that it is behind all others."""
+"""Added to the number of a record whose item is not in the input any more, which orders it behind all others."""
 
 _VERSION = 1
 _APPLICATION = 0x63626174  # "cbat"
 _PAGE = 1024
-"""Bytes of a page: ids come in any order, and each new one changes a page of the index, which is written whole."""
+"""Bytes of a page: each new id changes a page of the index anywhere, and pages are written whole."""
 _CACHE_KIB = 4096
 _CHECKPOINT = 1024
-"""Pages of the log from which on it is folded: 1 MiB, which a disk that is nearly full has left."""
+"""Pages of the log at which SQLite folds it: 1 MiB, for which a nearly full disk has room."""
 
 _ENDINGS = ("", "-wal", "-shm", "-journal")
-"""Of a manifest's files: the manifest, and what SQLite keeps beside it."""
+"""Of the names of a manifest's files: itself, and SQLite's files beside it."""
 
 _TABLES = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -66,33 +66,33 @@ _SCHEMA = (
 )
 
 
-# A commit that Ctrl-C has cut off behind the manifest's own is repeated as a whole.
+# OR REPLACE: where Ctrl-C strikes right after the commit, the same records are inserted again.
 INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-"""Of the columns of a record; it takes the place of another under its key."""
+"""Insert a record, in place of one with the same key."""
 
 NUMBERED = (b"\0", b"\0:")
-"""Between these are the keys of items without an id; see `item_key`."""
+"""The range of the keys of items without an id; see `item_key`."""
 
 _LONG_ID = 24
-"""Bytes up to which an id is its own key: ids that are counted up then change pages of the index that lie together."""
+"""Most bytes of an id that is its own key: ids that count up then change neighbouring pages of the index."""
 
 
 class LostError(ConfigError):
-    """There are records, and no manifest that fits them."""
+    """There are records without a manifest that fits them."""
 
 
 class ManifestError(LostError):
-    """The manifest is not one that this cbatch can go on with; it may be replaced."""
+    """This cbatch cannot use the manifest; it may be replaced."""
 
     def __init__(self, what: str, ways_out: str) -> None:
-        """Keep what is wrong with it, in words."""
+        """Keep the problem, for people."""
         self.what = what
         super().__init__(f"{what}: {ways_out}")
 
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """What is known of an output; see the columns of `files`."""
+    """A row of `files`; see its columns."""
 
     file: int
     path: Path
@@ -105,7 +105,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How many records a file has, how many of them are errors or of items that are gone, and their bytes together."""
+    """The records of a file, of these the errors, their bytes, and the records of items that are gone."""
 
     n_records: int = 0
     n_errors: int = 0
@@ -114,15 +114,15 @@ class Count:
 
 
 class Manifest:
-    """One open manifest; nobody else opens it before it is closed."""
+    """An open manifest, locked until it is closed."""
 
     def __init__(self, path: Path, output: Path, *, home: Path | None = None) -> None:
-        """Open or create it; those may read it who may read the output.
+        """Open or create a manifest; its readers are those of the output.
 
         Args:
-            path: where it is.
-            output: whose manifest it is.
-            home: of which manifest it is a copy: by that it is named, and from there files are found; None: of none.
+            path: of the manifest.
+            output: of the manifest.
+            home: for a copy, the place of the original: errors name it, and paths are relative to it.
 
         Raises:
             ConfigError: another run has it open, or it cannot be opened.
@@ -144,7 +144,7 @@ class Manifest:
         self._status = status_of(path)
 
     def _create(self) -> None:
-        """Create it where it is not, with the output's access; else let nobody read it who may not read the output."""
+        """Create a missing file with the output's access; restrict an existing one to the output's access."""
         has_output = self._output.exists()
         try:
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, disk.ANYBODY))
@@ -156,8 +156,8 @@ class Manifest:
                 disk.take_access(self.path, self._output)
 
     def _prepare(self) -> None:
-        # The size of pages is settled by the first transaction, also by an empty one. Exclusive from the first
-        # statement on: where two begin at once, one of them has it.
+        # The first transaction fixes the page size, even an empty one. Exclusive from the first statement on: of two
+        # processes that begin at once one gets the lock.
         for statement in (
             f"PRAGMA page_size = {_PAGE}",
             "PRAGMA locking_mode = EXCLUSIVE",
@@ -181,7 +181,7 @@ class Manifest:
         self.fold()
 
     def _check(self) -> bool:
-        """Return whether it is empty; refuse what is not ours."""
+        """Return whether the file is empty; refuse files of other programs."""
         application, version = self._pragma("application_id"), self._pragma("user_version")
         if application == _APPLICATION:
             if version > _VERSION:
@@ -199,7 +199,7 @@ class Manifest:
         return True
 
     def _check_whole(self) -> None:
-        """Look through all of it: what is damaged would else be found in the midst of a run, or never."""
+        """Check all pages: else damage would be found during a run, or never."""
         [problems] = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if problems != "ok":
             raise _damaged(self._home, problems.splitlines()[-1])
@@ -212,7 +212,7 @@ class Manifest:
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
-        """Tell why a manifest cannot be opened."""
+        """Translate errors of the opening."""
         try:
             yield
         except (OSError, sqlite3.OperationalError) as error:
@@ -228,10 +228,10 @@ class Manifest:
             raise _damaged(self._home, error) from error
 
     def check_there(self) -> None:
-        """Check that it is where it was opened.
+        """Check that the file is at its place.
 
         Raises:
-            OutputError: somebody has removed it, moved it away or put another file in its place.
+            OutputError: it was removed, moved away or replaced.
         """
         now = status_of(self.path)
         if now is None or self._status is None or not os.path.samestat(now, self._status):
@@ -254,11 +254,11 @@ class Manifest:
             raise self._failed(error) from error
 
     def rows(self, statement: str, *values: object) -> Generator[Any]:
-        """Yield the rows of one statement as they are found, up to `close` at most; errors as of `execute`."""
+        """Yield the rows of one statement one by one, until `close`; errors as of `execute`."""
         cursor = self.execute(statement, *values)
         self._read.add(cursor)
         try:
-            for row in cursor:  # noqa: UP028  # who left that early would close the cursor of a closed manifest
+            for row in cursor:  # noqa: UP028  # `yield from` would close the cursor of a closed manifest
                 yield row
         except sqlite3.DatabaseError as error:
             raise self._failed(error) from error
@@ -266,7 +266,7 @@ class Manifest:
             self._read.discard(cursor)
 
     def execute_many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Run one statement for each of these rows; errors as of `execute`."""
+        """Run one statement for each row; errors as of `execute`."""
         try:
             self._db.executemany(statement, rows)
         except sqlite3.DatabaseError as error:
@@ -274,7 +274,7 @@ class Manifest:
 
     @contextmanager
     def transaction(self, *, is_durable: bool = False) -> Iterator[None]:
-        """Commit all that happens in the block, or nothing; where `is_durable`, the disk has it afterwards."""
+        """Commit all statements of the block, or none; if `is_durable`, wait until they are on disk."""
         if is_durable:
             self.execute("PRAGMA synchronous = FULL")
         self.execute("BEGIN IMMEDIATE")
@@ -284,9 +284,7 @@ class Manifest:
         except BaseException as error:
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 self._db.execute("ROLLBACK")
-            if isinstance(
-                error, OutputError
-            ):  # the log may have grown for nothing, and there is no space
+            if isinstance(error, OutputError):  # the log may have grown in vain on a full disk
                 self.fold()
             raise
         finally:
@@ -299,7 +297,7 @@ class Manifest:
         self.execute("COMMIT")
 
     def copy(self, place: Path) -> None:
-        """Make a manifest of all that is in this one at another place, in place of what is there."""
+        """Copy the manifest to another place; replace the file there."""
         part = place.with_name(f".{place.name}.part")
         os.close(disk.create(part))
         with closing(sqlite3.connect(part, isolation_level=None)) as copy:
@@ -311,15 +309,12 @@ class Manifest:
         disk.replace(part, place)
 
     def fold(self) -> None:
-        """Move what the log has into the manifest itself, where who copies the manifest alone finds it.
-
-        Where that cannot be, the log keeps it.
-        """
+        """Move the log into the manifest itself, for copies of the manifest alone; the log stays if that fails."""
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        """Let go of the file and of the lock, also where somebody has not read all rows."""
+        """Close the file and release the lock, even with rows unread."""
         for cursor in self._read:
             cursor.close()
         self._db.close()
@@ -333,7 +328,7 @@ class Manifest:
             )
         return _damaged(self._home, error)
 
-    # ---- what is in it ----
+    # ---- settings, files, records ----
 
     def settings(self) -> dict[str, str]:
         """Return the settings of the runs that wrote here."""
@@ -341,13 +336,13 @@ class Manifest:
         return {name: os.fsdecode(value) for name, value in found}
 
     def set_settings(self, settings: Mapping[str, str]) -> None:
-        """Keep these settings alone."""
+        """Replace all settings."""
         self.execute("DELETE FROM settings")
         rows = [(name, _stored(value)) for name, value in settings.items()]
         self.execute_many("INSERT INTO settings VALUES (?, ?)", rows)
 
     def files(self) -> dict[int, FileRow]:
-        """Return what is known of the outputs."""
+        """Return the outputs by number."""
         found = self.rows(
             "SELECT file, path, header, size, synced, is_open, is_replaced FROM files"
         )
@@ -360,7 +355,7 @@ class Manifest:
         return Path(os.path.normpath(self._home.parent / os.fsdecode(path)))
 
     def put_file(self, row: FileRow) -> None:
-        """Keep this of an output, in place of what was known of it."""
+        """Insert or replace an output."""
         self.execute(
             "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
             row.file,
@@ -378,7 +373,7 @@ class Manifest:
         self.execute("DELETE FROM records WHERE file = ?", file)
 
     def count(self, file: int) -> Count:
-        """Return how many records a file has."""
+        """Return the counts of a file."""
         found = self.execute(
             "SELECT count(*), sum(is_error), sum(size), sum(number >= ?) FROM records WHERE file = ?",
             GONE,
@@ -387,39 +382,39 @@ class Manifest:
         return Count(*(n or 0 for n in found))
 
     def last_record(self) -> int:
-        """Return the largest number of a record, 0 where there is none."""
+        """Return the largest number of a record, 0 without records."""
         return int(self.execute("SELECT coalesce(max(record), 0) FROM records").fetchone()[0])
 
 
 def record_key(id: str) -> bytes:
-    """Return what stands for an id: its own bytes where they are few, else a digest; 0xFF is in no text."""
+    """Return the key of an id: its bytes where they are few, else a digest after 0xFF, which is in no UTF-8."""
     text = bytes_of(id)
     return text if len(text) <= _LONG_ID else b"\xff" + blake2b(text, digest_size=11).digest()
 
 
 def manifest_of(output: Path) -> Path:
-    """Return where the manifest of an output is."""
+    """Return the place of the manifest beside a file."""
     return output.with_name(f"{output.name}.manifest")
 
 
 def files_of_manifest(path: Path) -> list[Path]:
-    """Return the places of a manifest and of what SQLite keeps beside it."""
+    """Return the places of a manifest and of SQLite's files beside it."""
     return [Path(f"{path}{ending}") for ending in _ENDINGS]
 
 
 def remove_manifest(path: Path) -> None:
-    """Remove a manifest, with all of its files."""
+    """Remove all files of a manifest."""
     for file in files_of_manifest(path):
         file.unlink(missing_ok=True)
 
 
 def _relative(path: Path, folder: Path) -> str | bytes:
-    """Return a path as seen from a folder, so that both may be moved together."""
+    """Return a path relative to a folder, so that both may be moved together."""
     return _stored(os.path.relpath(path, folder))
 
 
 def _stored(text: str) -> str | bytes:
-    """Return text as a manifest keeps it; a name that is no UTF-8 as the bytes that it is."""
+    """Return text for the manifest; a name that is no UTF-8 as its bytes."""
     with suppress(UnicodeEncodeError):
         text.encode()
         return text

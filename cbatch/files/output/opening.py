@@ -1,4 +1,4 @@
-"""How a run finds its outputs: begun, left by a kill, edited, another run's, or nothing of cbatch."""
+"""Opens the outputs of a run in any state: new, left by a kill, edited, of another run, or not of cbatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cbatch.files.output.manifest import (
     manifest_of,
     remove_manifest,
 )
-from cbatch.files.output.record_file import Output, check_file
+from cbatch.files.output.record_file import RecordFile, check_file
 from cbatch.files.output.rewriting import finish, fits, rewrite
 from cbatch.files.output.run_paths import bring_manifest, point_to
 from cbatch.files.places import real
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from cbatch.files.output.identity import Origin
 
 OUTPUT_FORMAT = "output format"
-"""The setting with which no run can go on where it differs: a file has one format."""
+"""The setting that must be the same even by force: a file has one format."""
 
 _NOTHING = "nothing"
 
 
 class ChangedError(LostError):
-    """An output is not as it was written."""
+    """An output was changed since it was written."""
 
     def __init__(self, path: Path, problem: str) -> None:
-        """Keep what is not as it was, in words."""
+        """Keep the change, for people."""
         self.what = f"{path}: was changed since cbatch wrote it: {problem}"
         super().__init__(
             f"{self.what}. Put it back as it was, have its JSON lines adopted as they are (--adopt), give another "
@@ -50,16 +50,16 @@ class ChangedError(LostError):
 
 @dataclass(slots=True)
 class Opened:
-    """A manifest and its outputs, in order: the output, and that of errors where there is one."""
+    """A manifest and its outputs: the output, then the file of errors where there is one."""
 
     manifest: Manifest
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[RecordFile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What a run asks for; see `Journal.open`. Paths are real ones, without links."""
+class Wanted:
+    """The arguments of `Journal.open`."""
 
     output: Path
     errors: Path | None
@@ -69,42 +69,35 @@ class _Wanted:
     force: bool
 
     def noted(self) -> dict[str, str]:
-        """Return what a manifest keeps of it."""
+        """Return the settings for the manifest."""
         return {**self.settings, **(self.origin.noted() if self.origin else {})}
 
     def rows(self) -> list[FileRow]:
-        """Return the files that are to be there, not begun."""
+        """Return the files of the run, not begun."""
         paths = [self.output] if self.errors is None else [self.output, self.errors]
         return [FileRow(file, path, self.header) for file, path in enumerate(paths)]
 
 
-def opened(
-    output: Path,
-    *,
-    errors: Path | None,
-    settings: Mapping[str, str],
-    origin: Origin | None,
-    header: bytes,
-    force: bool,
-) -> Opened:
-    """Return the outputs of a run, ready to be added to; see `Journal.open`."""
-    for path in filter(None, (output, errors)):
+def open_outputs(wanted: Wanted) -> Opened:
+    """Return the outputs of a run, ready for more records; see `Journal.open`."""
+    name, errors = wanted.output, wanted.errors
+    for path in filter(None, (name, errors)):
         check_file(path)
-    wanted = _Wanted(real(output), errors and real(errors), settings, origin, header, force)
+    wanted = replace(wanted, output=real(name), errors=errors and real(errors))
     _check_errors(wanted)
-    manifest = bring_manifest(output)
+    manifest = bring_manifest(name)
     try:
         found = _opened(wanted, manifest)
     except ManifestError as error:
-        if not force:
+        if not wanted.force:
             raise
         remove_manifest(manifest)
         found = _opened(wanted, manifest, f"{error.what}: all begins anew")
-    point_to(output, manifest_of(output), manifest)
+    point_to(name, manifest_of(name), manifest)
     return found
 
 
-def _opened(wanted: _Wanted, manifest: Path, *notes: str) -> Opened:
+def _opened(wanted: Wanted, manifest: Path, *notes: str) -> Opened:
     found = Opened(Manifest(manifest, wanted.output), notes=list(notes))
     with _closing_on_error(found) as stack:
         _find_moved_errors(found.manifest, wanted)
@@ -115,10 +108,10 @@ def _opened(wanted: _Wanted, manifest: Path, *notes: str) -> Opened:
 
 
 def reopened(output: Path) -> Opened:
-    """Return the outputs of a run that has ended, by their manifest, whatever its settings were.
+    """Return the outputs of a run that has ended, with any settings.
 
     Raises:
-        ConfigError: there is no manifest, a run writes there, or a file is gone or was changed.
+        ConfigError: there is no manifest, another run has it open, or a file is gone or was changed.
         OutputError: the disk is full.
     """
     check_file(output)
@@ -134,7 +127,7 @@ def reopened(output: Path) -> Opened:
             if row.size is not None:
                 place = row.path if row.file else output
                 _check_there(place, found.manifest, row, output)
-                found.outputs.append(Output(finish(found.manifest, replace(row, path=place))))
+                found.outputs.append(RecordFile(finish(found.manifest, replace(row, path=place))))
         _check_and_repair(found)
         found.manifest.fold()
         stack.pop_all()
@@ -142,7 +135,7 @@ def reopened(output: Path) -> Opened:
 
 
 def _check_there(path: Path, manifest: Manifest, row: FileRow, output: Path) -> None:
-    """Refuse to go on without a file whose records would be forgotten."""
+    """Refuse an output whose file is gone: its records would be forgotten."""
     if not path.exists() and manifest.count(row.file).n_records:
         raise ConfigError(
             f"{path}: is not there, and has records of {output}: put it back, or give the command of its run again"
@@ -154,7 +147,7 @@ def _no_manifest(output: Path) -> ConfigError:
 
 
 def _closing_on_error(found: Opened) -> ExitStack:
-    """Return a stack that closes everything again, and leaves no manifest that was not there before."""
+    """Return a stack that closes all files, and removes a manifest that is new."""
 
     def undo() -> None:
         for output in found.outputs:
@@ -168,8 +161,8 @@ def _closing_on_error(found: Opened) -> ExitStack:
     return stack
 
 
-def _check_errors(wanted: _Wanted) -> None:
-    """Refuse one file for both."""
+def _check_errors(wanted: Wanted) -> None:
+    """Refuse one file for answers and errors."""
     if wanted.errors is None:
         return
     if wanted.errors in (wanted.output, manifest_of(wanted.output)) or (
@@ -181,22 +174,22 @@ def _check_errors(wanted: _Wanted) -> None:
         )
 
 
-def _find_moved_errors(manifest: Manifest, wanted: _Wanted) -> None:
-    """Take a file for that of errors, wherever that was, where it has the records of that."""
+def _find_moved_errors(manifest: Manifest, wanted: Wanted) -> None:
+    """Note a new place of the file of errors, if the file there has its records."""
     row = manifest.files().get(1)
     if row is None or wanted.errors in (None, row.path) or not manifest.count(1).n_records:
         return
-    assert wanted.errors is not None  # for it is not None
+    assert wanted.errors is not None  # checked above
     if fits(manifest, row, wanted.errors):
         with manifest.transaction():
             manifest.put_file(replace(row, path=wanted.errors))
 
 
-# ---- whether a run goes on ----
+# ---- whether the run continues ----
 
 
-def _is_ours(found: Opened, wanted: _Wanted) -> bool:
-    """Whether there is something to go on with; refuse what is neither that nor may be begun."""
+def _is_ours(found: Opened, wanted: Wanted) -> bool:
+    """Whether there are records to continue with; refuse other settings and other inputs."""
     row = found.manifest.files().get(0)
     if row is None or row.size is None:
         return False
@@ -215,8 +208,8 @@ def _n_records(manifest: Manifest) -> int:
     return sum(manifest.count(file).n_records for file in (0, 1))
 
 
-def _fits(manifest: Manifest, wanted: _Wanted) -> bool:
-    """Whether records of this run may stand beside those that are there; refuse other settings unless forced."""
+def _fits(manifest: Manifest, wanted: Wanted) -> bool:
+    """Whether the records can be kept; refuse other settings and other inputs, unless forced."""
     differences = dict(_differences(manifest, wanted))
     if differences and not wanted.force:
         said = "; ".join(differences.values())
@@ -227,13 +220,13 @@ def _fits(manifest: Manifest, wanted: _Wanted) -> bool:
     if not wanted.force and wanted.origin and (other := wanted.origin.difference(manifest)):
         raise ConfigError(
             f"{wanted.output}: has the answers of another input: {other}. Give that input, or another output, or force "
-            "it (--force): answers then take the places of those that are there"
+            "it (--force): new answers then replace those that are there"
         )
     return OUTPUT_FORMAT not in differences
 
 
-def _differences(manifest: Manifest, wanted: _Wanted) -> Iterator[tuple[str, str]]:
-    """Yield what is not as it was: its name, and words for it."""
+def _differences(manifest: Manifest, wanted: Wanted) -> Iterator[tuple[str, str]]:
+    """Yield the name and a description of each difference."""
     before = {n: value for n, value in manifest.settings().items() if n not in ORIGIN_NAMES}
     for name in sorted({*before, *wanted.settings}):
         was, is_now = before.get(name, _NOTHING), wanted.settings.get(name, _NOTHING)
@@ -254,8 +247,8 @@ def _shown(header: bytes) -> str:
 # ---- beginning ----
 
 
-def _begin(found: Opened, wanted: _Wanted) -> None:
-    """Make empty files; what is there is replaced where that is forced, or where it is a run's that is gone."""
+def _begin(found: Opened, wanted: Wanted) -> None:
+    """Make empty files; replace files of an earlier run, and by force others."""
     manifest = found.manifest
     known = {row.path for row in manifest.files().values() if _is_as_left(row)}
     rows = wanted.rows()
@@ -265,25 +258,25 @@ def _begin(found: Opened, wanted: _Wanted) -> None:
         manifest.set_settings(wanted.noted())
         for row in rows:
             if row.path in known:
-                # until it is cut off, what a run that was killed has left in it is known to be ours
+                # until the file is cut off, the manifest tells that its content is ours
                 manifest.put_file(replace(row, size=0))
             else:
                 _check_unused(row, force=wanted.force)
                 manifest.put_file(row)
     mode = disk.mode_of(wanted.output)
     for row in rows:
-        found.outputs.append(Output(row, mode))
+        found.outputs.append(RecordFile(row, mode))
     _make_empty(manifest, found.outputs)
 
 
 def _is_as_left(row: FileRow) -> bool:
-    """Whether a file may be replaced as one of ours: begun, and nobody has added to it since."""
+    """Whether a file is as the last run left it: begun, and without bytes of another program."""
     if row.size is None:
         return False
     return row.is_open or not row.path.exists() or row.path.stat().st_size <= row.size
 
 
-def _make_empty(manifest: Manifest, outputs: list[Output]) -> None:
+def _make_empty(manifest: Manifest, outputs: list[RecordFile]) -> None:
     for output in outputs:
         output.begin()
         with told(output.path):
@@ -294,7 +287,7 @@ def _make_empty(manifest: Manifest, outputs: list[Output]) -> None:
 
 
 def _check_unused(row: FileRow, *, force: bool) -> None:
-    """Refuse a file with something of others in it; a piece of the header, or zeros, is what a killed run has left."""
+    """Refuse a file with content of another program; a killed run leaves a part of the header, or zeros."""
     try:
         with row.path.open("rb") as file:
             found = file.read(len(row.header) + 1)
@@ -309,11 +302,11 @@ def _check_unused(row: FileRow, *, force: bool) -> None:
         )
 
 
-# ---- going on ----
+# ---- continuing ----
 
 
-def _resume(found: Opened, wanted: _Wanted) -> None:
-    """Go on with the files that are there, or begin anew where they were changed and that is forced."""
+def _resume(found: Opened, wanted: Wanted) -> None:
+    """Continue the files, or by force begin anew where they were changed."""
     try:
         _open_known(found, wanted)
         _check_and_repair(found)
@@ -327,7 +320,7 @@ def _resume(found: Opened, wanted: _Wanted) -> None:
         _begin(found, wanted)
 
 
-def _open_known(found: Opened, wanted: _Wanted) -> None:
+def _open_known(found: Opened, wanted: Wanted) -> None:
     manifest, files = found.manifest, found.manifest.files()
     if 1 in files and files[1].path != wanted.errors:
         _leave(found, files.pop(1))
@@ -337,7 +330,7 @@ def _open_known(found: Opened, wanted: _Wanted) -> None:
             row = finish(manifest, replace(files[row.file], path=row.path))
         else:
             _check_unused(row, force=wanted.force)
-        found.outputs.append(Output(row, mode))
+        found.outputs.append(RecordFile(row, mode))
     if new := [output for output in found.outputs if output.row.size is None]:
         _make_empty(manifest, new)
     with manifest.transaction():
@@ -345,7 +338,7 @@ def _open_known(found: Opened, wanted: _Wanted) -> None:
 
 
 def _leave(found: Opened, row: FileRow) -> None:
-    """Go on without a file of errors."""
+    """Forget the file of errors."""
     n_records = found.manifest.count(1).n_records
     if n_records:
         found.notes.append(f"{row.path} is left as it is; its {n_records:,} items run again")
@@ -354,10 +347,10 @@ def _leave(found: Opened, row: FileRow) -> None:
 
 
 def _check_and_repair(found: Opened) -> None:
-    """Forget what is not whole, cut off what is not committed, and take out what was superseded.
+    """Forget records that are not whole, cut off bytes that are not committed, remove superseded records.
 
     Raises:
-        ChangedError: somebody else has changed a file; the manifest is as it was.
+        ChangedError: another program has changed a file; the manifest is unchanged.
     """
     manifest = found.manifest
     with manifest.transaction(is_durable=True):
@@ -375,8 +368,8 @@ def _check_and_repair(found: Opened) -> None:
             rewrite(manifest, output)
 
 
-def _checked(output: Output, manifest: Manifest) -> int:
-    """Return how many records of a file were not whole; those after the last wait for the disk are read again."""
+def _checked(output: RecordFile, manifest: Manifest) -> int:
+    """Return the number of records of a file that were not whole; unsynced records are read again."""
     problem = output.grown()
     n_torn = 0 if problem else output.drop_torn(manifest)
     if problem := problem or output.changed(manifest):
@@ -385,14 +378,14 @@ def _checked(output: Output, manifest: Manifest) -> int:
 
 
 def put_away(found: Opened) -> None:
-    """Note that nothing is behind what is committed, with the disk's word for it."""
+    """Note that no bytes follow the committed ones, and sync that."""
     with found.manifest.transaction(is_durable=True):
         for output in found.outputs:
             found.manifest.put_file(replace(output.row, is_open=False))
 
 
 def closing_all(found: Opened) -> ExitStack:
-    """Return a stack that closes all of it."""
+    """Return a stack that closes the manifest and the outputs."""
     stack = ExitStack()
     stack.callback(found.manifest.close)
     for output in found.outputs:

@@ -1,4 +1,4 @@
-"""One file of records: what is committed of it, what is added to it, and whether it is still as it was written."""
+"""A file of records: committed bytes, records to be written, and checks for changes by other programs."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _PIECE = 2**20
 _N_SAMPLES = 32
-"""Records that are read again before a run goes on, beside first and last: who moves lines moves some of them."""
+"""Records, besides the first and the last, that are read again before a run continues: an editor changes some."""
 
 CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
 _BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
 _SAMPLES = (
     "SELECT start, size, crc, number FROM records WHERE file = ? ORDER BY start LIMIT 1",
     "SELECT start, size, crc, number FROM records WHERE file = ? ORDER BY start DESC LIMIT 1",
-    # A fixed choice that is spread evenly. Source: Knuth's multiplicative hashing.
+    # A fixed sample that is spread evenly. Source: Knuth's multiplicative hashing.
     "SELECT start, size, crc, number FROM records WHERE file = ? "
     f"ORDER BY record * 2654435761 % 4294967291 LIMIT {_N_SAMPLES}",
 )
 
 
-class Output:
+class RecordFile:
     """An open file of records.
 
-    [0, size) is committed    [size, size + n_added) is added and nowhere but in memory yet
+    [0, size) is committed    [size, size + n_added) is added, in memory only
     """
 
     def __init__(self, row: FileRow, mode: int = disk.ANYBODY) -> None:
-        """Open or create the file, and keep others from writing to it.
+        """Open or create the file, and lock it.
 
         Args:
-            row: what is known of it.
-            mode: bits of permission of a file that is new, but for those that the user's mask takes away.
+            row: the file in the manifest.
+            mode: permission bits of a new file, before the user's mask.
 
         Raises:
-            ConfigError: another run writes there.
+            ConfigError: another run has it open.
             OutputError: it cannot be opened.
         """
         self.row = row
         self.n_added = 0
         self._added: list[bytes] = []
-        self._is_ahead = False  # whether bytes behind `size` may be our own, not committed yet
+        self._is_ahead = False  # whether bytes behind `size` may be ours, not committed yet
         self._open(mode)
 
     def _open(self, mode: int = disk.ANYBODY) -> None:
@@ -72,33 +72,33 @@ class Output:
             ) from error
 
     def reopen(self) -> None:
-        """Go on with the file that has come in the place of this one."""
+        """Open the file that has replaced this one."""
         os.close(self._fd)
         self._open()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._fd)
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Of the file."""
         return self.row.path
 
     @property
     def part(self) -> Path:
-        """Where its next version is written."""
+        """Of the file's next version."""
         return part_of(self.path)
 
     @property
     def size(self) -> int:
-        """Bytes that are committed."""
+        """Committed bytes."""
         return self.row.size or 0
 
     # ---- writing ----
 
     def begin(self) -> None:
-        """Make it a file with its header alone, which the disk has."""
+        """Make it a file of its header alone, on disk."""
         with told(self.path):
             self.part.unlink(missing_ok=True)
             disk.truncate(self._fd, 0)
@@ -108,17 +108,17 @@ class Output:
         self.row = replace(self.row, size=n_bytes, synced=n_bytes)
 
     def add(self, record: bytes) -> int:
-        """Keep a record for the next `write`; return where it will start."""
+        """Keep a record for the next `write`; return its start."""
         start = self.size + self.n_added
         self._added.append(record)
         self.n_added += len(record)
         return start
 
     def write(self) -> FileRow:
-        """Write what was added; return what to commit. Where it fails, nothing of it counts and all of it is kept.
+        """Write the records that were added; return the row to commit. After an error all records are kept.
 
         Raises:
-            OutputError: it cannot be written, or somebody else has changed the file.
+            OutputError: it cannot be written, or another program has changed the file.
         """
         if self._added:
             self._check_untouched()
@@ -128,16 +128,16 @@ class Output:
         return replace(self.row, size=self.size + self.n_added)
 
     def committed(self, row: FileRow) -> None:
-        """Take as written what the manifest has now."""
+        """Note that the manifest has this row now."""
         self.row = row
         self._added.clear()
         self.n_added, self._is_ahead = 0, False
 
     def sync(self) -> FileRow:
-        """Let the disk have what is committed; return what to commit.
+        """Wait until the committed bytes are on disk; return the row to commit.
 
         Raises:
-            OutputError: it cannot be written, or somebody else has changed the file.
+            OutputError: it cannot be written, or another program has changed the file.
         """
         self._check_untouched()
         if self.row.synced < self.size:
@@ -146,10 +146,10 @@ class Output:
         return replace(self.row, synced=self.size)
 
     def _check_untouched(self) -> None:
-        """Check that nobody else has removed the file, put another in its place, cut it off or added to it.
+        """Check that no other program has removed the file, replaced it, cut it off or added to it.
 
         Raises:
-            OutputError: what has happened.
+            OutputError: one has.
         """
         status = os.fstat(self._fd)
         n_more = status.st_size - self.size
@@ -162,12 +162,12 @@ class Output:
                 f"was cut off while the run wrote there, {-n_more:,} bytes of its records with it"
             )
         elif n_more > 0 and not self._is_ahead:
-            problem = f"was written to by somebody else while the run wrote there, {n_more:,} bytes"
+            problem = (
+                f"was written to by another program while the run wrote there, {n_more:,} bytes"
+            )
         else:
             return
-        raise OutputError(
-            self.path, f"{problem}. Run the same command again: what is there stays done"
-        )
+        raise OutputError(self.path, f"{problem}. Run the same command again: whole records stay")
 
     def _is_at_its_place(self, status: os.stat_result) -> bool:
         try:
@@ -178,12 +178,12 @@ class Output:
     # ---- checking ----
 
     def grown(self) -> str | None:
-        """Return what was added after a run had closed it; None: nothing."""
+        """Return a description of bytes that were added after a run had closed the file, or None."""
         n_more = os.fstat(self._fd).st_size - self.size
         return f"{n_more:,} bytes were added" if n_more > 0 and not self.row.is_open else None
 
     def drop_torn(self, manifest: Manifest) -> int:
-        """Forget the records that are not whole, in a transaction of the caller; return how many."""
+        """Forget the records that are not whole, in a transaction of the caller; return their number."""
         n_cut = manifest.execute(CUT_OFF, self.row.file, os.fstat(self._fd).st_size).rowcount
         behind = manifest.rows(_BEHIND, self.row.file, self.row.synced)
         torn = [(record,) for record, *place in behind if not is_whole(self._fd, *place)]
@@ -196,11 +196,11 @@ class Output:
         return n_cut + len(torn)
 
     def changed(self, manifest: Manifest) -> str | None:
-        """Return what somebody else has changed in it, as far as some of its records show; None: nothing."""
+        """Return a description of a change by another program, as far as a sample of records shows one, or None."""
         return changed(self._fd, self.row, manifest)
 
     def cut(self) -> None:
-        """Cut off what is not committed; without any record it is as it began."""
+        """Cut off bytes that are not committed; without records, begin again."""
         n_bytes = os.fstat(self._fd).st_size
         if self.size == len(self.row.header) != n_bytes:
             self.begin()
@@ -214,19 +214,19 @@ class Output:
 
 
 def changed(fd: int, row: FileRow, manifest: Manifest) -> str | None:
-    """Return what is not as it was written in a file, as far as some of its records show; None: nothing."""
+    """Return a description of a change in a file, as far as a sample of records shows one, or None."""
     n_header = len(row.header)
     if (row.size or 0) > n_header and os.pread(fd, n_header, 0) != row.header:
         return "its beginning is not as it was written"
     for statement in _SAMPLES:
         for start, size, crc, number in manifest.rows(statement, row.file):
             if not is_whole(fd, start, size, crc):
-                return f"what stands at byte {start:,} is not the record of item {number % GONE:,}"
+                return f"the bytes from {start:,} on are not the record of item {number % GONE:,}"
     return None
 
 
 def is_whole(fd: int, start: int, size: int, crc: int) -> bool:
-    """Whether this record stands here in a file."""
+    """Whether a file has this record at this place."""
     found, n_read = 0, 0
     for piece in _pieces(fd, start, size):
         found, n_read = zlib.crc32(piece, found), n_read + len(piece)
@@ -241,7 +241,7 @@ def _pieces(fd: int, start: int, size: int) -> Iterator[bytes]:
 
 
 def part_of(path: Path) -> Path:
-    """Return where the next version of a file is written."""
+    """Return the place of the next version of a file."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -249,12 +249,12 @@ def check_file(path: Path) -> None:
     """Check that a file of records can be at this place.
 
     Raises:
-        ConfigError: a folder, a device, or nothing that can be written.
+        ConfigError: a folder, a device, or a place without permission.
     """
     check_place(path)
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise ConfigError(
-            f"{path}: is not a regular file, so no run could go on with it: give a file, or - for stdout"
+            f"{path}: is not a regular file, so no later run could continue it: give a file, or - for stdout"
         )
     if not os.access(path.parent, os.W_OK):  # where the manifest is to be
         raise ConfigError(f"{path.parent}: no permission to write there")

@@ -1,9 +1,9 @@
-"""An output written anew: without the bytes of records that were superseded, or in another order.
+"""Rewrites an output without superseded records, or in another order.
 
-It may be killed anywhere, and what it leaves may be copied with or without what is not the output and its manifest. The
-part beside the output is whole on the disk before the manifest says that it takes the output's place; where each record
-is then stands beside where it was, until that is done. Who opens the manifest finishes it, or goes on with the output
-as it was where the part is gone.
+A kill may come at any moment, and only the output and its manifest may be copied afterwards. The new version is whole
+on disk, as a part beside the output, before the manifest notes that it replaces the output; until that is done, the
+manifest has the old and the new start of each record. The next opening of the manifest finishes the replacement, or
+keeps the old output if the part is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.files.output.manifest import FileRow, Manifest
-    from cbatch.files.output.record_file import Output
+    from cbatch.files.output.record_file import RecordFile
 
 _BUFFER = 2**20
 
@@ -37,8 +37,8 @@ _MOVE = (
 Order = Literal["start", "number"]
 
 
-def rewrite(manifest: Manifest, output: Output, order: Order = "start") -> None:
-    """Write an output anew, record by record, in the order of their places in it or of their items."""
+def rewrite(manifest: Manifest, output: RecordFile, order: Order = "start") -> None:
+    """Rewrite an output, its records in their order or in that of their items."""
     with told(output.part):
         try:
             _write_part(manifest, output, order)
@@ -55,7 +55,7 @@ def rewrite(manifest: Manifest, output: Output, order: Order = "start") -> None:
 
 
 def finish(manifest: Manifest, row: FileRow) -> FileRow:
-    """Put the part in the place of its output, where a `rewrite` came so far; else remove what it has left."""
+    """Finish a `rewrite` whose part is whole; else remove the part."""
     part = part_of(row.path)
     with told(row.path):
         if not row.is_replaced:
@@ -78,7 +78,7 @@ def finish(manifest: Manifest, row: FileRow) -> FileRow:
 
 
 def fits(manifest: Manifest, row: FileRow, path: Path) -> bool:
-    """Whether what a manifest knows of an output is true of the file at this place, as far as some records show."""
+    """Whether a file is the output of a manifest, as far as a sample of records shows."""
     row = replace(row, path=path)
     if not path.is_file():
         return False
@@ -88,23 +88,25 @@ def fits(manifest: Manifest, row: FileRow, path: Path) -> bool:
 
 
 def _is_as_moved(manifest: Manifest, row: FileRow) -> bool:
-    """Whether an output is the one that was written anew: who has copied it without its part has the one before."""
+    """Whether an output is the new version: a copy without the part is the old version."""
     if not row.path.exists():
         return False
     with row.path.open("rb") as file:
         return all(is_whole(file.fileno(), *place) for place in manifest.rows(_MOVED, row.file))
 
 
-def in_order(manifest: Manifest, output: Output, order: Order) -> Generator[tuple[int, int, int]]:
-    """Yield record, start and size of every record of an output; SQLite sorts them, on the disk where they are many."""
+def in_order(
+    manifest: Manifest, output: RecordFile, order: Order
+) -> Generator[tuple[int, int, int]]:
+    """Yield record, start and size of every record of an output; SQLite sorts them, on disk where they are many."""
     yield from manifest.rows(
         f"SELECT record, start, size FROM records WHERE file = ? ORDER BY {order}, record",
         output.row.file,
     )
 
 
-def copied(output: Output, records: Iterator[tuple[int, int, int]]) -> Iterator[bytes]:
-    """Yield the bytes of these records, those that stand side by side in one go."""
+def copied(output: RecordFile, records: Iterator[tuple[int, int, int]]) -> Iterator[bytes]:
+    """Yield the bytes of records, adjacent records in one piece."""
     begin = end = 0
     for _, start, size in records:
         if start != end or end - begin > _BUFFER:
@@ -115,7 +117,7 @@ def copied(output: Output, records: Iterator[tuple[int, int, int]]) -> Iterator[
 
 
 def write_all(fd: int, pieces: Iterator[bytes]) -> None:
-    """Write an empty file, on the disk when this returns."""
+    """Write pieces to an empty file, and sync it."""
     n_bytes = 0
     for block in _blocks(pieces):
         disk.write_at(fd, block, n_bytes)
@@ -123,8 +125,8 @@ def write_all(fd: int, pieces: Iterator[bytes]) -> None:
     disk.sync(fd)
 
 
-def _write_part(manifest: Manifest, output: Output, order: Order) -> None:
-    """Write the part, and a table of where each record starts in it."""
+def _write_part(manifest: Manifest, output: RecordFile, order: Order) -> None:
+    """Write the part, and a table of the start of each record in it."""
     with manifest.transaction():
         manifest.execute("DROP TABLE IF EXISTS moved")
         manifest.execute("CREATE TABLE moved (record INTEGER PRIMARY KEY, start INTEGER NOT NULL)")
@@ -138,14 +140,14 @@ def _write_part(manifest: Manifest, output: Output, order: Order) -> None:
         os.close(fd)
 
 
-def _places(manifest: Manifest, output: Output, order: Order) -> Iterator[tuple[int, int]]:
+def _places(manifest: Manifest, output: RecordFile, order: Order) -> Iterator[tuple[int, int]]:
     start = len(output.row.header)
     for record, _, size in in_order(manifest, output, order):
         yield record, start
         start += size
 
 
-def _with_header(output: Output, records: Iterator[tuple[int, int, int]]) -> Iterator[bytes]:
+def _with_header(output: RecordFile, records: Iterator[tuple[int, int, int]]) -> Iterator[bytes]:
     yield output.row.header
     yield from copied(output, records)
 

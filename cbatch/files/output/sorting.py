@@ -1,4 +1,4 @@
-"""Records in the order of the input: by the manifest, or by the ids of the input where there is none."""
+"""Sorts records into the order of the input: by the manifest, or without one by the ids of the input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.files.output.manifest import Manifest
-    from cbatch.files.output.record_file import Output
+    from cbatch.files.output.record_file import RecordFile
 
 
 _NOTHING_TO_SORT = (
@@ -35,11 +35,11 @@ _NOTHING_TO_SORT = (
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """What is in order now.
+    """The sorted records, in numbers.
 
     Args:
-        n_records: how many there are.
-        n_gone: of these, of items that are not in the input any more; they come last.
+        n_records: of the output.
+        n_gone: of these, records of items that are not in the input any more; they come last.
     """
 
     n_records: int
@@ -51,9 +51,9 @@ class Records:
     """The records of an output in the order of the input.
 
     Args:
-        counts: how many there are.
-        pieces: their bytes, with what the file begins with before them.
-        format: that they are written in.
+        counts: of the records.
+        pieces: their bytes, the header first.
+        format: of the output.
     """
 
     counts: Sorted
@@ -62,12 +62,12 @@ class Records:
 
 
 def sort_in_place(output: Path) -> dict[Path, Sorted]:
-    """Bring an output and its file of errors into the order of the input; return what each has.
+    """Sort an output and its file of errors into the order of the input; return the counts of each.
 
-    It may be killed anywhere, and a run may go on with the files afterwards. Parquet and Arrow are in order already.
+    A kill may come at any moment, and a run may continue the files afterwards. Parquet and Arrow are in order already.
 
     Raises:
-        ConfigError: there is no manifest, a run writes there, or a file was changed.
+        ConfigError: there is no manifest, a run has it open, or a file was changed.
         OutputError: the disk is full.
     """
     output = file_of("output", output)
@@ -88,7 +88,7 @@ def _counts(manifest: Manifest, file: int) -> Sorted:
 
 
 def _in_columns(output: Path) -> Sorted:
-    """Return what is in a Parquet or Arrow file, which its run has written in order at the end."""
+    """Return the counts of a Parquet or Arrow file, which its run has written in order."""
     if not output.is_file():
         raise ConfigError(
             f"{output}: is not there: a run makes it at its end, in the order of the requests"
@@ -110,11 +110,11 @@ def _is_sorted(records: Iterator[tuple[int, int, int]]) -> bool:
 
 
 def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool = False) -> Sorted:
-    """Write the records of an output in the order of the input to another file; return what it has.
+    """Write the records of an output in the order of the input to another file; return the counts.
 
     Args:
-        output: what a run has written.
-        target: where they go; it appears whole or not at all, and those may read it who may read the output.
+        output: of a run.
+        target: appears whole or not at all, with the mode of the output.
         by: the input, for an output without its manifest.
         force: replace a file.
 
@@ -148,8 +148,8 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
     """Lend the records of an output in the order of the input, in constant memory.
 
     Raises:
-        ConfigError: there is neither manifest nor `by`, or both; a run writes there; a file was changed; a line of an
-            output without a manifest has no id.
+        ConfigError: there is neither manifest nor `by`, or both; a run has the output open; a file was changed; a line
+            of an output without a manifest has no id.
     """
     output, by = file_of("output", output), [Path(name) for name in names_of("by", by)]
     if is_columnar(output):
@@ -174,7 +174,7 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
         put_away(found)
 
 
-def _all_of(file: Output, records: Iterator[tuple[int, int, int]]) -> Iterator[bytes]:
+def _all_of(file: RecordFile, records: Iterator[tuple[int, int, int]]) -> Iterator[bytes]:
     yield file.row.header
     yield from copied(file, records)
 
@@ -183,7 +183,7 @@ def _all_of(file: Output, records: Iterator[tuple[int, int, int]]) -> Iterator[b
 
 
 class _Places:
-    """Where the line of each id is, in a file of SQLite's that goes when it is closed."""
+    """The place of the line of each id, in a temporary database."""
 
     def __init__(self) -> None:
         self._db = scratch(
@@ -197,13 +197,13 @@ class _Places:
         )
 
     def number(self, id: str, number: int) -> None:
-        """Give all lines of an id this number, where they have none."""
+        """Number all lines of an id that have no number."""
         self._db.execute(
             "UPDATE lines SET number = ? WHERE id = ? AND number IS NULL", (number, bytes_of(id))
         )
 
     def in_order(self) -> Iterator[tuple[int, int]]:
-        """Yield start and size of every line; those of unknown ids come last."""
+        """Yield start and size of every line; lines of unknown ids come last."""
         yield from self._db.execute(
             "SELECT start, size FROM lines ORDER BY number IS NULL, number, line"
         )
@@ -236,7 +236,7 @@ def _by_ids(output: Path, by: Sequence[Path]) -> Iterator[Records]:
 
 
 def _id_of(line: bytes, place: str) -> str:
-    """Return the id of a record in one of the formats that have lines with ids."""
+    """Return the id of a record in a format of lines with ids."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""`report.html`: what a run did, on one page that needs nothing but a browser."""
+"""`report.html`: a run on one page that needs nothing but a browser."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def write_report(
     End recording first: `engine.record_steps(None)`.
 
     Args:
-        path: where.
-        recorder: what it saw.
+        path: of the file.
+        recorder: of the run.
         title: of the page, such as the input's name.
-        settings: readable facts to show: model, options.
-        facts: of the machine and the versions; None finds them out.
+        settings: of the run, such as model and options.
+        facts: of the machine and the versions; None: those of this machine.
         now: the date on the page.
 
     Raises:

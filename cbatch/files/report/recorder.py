@@ -1,4 +1,4 @@
-"""What a run did, in bounded memory however long it takes: for the report."""
+"""Records the steps and results of a run for its report, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ N_BUCKETS = 512
 """Most points of a curve: twice what a page is wide enough for."""
 
 FIRST_WIDTH_S = 0.01
-"""Width of the first buckets, about a step of a small model."""
+"""Width of the first buckets: about a step of a small model."""
 
 N_SPANS_PER_SLOT = 60
-"""Spans that the timeline has room for in each part: of some ten pixels."""
+"""Spans of a slot in each part of the timeline: about ten pixels each."""
 
 N_SPANS = 1500
 """Most spans of each part, for a page that opens quickly."""
 
 N_KINDS = 50
-"""Kinds of errors that are told apart."""
+"""Most kinds of errors; others are counted together."""
 
 N_MESSAGE = 300
-"""Letters of an error's message that are kept."""
+"""Characters of an error's message."""
 
 OTHER = "other"
 
 PHASES = ("decode", "sample", "plan", "border", "apply", "deliver")
-"""Parts of a run: `plan` is admission and building, `border` what the call into the backend takes around the rest."""
+"""Parts of a run: `plan` is admission and building, `border` the other time of the call into the backend."""
 
 
 def tee(*recorders: Callable[[StepRecord], object]) -> Callable[[StepRecord], None]:
-    """Return what calls several recorders: for `Engine.record_steps`, which takes one."""
+    """Return a recorder that calls several: `Engine.record_steps` takes one."""
 
     def record(step: StepRecord) -> None:
         for recorder in recorders:
@@ -53,19 +53,19 @@ def tee(*recorders: Callable[[StepRecord], object]) -> Callable[[StepRecord], No
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """What was done in a piece of time; each figure is a sum."""
+    """Sums over a piece of time."""
 
     n_prompt: float = 0.0
-    """Prompt tokens computed, those computed again too."""
+    """Prompt tokens computed, including those computed again."""
     n_output: float = 0.0
     slots_s: float = 0.0
     """Slots in use, times seconds."""
     waiting_s: float = 0.0
-    """Requests that wait for a slot, times seconds."""
+    """Requests waiting for a slot, times seconds."""
     cells_s: float = 0.0
 
     def add(self, other: Bucket, share: float = 1.0) -> None:
-        """Add a share of what another has."""
+        """Add a share of another bucket."""
         for f in _FIGURES:
             setattr(self, f, getattr(self, f) + share * getattr(other, f))
 
@@ -74,12 +74,12 @@ _FIGURES = tuple(f.name for f in fields(Bucket))
 
 
 class Buckets:
-    """Time in pieces of one width, which doubles when there are too many."""
+    """Time in buckets of one width, which doubles when there are too many."""
 
     def __init__(self, n_max: int = N_BUCKETS, width_s: float = FIRST_WIDTH_S) -> None:
         self.width_s = width_s
         self.end_s = 0.0
-        """Where the last entry ends."""
+        """End of the last entry."""
         self._n_max, self._buckets = n_max, list[Bucket]()
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -102,7 +102,7 @@ class Buckets:
             i += 1
 
     def joined(self, n_max: int) -> list[tuple[float, float, Bucket]]:
-        """Return (start, seconds, work) of at most `n_max` pieces of time, alike but for the last."""
+        """Return (start, seconds, work) of at most `n_max` pieces of time, of one width but for the last."""
         n_join = -(-len(self._buckets) // n_max) or 1
         width_s = self.width_s * n_join
         pieces: list[tuple[float, float, Bucket]] = []
@@ -145,7 +145,7 @@ def _without_stump(
 
 @dataclass(eq=False, slots=True)
 class ErrorKind:
-    """How often something failed, and what was said the first time."""
+    """The number of errors of a kind, and the message of the first."""
 
     message: str
     n: int = 0
@@ -157,7 +157,7 @@ def _in_short(message: str) -> str:
 
 
 class ResultBooks:
-    """How requests ended."""
+    """The results of a run, in numbers."""
 
     def __init__(self) -> None:
         self.n_done = self.n_failed = self.n_hits = 0
@@ -167,7 +167,7 @@ class ResultBooks:
         self.errors: dict[str, ErrorKind] = {}
 
     def add(self, result: BatchResult) -> None:
-        """Enter a result."""
+        """Count a result."""
         usage, timings = result.usage, result.timings
         self.n_prompt += usage.prompt_tokens
         self.n_output += usage.completion_tokens
@@ -184,7 +184,7 @@ class ResultBooks:
         self.finish_reasons[result.finish_reason] += 1
 
     def add_error(self, kind: str, message: str) -> None:
-        """Enter an item that failed."""
+        """Count an error."""
         self.n_done += 1
         self.n_failed += 1
         self.finish_reasons["error"] += 1
@@ -195,7 +195,7 @@ class ResultBooks:
 
 
 class StepBooks:
-    """What steps did, and when; times are of the engine's clock."""
+    """The steps of a run, in numbers; times are of the engine's clock."""
 
     def __init__(self, n_slots: int) -> None:
         self.start_s: float | None = None
@@ -216,11 +216,11 @@ class StepBooks:
 
     @property
     def mean_slots(self) -> float:
-        """Slots in use, on average over the steps, as the summary of a run says."""
+        """Slots in use, on average over the steps, as in the summary of a run."""
         return self.n_active_steps / max(self.n_steps, 1)
 
     def add(self, record: StepRecord) -> None:
-        """Enter a run."""
+        """Count a run of steps."""
         if self.start_s is None:
             self.start_s = record.start_s
         self.end_s = record.end_s
@@ -257,12 +257,12 @@ class StepBooks:
             self.phases[phase] += phase_s
 
     def _count_gaps(self, record: StepRecord) -> None:
-        """Enter the times between tokens; those of several steps count with their mean."""
+        """Count the times between tokens; several tokens in a run of steps count with their mean."""
         known = self._last_token_s
         for row in record.rows:
             if row.n_sampled:
                 last_s = known.pop(row.id, None)
-                known[row.id] = record.ran_s  # behind all others
+                known[row.id] = record.ran_s  # the last in order
                 n = row.n_sampled - (last_s is None)
                 if n:
                     since_s = record.first_ran_s if last_s is None else last_s
@@ -272,17 +272,17 @@ class StepBooks:
 
 
 class RunRecorder:
-    """Is given to `Engine.record_steps` and takes each result; `write_report` shows what it saw.
+    """Records steps, given to `Engine.record_steps`, and results, for `write_report`.
 
-    Steps come in the thread that computes, results in that of the reader: their books are apart. Memory is bounded
-    by the number of slots, not by the length of the run.
+    Steps arrive in the thread that computes, results in that of the reader, so they are counted apart. Memory depends
+    on the number of slots, not on the length of the run.
     """
 
     def __init__(self, n_slots: int) -> None:
-        """Begin, for an engine of `n_slots` slots.
+        """Begin for an engine of `n_slots` slots.
 
         Raises:
-            ConfigError: there is no slot.
+            ConfigError: fewer than one slot.
         """
         if n_slots < 1:
             raise ConfigError(f"n_slots must be at least 1, not {n_slots}: give engine.parallel")
@@ -291,20 +291,20 @@ class RunRecorder:
         self.results = ResultBooks()
 
     def __call__(self, record: StepRecord) -> None:
-        """Enter a run of steps."""
+        """Count a run of steps."""
         self.steps.add(record)
 
     def add_result(self, result: BatchResult) -> None:
-        """Enter an item's outcome."""
+        """Count a result."""
         self.results.add(result)
 
     def add_error(self, kind: str, message: str) -> None:
-        """Enter an item that never became a request, such as a bad line; `kind` is a code."""
+        """Count an item that could not run, such as a bad line; `kind` is a code."""
         self.results.add_error(kind, message)
 
 
 def phases(record: StepRecord) -> dict[str, float]:
-    """Return how long each of `PHASES` took in a run, in seconds."""
+    """Return the seconds of each of `PHASES` in a run."""
     run_s = max(0.0, record.run_s - record.decode_s - record.sample_s)
     times = (record.decode_s, record.sample_s, record.admit_s + record.build_s, run_s)
     return dict(zip(PHASES, (*times, record.apply_s, record.deliver_s), strict=True))

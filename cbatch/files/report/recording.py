@@ -1,4 +1,4 @@
-"""The report and the trace of a run over a file, where they are asked for."""
+"""Writes the report and the trace of a run over a file, if its options ask for them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """What a run does, for its report and its trace."""
+    """Records a run for its report and its trace."""
 
     def __init__(self, asked: FileOptions, say: Callable[[str], object]) -> None:
-        """Record nothing yet; what is worth knowing besides goes to `say`."""
+        """Record nothing yet; messages for people go to `say`."""
         self._asked, self._say = asked, say
         self._failure: ConfigError | None = None
 
@@ -34,12 +34,12 @@ class Recording:
     def of(
         self, engine: Engine, title: str, settings: Mapping[str, str], on_ended: OnEnded | None
     ) -> Iterator[OnEnded | None]:
-        """Record the block, and give it what is to be told of each item that ended.
+        """Record the block, and lend it the function to call with each item that ended.
 
-        A report that cannot be written ends nothing: see `check`.
+        A report that cannot be written is no error here: see `check`.
 
         Raises:
-            ConfigError: the trace cannot be begun.
+            ConfigError: the trace cannot be written.
         """
         try:
             with ExitStack() as stack:
@@ -68,23 +68,23 @@ class Recording:
             self._failure = error
 
     def check(self) -> None:
-        """Tell, when all else is done, that the report is missing.
+        """Raise the error of the report, after everything else is done.
 
         Raises:
-            ConfigError: it could not be written.
+            ConfigError: the report could not be written.
         """
         if self._failure is not None:
             raise self._failure
 
     def tell(self) -> None:
-        """Say that the report is missing, where something else is to be raised."""
+        """Say the error of the report, where another error will be raised."""
         if self._failure is not None:
             self._say(str(self._failure))
 
 
 @contextmanager
 def _traced(path: Path, say: Callable[[str], object]) -> Iterator[TraceWriter]:
-    """Lend what writes the trace, and tell where it could not write all of it."""
+    """Lend the writer of the trace, and say if the trace is incomplete."""
     with TraceWriter(path) as trace:
         yield trace
     if trace.error is not None:

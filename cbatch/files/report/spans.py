@@ -1,4 +1,4 @@
-"""Who was in which slot, and when: runs of steps joined to spans, of which the first and the last are kept."""
+"""Spans: the time of a request in a slot, joined of runs of steps; the first and the last spans are kept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from cbatch.core.stats import StepRecord, StepRow
 
 GAP_S = 0.02
-"""A sequence that misses no more than this goes on; a run of several steps takes about as long."""
+"""Most seconds between two runs of one span: about a run of several steps."""
 
 
 @dataclass(eq=False, slots=True)
 class Span:
-    """The time that one request spent in one slot, in prefill or in decode; seconds of the engine's clock."""
+    """The time of one request in one slot, in prefill or in decode; seconds of the engine's clock."""
 
     slot: int
     id: str
@@ -29,39 +29,39 @@ class Span:
     """Prompt tokens computed, or output tokens sampled."""
 
     def can_join(self, other: Span) -> bool:
-        """Whether `other` goes on where this one is."""
+        """Whether `other` continues this span."""
         same = self.id == other.id and self.is_prefill == other.is_prefill
         return same and other.start_s - self.end_s <= GAP_S
 
     def join(self, other: Span) -> None:
-        """Go on with `other`."""
+        """Extend this span by `other`."""
         self.end_s = other.end_s
         self.n_tokens += other.n_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """In one slot `before` is over and `after` begins; None stands for nobody."""
+    """In a slot `before` ends and `after` begins; None: the slot was, or is, free."""
 
     before: Span | None
     after: Span | None
 
 
 class SlotSpans:
-    """The span that each slot is in."""
+    """The open span of each slot."""
 
     def __init__(self) -> None:
         self._open: dict[int, Span] = {}
 
     def take(self, record: StepRecord) -> list[Change]:
-        """Enter a run; return what began and ended. The span that a slot is in grows until it is `before`."""
+        """Add a run of steps; return the changes. An open span grows until it is the `before` of a change."""
         changes = [
             c for row in record.rows for part in parts(record, row) if (c := self._add(part))
         ]
         return changes + self._end(record.start_s - GAP_S)
 
     def end_all(self) -> list[Change]:
-        """End what every slot is in."""
+        """End all open spans."""
         return self._end(float("inf"))
 
     def _add(self, part: Span) -> Change | None:
@@ -80,7 +80,7 @@ class SlotSpans:
 
 
 def parts(record: StepRecord, row: StepRow) -> Iterator[Span]:
-    """Yield a row's prefill and decode in one run: several steps may begin with the last of a prompt."""
+    """Yield the spans of a row in a run of steps, whose first step may compute the end of the prompt."""
 
     def span(start_s: float, end_s: float, n_tokens: int, *, is_prefill: bool) -> Span:
         return Span(row.slot, row.id, is_prefill, start_s, end_s, n_tokens)
@@ -97,7 +97,7 @@ def parts(record: StepRecord, row: StepRow) -> Iterator[Span]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of time and spans, of which some may lie outside of it."""
+    """A stretch of time, and spans, some of which may lie outside."""
 
     start_s: float
     end_s: float
@@ -105,10 +105,10 @@ class Part:
 
 
 class SpanStore:
-    """The first and the last spans of a run: all of them, where they are few."""
+    """The first and the last spans of a run, or all if they are few."""
 
     def __init__(self, n_keep: int) -> None:
-        """Make an empty one that keeps `n_keep` of each end."""
+        """Keep `n_keep` spans of each end."""
         self.first: list[Span] = []
         self.last: deque[Span] = deque()
         self.n_spans = 0
@@ -116,7 +116,7 @@ class SpanStore:
         self._left: dict[int, Span] = {}
 
     def add(self, span: Span) -> None:
-        """Enter a span that begins; it may grow."""
+        """Add a span that begins; it may grow afterwards."""
         self.n_spans += 1
         if len(self.first) < self._n_keep:
             self.first.append(span)
@@ -128,13 +128,13 @@ class SpanStore:
             self._left[gone.slot] = gone
 
     def parts(self) -> list[Part]:
-        """Return each stretch of time in which every span is known: the whole, or its beginning and its end."""
+        """Return the stretches of time in which every span is known: the whole run, or its beginning and its end."""
         known = [*self.first, *self._left.values(), *self.last]
         if not known:
             return []
         start_s, end_s = known[0].start_s, max(s.end_s for s in known)
         if not self._left:
             return [Part(start_s, end_s, known)]
-        # of each slot all is known from the span on that left last
+        # in each slot all spans are known from the one dropped last on
         last_s = max(s.start_s for s in self._left.values())
         return [Part(start_s, self._cut_s, known), Part(last_s, end_s, known)]

@@ -1,6 +1,6 @@
-"""`trace.json`: every run and every request's time in a slot, for Perfetto or chrome://tracing.
+"""`trace.json`: every run of steps and every request in its slot, for Perfetto or chrome://tracing.
 
-The array form of the trace event format: its end may be missing, so what a broken-off run left can be opened too.
+The array form of the trace event format: its end may be missing, so the trace of a killed run can be opened too.
 Source: "Trace Event Format", Google, the section on the JSON array format.
 """
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from cbatch.files.report.spans import Change, Span
 
 FLUSH_S = 1.0
-"""What a killed process loses at most."""
+"""Most seconds that a killed process loses."""
 
 _PROCESS = 1
 _ENGINE = 1
-"""Thread of the engine's track: the main one, by its number. Perfetto joins thread 0 with it."""
+"""Thread of the engine's track: the main one has the process's number. Perfetto joins thread 0 with it."""
 
 _SLOTS = 1000
-"""Thread of slot 0: Perfetto shows these numbers behind the names."""
+"""Thread of slot 0: Perfetto shows these numbers after the names."""
 
 _N_BUFFER = 1 << 16
 
@@ -43,7 +43,7 @@ def is_trace(path: Path) -> bool:
 
 
 class TraceWriter:
-    """Is given to `Engine.record_steps`; writes events as they come, so that memory does not grow.
+    """Writes the events of steps, given to `Engine.record_steps`, at once, so that memory does not grow.
 
     A full disk ends the trace, not the run: see `error`.
     """
@@ -54,14 +54,14 @@ class TraceWriter:
         """Begin a file; an older one is replaced.
 
         Args:
-            path: where.
-            clock: in seconds; tells when to flush.
+            path: of the file.
+            clock: in seconds, for flushes.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         self.error: OSError | None = None
-        """Why the trace ended early, where it did."""
+        """Why the trace ended early, or None."""
         self._clock, self._flushed_s = clock, clock()
         self._zero_s: float | None = None
         self._spans, self._named = SlotSpans(), set[int]()
@@ -82,7 +82,7 @@ class TraceWriter:
         self.close()
 
     def __call__(self, record: StepRecord) -> None:
-        """Write a run of steps; after `close`, nothing."""
+        """Write a run of steps; do nothing after `close`."""
         if self._file.closed:
             return
         if self._zero_s is None:
@@ -94,7 +94,7 @@ class TraceWriter:
         self._append(self._events(record), is_flushed=is_due)
 
     def close(self) -> None:
-        """End every span and the file, once recording has ended. Twice is harmless; `error` says what is missing."""
+        """End all spans and the file, after recording has ended. Twice is harmless; `error` tells of a failure."""
         if self._file.closed:
             return
         self._append(e for change in self._spans.end_all() for e in self._change(change))
@@ -117,7 +117,7 @@ class TraceWriter:
 
     def _close(self) -> None:
         try:
-            self._file.close()  # which writes what is left
+            self._file.close()  # which flushes
         except OSError as error:
             self.error = self.error or error
 
@@ -130,7 +130,7 @@ class TraceWriter:
             yield from self._change(change)
 
     def _run(self, record: StepRecord) -> Iterator[_Event]:
-        """Yield the phases of a run, one behind the other."""
+        """Yield the phases of a run, one after the other."""
         start_s = record.start_s
         details = {
             "steps": record.n_steps,
@@ -147,7 +147,7 @@ class TraceWriter:
             start_s += seconds
 
     def _counters(self, record: StepRecord) -> Iterator[_Event]:
-        """Yield what changed since the run before."""
+        """Yield the counters that changed since the last run."""
         counts = {
             "tokens in the step": record.n_tokens,
             "slots in use": record.n_rows,
@@ -160,7 +160,7 @@ class TraceWriter:
                 yield self._at("C", record.start_s, _ENGINE, name=name, args={"n": n})
 
     def _change(self, change: Change) -> Iterator[_Event]:
-        """Yield the end of what was in a slot, and the beginning of what is: a request, and in it a phase."""
+        """Yield the events of a change in a slot: a request, and in it a phase."""
         before, after = change.before, change.after
         stays = before is not None and after is not None and before.id == after.id
         if before is not None:
@@ -189,7 +189,7 @@ class TraceWriter:
 
 
 def _track(thread: int, name: str) -> Iterator[_Event]:
-    """Yield what a thread is called and where it stands: the engine above the slots."""
+    """Yield the name and the position of a track: the engine is above the slots."""
     yield _about(thread, "thread_name", name=name)
     yield _about(thread, "thread_sort_index", sort_index=thread)
 
