@@ -299,15 +299,15 @@ def _check_calls(on_result: object, stop: object) -> None:
 def _resumed(ledger: Ledger) -> list[str]:
     n_known = ledger.n_done + ledger.n_failed
     failed = f", {ledger.n_failed:,} of them failed" if ledger.n_failed else ""
-    return [f"going on: {n_known:,} items have their record{failed}"] if n_known else []
+    return [f"continuing: {n_known:,} items have a record{failed}"] if n_known else []
 
 
 def _left_over(ledger: Ledger) -> Iterator[str]:
     """Drop or set aside the records of items that are not in the input any more; yield messages."""
     if n := ledger.drop_unclaimed(is_by_number=True):
-        yield f"{n:,} records taken out: their items are not in the input any more"
+        yield f"{n:,} records removed: their items are not in the input any more"
     if n := ledger.set_unclaimed_aside():
-        yield f"{n:,} records are of items that are not in the input any more: they stay, at the end when sorted"
+        yield f"{n:,} records are of items that are not in the input any more: they are kept, at the end when sorted"
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class RunStatus:
             f"left    {left}",
             *([f"gone    {self.n_gone:,}, not in the input any more"] if self.n_gone else []),
             *([f"lost    {self.n_lost:,}, not in the file any more"] if self.n_lost else []),
-            *(["a run writes there now"] if self.is_running else []),
+            *(["a run is writing to it now"] if self.is_running else []),
         ]
 
 
@@ -91,7 +91,7 @@ def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatu
     place = records_of(path) if is_columnar(path) else path
     home = manifest_at(place)
     if not home.is_file():
-        raise ConfigError(f"{path}: there is no manifest beside it: no run has written there")
+        raise ConfigError(f"{path}: there is no manifest beside it: no run has written to it")
     is_running = _is_locked(real(place))
     with _copied(home, place) as manifest:
         n_lost = 0 if is_running else _forget_lost(manifest, real(place))

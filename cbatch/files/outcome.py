@@ -66,9 +66,7 @@ class RunSummary:
         """How to run the remaining items; empty where none remain."""
         if self.is_complete:
             return ""
-        return (
-            f"{ENDINGS[self.ending]}: run the same command again to go on; what is done stays done"
-        )
+        return f"{ENDINGS[self.ending]}: run the same command again to continue; finished items are kept"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -128,7 +126,7 @@ class Stopper:
         """
         if not self.is_asked:
             self.is_asked = True
-            self._told("finishing what runs; once more stops now")
+            self._told("finishing the running items; a second signal stops at once")
             if self.on_ask is not None:
                 self.on_ask()
             return

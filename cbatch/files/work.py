@@ -249,7 +249,7 @@ class Work:
                 engine.stats()  # raises if the engine was closed
                 n_left = self.tally.n_given_back
                 raise RequestCancelledError(
-                    f"{n_left:,} items were cancelled and have no record: run it again to go on"
+                    f"{n_left:,} items were cancelled and have no record: run it again to continue"
                 )
         except KeyboardInterrupt:
             if not self._stop.is_now:

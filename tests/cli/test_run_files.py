@@ -66,7 +66,7 @@ def test_run_goes_on_behind_its_limit(source: Path, test_model: Path) -> None:
     assert "stopped at the limit: run the same command again to go on" in done.stderr
     done = run(source, test_model, "-o", out)
     assert done.exit_code == 1
-    assert "going on: 15 items have their record" in done.stderr
+    assert "continuing: 15 items have a record" in done.stderr
     assert sorted(line["id"] for line in parse(out.read_bytes())) == sorted(
         [*(f"r{i}" for i in range(20)), "line-21"]
     )
@@ -172,5 +172,5 @@ def test_ctrl_c_while_stdin_is_silent_ends_the_command(tmp_path: Path, test_mode
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
     assert process.returncode == 130
-    assert said.endswith(b"run the same command again to go on; what is done stays done\n")
+    assert said.endswith(b"run the same command again to continue; finished items are kept\n")
     assert len(parse(out.read_bytes())) == 1

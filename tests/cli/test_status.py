@@ -173,8 +173,9 @@ def test_run_that_is_going_on_is_told_and_not_disturbed(
     with start("run", source, "-o", out, "-m", test_model, *asked) as process:
         while process.poll() is None and not (out.exists() and out.stat().st_size):
             time.sleep(0.01)
+        while not (found := status_of(out)).n_done and process.poll() is None:
+            time.sleep(0.01)  # the first bytes are there, and not committed yet
         assert process.poll() is None
-        found = status_of(out)
         for number in (signal.SIGINT, signal.SIGINT):
             process.send_signal(number)
             time.sleep(0.1)
@@ -184,7 +185,7 @@ def test_run_that_is_going_on_is_told_and_not_disturbed(
     assert found.n_items == 100
     assert 0 < found.n_done <= 50
     assert found.n_left == 100 - found.n_done
-    assert found.lines()[-1] == "a run writes there now"
+    assert found.lines()[-1] == "a run is writing to it now"
     after = status_of(out)
     assert not after.is_running
     assert after.n_done >= found.n_done

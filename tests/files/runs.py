@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
+from cbatch.files.file_run import run_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.files.outcome import RunSummary
 
 SHORT = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "seed": 1}
 
@@ -34,6 +36,11 @@ def write_requests(path: Path, n: int, **options: Any) -> Path:
             request = {"id": f"r{i}", "prompt": f"question {i}", "options": options}
             file.write(json.dumps(request) + "\n")
     return path
+
+
+def run_in(folder: Path, engine: Engine, output: str, **more: Any) -> RunSummary:
+    """Run the input of a folder."""
+    return run_file(folder / "in.jsonl", folder / output, engine=engine, **more)
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -12,30 +12,24 @@ from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.output.sorting import sort_in_place
 from cbatch.progress import SilentView
-from tests.files.runs import SHORT, answers, make_engine, records, write_requests
+from tests.files.runs import SHORT, answers, records, run_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from cbatch.engine import Engine
     from cbatch.files.outcome import RunSummary
 
-N_ITEMS = 12
+N_ITEMS = 11
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    with make_engine() as made:
-        yield made
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a folder with an input, in which one line has no id and one is wrong."""
-    with write_requests(tmp_path / "in.jsonl", N_ITEMS - 2).open("a") as file:
+def folder(folder: Path) -> Path:
+    """Add a line without an id and one that is wrong to the input."""
+    with (folder / "in.jsonl").open("a") as file:
         file.write('{"prompt": "no id"}\n{"id": "wrong"}\n')
-    return tmp_path
+    return folder
 
 
 class Listener(SilentView):
@@ -47,7 +41,7 @@ class Listener(SilentView):
 
 
 def run(engine: Engine, folder: Path, **more: Any) -> RunSummary:
-    return run_file(folder / "in.jsonl", folder / "out.jsonl", engine=engine, **more)
+    return run_in(folder, engine, "out.jsonl", **more)
 
 
 def adopt(engine: Engine, folder: Path, **more: Any) -> tuple[RunSummary, list[str]]:
@@ -85,7 +79,7 @@ def test_records_without_their_manifest_are_adopted(
     with pytest.raises(ConfigError, match=r"--adopt"):
         run(engine, folder)
     summary, said = adopt(engine, folder)
-    assert (summary.n_before, summary.n_done, summary.is_complete) == (8, 4, True)
+    assert (summary.n_before, summary.n_done, summary.is_complete) == (8, 3, True)
     assert said[0] == f"{folder}/out.jsonl: 8 records are adopted"
     assert set(text.splitlines()) < set((folder / "out.jsonl").read_text().splitlines())
     assert len(answers(folder / "out.jsonl")) == N_ITEMS
@@ -127,7 +121,7 @@ def test_torn_lines_run_again(engine: Engine, folder: Path) -> None:
     (folder / "out.jsonl").write_bytes(b"".join([*lines[:5], b"\0" * 3000 + b"\n", *lines[5:]]))
     lose(folder)
     summary, said = adopt(engine, folder)
-    assert said[0].endswith("9 records are adopted; 4 lines that are torn or never ran are removed")
+    assert said[0].endswith("8 records are adopted; 4 lines that are torn or never ran are removed")
     assert summary.n_done == 3
     assert answers(folder / "out.jsonl") == whole
 

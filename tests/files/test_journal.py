@@ -437,7 +437,9 @@ def run_python(program: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 def test_second_journal_in_one_process_is_refused(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
-        with pytest.raises(ConfigError, match=r"out: another run writes there: wait for its end"):
+        with pytest.raises(
+            ConfigError, match=r"out: another run is writing to it: wait for its end"
+        ):
             open_journal(tmp_path)
         write(journal, "a")
         journal.commit()
@@ -460,7 +462,7 @@ except ValueError as error:
 def test_second_journal_in_another_process_is_refused(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         write(journal, "a")
-        assert "another run writes there" in run_python(OPEN, tmp_path).stdout
+        assert "another run is writing to it" in run_python(OPEN, tmp_path).stdout
     assert run_python(OPEN, tmp_path).stdout == ""
     assert lines(tmp_path / "out") == ["a"]
 
@@ -470,11 +472,11 @@ def test_second_journal_by_another_name_is_refused(tmp_path: Path) -> None:
     with open_journal(tmp_path):
         os.link(tmp_path / "out", tmp_path / "hard")
         for name in ("link", "hard"):
-            with pytest.raises(ConfigError, match=r"another run writes there|no manifest"):
+            with pytest.raises(ConfigError, match=r"another run is writing to it|no manifest"):
                 Journal.open(tmp_path / name, settings=SETTINGS, header=HEADER)
-        with pytest.raises(ConfigError, match="another run writes there"):
+        with pytest.raises(ConfigError, match="another run is writing to it"):
             Journal.open(tmp_path / "hard", settings=SETTINGS, header=HEADER, force=True)
-        with pytest.raises(ConfigError, match=r"errors: another run writes there"):
+        with pytest.raises(ConfigError, match=r"errors: another run is writing to it"):
             Journal.open(
                 tmp_path / "new", errors=tmp_path / "errors", settings=SETTINGS, header=HEADER
             )
@@ -606,7 +608,9 @@ def test_output_that_is_gone_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "out").unlink()
     with open_journal(tmp_path, settings={"model": "small"}) as journal:
         [note] = journal.notes
-        assert note == f"{tmp_path}/out is gone: all begins anew, also the 2 items that were done"
+        assert (
+            note == f"{tmp_path}/out is gone: starting again, also with the 2 items that were done"
+        )
         assert journal.n_done == 0
         write(journal, "b")
     assert lines(tmp_path / "out") == ["b"]
@@ -691,7 +695,7 @@ def test_edited_output_is_refused_or_begun_anew(tmp_path: Path, edit: str) -> No
             open_journal(tmp_path)
         assert path.read_bytes() == edited
     with open_journal(tmp_path, force=True) as journal:
-        assert "all begins anew" in journal.notes[0]
+        assert "starting again" in journal.notes[0]
         write(journal, *ids[::-1])
     assert lines(path) == ids[::-1]
 
@@ -722,7 +726,7 @@ def test_output_in_no_folder_is_refused(tmp_path: Path) -> None:
 def test_output_that_is_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/null"), tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match=r"is not a regular file, so no run could go on"):
+        with pytest.raises(ConfigError, match=r"is not a regular file, so no later run"):
             Journal.open(path, settings=SETTINGS)
 
 

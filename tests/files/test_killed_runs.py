@@ -19,7 +19,7 @@ from cbatch.files.output.sorting import sort_in_place
 from tests.files.runs import answers, records, write_requests
 
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
-N_KILLS = 30
+N_KILLS = 10
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 
@@ -125,7 +125,11 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     n_kib = {
         n: int(
             run_to_the_end(
-                "-c", MEMORY, write_requests(tmp_path / f"{n}.jsonl", n), tmp_path / f"{n}.out", 32
+                "-c",
+                MEMORY,
+                write_requests(tmp_path / f"{n}.jsonl", n, max_tokens=1),
+                tmp_path / f"{n}.out",
+                64,
             )
         )
         for n in (1_000, 40_000)

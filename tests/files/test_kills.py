@@ -132,7 +132,7 @@ def test_kill_while_a_shorter_file_is_mended_leaves_what_can_go_on(
 
 
 N_LONG = 300
-N_KILLS = 18
+N_KILLS = 8
 
 
 def _child(progress: Connection, folder: Path, i_pass: int) -> None:
@@ -168,4 +168,4 @@ def test_sigkill_at_random_moments_leaves_every_item_once(tmp_path: Path) -> Non
         for place in (whole, folder):
             run_pass(place, i_pass, N_LONG)
         assert records(folder) == records(whole), seed
-    assert n_killed >= 60
+    assert n_killed >= 26

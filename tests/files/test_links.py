@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.file_run import run_file
 from cbatch.files.output.sorting import Sorted, sort_in_place
-from tests.files.runs import answers, make_engine, write_requests
+from tests.files.runs import answers, run_in, write_requests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from cbatch.engine import Engine
@@ -25,22 +24,15 @@ N_ITEMS = 9
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    with make_engine() as made:
-        yield made
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a folder with an input and a link to an output in another one, which is not there yet."""
-    write_requests(tmp_path / "in.jsonl", N_ITEMS)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "link").symlink_to("data/out")
-    return tmp_path
+def folder(folder: Path) -> Path:
+    """Add a link to an output in another folder, which is not there yet."""
+    (folder / "data").mkdir()
+    (folder / "link").symlink_to("data/out")
+    return folder
 
 
 def run(engine: Engine, folder: Path, name: str = "link", **more: Any) -> RunSummary:
-    return run_file(folder / "in.jsonl", folder / name, engine=engine, **more)
+    return run_in(folder, engine, name, **more)
 
 
 def point(link: Path, target: str) -> None:
@@ -156,7 +148,7 @@ def test_link_that_leads_to_a_file_of_somebody_else_is_refused(
     run(engine, folder, limit=4)
     (folder / "mine").write_text("mine\n")
     point(folder / "link", "mine")
-    with pytest.raises(ConfigError, match=r"mine: exists and has no manifest"):
+    with pytest.raises(ConfigError, match=r"mine: exists, and no manifest"):
         run(engine, folder)
     assert (folder / "mine").read_text() == "mine\n"
     assert run(engine, folder, "data/out").n_before == 4

@@ -11,11 +11,9 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.output.sorting import sort_to
-from tests.files.runs import make_engine, records
+from tests.files.runs import records
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cbatch.engine import Engine
 
 INPUTS = {
@@ -26,12 +24,6 @@ INPUTS = {
     "cbatch.jsonl": '{"id": "x", "prompt": "a"}\n',
     "objects.jsonl": '{"text": "a", "n": 1}\n',
 }
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with make_engine() as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -17,22 +17,14 @@ from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.output.sorting import sort_in_place, sort_to
 from cbatch.files.preview import check_file
-from tests.files.runs import make_engine, records, write_requests
+from tests.files.runs import records, write_requests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cbatch.engine import Engine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs names of any bytes")
 
 CLI = Path(str(cbatch.__file__)).parent.parent
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with make_engine() as engine:
-        yield engine
 
 
 @pytest.fixture

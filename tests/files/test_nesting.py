@@ -14,10 +14,10 @@ from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.preview import check_file, estimate_file
 from cbatch.options import RunOptions
-from tests.files.runs import SHORT, make_engine, records
+from tests.files.runs import SHORT, records
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -99,12 +99,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shuffle": {"shuffle": True},
     "report": {"report": "report.html", "trace": "trace.json"},
 }
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with make_engine() as engine:
-        yield engine
 
 
 @pytest.mark.parametrize("how", SETTINGS)

@@ -12,19 +12,13 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.input import item_stream as reading_module
-from tests.files.runs import make_engine, write_requests
+from tests.files.runs import write_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from cbatch.engine import Engine
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with make_engine() as made:
-        yield made
 
 
 def write_rows(path: Path, rows: str) -> Path:
@@ -93,7 +87,7 @@ def test_other_pipe_in_the_place_of_the_first_is_refused(
     before = answered.read_bytes()
     with (
         piped(write_rows(tmp_path / f"b.{suffix}", "xyz")),
-        pytest.raises(ConfigError, match="first input was a pipe, is a pipe, and its items are"),
+        pytest.raises(ConfigError, match="first input was a pipe, is a pipe, and its items differ"),
     ):
         run_file("-", answered, engine=engine, **said)
     assert answered.read_bytes() == before
@@ -138,7 +132,7 @@ def test_moved_input_without_a_first_answer_is_known_by_its_first_item(
     source.write_text("".join(lines))
     assert run_file(source, answered, engine=engine, limit=2).n_done == 2  # the longest first
     moved.write_text("".join(reversed(lines)))
-    refuse(moved, answered, engine, "and its items are others")
+    refuse(moved, answered, engine, "and its items differ")
     source.rename(moved)
     assert run_file(moved, answered, engine=engine).n_before == 2
 

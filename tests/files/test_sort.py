@@ -16,6 +16,7 @@ from cbatch.errors import ConfigError, OutputError
 from cbatch.files.output import durable as disk
 from cbatch.files.output import sorting as sort
 from cbatch.files.output.journal import Journal
+from cbatch.files.output.manifest import Manifest
 from cbatch.files.output.sorting import Sorted, sort_in_place, sort_to
 from tests.files.journals import HEADER, SETTINGS, open_journal, records, run_pass
 from tests.files.machine import LOSSES, Loss, Machine
@@ -79,14 +80,24 @@ def test_order_is_that_of_the_latest_input(tmp_path: Path) -> None:
     assert numbers_in(out) == [3, 1, 2]
 
 
-def test_line_put_in_at_the_top_moves_all_in_bounded_memory(tmp_path: Path) -> None:
-    n_items = 3000
+def test_line_put_in_at_the_top_moves_all_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_items, commits = 3000, list[Manifest]()
     out = fill(tmp_path, range(1, n_items + 1))
+    commit = Manifest.commit
+
+    def counted(manifest: Manifest) -> None:
+        commits.append(manifest)
+        commit(manifest)
+
+    monkeypatch.setattr(Manifest, "commit", counted)
     with open_journal(tmp_path) as journal:
+        commits.clear()
         for number in range(1, n_items + 1):
             claim = journal.claim(f"item-{number}", DIGEST, number + 1)
             assert claim == ("done" if number % 5 else "failed")
-            assert len(journal._moved) < 1025
+            assert number < 1025 * (len(commits) + 1)  # the moved items are committed in between
         assert journal.claim("item-0", DIGEST, 1) == "new"
         journal.add(1, "item-0", DIGEST, b"0 first\n", is_error=False)
     sort_in_place(out)
@@ -222,7 +233,7 @@ def test_sort_while_a_run_writes_is_refused(tmp_path: Path) -> None:
     out = fill(tmp_path, [2, 1])
     with open_journal(tmp_path):
         for target in (None, tmp_path / "sorted"):
-            with pytest.raises(ConfigError, match="another run writes there"):
+            with pytest.raises(ConfigError, match="another run is writing to it"):
                 sort_in_place(out) if target is None else sort_to(out, target)
 
 
@@ -246,7 +257,7 @@ def test_sort_without_a_manifest_is_refused(tmp_path: Path) -> None:
 def test_sort_with_an_empty_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("{}\n", encoding="utf-8")
     (tmp_path / "out.manifest").touch()
-    with pytest.raises(ConfigError, match=r"no manifest beside it that knows"):
+    with pytest.raises(ConfigError, match=r"no manifest beside it that lists"):
         sort_in_place(tmp_path / "out")
     assert (tmp_path / "out").read_text(encoding="utf-8") == "{}\n"
 

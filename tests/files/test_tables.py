@@ -91,7 +91,7 @@ def test_chats_take_no_system_message_and_are_not_raw(tmp_path: Path, said: dict
         (
             "id,review",
             {"template": "{x}"},
-            "template: there is no column 'x'; there is: id, review",
+            "template: there is no column 'x'; the columns are: id, review",
         ),
         ("id,text", {"system": "{x}"}, "system: there is no column 'x'"),
         ("id,id", {"template": "{id}"}, "two columns named 'id'"),

@@ -37,7 +37,7 @@ def test_any_name_of_a_column_can_be_a_field() -> None:
 
 @pytest.mark.parametrize("field", ["{a.__class__}", "{a[0]}", "{a!r}", "{a:>9}", "{}", "{0}"])
 def test_field_that_is_no_column_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=r"template: there is no column .*; there is: a"):
+    with pytest.raises(ConfigError, match=r"template: there is no column .*; the columns are: a"):
         fill(field, a="x")
 
 

@@ -129,7 +129,7 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
     unread = next((what for magic, what in _UNREAD.items() if start.startswith(magic)), None)
     if unread or PurePath(name).suffix.lower() in UNREAD:
         raise ConfigError(
-            f"{name}: is {unread or 'packed'}, which is not read here: unpack it, or compress it by gzip, bzip2, xz or "
+            f"{name}: is {unread or 'packed'}, which is not supported: unpack it, or compress it by gzip, bzip2, xz or "
             "zstd"
         )
     module = next((module for magic, module in _PACKED.items() if magic.match(start)), None)
@@ -192,7 +192,6 @@ def _import_packer(module: str, name: str) -> Any:
         raise ConfigError(f"{name}: this Python was built without {module}: unpack it") from error
 
 
-@cache
 def _import_zstd() -> Any:
     """Return the module for Zstandard, Python's own from 3.14 on, or None."""
     for name in ("compression.zstd", "backports.zstd"):

@@ -113,7 +113,7 @@ class Template:
 def _check_column(name: str, field: str, columns: Collection[str]) -> None:
     if field not in columns:
         raise ConfigError(
-            f"{name}: there is no column {field!r}; there is: {', '.join(columns)} (a brace is {{{{ or }}}})"
+            f"{name}: there is no column {field!r}; the columns are: {', '.join(columns)} (a brace is {{{{ or }}}})"
         )
 
 
@@ -163,7 +163,7 @@ class RowPrompts:
         try:
             return self._prompt(row)
         except KeyError as error:
-            message = f"there is no {error.args[0]!r}; there is: {', '.join(row)}"
+            message = f"there is no {error.args[0]!r}; the keys are: {', '.join(row)}"
             raise LineError("missing_field", message, error.args[0]) from None
 
     def _prompt(self, row: Row) -> BatchPrompt:
@@ -188,7 +188,7 @@ def _default_column(columns: Collection[str], name: str) -> str:
     why = f"columns {' and '.join(found)}" if found else "no column prompt, text or messages"
     raise ConfigError(
         f"{name}: has {why}: give a template such as 'Classify: {{{next(iter(columns), 'column')}}}'; "
-        f"there is: {', '.join(columns)}"
+        f"its columns are: {', '.join(columns)}"
     )
 
 

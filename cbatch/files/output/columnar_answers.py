@@ -33,7 +33,7 @@ class _ChangedError(ConfigError):
 
     def __init__(self, path: str, what: str, records: Path) -> None:
         super().__init__(
-            f"{path}: was changed while the run read it: {what}. No answer is lost, they are in {records}: run the "
+            f"{path}: was changed while the run read it: {what}. No answer is lost: they are in {records}: run the "
             "same command again, with the file as it is or as it was"
         )
 

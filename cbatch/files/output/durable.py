@@ -22,7 +22,7 @@ _PRIVATE = 0o600
 _ACCESS_LIST = "system.posix_acl_access"
 """Source: Linux's acl(5); the group bits of the mode then limit the rights that the list gives."""
 
-_AGAIN = "then run the same command again: what is done stays done"
+_AGAIN = "then run the same command again: finished items are kept"
 
 _WAYS_OUT = {
     errno.ENOSPC: f"the disk is full: free some space, {_AGAIN}",

@@ -171,7 +171,7 @@ class Origin:
         before = manifest.settings()
         was, is_now = before.get(_FIRST, _PIPE), self._first or _PIPE
         if (self._first is None or was != is_now) and not self._begins_as(manifest, before):
-            return f"{_FIRST} was {readable(was)}, is {readable(is_now)}, and its items are others"
+            return f"{_FIRST} was {readable(was)}, is {readable(is_now)}, and its items differ"
         others = json.loads(before.get(_OTHERS, "[]"))
         if others != self._others[: len(others)] and _has_numbered(manifest):
             return f"{_OTHERS} were {_shown(others)}, are {_shown(self._others)}"

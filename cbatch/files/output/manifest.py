@@ -218,7 +218,7 @@ class Manifest:
         except (OSError, sqlite3.OperationalError) as error:
             if "locked" in str(error):
                 raise ConfigError(
-                    f"{self._output}: another run writes there: wait for its end, or give another output"
+                    f"{self._output}: another run is writing to it: wait for its end, or give another output"
                 ) from error
             raise ConfigError(
                 f"{self._home}: the manifest cannot be opened: {_reason(error)}: give an output in a folder where "
@@ -323,8 +323,8 @@ class Manifest:
         if isinstance(error, sqlite3.OperationalError):
             return OutputError(
                 self.path,
-                f"cannot be written: {error}: see that the disk has space, then run the same command again: what is "
-                "done stays done",
+                f"cannot be written: {error}: see that the disk has space, then run the same command again: "
+                "finished items are kept",
             )
         return _damaged(self._home, error)
 

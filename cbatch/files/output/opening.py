@@ -44,7 +44,7 @@ class ChangedError(LostError):
         self.what = f"{path}: was changed since cbatch wrote it: {problem}"
         super().__init__(
             f"{self.what}. Put it back as it was, have its JSON lines adopted as they are (--adopt), give another "
-            "output, or begin anew (--force); for the order of the input there is `cbatch sort`"
+            "output, or start again (--force); for the order of the input there is `cbatch sort`"
         )
 
 
@@ -92,7 +92,7 @@ def open_outputs(wanted: Wanted) -> Opened:
         if not wanted.force:
             raise
         remove_manifest(manifest)
-        found = _opened(wanted, manifest, f"{error.what}: all begins anew")
+        found = _opened(wanted, manifest, f"{error.what}: starting again")
     point_to(name, manifest_of(name), manifest)
     return found
 
@@ -143,7 +143,7 @@ def _check_there(path: Path, manifest: Manifest, row: FileRow, output: Path) -> 
 
 
 def _no_manifest(output: Path) -> ConfigError:
-    return ConfigError(f"{output}: there is no manifest beside it that knows of records in it")
+    return ConfigError(f"{output}: there is no manifest beside it that lists its records")
 
 
 def _closing_on_error(found: Opened) -> ExitStack:
@@ -198,7 +198,7 @@ def _is_ours(found: Opened, wanted: Wanted) -> bool:
         return False
     if not wanted.output.exists():
         found.notes.append(
-            f"{wanted.output} is gone: all begins anew, also the {n_records:,} items that were done"
+            f"{wanted.output} is gone: starting again, also with the {n_records:,} items that were done"
         )
         return False
     return _fits(found.manifest, wanted)
@@ -297,7 +297,7 @@ def _check_unused(row: FileRow, *, force: bool) -> None:
         raise ConfigError(f"{row.path}: cannot be read: {error.strerror}") from error
     if not row.header.startswith(found.rstrip(b"\0")) and not force:
         raise LostError(
-            f"{row.path}: exists and has no manifest of cbatch that knows of it: give another file, have the manifest "
+            f"{row.path}: exists, and no manifest of cbatch lists its records: give another file, have the manifest "
             "made again of JSON lines (--adopt), or replace it (--force)"
         )
 
@@ -313,7 +313,7 @@ def _resume(found: Opened, wanted: Wanted) -> None:
     except ChangedError as error:
         if not wanted.force:
             raise
-        found.notes.append(f"{error.what}: all begins anew")
+        found.notes.append(f"{error.what}: starting again")
         for output in found.outputs:
             output.close()
         found.outputs.clear()

@@ -68,7 +68,7 @@ class RecordFile:
         except OSError as error:
             os.close(self._fd)
             raise ConfigError(
-                f"{self.path}: another run writes there: wait for its end, or give another file"
+                f"{self.path}: another run is writing to it: wait for its end, or give another file"
             ) from error
 
     def reopen(self) -> None:

@@ -61,7 +61,7 @@ def bring_manifest(name: Path) -> Path:
     """Return the place of an output's manifest beside the file; bring it from elsewhere, if it is there and fits.
 
     Raises:
-        ConfigError: another run writes there.
+        ConfigError: another run is writing to it.
         OutputError: the disk is full.
     """
     output = real(name)

@@ -157,7 +157,7 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
     has_manifest = manifest_at(output).exists()
     if has_manifest == bool(by):
         raise ConfigError(
-            f"{output}: has a manifest, which knows the order: leave the input away (--by)"
+            f"{output}: has a manifest, which knows the order: leave out the input (--by)"
             if has_manifest
             else f"{output}: there is no manifest beside it that knows the order: give the input (--by INPUT)"
         )

@@ -212,8 +212,8 @@ def _adopter(path: Path, format: Format, encoder: Encoder, source: Source) -> Ad
     """
     if not is_file_place(path) or not isinstance(encoder, TraceableEncoder):
         raise ConfigError(
-            f"{path}: only files of openai's or cbatch's lines tell what they answer, and this is {format}: leave "
-            "--adopt out"
+            f"{path}: only files of openai's or cbatch's lines name the items that they answer, and this is {format}: "
+            "leave --adopt out"
         )
     return Adopter(encoder, has_rows=source.columns is not None)
 
