@@ -190,9 +190,7 @@ def stream_file(
     settled = run_options_of(engine, options)
     stream = ItemStream(source, asked)
     nowhere = PipedOutput(None)
-    context = RunContext(
-        nowhere, Encoder(), _digests(engine, settled), settled, model_name(None)
-    )
+    context = RunContext(nowhere, Encoder(), _digests(engine, settled), settled, model_name(None))
     work = _work(stream, context, asked, Stopper(), engine, is_own=False)
     return FileStream(engine, work, asked.max_time_s, (stream, nowhere))
 
