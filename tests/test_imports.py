@@ -49,9 +49,7 @@ OPEN: dict[str, set[str]] = {
 }
 """What is still to be closed, by module. This list only shrinks."""
 
-SAME_NAMES: dict[str, set[str]] = {
-    "answers": {"chat.answers", "files.output.answers"},
-}
+SAME_NAMES: dict[str, set[str]] = {}
 """Modules of one name that are still to be renamed. This list only shrinks."""
 
 COMMANDS = {

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import cbatch
 from cbatch.cli.option_table import name_of
-from cbatch.files.formats import check_name
+from cbatch.files.file_formats import check_name
 from cbatch.files.input.item_stream import ahead_of
 from cbatch.files.output.json_answers import dump, result_as_json
 from cbatch.files.places import check_apart, check_new, check_place, opened

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cbatch.checks import readable
 from cbatch.errors import ConfigError
 from cbatch.files import places
-from cbatch.files.formats import is_columnar
+from cbatch.files.file_formats import is_columnar
 from cbatch.files.input.item import Seen, item_key, rival_key
 from cbatch.files.input.source import open_source
 from cbatch.files.output.identity import inputs_of

@@ -63,7 +63,7 @@ def test_run_goes_on_behind_its_limit(source: Path, test_model: Path) -> None:
     out = source.with_name("out.jsonl")
     done = run(source, test_model, "-o", out, "--limit", 15)
     assert done.exit_code == 0
-    assert "stopped at the limit: run the same command again to go on" in done.stderr
+    assert "stopped at the limit: run the same command again to continue" in done.stderr
     done = run(source, test_model, "-o", out)
     assert done.exit_code == 1
     assert "continuing: 15 items have a record" in done.stderr

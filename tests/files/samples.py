@@ -8,7 +8,7 @@ import lzma
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.files.formats import output_format
+from cbatch.files.file_formats import output_format
 from cbatch.files.input.source import open_source
 from cbatch.files.output.target import encoder
 from cbatch.response import BatchResult, Timings, Usage

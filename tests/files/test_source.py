@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.errors import ConfigError
-from cbatch.files.formats import output_format
+from cbatch.files.file_formats import output_format
 from cbatch.files.input.item import duplicate
 from cbatch.files.input.source import open_source
 from cbatch.files.output.target import encoder

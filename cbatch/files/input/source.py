@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cbatch.checks import check_path, reading, shown
 from cbatch.errors import ConfigError
-from cbatch.files.formats import COLUMNAR, check_format, first_object, format_of
+from cbatch.files.file_formats import COLUMNAR, check_format, first_object, format_of
 from cbatch.files.input.json_requests import CbatchReader, OpenAIReader
 from cbatch.files.input.row_prompts import Asking
 from cbatch.files.input.tables import CsvReader, ObjectReader, TextReader
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
-    from cbatch.files.formats import Format
+    from cbatch.files.file_formats import Format
     from cbatch.files.input.item import Item
 
 

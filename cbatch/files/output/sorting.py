@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.checks import check_flag
 from cbatch.errors import ConfigError
-from cbatch.files.formats import check_name, is_columnar
+from cbatch.files.file_formats import check_name, is_columnar
 from cbatch.files.input.item import bytes_of, scratch
 from cbatch.files.input.source import names_of, open_source
 from cbatch.files.output.durable import mode_of, told, whole

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
 from cbatch.files.adopt import Adopter, adopt
-from cbatch.files.formats import COLUMNAR, check_name, output_format
+from cbatch.files.file_formats import COLUMNAR, check_name, output_format
 from cbatch.files.input.item import Seen
 from cbatch.files.output.durable import create, take_access, told
 from cbatch.files.output.encoders import CsvEncoder, ObjectEncoder, TraceableEncoder
@@ -31,7 +31,7 @@ from cbatch.files.places import opened
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from cbatch.files.formats import Format
+    from cbatch.files.file_formats import Format
     from cbatch.files.input.source import Source
     from cbatch.files.output.encoders import Encoder
     from cbatch.files.output.identity import Origin
