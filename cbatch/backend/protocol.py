@@ -33,7 +33,7 @@ class Vocab(Protocol):
 
     @property
     def control_tokens(self) -> frozenset[int]:
-        """Every id that adds nothing to the text but has one of its own, such as the mark of a tool call."""
+        """Every id that adds nothing to the answer but can be written out, such as the mark of a tool call."""
 
     @property
     def template(self) -> str:
@@ -50,7 +50,7 @@ class Vocab(Protocol):
         """Return the bytes of a token; control tokens are written out."""
 
     def named_token(self, mark: str) -> int | None:
-        """Return the token that stands for this mark alone and that a grammar means by its id; None for no such."""
+        """Return the token that is this mark and nothing else, and that grammars name by its id; None without one."""
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one, never twice."""
@@ -62,7 +62,7 @@ class Vocab(Protocol):
 
         Args:
             messages: the chat; the arguments of `tool_calls` are mappings.
-            variables: what the template gets besides, such as `tools`.
+            variables: further values for the template, such as `tools`.
 
         Raises:
             RequestFailedError: there is no template, or it refuses these messages.
@@ -71,7 +71,7 @@ class Vocab(Protocol):
     def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of tokens that DRY takes for these strings: `Sampling.dry_breakers`.
 
-        The first call may take a second or so; what was asked is kept.
+        The first call may take a second or so; results are kept.
         """
 
 
@@ -79,7 +79,7 @@ class Grammars(Protocol):
     """Grammars for one model's tokens."""
 
     def compile(self, grammar: Grammar) -> object:
-        """Return what a binding takes as `constraint`; may take a while. From one thread at a time, not the owner.
+        """Return a compiled grammar, for `Binding.constraint`; may take a while. One thread at a time, not the owner.
 
         Raises:
             GrammarError: it cannot be compiled, or is larger than the limits.
@@ -87,7 +87,7 @@ class Grammars(Protocol):
 
 
 class Backend(Protocol):
-    """Runs step plans. One thread only, but for `interrupt`; sizes are fixed from construction on."""
+    """Runs step plans. One thread only, except for `interrupt`; sizes never change."""
 
     @property
     def n_slots(self) -> int:
@@ -103,11 +103,11 @@ class Backend(Protocol):
 
     @property
     def chunk_alignment(self) -> int:
-        """Prompts are computed in pieces that start at multiples of this, each whole in one step; 0 = anyhow."""
+        """Chunks of prompts begin at multiples of this, each computed whole in one step; 0 = anywhere."""
 
     @property
     def memory(self) -> KvCapabilities:
-        """What the memory is, and which of a plan's orders it can do."""
+        """What the memory is, and which moves of a plan it can do."""
 
     @property
     def vocab(self) -> Vocab:
@@ -119,7 +119,7 @@ class Backend(Protocol):
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model itself says of sampling, by the names of `Sampling`."""
+        """Sampling values that the model's file recommends, by the names of `Sampling`."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Do one plan. Mutates cells of the slots in it and nothing else.
@@ -135,7 +135,7 @@ class Backend(Protocol):
 
     @property
     def answer_settings(self) -> Mapping[str, str]:
-        """Which settings answers depend on, beyond the rounding that differs with company too; by readable names."""
+        """Settings that change answers by more than the rounding, which company changes too; by readable names."""
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells computed with `adapters` depend on, by readable names. From any thread; may read files."""
@@ -156,16 +156,16 @@ class Backend(Protocol):
         """
 
     def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
-        """Take cells for a plan to load under `key`. Owner thread.
+        """Keep a state for a plan to load under `key`. Owner thread.
 
         Args:
-            key: new.
-            data: (n_bytes,) uint8, as `validate_state` returned them, kept until they are loaded or forgotten.
+            key: one that is not in use.
+            data: (n_bytes,) uint8, as `validate_state` returned it, kept until it is loaded or forgotten.
             n_cells: how many cells it holds.
         """
 
     def export_state(self, key: int) -> NDArray[np.uint8] | None:
-        """Hand out what a plan saved under `key` and forget it; None where it was lost. Owner thread.
+        """Return the state that a plan saved under `key` and forget it; None where it was lost. Owner thread.
 
         Returns:
             (n_bytes,) uint8.

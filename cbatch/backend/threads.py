@@ -1,4 +1,4 @@
-"""Threads that compute: one object of a kind in a process, what a fork leaves behind, and threads that end.
+"""Threads that compute: objects that a process has once, teams of OpenMP after a fork, and threads that end.
 
 GNU's OpenMP keeps a team of workers for every thread that ever computed, until that thread ends. Once there are more
 workers than cores, workers sleep between two parallel regions instead of spinning, and a decode step of a small model
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that calls `make` the first time and returns what that returned; others wait meanwhile."""
+    """Return a function that calls `make` once and always returns its result; other threads wait meanwhile."""
     making, kept = threading.Lock(), functools.cache(make)
 
     @functools.wraps(make)
@@ -36,16 +36,16 @@ def once(make: Callable[[], T]) -> Callable[[], T]:
 
 
 class Teams:
-    """Knows which thread has a team of OpenMP's, in which process: a fork takes the thread along without its team."""
+    """Notes which thread has a team of OpenMP's, in which process: a fork copies the thread without its team."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
     def join(self) -> None:
-        """Note that the calling thread computes with others, in this process.
+        """Note that the calling thread computes with a team in this process.
 
         Raises:
-            EngineError: it did so before the process was forked: it would wait for its team for ever.
+            EngineError: it did so before the process was forked, so it would wait for its team for ever.
         """
         pid = os.getpid()
         if vars(self._of_thread).setdefault("pid", pid) != pid:
@@ -63,9 +63,9 @@ def teams() -> Teams:
 
 
 def run_aside(work: Callable[[], T]) -> T:
-    """Do `work` in a thread of its own, which has ended when this returns; return or raise what it does.
+    """Do `work` in a thread of its own, which has ended when this returns; return or raise what `work` does.
 
-    A native call cannot be broken off: Ctrl-C is raised when `work` has ended, and the program ends no earlier.
+    A native call cannot be interrupted: Ctrl-C is raised when `work` has ended, and the program ends no earlier.
     """
     done: Future[T] = Future()
     ended = Latch()
@@ -80,7 +80,7 @@ def run_aside(work: Callable[[], T]) -> T:
 
     with Postponed():
         at_exit = weakref.finalize(done, _outlast, ended)
-        thread = threading.Thread(target=settle, name="cbatch-aside")
+        thread = threading.Thread(target=settle, name="cbatch-compute")
         thread.start()
         ended.wait()
         thread.join()
@@ -89,6 +89,6 @@ def run_aside(work: Callable[[], T]) -> T:
 
 
 def _outlast(ended: Latch) -> None:
-    """Wait whatever happens: native code that runs on while a process ends takes it down."""
+    """Wait whatever happens: native code that runs while the process ends would crash it."""
     with Postponed():
         ended.wait()

@@ -149,7 +149,7 @@ class StepResult:
     report none."""
     scores: Mapping[Slot, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Log-probabilities of the targets of each chunk that has some; empty where the step was not done."""
-    guided: Mapping[Slot, GrammarStep] = field(default_factory=dict)
+    grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
     """What constraints say of the tokens sampled in their slots; those that have nothing to say are left out."""
 
     @property

@@ -403,7 +403,7 @@ class ContinuousBatchScheduler:
             self.stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
             self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
         logprobs = result.logprobs[i] if result.logprobs else ()
-        guidance = result.guided.get(chunk.slot, FREE)
+        guidance = result.grammar_steps.get(chunk.slot, FREE)
         driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs, later_s=later_s)
         if driver.slot is not None:
             self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
@@ -431,8 +431,8 @@ class ContinuousBatchScheduler:
             self.costs.learn_decode(n_rows, result.later_s / n_later)
         self.stats.n_runs += 1
         n_sampled = [len(row) - (row[-1] < 0) if row else 0 for row in result.tokens]
-        for i, chunk in enumerate(plan.chunks if result.guided else ()):
-            n_sampled[i] += len(result.guided.get(chunk.slot, FREE).forced)
+        for i, chunk in enumerate(plan.chunks if result.grammar_steps else ()):
+            n_sampled[i] += len(result.grammar_steps.get(chunk.slot, FREE).forced)
         self.stats.count_tokens(drivers, n_sampled, now, result.later_s)
 
     # ---- failures ----

@@ -130,7 +130,7 @@ def seen_in(plan: StepPlan, result: StepResult, batcher: MultiRequestBatcher) ->
     """Return what a record tells of a run's sequences. Before the run is applied: they may leave their slots then."""
     tokens = result.tokens or repeat(())  # a step that failed may have none
     rows = (
-        _row(chunk, driver, sampled, result.guided.get(chunk.slot, FREE))
+        _row(chunk, driver, sampled, result.grammar_steps.get(chunk.slot, FREE))
         for chunk, sampled in zip(plan.chunks, tokens, strict=False)
         if (driver := batcher.running[chunk.slot]) is not None
     )

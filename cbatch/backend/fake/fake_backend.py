@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from cbatch.options import AdapterSet
 
 _N_SEEN = 4
-"""Newest tokens of a history that the next token depends on, besides how many there are."""
+"""Newest tokens of a history that the next token depends on, together with the history's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ _NO_COST = StepCost()
 
 
 class FakeBackend:
-    """Implements `Backend` over lists; every return code of `llama_decode` is to be had on demand.
+    """Implements `Backend` over lists; `faults` brings every return code of `llama_decode`.
 
     Args:
         n_slots: sequences at once.
@@ -93,8 +93,8 @@ class FakeBackend:
         n_vocab: token ids; about one token in `n_vocab` ends a generation. At least 257.
         seed: changes every token of every sequence.
         faults: what goes wrong.
-        cost: what a step takes of the virtual clock `now_s`: called with its sequences, and its tokens beyond one each.
-        memory: partitioned unless said; in unified memory a step that finds no room returns code 1.
+        cost: seconds of a step on the virtual clock `now_s`: called with its sequences, and its tokens beyond one each.
+        memory: partitioned by default; in unified memory a step that finds no room returns code 1.
 
     After code 2 and below −1 an unknown part of the step's cells stays behind, as in llama.cpp.
     """
@@ -163,11 +163,11 @@ class FakeBackend:
             lost=lost,
             logprobs=found,
             scores=self._scores if n_done else {},
-            guided=self._guide(plan.chunks, tokens) if n_done else {},
+            grammar_steps=self._follow(plan.chunks, tokens) if n_done else {},
         )
 
     def _begin(self, plan: StepPlan) -> None:
-        """Take in how the plan's sequences are sampled, and with which adapters."""
+        """Note how the plan's sequences are sampled, and with which adapters."""
         if plan.is_rebuild:
             self.n_rebuilt += 1
             for known in (self._bindings, self._histories, self._matchers):
@@ -206,7 +206,7 @@ class FakeBackend:
 
     @property
     def n_used(self) -> int:
-        """Cells in use; in unified memory those that several slots have are one."""
+        """Cells in use; in unified memory a cell that several slots share counts once."""
         return self._kv.n_used
 
     def expected(
@@ -224,10 +224,10 @@ class FakeBackend:
             output.append(self._token(state, history, binding, len(prompt) + len(output), matcher))
             if output[-1] in binding.stop_tokens:
                 break
-            guidance = matcher.follow(output[-1]) if matcher else GrammarStep()
-            if guidance.problem:
+            step = matcher.follow(output[-1]) if matcher else GrammarStep()
+            if step.problem:
                 del output[-1]
-            if guidance.problem or (guidance.is_complete and not guidance.forced):
+            if step.problem or (step.is_complete and not step.forced):
                 break
             state = mix(state, output[-1] | tag)
         return output
@@ -248,7 +248,7 @@ class FakeBackend:
         return {"seed": str(self._seed), "kind": self.memory.kind, "adapters": repr(adapters)}
 
     def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
-        """Take cells that were saved elsewhere; what is not a whole list of them is empty."""
+        """Keep cells that were saved elsewhere; data that is no whole number of cells holds none."""
         self.saved[key] = data.view(np.int64).tolist() if len(data) % 8 == 0 else []
         self._kv.n_said[key] = n_cells
 
@@ -270,17 +270,17 @@ class FakeBackend:
             if matcher := matcher_of(binding):
                 self._matchers[binding.slot] = matcher
 
-    def _guide(self, chunks: Sequence[Chunk], tokens: list[list[int]]) -> dict[Slot, GrammarStep]:
-        """Have constraints follow what was sampled; a row that breaks one is broken."""
-        guided: dict[Slot, GrammarStep] = {}
+    def _follow(self, chunks: Sequence[Chunk], tokens: list[list[int]]) -> dict[Slot, GrammarStep]:
+        """Have constraints follow what was sampled; a row that breaks its constraint becomes a broken one."""
+        steps: dict[Slot, GrammarStep] = {}
         for chunk, sampled in zip(chunks, tokens, strict=True):
             matcher = self._matchers.get(chunk.slot)
             if matcher is None or not sampled or sampled[-1] < 0:
                 continue
             if sampled[-1] not in self._bindings[chunk.slot].stop_tokens:
-                guided[chunk.slot] = guidance = matcher.follow(sampled[-1])
-                sampled[-1] = BROKEN_ROW if guidance.problem else sampled[-1]
-        return guided
+                steps[chunk.slot] = step = matcher.follow(sampled[-1])
+                sampled[-1] = BROKEN_ROW if step.problem else sampled[-1]
+        return steps
 
     def _settle(self, chunk: Chunk) -> int:
         """Return how many cells of a failed step's slot are known: none where they cannot be taken off."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FakeCells:
-    """What each slot holds, and what was saved; a plan's orders are done in the order of `StepPlan`.
+    """The cells of each slot, and what was saved; a plan's moves are done in the order of `StepPlan`.
 
     Args:
         n_slots: sequences at once.
@@ -35,10 +35,10 @@ class FakeCells:
     ) -> None:
         self.cells: list[list[int]] = [[] for _ in range(n_slots)]
         self.states = [start] * n_slots
-        """What the cells of each slot come to; see `state_after`."""
+        """The state that the cells of each slot lead to; see `state_after`."""
         self.saved: dict[int, list[int]] = {}
         self.n_said: dict[int, int] = {}
-        """How many there should be, under keys of those that came from elsewhere."""
+        """How many cells were announced under each key of a state that came from elsewhere."""
         self._start, self._swaps = start, swaps
         self._rules = PlanCheck(memory, n_slots, n_window)
         self._is_unified = memory.kind == "unified"
@@ -47,7 +47,7 @@ class FakeCells:
 
     @property
     def n_used(self) -> int:
-        """Cells in use; in unified memory those that several slots have are one."""
+        """Cells in use; in unified memory a cell that several slots share counts once."""
         return len(set().union(*self._shared)) if self._is_unified else sum(map(len, self.cells))
 
     def append(self, slot: int, cells: list[int], state: int) -> None:
@@ -58,7 +58,7 @@ class FakeCells:
             self._number(slot)
 
     def put(self, slot: int, cells: list[int], shared: list[int] | None = None) -> None:
-        """Have a slot hold these cells and no others; `shared` are the numbers of those that are a copy."""
+        """Set a slot's cells; `shared` are the numbers of cells that are copied from another slot."""
         n_kept = len(cells) if cells == self.cells[slot][: len(cells)] else 0
         self.cells[slot] = cells
         self.states[slot] = state_after(self._start, cells)
@@ -73,7 +73,7 @@ class FakeCells:
         self._n_made += n_new
 
     def do(self, plan: StepPlan) -> tuple[int, ...]:
-        """Do what comes before computing; return the keys of cells that were lost."""
+        """Do a plan's moves, which come before computing; return the keys of cells that were lost."""
         for key in plan.forgets:
             self.saved.pop(key, None)
         wanted = [(slot, key) for slot, key in plan.saves if key not in plan.forgets]
@@ -135,7 +135,7 @@ class History:
         self._end: int | None = None
 
     def feed(self, chunk: Chunk) -> None:
-        """Take the tokens of a chunk as far as they are new; a chunk that is computed again has none."""
+        """Add the new tokens of a chunk; a chunk that is computed again has none."""
         end = chunk.start + len(chunk.tokens)
         if self._end is None:
             self._end = end if chunk.has_output else None

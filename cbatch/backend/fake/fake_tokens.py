@@ -35,7 +35,7 @@ class FakeVocab:
 
     @property
     def control_tokens(self) -> frozenset[int]:
-        """The end, and what else a test made one."""
+        """The end token, and the tokens that a test made control tokens."""
         return frozenset(self.controls)
 
     def piece(self, token: int) -> bytes:
@@ -63,7 +63,7 @@ class FakeVocab:
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None = None
     ) -> list[int]:
-        """Return the variables, if there are any, and `role:content` lines, the last left open."""
+        """Return the variables and `role:content` lines, the last left open."""
         lines = [json.dumps(variables)] if variables else []
         lines += [f"{m['role']}:{m['content']}" for m in messages]
         return self.tokenize("\n".join(lines))
@@ -130,7 +130,7 @@ class FakeGrammars:
 
 
 class FakeMatcher:
-    """Follows a constraint; what it forces depends on all of the output so far, so a wrong one is found out."""
+    """Follows a constraint; what it forces depends on all of the output so far, so a wrong output raises an error."""
 
     def __init__(
         self, constraint: FakeConstraint, output: Sequence[int] = (), *, forces: bool = True
@@ -148,7 +148,7 @@ class FakeMatcher:
         return token if token % 2 == self._constraint.parity else token - 1 if token else 1
 
     def follow(self, token: int) -> GrammarStep:
-        """Take a sampled token and what it forces; return what there is to say."""
+        """Advance by a sampled token and what it forces."""
         if not self._forced and token % 16 == self._constraint.bad:
             return GrammarStep(problem="a bad token")
         self._take(token)
@@ -172,7 +172,7 @@ class FakeMatcher:
 
 
 def matcher_of(binding: Binding, output: Sequence[int] | None = None) -> FakeMatcher | None:
-    """Return what follows the constraint of a sequence with so much output; None where it has none."""
+    """Return a matcher of a sequence's constraint after its output; None without a constraint."""
     constraint = binding.constraint
     if not isinstance(constraint, FakeConstraint):
         return None

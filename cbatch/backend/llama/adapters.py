@@ -42,7 +42,7 @@ class Adapters:
         A context that was made before may use them: llama.cpp sizes its graph anew whenever the set changes.
 
         Args:
-            model: what they were trained for, or one of the same shape; open for as long as these are.
+            model: the model that they were trained for, or one of the same shape; it must stay open as long.
             files: names and GGUF files.
 
         Raises:
@@ -88,8 +88,8 @@ class Adapters:
     def use(self, ctx: Any, adapters: AdapterSet) -> None:
         """Have `ctx` compute with these adapters and no others, from its next step on.
 
-        llama.cpp compares with what the context has, in about a microsecond; so nothing is remembered here that a
-        context made anew could belie. Where the set differs, the next step also plans its graph anew.
+        llama.cpp compares the set with the context's in about a microsecond, so nothing is cached here that a rebuilt
+        context could contradict. Where the set differs, the next step also plans its graph again.
 
         Args:
             ctx: `llama_context *` of the adapters' model; it holds them until the next call, or until it is freed.
@@ -140,7 +140,9 @@ def _load(model: LlamaModel, name: str, path: Path) -> Any:
     if llama_cpp.llama_adapter_get_alora_n_invocation_tokens(pointer):
         llama_cpp.llama_adapter_lora_free(pointer)
         raise _cannot_load(
-            name, path, "is an activated LoRA, which begins at tokens of its own: give a plain one"
+            name,
+            path,
+            "is an activated LoRA, which starts at its own invocation tokens: give a plain LoRA adapter",
         )
     return pointer
 
@@ -166,7 +168,7 @@ _KINDS = {
     "adapter.type": STRING,
     "adapter.lora.alpha": FLOAT,
 }
-# Source: convert_lora_to_gguf.py, --outtype; of some others, such as integers, llama.cpp has no product.
+# Source: convert_lora_to_gguf.py, --outtype; llama.cpp cannot multiply some others, such as integers.
 _TYPES = {0: "f32", 1: "f16", 8: "q8_0", 30: "bf16"}
 _EMBEDDING = "token_embd.weight"
 
@@ -179,7 +181,7 @@ def _check(path: Path, model: LlamaModel) -> None:
 
 
 def _pairs(header: Header) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name of the weight, a, b); what has no other half is left for llama.cpp to refuse."""
+    """Yield (name of the weight, a, b); llama.cpp itself refuses a tensor without its other half."""
     for name, tensor in header.tensors.items():
         base = name.removesuffix(".lora_a")
         other = header.tensors.get(f"{base}.lora_b")
@@ -195,7 +197,7 @@ def _metadata(header: Header, model: LlamaModel) -> Iterator[str]:
     if (kind_of_file := values.get("general.type", "model")) != "adapter":
         yield f"is of type {kind_of_file!r}, not an adapter; {_CONVERT}"
     if (kind_of_adapter := values.get("adapter.type")) != "lora":
-        yield f"is an adapter of type {kind_of_adapter!r}; there is: 'lora'"
+        yield f"is an adapter of type {kind_of_adapter!r}; the one type that can be loaded is 'lora'"
     if (architecture := header.architecture) != model.architecture:
         yield f"is for a model of architecture {architecture!r}, and {model.name} is {model.architecture!r}"
     alpha = values.get("adapter.lora.alpha", 0.0)
@@ -209,13 +211,13 @@ def _weights(header: Header, model: LlamaModel) -> Iterator[str]:
             yield f"is damaged: it has a tensor {name!r}; {AGAIN}"
         if name.endswith((".lora_a", ".lora_b")) and tensor.type not in _TYPES:
             known = ", ".join(_TYPES.values())
-            yield f"has {name} in a type of number {tensor.type}; there is: {known}; convert it again"
+            yield f"has {name} as ggml type {tensor.type}, which is not one of {known}; convert it again"
     if not any(True for _ in _pairs(header)):
         yield f"holds no LoRA weights; {_CONVERT}"
 
 
 def _sizes(header: Header, model: LlamaModel) -> Iterator[str]:
-    """Compare the halves with each other; llama.cpp compares their outer sizes with the model."""
+    """Compare a with b; llama.cpp compares their outer sizes with the model."""
     n_experts = model.metadata.get(f"{model.architecture}.expert_count", "0")
     for name, a, b in _pairs(header):
         n_rank = a.sizes[0 if name.endswith(_EMBEDDING) else 1]
@@ -239,7 +241,7 @@ def _uses(header: Header, model: LlamaModel) -> Iterator[str]:
 
 
 def _has_own_output(path: Path) -> bool:
-    """Return whether a model's output surely is not its embedding: False too where its file cannot be seen."""
+    """Return whether a model's output has weights of its own; False too where the file cannot be read."""
     try:
         header = read_header(path, _CONVERT)
     except DamagedError:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cbatch.engine_options import EngineOptions
 
 DEFAULT_WINDOW = 2048
-"""One slot's window where nothing was said and the model allows it: room for a long prompt and answer."""
+"""One slot's window where no option sets it and the model allows it: room for a long prompt and answer."""
 
 N_PAD = 256
 """llama.cpp rounds a context's cells up to a multiple of this. Source: src/llama-context.cpp."""
@@ -46,8 +46,8 @@ def make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> A
 
     Raises:
         ModelLoadError: llama.cpp cannot make it, for want of memory as a rule.
-        ConfigError: more cells than llama.cpp can count, or of a type that this model cannot have; what YaRN has no use
-            for.
+        ConfigError: more cells than llama.cpp can count, a type of cells that this model cannot have, or a YaRN
+            option without effect.
     """
     check_cell_types(model, options)
     check_yarn(model, options)
@@ -67,7 +67,7 @@ def make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> A
 def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
     params = llama_cpp.llama_context_default_params()
     params.n_seq_max = options.n_slots
-    # beyond it llama.cpp ends the process; the graph's memory is reserved for so many
+    # with more outputs llama.cpp ends the process; the graph's memory is reserved for this many
     params.n_outputs_max = options.n_slots + N_TARGETS_MAX
     params.n_ctx = context_cells(model, options)
     params.n_batch = options.n_batch
@@ -88,7 +88,7 @@ def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
 def flash_attn_type(options: EngineOptions) -> int:
     """Return llama.cpp's number for how flash attention is chosen.
 
-    `exact` has it off, where its kernel depends on the shape of a step, but for values in blocks, which need it.
+    `exact` turns it off, as its kernel depends on the shape of a step, except for values in blocks, which need it.
     """
     if options.exact:
         return _FLASH_ATTN["on" if options.has_quantised_values else "off"]
@@ -96,7 +96,7 @@ def flash_attn_type(options: EngineOptions) -> int:
 
 
 def check_cell_types(model: LlamaModel, options: EngineOptions) -> None:
-    """Refuse types of cells that llama.cpp would refuse for this model, or read wrongly.
+    """Refuse types of cells that llama.cpp would refuse for this model, or misread.
 
     Raises:
         ConfigError: heads that blocks do not divide, keys and values of two types where the model stores one, or
@@ -128,10 +128,10 @@ def check_cell_types(model: LlamaModel, options: EngineOptions) -> None:
 
 
 def check_yarn(model: LlamaModel, options: EngineOptions) -> None:
-    """Refuse what llama.cpp would take and not look at: where YaRN is off its corrections, where it is on its factor.
+    """Refuse YaRN options that llama.cpp ignores: its corrections where YaRN is off, its factor where it is on.
 
     Raises:
-        ConfigError: it names the option and what it needs.
+        ConfigError: an option without effect; the message names what it needs.
     """
     is_on = _yarn_ext_factor(model, options) != 0
     names = (
@@ -148,7 +148,7 @@ def check_yarn(model: LlamaModel, options: EngineOptions) -> None:
 
 
 def _yarn_ext_factor(model: LlamaModel, options: EngineOptions) -> float:
-    """Return YaRN's mix as llama.cpp settles it. Source: src/llama-context.cpp, the constructor."""
+    """Return YaRN's mix as llama.cpp decides it. Source: src/llama-context.cpp, the constructor."""
     said, prefix = model.metadata, f"{model.architecture}.rope.scaling."
     factor = options.yarn_ext_factor
     if factor is None:
@@ -159,7 +159,7 @@ def _yarn_ext_factor(model: LlamaModel, options: EngineOptions) -> float:
 
 
 def context_cells(model: LlamaModel, options: EngineOptions) -> int:
-    """Return the cells in total: the pool, or every slot's window, rounded up as llama.cpp does it.
+    """Return the cells in total: the pool, or every slot's window, rounded up as llama.cpp does.
 
     Raises:
         ConfigError: more than llama.cpp can count.
@@ -180,14 +180,14 @@ def context_cells(model: LlamaModel, options: EngineOptions) -> int:
 
 
 def slot_window(options: EngineOptions, n_cells: int, n_ctx_train: int, *, is_pool: bool) -> int:
-    """Return the most positions of one slot: its part of `n_cells`, or of a pool what is asked or was trained for."""
+    """Return the positions of one slot: its part of `n_cells`; in a pool the window that is set or trained."""
     if not is_pool:
         return n_cells // options.n_slots
     return min(n_cells, options.ctx_per_seq or n_ctx_train or n_cells)
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use: its affinity and its cgroup's quota, not the machine's count."""
+    """Return how many cores this process may use, by its affinity and its cgroup's quota."""
     try:
         n_cores = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS and Windows have no affinity to ask for
@@ -196,7 +196,7 @@ def available_cores() -> int:
 
 
 def padded(n_cells: int) -> int:
-    """Return a number of cells rounded up as llama.cpp does it."""
+    """Return a number of cells rounded up as llama.cpp does."""
     return -(-n_cells // N_PAD) * N_PAD
 
 

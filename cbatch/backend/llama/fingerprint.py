@@ -1,4 +1,4 @@
-"""What saved cells depend on: loaded where any of it differs, they would be read as something else."""
+"""What saved cells depend on: where any of it differs, loaded cells would be misread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DEVICES = (
     "tensor_split",
     "rpc_servers",
 )
-"""Engine options that say where a model is computed: kernels of another device round differently."""
+"""Engine options that choose where a model is computed: kernels of another device round differently."""
 
 _SETTINGS = (
     *_OF_CELLS,
@@ -53,7 +53,7 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
         options: those of the context.
 
     Raises:
-        OSError: the files are gone, or others than those that were loaded.
+        OSError: the files are gone, or are not the files that were loaded.
     """
     if not parts or parts != model_parts(str(parts[0][0])):
         raise OSError("the model's file is gone, or not the one that was loaded")
@@ -66,14 +66,14 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
 
 
 def answer_settings(options: EngineOptions, chunk_alignment: int, n_window: int) -> dict[str, str]:
-    """Return the settings that change what a model answers, by name, in words for people.
+    """Return the settings that change what a model answers, by name, in readable words.
 
-    What changes but the rounding, as company does, is none of them, unless the options are exact.
+    A setting that changes only the rounding, as company does, is left out, unless the options are exact.
 
     Args:
         options: those of the context.
-        n_piece: tokens in the pieces of a prompt, where the options are exact.
-        n_window: what one slot holds.
+        chunk_alignment: tokens in a chunk of a prompt, where the options are exact.
+        n_window: positions of one slot.
     """
     return {
         "exact": "False" if not options.exact else _exactly(options, chunk_alignment, n_window),
@@ -83,7 +83,7 @@ def answer_settings(options: EngineOptions, chunk_alignment: int, n_window: int)
 
 
 def _exactly(options: EngineOptions, chunk_alignment: int, n_window: int) -> str:
-    if chunk_alignment >= n_window:  # every prompt is one piece, as it is in those of `n_ubatch`
+    if chunk_alignment >= n_window:  # every prompt is one chunk, as with `n_ubatch`
         chunk_alignment = max(chunk_alignment, options.n_ubatch)
     devices = _said(options, _DEVICES)
     places = f", {devices}" if devices else ""
@@ -96,7 +96,7 @@ def _said(options: EngineOptions, names: Sequence[str]) -> str:
 
 
 def rope_factors(model: LlamaModel, n_ctx_seq: int) -> str:
-    """Return which of its two sets of factors a model takes for such windows: src/llama-model.cpp, get_rope_factors."""
+    """Return which of its two sets of factors a model uses. Source: src/llama-model.cpp, get_rope_factors."""
     said = model.metadata.get(f"{model.architecture}.rope.scaling.original_context_length", "")
     if not said.isdigit():
         return "one"
@@ -116,10 +116,10 @@ def model_parts(name: str) -> Parts:
 def file_digest(parts: Parts) -> str:
     """Return a digest of a model's parts: their sizes, the headers, and samples spread over the weights.
 
-    Two models that share a beginning of 16 MiB and each of 256 places in the weights count as one.
+    Two models that are equal in their first 16 MiB and in all 256 samples count as one.
 
     Args:
-        parts: each file, its size, and when it was written in ns: another file of that name is read anew.
+        parts: each file, its size, and when it was written in ns: so another file of the same name is read again.
     """
     digest = hashlib.sha256()
     for part, n_bytes, _ in parts:

@@ -34,20 +34,20 @@ _LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-"""A fifth of llguidance's own: with those `((a{1000}){1000}){1000}` holds a step up for 0.5 s and takes 190 MiB, with
-these for 0.05 s and 30 MiB. Its eager look at large regexes stays on: without, that one never ends. Measured."""
+"""A fifth of llguidance's own limits. `((a{1000}){1000}){1000}` delays a step by 0.5 s and takes 190 MiB under those,
+0.05 s and 30 MiB under these. Its eager check of large regexes stays on: without it that one never ends. Measured."""
 
 _N_GBNF_MAX = 2**15
 _N_GBNF_RULES_MAX = 256
-"""Of a grammar in GBNF: the converter is Python, and takes time with the square of the rules."""
+"""Most characters and rules of a grammar in GBNF: the converter's time grows with the square of the rules."""
 
 _N_PLAIN_LENGTH = 2**15
 _N_PLAIN_PARTS = 250
 _N_PLAIN_CROSSED = 3
-"""Characters, lines or keys, and patterns up to which a grammar is compiled where none can be tried first."""
+"""Most characters, lines or keys, and patterns of a grammar that is compiled where none can be tried first."""
 
 _SPECIAL = b"\xff"
-"""Before a token's text: it is no text, and a grammar means it by name alone. Source: llguidance, toktrie."""
+"""Marks a token that is no text: grammars can only name it. Source: llguidance, toktrie."""
 
 
 class LlamaGrammars:
@@ -59,10 +59,10 @@ class LlamaGrammars:
         self._tokenizer: Any = None
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Compile a grammar; see `Grammars.compile`. It is tried in a process of its own first."""
+        """Compile a grammar, after a process of its own tried it; see `Grammars.compile`."""
         source = _source(grammar)
         self._sandbox.start()
-        with self._model.busy:  # which is not freed meanwhile
+        with self._model.busy:  # so that it is not freed meanwhile
             if self._tokenizer is None:
                 self._tokenizer = make_tokenizer(self._model)
         self._try(grammar, source)
@@ -71,8 +71,10 @@ class LlamaGrammars:
     def _try(self, grammar: Grammar, source: str) -> None:
         problem = self._sandbox.find_problem(_of_bytes(source))
         if self._sandbox.problem and is_suspicious(grammar):
-            why = f"that cannot be done here: {self._sandbox.problem}"
-            problem = f"it must be tried in a process of its own first, and {why}"
+            problem = (
+                "it must be tried in a process of its own first, which cannot be started here: "
+                f"{self._sandbox.problem}"
+            )
         if problem:
             raise GrammarError(grammar.kind, readable_problem(problem))
 
@@ -90,7 +92,7 @@ class LlamaGrammars:
         return constraint
 
     def close(self) -> None:
-        """Let go of the tokenizer. Before the model is closed; nothing may be compiled or followed afterwards."""
+        """Drop the tokenizer, before the model is closed; nothing may be compiled or followed afterwards."""
         self._tokenizer = None
         self._sandbox.close()
 
@@ -98,7 +100,7 @@ class LlamaGrammars:
 def make_tokenizer(model: LlamaModel) -> Any:
     """Return llguidance's tokenizer for a model's tokens; it uses the model's vocabulary, so free it first.
 
-    A token whose text is not shown in answers is no text for a grammar either.
+    A token whose text is not part of answers is no text for grammars either.
     """
     import llguidance
 
@@ -106,7 +108,7 @@ def make_tokenizer(model: LlamaModel) -> Any:
     pointer = llama_cpp.llama_model_get_vocab(model.pointer)
     tokens = [_token_bytes(vocab, i) for i in range(vocab.n_vocab)]
     end_tokens = list(vocab.end_tokens)
-    if not end_tokens:  # llguidance wants one: a token that no row has
+    if not end_tokens:  # llguidance needs one: an id that no row of logits has
         end_tokens = [len(tokens)]
         tokens.append(_SPECIAL + b"<end>")
     tokenize = ctypes.cast(llama_cpp.llama_cpp._lib.llama_tokenize, ctypes.c_void_p).value
@@ -120,7 +122,7 @@ def make_tokenizer(model: LlamaModel) -> Any:
 
 
 def _token_bytes(vocab: LlamaVocab, token: int) -> bytes:
-    """Return a token's bytes as llguidance wants them: those that are named marked."""
+    """Return a token's bytes as llguidance takes them, with the mark where grammars name the token."""
     if not vocab.is_named(token):
         return vocab.piece(token)
     text: bytes = llama_cpp.llama_vocab_get_text(vocab.pointer, token)
@@ -149,7 +151,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def is_suspicious(grammar: Grammar) -> bool:
-    """Whether a grammar is large, or crosses patterns, which llguidance's own limits do not always stop.
+    """Whether a grammar is large, or combines patterns: llguidance's own limits do not always stop these.
 
     A chain of 1,200 references overflows the stack; 20,000 properties take 30 s; so do 30 patterns in one `allOf`, and
     15 expressions joined by `&`; `multipleOf` with seven digits and a bound never ends. Measured, llguidance 1.9.1.
@@ -168,7 +170,7 @@ def is_suspicious(grammar: Grammar) -> bool:
 
 
 def _of_bytes(source: str) -> str:
-    """Return a grammar for a vocabulary of bytes, which has no marks."""
+    """Return a grammar for a vocabulary of bytes, which has no named tokens."""
     return re.sub(r"<\[\d+\]>", '"<>"', source)
 
 
@@ -178,14 +180,14 @@ def _lark_of_gbnf(text: str) -> str:
     n_rules = text.count("::=")
     if len(text) > _N_GBNF_MAX or n_rules > _N_GBNF_RULES_MAX:
         raise ValueError(
-            f"{len(text)} characters and {n_rules} rules, the most in GBNF is {_N_GBNF_MAX} and {_N_GBNF_RULES_MAX}: "
+            f"it has {len(text)} characters and {n_rules} rules; GBNF may have {_N_GBNF_MAX} and {_N_GBNF_RULES_MAX}: "
             "write it in Lark"
         )
     return str(gbnf_to_lark(re.sub(r"\\\\|\\u([0-9a-fA-F]{4})", _character, text)))
 
 
 def _character(escape: re.Match[str]) -> str:
-    """Return the character of an escape: the converter cuts zeros off its number."""
+    """Return the character of an escape: the converter drops zeros of its number."""
     if escape[1] is None:
         return escape[0]
     code = int(escape[1], 16)
@@ -198,30 +200,30 @@ def _check(grammar: Grammar, matcher: Any) -> None:
 
 
 def _try_first_mask(grammar: Grammar, constraint: Constraint) -> None:
-    """Compute what may come first: here a grammar that matches nothing fails, and one that is too large."""
+    """Compute which tokens may come first: a grammar that matches nothing fails here, and one that is too large."""
     matcher, mask = constraint.matcher.deep_copy(), np.zeros(constraint.n_words, np.uint32)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     _check(grammar, matcher)
     if not mask.any():
-        raise GrammarError(grammar.kind, "no text matches it that these tokens can write")
+        raise GrammarError(grammar.kind, "no text that this model's tokens can write matches it")
 
 
 # ---- numbers in schemas: llguidance reads all of them as 64-bit floats ----
 
 _LEAST = -(2**63) + 1024
-"""The next float below is -2^63: llguidance 1.9.1 overflows its stack by that one. Measured."""
+"""The next float below is -2^63, by which llguidance 1.9.1 overflows its stack. Measured."""
 _MOST = 2**63 - 1
-"""Read as 2^63 and cut to what it was; any other number that is no float becomes another number."""
+"""It is read as 2^63 and clipped to itself; any other number that is no float becomes another number."""
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _NOTES = ("default", "examples", "example", "title", "description", "$comment")
-"""Keys whose values say nothing about what is allowed, but for properties of such names, which are objects."""
+"""Keys whose values allow or forbid nothing, except for properties of such names, which are objects."""
 
 _EMBEDDED = re.compile(r"%json\s*")
 
 
 def find_bad_number(grammar: Grammar) -> str:
-    """Return why a number in a grammar's schemas cannot be followed; empty where all can.
+    """Return why llguidance would misread a number in a grammar's schemas; empty where it reads all exactly.
 
     Raises:
         ValueError, RecursionError: a schema is no JSON.
@@ -230,8 +232,8 @@ def find_bad_number(grammar: Grammar) -> str:
         for key, number in _numbers(schema):
             if not _is_exact(key, number):
                 return (
-                    f"the number {_shown(number)} ({key}) cannot be followed exactly: integers and bounds go from "
-                    f"{_LEAST} to {_MOST}, and beyond 2^53 there are only those that a 64-bit float holds; "
+                    f"the number {_shown(number)} ({key}) cannot be followed exactly: integers and bounds must be in "
+                    f"{_LEAST} … {_MOST}, and beyond 2^53 be numbers that a 64-bit float holds; "
                     "ask for a string with a pattern"
                 )
     return ""
@@ -242,12 +244,14 @@ def _schemas(grammar: Grammar) -> Iterator[Any]:
         yield json.loads(grammar.text)
     elif grammar.kind in ("lark", "tool_choice"):
         for place in _EMBEDDED.finditer(grammar.text):
-            with suppress(ValueError):  # in a text or a comment; else the compiler says so
+            with suppress(
+                ValueError
+            ):  # it stands in a text or a comment; otherwise the compiler reports it
                 yield json.JSONDecoder().raw_decode(grammar.text, place.end())[0]
 
 
 def _numbers(schema: Any) -> Iterator[tuple[str, int | float]]:
-    """Yield numbers that say what is allowed, each with the key that it stands under."""
+    """Yield the numbers that restrict what is allowed, each with its key."""
     todo: list[tuple[str, Any]] = [("schema", schema)]
     while todo:
         key, value = todo.pop()

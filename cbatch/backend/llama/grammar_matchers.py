@@ -1,4 +1,4 @@
-"""What grammars allow next and force: the masks of the rows of a step, and what follows from sampled tokens."""
+"""The matchers of slots: masks of the tokens that grammars allow next, and the tokens that grammars force."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _N_TEAM_MIN = 4
-"""Threads from which on masks are computed by several: with two, of which the decoder's other one spins on for a while,
-it took as long or longer. Measured with 16 rows of 152,000 tokens, and of 1,500."""
+"""Threads from which on masks are computed by several. With two it took as long or longer, as the decoder's other
+thread spins on for a while. Measured with 16 rows of 152,000 tokens, and of 1,500."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A compiled grammar; opaque to the rest of the house."""
+    """A compiled grammar; opaque to the rest of the package."""
 
     matcher: Any
-    """At its beginning; never moved, only copied."""
+    """At the grammar's beginning; never advanced, only copied."""
     n_words: int
-    """Of 32 tokens each in a mask."""
+    """Words of a mask, of 32 tokens each."""
     end_tokens: tuple[int, ...]
 
 
@@ -38,14 +38,14 @@ class _Row:
 
     matcher: Any
     banned: NDArray[np.uint32] | None
-    """Bits of end tokens that are not to be sampled."""
+    """Bits of end tokens that must not be sampled."""
     forces: bool = True
-    """Whether tokens that must follow are not sampled: they have no log-probabilities then."""
+    """Whether tokens that must follow join the output without being sampled: they have no log-probabilities then."""
     problem: str = ""
 
 
 class GrammarMatchers:
-    """The matchers of all slots: what each may sample next, and what follows from what it sampled. Owner thread."""
+    """The matchers of all slots. Owner thread."""
 
     def __init__(self, n_slots: int, n_threads: int) -> None:
         self._n_slots, self._n_threads = n_slots, n_threads
@@ -55,7 +55,7 @@ class GrammarMatchers:
         self._filler: ThreadPoolExecutor | None = None
 
     def bind(self, binding: Binding) -> None:
-        """Have a slot follow its constraint from the output so far on; without one, anything."""
+        """Have a slot follow its constraint after the output so far; without a constraint every token is allowed."""
         self._rows.pop(binding.slot, None)
         constraint = binding.constraint
         if not isinstance(constraint, Constraint):
@@ -69,16 +69,16 @@ class GrammarMatchers:
         self._rows[binding.slot] = row
 
     def masks(self, chunks: Sequence[Chunk]) -> list[NDArray[np.uint32] | None] | None:
-        """Return the memory of the masks, one a chunk, to be written by `fill`; None where no chunk wants one."""
-        if not self._guided(chunks):
+        """Return the memory of the masks, one a chunk, for `fill` to write; None where no chunk has a constraint."""
+        if not self._constrained(chunks):
             return None
         return [
             self._masks[c.slot] if c.has_output and c.slot in self._rows else None for c in chunks
         ]
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
-        """Write the masks of chunks. Raises nothing: a row that cannot be followed has its problem noted."""
-        rows = [(slot, row) for slot, row in self._guided(chunks) if not row.problem]
+        """Write the masks of chunks. Raises nothing: a matcher's error is kept for `follow`."""
+        rows = [(slot, row) for slot, row in self._constrained(chunks) if not row.problem]
         self._compute(rows)
         for slot, row in rows:
             if row.matcher.is_error():
@@ -87,7 +87,7 @@ class GrammarMatchers:
                 self._masks[slot] &= ~row.banned
 
     def fill_meanwhile(self, chunks: Sequence[Chunk]) -> Callable[[], object]:
-        """Do as `fill` does in another thread; return what waits for it. One at a time."""
+        """Do as `fill` in another thread; return a function that waits for its end. One at a time."""
         if self._filler is None:
             self._filler = ThreadPoolExecutor(1, "cbatch-masks")
         return self._filler.submit(self.fill, chunks).result
@@ -95,26 +95,30 @@ class GrammarMatchers:
     def follow(
         self, chunks: Sequence[Chunk], tokens: Sequence[list[int]]
     ) -> tuple[list[list[int]], dict[Slot, GrammarStep]]:
-        """Take what was sampled; return it, broken where it breaks a constraint, and what follows from it."""
+        """Advance the matchers by sampled tokens.
+
+        Returns:
+            The tokens, `BROKEN_ROW` for those that break their constraint, and what constraints say of them.
+        """
         sampled = {c.slot: row for c, row in zip(chunks, tokens, strict=True)}
-        guided: dict[Slot, GrammarStep] = {}
-        for slot, row in self._guided(chunks):
-            guidance = _after(row, sampled[slot][-1])
-            if guidance.problem:
+        steps: dict[Slot, GrammarStep] = {}
+        for slot, row in self._constrained(chunks):
+            step = _after(row, sampled[slot][-1])
+            if step.problem:
                 sampled[slot] = [BROKEN_ROW]
-            if guidance != _NOTHING:
-                guided[slot] = guidance
-        return list(sampled.values()), guided
+            if step != _NOTHING:
+                steps[slot] = step
+        return list(sampled.values()), steps
 
     def close(self) -> None:
-        """Let go of all matchers."""
+        """Drop all matchers."""
         self._rows.clear()
         self._executor = None
         if self._filler is not None:
             self._filler.shutdown()
             self._filler = None
 
-    def _guided(self, chunks: Sequence[Chunk]) -> list[tuple[Slot, _Row]]:
+    def _constrained(self, chunks: Sequence[Chunk]) -> list[tuple[Slot, _Row]]:
         if not self._rows:
             return []
         slots = (c.slot for c in chunks if c.has_output)
@@ -142,7 +146,7 @@ _NOTHING = GrammarStep()
 
 
 def _banned(constraint: Constraint, binding: Binding) -> NDArray[np.uint32] | None:
-    """Return the bits of end tokens that a sequence does not end at: it ends with its grammar."""
+    """Return the bits of the end tokens that a sequence ignores: only its grammar ends it."""
     ignored = [t for t in constraint.end_tokens if t not in binding.stop_tokens]
     if not ignored:
         return None
@@ -153,7 +157,7 @@ def _banned(constraint: Constraint, binding: Binding) -> NDArray[np.uint32] | No
 
 
 def _after(row: _Row, token: int) -> GrammarStep:
-    """Take a sampled token; return what must follow, and whether that is all."""
+    """Advance by a sampled token; return the tokens that must follow, and whether the output is complete."""
     if not row.problem and token >= 0 and not row.matcher.consume_token(token):
         row.problem = problem_of(row.matcher)
     if row.problem:

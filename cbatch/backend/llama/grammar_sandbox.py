@@ -1,7 +1,7 @@
-"""Tries grammars in a process of its own: some make the compiler overflow its stack, or never end.
+"""A process that tries grammars first: some make the compiler overflow its stack, or never end.
 
 `GrammarSandbox` starts this very file as a script, which imports nothing of cbatch. The process stays for the next
-grammar: starting it takes some 0.1 s, a trial a millisecond or a few.
+grammar: starting the process takes about 0.1 s, trying a grammar a few milliseconds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _CPU_S = 3
 _WALL_S = 30.0
 _N_BYTES = 2 * 2**30
 _N_BYTES_KEPT = 2**28
-"""What a process may have grown to that tries another grammar: the next one should have room too."""
+"""A process that has grown beyond this ends after its grammar, so that the next one has memory too."""
 _STACK_BYTES = 4 * 2**20
-"""Half of what a thread has as a rule: what gets through here has room to spare there."""
+"""Half of the usual stack of a thread, so that a grammar that passes here passes there too."""
 _N_STEPS = 30
 _READY = b"ready\n"
 
@@ -32,14 +32,14 @@ class GrammarSandbox:
     """Finds out whether a grammar can be compiled and followed without ending the process. One thread at a time."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
-        """Take llguidance's `LLParserLimits`; the process is started by `start`, or by the first grammar."""
+        """Take values of llguidance's `LLParserLimits`; `start` or the first grammar starts the process."""
         self._limits = limits
         self._child: _Child | None = None
         self.problem = ""
-        """Why nothing can be tried here; empty where it can, or where that is not known yet."""
+        """Why no process can be started here; empty where one runs, or none was needed yet."""
 
     def start(self) -> None:
-        """Start the process, if there is none; it gets ready while the caller does something else."""
+        """Start the process unless it runs; it gets ready while the caller goes on."""
         if self._child is not None or self.problem:
             return
         if getattr(sys, "frozen", False) or not sys.executable:
@@ -51,14 +51,14 @@ class GrammarSandbox:
             self.problem = str(error)
 
     def find_problem(self, source: str) -> str:
-        """Return what is wrong with a grammar; empty where some steps under it can be done, or nothing can be tried.
+        """Return what is wrong with a grammar; empty where some steps under it worked, or no process can be started.
 
         Args:
             source: as llguidance reads it.
         """
         has_tried_others = self._child is not None and self._child.n_tried > 0
         answer = self._try(source)
-        if answer is None and has_tried_others:  # which may have left it short of memory
+        if answer is None and has_tried_others:  # other grammars may have used up its memory
             answer = self._try(source)
         if answer is None and not self.problem:
             return "it takes more time, memory or depth to compile than a grammar may have"
@@ -71,7 +71,7 @@ class GrammarSandbox:
             child.close()
 
     def _try(self, source: str) -> str | None:
-        """Return what the process says of a grammar; None where it died of it, or cannot be started."""
+        """Return what the process answers; None where it ended without an answer, or cannot be started."""
         self.start()
         child = self._child
         if child is None:
@@ -85,7 +85,7 @@ class GrammarSandbox:
 
 
 class _Child:
-    """The process, from outside."""
+    """The process, seen from its parent."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         paths = os.pathsep.join(p for p in sys.path if p)
@@ -102,23 +102,23 @@ class _Child:
         self.was_ready = False
 
     def is_ready(self) -> bool:
-        """Wait until it takes grammars; False where it ended before."""
+        """Wait until it reads grammars; False where it ended before."""
         self.was_ready = self.was_ready or self._read() == _READY
         return self.was_ready
 
     def ask(self, source: str) -> str | None:
-        """Return what it says of a grammar, None where it ended first."""
+        """Return its answer about a grammar; None where it ended first."""
         try:
             _pipe(self._process.stdin).write(json.dumps(source).encode() + b"\n")
             _pipe(self._process.stdin).flush()
-        except OSError:  # it ended after the one before
+        except OSError:  # it ended after the grammar before
             return None
         self.n_tried += 1
         line = self._read()
         return str(json.loads(line)) if line.endswith(b"\n") else None
 
     def _read(self) -> bytes:
-        """Return a line; it ends with a newline unless the process ended first, or was ended for want of time."""
+        """Return a line; one without a newline at its end means that the process ended or was ended after too long."""
         watch = threading.Timer(_WALL_S, self._process.kill)
         watch.daemon = True
         watch.start()
@@ -138,11 +138,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what was not written any more
+        with suppress(OSError):  # bytes that were not written any more
             _pipe(pipe).close()
 
 
-# ---- inside ----
+# ---- the process itself ----
 
 
 def _limit_memory() -> None:
@@ -155,7 +155,7 @@ def _limit_memory() -> None:
 
 
 def _limit_time() -> None:
-    """Let the process have so many seconds more."""
+    """Give the process `_CPU_S` seconds more."""
     try:
         import resource
     except ImportError:
@@ -175,7 +175,7 @@ def _has_grown() -> bool:
 
 
 def _walk(tokenizer: Any, source: str, limits: Any) -> str:
-    """Compile and take some steps, always by the lowest byte that may follow; return what is wrong."""
+    """Compile and take some steps, each with the lowest byte that is allowed; return what is wrong."""
     import llguidance
 
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
@@ -219,5 +219,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [p for p in sys.path if p != here]  # its modules are not meant for `import`
+    sys.path[:] = [
+        p for p in sys.path if p != here
+    ]  # modules of this folder are not meant for `import`
     main()

@@ -1,4 +1,4 @@
-"""What a model's sequences take in memory, by what its file says: bytes of a token's cells, and of a state."""
+"""The memory that a model's sequences need, from its file: bytes of a token's cells, and of a state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CellFormat:
     n_bytes: int
 
     def row(self, n_numbers: int) -> int:
-        """Return the bytes of so many numbers, whole blocks."""
+        """Return the bytes of `n_numbers` numbers in whole blocks."""
         return -(-n_numbers // self.n_block) * self.n_bytes
 
 
@@ -47,7 +47,7 @@ _GEMMA3N_LAYERS = 20  # with cells; the file does not say. Source: src/models/ge
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What each layer of a model keeps of a sequence.
+    """What each layer of a model stores of a sequence.
 
     Args:
         heads: key and value heads of each layer that has cells.
@@ -56,8 +56,8 @@ class Layout:
         key_widths: every width of a key head in the model.
         value_widths: every width of a value head.
         n_state: numbers of a sequence's state, all layers together.
-        is_about: whether some layers may keep more or less than this says.
-        is_known: whether this says anything.
+        is_about: whether some layers may store more or less than this.
+        is_known: whether the file has these numbers.
     """
 
     heads: tuple[int, ...] = ()
@@ -84,12 +84,12 @@ class Footprint:
     is_about: bool = False
 
     def of(self, n_slots: int, n_cells: int) -> int:
-        """Return the bytes of a context of so many slots and of cells in all."""
+        """Return the bytes of a context of `n_slots` slots and `n_cells` cells in total."""
         return n_slots * self.n_state_bytes + n_cells * self.n_cell_bytes
 
 
 def footprint(layout: Layout, options: EngineOptions) -> Footprint | None:
-    """Return what sequences take with these types of cells; None where the file does not tell."""
+    """Return what sequences need with the options' types of cells; None where the file does not tell."""
     if not layout.is_known:
         return None
     keys, values = CELL_TYPES[options.cache_type_k], CELL_TYPES[options.cache_type_v]
@@ -114,12 +114,12 @@ class File:
     def __init__(
         self, metadata: Mapping[str, str], lists: Callable[[], Mapping[str, Sequence[int]]]
     ) -> None:
-        """Take what llama.cpp shows of a file, and what reads its lists, asked where a number is not there."""
+        """Take a file's metadata, and a function that reads its lists, called where a number is missing."""
         self.architecture = metadata.get("general.architecture", "")
         self._metadata, self._lists = metadata, lists
 
     def has(self, word: str) -> bool:
-        """Whether a key of the architecture with this word in it is more than 0: llama.cpp writes all keys, with 0."""
+        """Whether a key of the architecture with this word in it is above 0; llama.cpp writes all keys, some as 0."""
         own = f"{self.architecture}."
         named = (key for key in self._metadata if key.startswith(own) and word in key)
         return any(self.number(key.removeprefix(own)) for key in named)
@@ -130,7 +130,7 @@ class File:
         return int(text) if text.isascii() and text.isdigit() else default
 
     def numbers(self, key: str, n: int) -> tuple[int, ...]:
-        """Return a count for each of `n` layers: one that holds for all, or the file's list; empty without either."""
+        """Return a count for each of `n` layers: one number for all of them, or the file's list; empty without either."""
         own = f"{self.architecture}.{key}"
         if own in self._metadata:
             return (self.number(key),) * n
@@ -150,7 +150,7 @@ def layout_of(file: File, *, has_states: bool) -> Layout:
     n_width = file.number("embedding_length") // n_heads[0]
     keys, values = (_widths(file, f"attention.{name}_length", n_width) for name in ("key", "value"))
     is_mla = file.has("attention.key_length_mla")
-    is_varied = len({*heads}) > 1  # values may be padded to those of the widest layer
+    is_varied = len({*heads}) > 1  # values may be padded to the width of the widest layer
     return Layout(
         heads=heads[: _layers_with_cells(file, n_layers)],
         n_key=max(keys),
@@ -163,20 +163,20 @@ def layout_of(file: File, *, has_states: bool) -> Layout:
 
 
 def _widths(file: File, key: str, default: int) -> frozenset[int]:
-    """Return the width of a head, and that in layers which look back over some positions only."""
+    """Return the width of a head, and that of a head in layers with a sliding window."""
     n_width = file.number(key) or default
     return frozenset((n_width, file.number(f"{key}_swa") or n_width))
 
 
 def _layers_with_cells(file: File, n_layers: int) -> int:
-    """Return how many of the layers keep cells; those behind them use theirs."""
+    """Return how many layers have cells; later layers share these cells."""
     if file.architecture == "gemma3n":
         return _GEMMA3N_LAYERS
     return n_layers - file.number("attention.shared_kv_layers")
 
 
 def _state(file: File) -> int:
-    """Return the numbers of a recurrent layer's state; 0 where it is none that we know.
+    """Return how many numbers a recurrent layer's state has; 0 for a kind of state that is not known here.
 
     Source: src/llama-hparams.cpp, n_embd_r and n_embd_s.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ABI_VERSION = 5
-"""Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
+"""Interface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
     sys.platform, "libcbatch.so"
@@ -71,8 +71,8 @@ def load_library() -> Any:
         ) from error
     if version != ABI_VERSION:
         raise IncompatibleLlamaError(
-            f"cbatch's native library {path} has surface {version}, "
-            f"cbatch {_version('cbatch')} wants {ABI_VERSION}; {_REINSTALL}"
+            f"cbatch's native library {path} has interface {version}, "
+            f"cbatch {_version('cbatch')} needs {ABI_VERSION}; {_REINSTALL}"
         )
     for name, (restype, argtypes) in _SIGNATURES.items():
         function = getattr(lib, name)
@@ -180,9 +180,9 @@ def _gomp_parallel() -> int | None:
 
 
 def _ggml_handles() -> Iterator[Any]:
-    """Yield handles among whose dependencies ggml's OpenMP is.
+    """Yield handles of libraries that ggml's OpenMP runtime is a dependency of.
 
-    libllama is one, unless ggml loads its CPU backends by itself; then the backend is.
+    That is libllama, or the CPU backend where ggml loads its backends by itself.
     """
     yield llama_cpp.llama_cpp._lib
     for path in _loaded_files("libggml-cpu"):

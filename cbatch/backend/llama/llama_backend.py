@@ -305,7 +305,7 @@ class LlamaBackend:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model file says of sampling."""
+        """Sampling values that the model's file recommends."""
         return self.model.sampling_defaults
 
     @property
@@ -315,7 +315,7 @@ class LlamaBackend:
 
     @property
     def answer_settings(self) -> Mapping[str, str]:
-        """What answers depend on besides the model; see `Backend.answer_settings`."""
+        """Settings that answers depend on; see `Backend.answer_settings`."""
         said = answer_settings(self.options, self.chunk_alignment, self.n_window)
         return {**said, "rope factors": self._rope_factors}
 
@@ -339,5 +339,5 @@ def output_row(chunks: Sequence[Chunk], i_chunk: int) -> int:
 
 
 def _chunk_alignment(n_batch: int, options: EngineOptions) -> int:
-    """Return the size of a prompt's pieces: one graph run, and room for one beside the rows of all others."""
+    """Return the size of a prompt's chunks: one run of the graph, with room for one row of every other slot."""
     return min(options.n_ubatch, n_batch - options.n_slots + 1) if options.exact else 0

@@ -1,4 +1,4 @@
-"""What a context's sequences hold: emptied, cut short, copied to host memory and back; which of these can be done."""
+"""The memory of a context: its sequences are trimmed, copied, saved and loaded, and tried for what they can do."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from cbatch.engine_options import EngineOptions
 
 _N_KEPT = 3
-"""Cells of the sequence that is cut short, saved and loaded when a memory is tried."""
+"""Cells of the sequence that is trimmed, saved and loaded when a memory is tried."""
 
 _N_ROTATED = 64
 """Heads of a multiple of this width are stored rotated. Source: src/llama-kv-cache.cpp, attn_rot_k."""
 
 
-# Which shapes of prompts attention computes fast on a CPU, where each slot has memory of its own.
+# ---- the shape in which attention computes long prompts fast on a CPU ----
 
 _N_ROWS = 64
-"""Rows of one sequence in a run of the graph from which attention takes tiles, about twice as fast row for row.
+"""Rows of one sequence in a run of the graph from which attention works in tiles, about twice as fast a row.
 Source: ggml/src/ggml-cpu/common.h, GGML_FA_TILE_Q; ggml-cpu/ops.cpp, use_tiled."""
 
 _N_PARTS = 4
-"""Into so many parts for each thread the rows of all heads are cut, and no tile is larger than a part.
+"""The rows of all heads are cut into this many parts for each thread, and no tile is larger than a part.
 Source: ggml/src/ggml-cpu/ops.cpp, nth_scaled."""
 
 _N_CHUNKS_MIN = 4
@@ -50,7 +50,7 @@ class SavedCells:
     data: NDArray[np.uint8]
     """(n_bytes,) uint8."""
     n_cells: int
-    """How many there are at least."""
+    """How many cells it has at least."""
     maybe_nonfinite: bool = False
     """Whether they may hold a NaN or an infinity: they came from elsewhere, or go on from what did."""
 
@@ -68,11 +68,11 @@ class LlamaCells:
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, slot)) + 1
 
     def trim(self, slot: int, n_cells: int) -> bool:
-        """Take off all but the first `n_cells`; return whether it was done. With 0 it can always be done."""
+        """Remove all but the first `n_cells`; return whether that was possible. With 0 it always is."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, n_cells or -1, -1))
 
     def copy(self, source: int, target: int, n_cells: int) -> None:
-        """Have the first `n_cells` of one slot in another too, which must be empty.
+        """Copy the first `n_cells` of one slot to another, which must be empty.
 
         Between slots with memory of their own the bytes are copied at the next decode: until then nothing in the target
         may be saved, and nothing loaded into it. Source: src/llama-kv-cache.cpp, seq_cp and update.
@@ -81,7 +81,7 @@ class LlamaCells:
         self.trim(target, n_cells)
 
     def shift(self, slot: int, n_kept: int, n: int) -> None:
-        """Take out the `n` cells behind the first `n_kept`. The rest moves up at the next decode: save not before."""
+        """Remove the `n` cells after the first `n_kept`. The rest moves up at the next decode: save after that."""
         llama_cpp.llama_memory_seq_rm(self._memory, slot, n_kept, n_kept + n)
         llama_cpp.llama_memory_seq_add(self._memory, slot, n_kept + n, -1, -n)
 
@@ -90,7 +90,7 @@ class LlamaCells:
         return int(llama_cpp.llama_state_seq_get_size(self._ctx, slot))
 
     def save(self, slot: int) -> SavedCells | None:
-        """Return a copy of a slot's cells, or None where that failed, for want of memory too."""
+        """Return a copy of a slot's cells; None where that failed, also for lack of memory."""
         n_bytes = self.n_saved_bytes(slot)
         if not n_bytes:
             return None
@@ -102,10 +102,10 @@ class LlamaCells:
         return SavedCells(data, self.count(slot)) if n_copied == n_bytes else None
 
     def wipe(self, slots: Collection[int], sample: SavedCells) -> None:
-        """Overwrite what emptied slots have left, all of them, with a sample of a sequence; they are empty again.
+        """Overwrite all memory of empty slots with a sample of a sequence; they are empty again afterwards.
 
-        A state that begins is an old one multiplied by zero, and cells that nobody has are computed and masked: both
-        leave what is no number as it is. Source: llama.cpp, src/llama-graph.cpp, build_rs;
+        A new state is an old one multiplied by zero, and cells of no sequence are computed and masked: a NaN stays a
+        NaN in both. Source: llama.cpp, src/llama-graph.cpp, build_rs;
         src/llama-memory-recurrent.cpp, find_slot; ggml/src/ggml-cpu/ops.cpp, flash attention by tiles.
         """
         for slot in slots:
@@ -114,7 +114,7 @@ class LlamaCells:
             self.trim(slot, 0)
 
     def load(self, slot: int, saved: SavedCells) -> bool:
-        """Put saved cells into a slot; return whether it was done. Where it was not the slot is empty."""
+        """Put saved cells into a slot; return whether that worked. Otherwise the slot is empty."""
         n_bytes = len(saved.data)
         n_read = llama_cpp.llama_state_seq_set_data(self._ctx, _bytes_of(saved.data), n_bytes, slot)
         if n_read == n_bytes and self.count(slot) >= saved.n_cells:
@@ -138,10 +138,10 @@ def has_states(model: LlamaModel) -> bool:
 def find_memory(
     ctx: Any, model: LlamaModel, options: EngineOptions, n_threads: int, *, is_on_device: bool
 ) -> KvCapabilities:
-    """Find out what the memory of an empty context can do, by five one-token decodes. Leaves it empty.
+    """Find out what the memory of an empty context can do, by some one-token decodes. It is empty again afterwards.
 
-    Where layers look back over some positions only, llama.cpp reuses cells that fell out of their sight and does not
-    save them, so that a sequence cut short may lack some: such a memory counts as one that cannot trim.
+    Where layers have a sliding window, llama.cpp reuses cells that left it and does not save them, so a trimmed
+    sequence may lack cells: such a memory counts as one that cannot trim.
     Source: src/llama-kv-cache.cpp, find_slot and state_write.
 
     Raises:
@@ -185,9 +185,9 @@ def find_memory(
 
 
 def _can_shift(ctx: Any, model: LlamaModel, cache_type_k: str) -> bool:
-    """Whether keys can be turned to other positions; llama.cpp ends the process where it cannot, so it is not tried.
+    """Whether keys can be rotated to other positions. Not tried: llama.cpp ends the process where it cannot.
 
-    It cannot with bf16, nor with blocks but in heads of one width that 64 divides, unless its variable says otherwise.
+    It cannot with bf16. With blocks it can in heads of one width that 64 divides, unless its variable forbids it.
     Source: src/llama-kv-cache.cpp, attn_rot_k and build_rope_shift (ggml-org/llama.cpp#25636); ggml-cpu/ops.cpp, rope.
     """
     if not llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(ctx)):
@@ -200,7 +200,7 @@ def _can_shift(ctx: Any, model: LlamaModel, cache_type_k: str) -> bool:
 
 
 def _copies(ctx: Any, cells: LlamaCells, target: int, undisturbed: int, model: LlamaModel) -> bool:
-    """Whether the beginning of a longer sequence goes on as it would alone in a slot that it is copied to."""
+    """Whether the beginning of a longer sequence, copied to another slot, is continued as it is alone."""
     for position in range(_N_KEPT + 1):
         _decode(ctx, 0, position, has_output=False)
     cells.copy(0, target, _N_KEPT)
@@ -211,7 +211,7 @@ def _copies(ctx: Any, cells: LlamaCells, target: int, undisturbed: int, model: L
 
 
 def _next_token(ctx: Any, slot: int, model: LlamaModel) -> int:
-    """Decode the token after the first `_N_KEPT`; return the likeliest one to follow."""
+    """Decode the token after the first `_N_KEPT`; return the likeliest next token."""
     _decode(ctx, slot, _N_KEPT, has_output=True)
     row = llama_cpp.llama_get_logits_ith(ctx, 0)
     return int(np.ctypeslib.as_array(row, (model.vocab.n_vocab,)).argmax())
@@ -234,9 +234,9 @@ def _decode(ctx: Any, slot: int, position: int, *, has_output: bool) -> None:
 
 
 def most_long_context_prefills(model: LlamaModel, options: EngineOptions, n_threads: int) -> int:
-    """Return `KvCapabilities.n_long_context_prefills`: enough for each thread's tiles, few of unequal length.
+    """Return `KvCapabilities.n_long_context_prefills`: enough for the tiles of each thread.
 
-    0 where attention is not computed by tiles.
+    0 where attention does not work in tiles.
     """
     has_tiles = options.cache_type_k == options.cache_type_v and options.cache_type_k in (
         "f16",

@@ -1,4 +1,4 @@
-"""A loaded model: what its file says, who computes with it; freed once."""
+"""A loaded model: its metadata, its vocabulary, and the contexts that compute with it; freed once."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _SAMPLING_KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Which devices hold a model's layers; what is not said is llama.cpp's choice.
+    """Which devices hold a model's layers; llama.cpp chooses where a value is None.
 
     Args:
         n_gpu_layers: layers to put on GPUs, -1 for all.
         split_mode: "none" for one device, "layer", "row" or "tensor" for several.
-        main_gpu: the device that "none" takes.
+        main_gpu: the device that holds all layers with "none".
         tensor_split: shares of the devices.
-        rpc_servers: "host:port" of ggml's RPC servers, whose devices come before the own ones.
+        rpc_servers: "host:port" of ggml's RPC servers, whose devices come before local ones.
     """
 
     n_gpu_layers: int | None = None
@@ -54,10 +54,10 @@ class Placement:
 
 
 class Context(Protocol):
-    """Computes with a model."""
+    """A context that computes with a model."""
 
     def give_up(self) -> None:
-        """Free what belongs to the model; wait for the run in flight. From any thread."""
+        """Free what the context has of the model, after the run in flight. From any thread."""
 
 
 class LlamaModel:
@@ -76,9 +76,9 @@ class LlamaModel:
 
         Args:
             pointer: `llama_model *` as ctypes gives it.
-            name: what error messages call it: its path.
+            name: its path; error messages begin with it.
             placement: where its layers were put.
-            owner: who frees it; `None` for this object.
+            owner: the object that frees it; `None` for this object.
             template: Jinja that replaces the model's own chat template.
         """
         self.placement = placement or Placement()
@@ -87,9 +87,9 @@ class LlamaModel:
         self._end = ""
         """Why it is closed; empty while it is open."""
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        """What computes with it."""
+        """The contexts that compute with it."""
         self.busy = threading.Lock()
-        """Held by who must not lose the model while it works on it; `close` waits for it."""
+        """Held while something works on the model outside a context; `close` waits for it."""
         self.name = name
         self.metadata: Mapping[str, str] = read_metadata(pointer)
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
@@ -126,13 +126,13 @@ class LlamaModel:
 
     @property
     def file_type(self) -> str:
-        """What most weights are stored as, such as "q4_k_m"; by its tensors where the file is silent."""
+        """The type of most weights, such as "q4_k_m"; counted from the tensors where the file does not name it."""
         found = llama_cpp.llama_model_ftype(self.pointer) & ~llama_cpp.LLAMA_FTYPE_GUESSED
         return _file_types().get(found, "unknown")
 
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the file itself says of sampling, by the names of `RunOptions`, where that takes the values."""
+        """Sampling values that the file recommends and `RunOptions` accepts, by their names there."""
         found = {name: _number(self.metadata.get(key)) for name, key in _SAMPLING_KEYS.items()}
         said = {
             name: int(value) if name in ("top_k", "repeat_last_n") else value
@@ -153,7 +153,7 @@ class LlamaModel:
 
     @cached_property
     def integers(self) -> Mapping[str, tuple[int, ...]]:
-        """The file's arrays of whole numbers, which llama.cpp reads and does not show; empty without the file."""
+        """The file's arrays of integers, which llama.cpp has no function for; empty where the file cannot be read."""
         try:
             header = read_header(Path(self.name), "")
         except DamagedError:
@@ -161,7 +161,7 @@ class LlamaModel:
         return {} if header is None else header.integers
 
     def give_up(self) -> None:
-        """Let go of a borrowed model, for its owner frees it: those that compute with it end their run first."""
+        """Close a borrowed model before its owner frees it; contexts end the run in flight first."""
         self._end = (
             f"{self.name}: the llama_cpp.Llama that owns this model was closed under its engine: "
             "close the engine first"

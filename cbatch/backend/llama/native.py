@@ -45,7 +45,7 @@ ISA_BEST = -1
 # Source: native/include/cbatch.h, return codes.
 _MEANINGS = {
     1: "the table of addresses is not the one this library wants",
-    2: "a size below 1, or an instruction set that this machine has not",
+    2: "a size below 1, or an instruction set that this machine does not have",
     3: "out of memory",
     4: "a slot out of range, not ascending or twice",
     5: "a sampling value out of its range",
@@ -147,7 +147,7 @@ class NativeStepper:
         self._n_tops[binding.slot] = binding.n_target_top
 
     def _flat_breakers(self, breakers: tuple[tuple[int, ...], ...]) -> array[int]:
-        """Return DRY's breakers as the native library takes them; what was seen is kept, as there can be thousands."""
+        """Return DRY's breakers as the native library takes them; the last sets are kept, as some are large."""
         if id(breakers) not in self._breakers:
             while len(self._breakers) >= _N_BREAKERS_KEPT:
                 del self._breakers[next(iter(self._breakers))]
@@ -223,7 +223,7 @@ class NativeStepper:
         return (ctypes.c_void_p * n_rows)(*(None if m is None else m.ctypes.data for m in masks))
 
     def _reports(self, chunks: Sequence[Chunk], n_steps: int) -> Any:
-        """Return room for log-probabilities, or None where nobody wants any."""
+        """Return memory for log-probabilities, or None where no slot reports any."""
         if not self._reporting or n_steps < 1:
             return None
         if not any(c.slot in self._reporting and c.has_output for c in chunks):
@@ -287,10 +287,10 @@ def _flatten(chunks: Sequence[Chunk]) -> tuple[array[int], array[int]]:
 
 
 class _Scoring:
-    """The targets of chunks as the native library takes them, and the room for what it finds."""
+    """The targets of chunks as the native library takes them, and memory for their log-probabilities."""
 
     def __init__(self, chunks: Sequence[Chunk], n_tops: Mapping[int, int]) -> None:
-        """Take chunks, and how many alternatives each slot wants, where that is not 0."""
+        """Take chunks, and how many alternatives each slot reports, where that is not 0."""
         self._chunks = chunks
         self._n_targets = array("i", [len(c.targets) for c in chunks])
         self._n_top = array("i", [n_tops.get(c.slot, 0) for c in chunks])
@@ -305,7 +305,7 @@ class _Scoring:
         self.at = ctypes.addressof(self._native)
 
     def found(self) -> dict[Slot, list[TokenLogprobs]]:
-        """Return what was found, by slots."""
+        """Return the log-probabilities of each slot's targets."""
         each = map(as_logprobs, self._out)
         return {c.slot: [next(each) for _ in c.targets] for c in self._chunks if c.targets}
 

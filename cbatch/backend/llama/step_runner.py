@@ -62,8 +62,8 @@ class StepRunner:
 
     def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
         """Have grammars follow what was sampled in at least one step that was done."""
-        tokens, guided = self._matchers.follow(chunks, result.tokens)
-        return replace(result, tokens=tokens, guided=guided) if guided else result
+        tokens, steps = self._matchers.follow(chunks, result.tokens)
+        return replace(result, tokens=tokens, grammar_steps=steps) if steps else result
 
     def _run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
         self.last_chunks = chunks

@@ -1,4 +1,4 @@
-"""The structures that cross the border to the native library, and ours as it takes them: native/include/cbatch.h."""
+"""The structures that cross the border to the native library, and plans as it takes them: native/include/cbatch.h."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class NativeLogprobs(ctypes.Structure):
 
 
 class NativeScoring(ctypes.Structure):
-    """Given tokens whose log-probabilities are wanted: `cbatch_scoring`."""
+    """Given tokens whose log-probabilities are to be reported: `cbatch_scoring`."""
 
     _fields_ = [
         ("n_targets", ctypes.c_void_p),
@@ -128,12 +128,12 @@ class NativeReport(ctypes.Structure):
 
 
 def flat_breakers(breakers: Sequence[Sequence[int]]) -> array[int]:
-    """Return DRY's breakers one after another, each behind its length."""
+    """Return DRY's breakers one after another, each after its length."""
     return array("i", [n for tokens in breakers for n in (len(tokens), *tokens)])
 
 
 def as_native(b: Binding, breakers: array[int]) -> tuple[NativeBinding, Any]:
-    """Return a binding as the native library takes it, and what must live as long."""
+    """Return a binding as the native library takes it, and the arrays that must live as long."""
     s = b.sampling
     n_seen = max(s.repeat_last_n, s.dry_penalty_last_n, 0)
     stop = array("i", b.stop_tokens)

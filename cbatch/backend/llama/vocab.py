@@ -21,10 +21,10 @@ _MAX_BYTES = 2**31 - 1  # llama_tokenize counts in int32
 _HIDDEN = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _PIECE_BYTES = 64  # most pieces are shorter; a longer one is asked for twice
 _N_TAIL_MAX = 20
-"""Tokens of a sequence behind its first. Source: llama_sampler_init_dry, MAX_SEQ_LEN."""
+"""Most tokens of a sequence after its first. Source: llama_sampler_init_dry, MAX_SEQ_LEN."""
 
 _N_BREAKERS_KEPT = 64
-"""Sets of strings whose sequences are kept."""
+"""Most sets of strings whose sequences are kept."""
 
 
 class LlamaVocab:
@@ -37,7 +37,7 @@ class LlamaVocab:
 
         Args:
             model: `llama_model *` as ctypes gives it.
-            template: Jinja source of the chat template, if there is one.
+            template: Jinja source of the chat template; None without one.
             template_name: what error messages call it.
         """
         self._vocab: Any = llama_cpp.llama_model_get_vocab(model)
@@ -99,7 +99,7 @@ class LlamaVocab:
 
     @cached_property
     def control_tokens(self) -> frozenset[int]:
-        """Every id that adds nothing to the text but has one of its own; the first call looks at all of them."""
+        """Every id that adds nothing to the answer but can be written out; the first call looks at all ids."""
         get_attributes, vocab = llama_cpp.llama_vocab_get_attr, self._open_vocab
         return frozenset(t for t in range(self._n_vocab) if get_attributes(vocab, t) & _HIDDEN)
 
@@ -140,16 +140,16 @@ class LlamaVocab:
         return self._shown[token]
 
     def named_token(self, mark: str) -> int | None:
-        """Return the token that stands for this mark alone and that a grammar means by its id; None for no such."""
+        """Return the token that is this mark and nothing else, and that grammars name by its id; None without one."""
         tokens = self._tokenize(_encode(mark), add_special=False, parse_special=True)
         if len(tokens) != 1 or not self.is_named(tokens[0]):
             return None
         return tokens[0]
 
     def is_named(self, token: int) -> bool:
-        """Whether a token is no text for a grammar: one without text, or a mark in angle brackets.
+        """Whether grammars name a token by its id: one without text, or a mark in angle brackets.
 
-        Source: llguidance's llamacpp.py, which means the same tokens.
+        Source: llguidance's llamacpp.py, which selects the same tokens.
         """
         shown, attributes = (
             self.piece(token),
@@ -181,7 +181,7 @@ class LlamaVocab:
 
         Args:
             messages: the chat.
-            variables: what the template gets besides, such as `tools`.
+            variables: further values for the template, such as `tools`.
 
         Raises:
             RequestFailedError: there is no template, or it refuses these messages.
@@ -193,7 +193,7 @@ class LlamaVocab:
         return self._breakers.find(strings)
 
     def close(self, why: str = "the model is closed") -> None:
-        """Let go of the model; later calls that need it raise `EngineClosedError`, which says why."""
+        """Drop the model; later calls that need it raise `EngineClosedError` with `why`."""
         self._vocab, self._end = None, why
 
     @property
@@ -291,7 +291,7 @@ class BreakerTable:
             return self._known[key]
 
     def _of(self, text: bytes) -> Iterator[tuple[int, ...]]:
-        """Yield tokens that hold the text, and those that end with a part of it, with the tokens of what is left."""
+        """Yield tokens that contain the text, and tokens that end with a part of it, followed by the rest's tokens."""
         if self._words is None:
             self._words = self._read_words()
         tails = {
