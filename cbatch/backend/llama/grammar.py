@@ -72,7 +72,7 @@ class LlamaGrammars:
         problem = self._sandbox.find_problem(_of_bytes(source))
         if self._sandbox.problem and is_suspicious(grammar):
             problem = (
-                "it must be tried in a process of its own first, which cannot be started here: "
+                "it must be tried in a process of its own first, which cannot be done here: "
                 f"{self._sandbox.problem}"
             )
         if problem:

@@ -130,7 +130,7 @@ class File:
         return int(text) if text.isascii() and text.isdigit() else default
 
     def numbers(self, key: str, n: int) -> tuple[int, ...]:
-        """Return a count for each of `n` layers: one number for all of them, or the file's list; empty without either."""
+        """Return a count for each of `n` layers, from one number or the file's list; empty without either."""
         own = f"{self.architecture}.{key}"
         if own in self._metadata:
             return (self.number(key),) * n
