@@ -211,7 +211,7 @@ def _weights(header: Header, model: LlamaModel) -> Iterator[str]:
             yield f"is damaged: it has a tensor {name!r}; {AGAIN}"
         if name.endswith((".lora_a", ".lora_b")) and tensor.type not in _TYPES:
             known = ", ".join(_TYPES.values())
-            yield f"has {name} as ggml type {tensor.type}, which is not one of {known}; convert it again"
+            yield f"has {name} in a type of number {tensor.type}, not one of {known}; convert it again"
     if not any(True for _ in _pairs(header)):
         yield f"holds no LoRA weights; {_CONVERT}"
 

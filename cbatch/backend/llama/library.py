@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ABI_VERSION = 5
-"""Interface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
+"""Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
     sys.platform, "libcbatch.so"
@@ -71,8 +71,8 @@ def load_library() -> Any:
         ) from error
     if version != ABI_VERSION:
         raise IncompatibleLlamaError(
-            f"cbatch's native library {path} has interface {version}, "
-            f"cbatch {_version('cbatch')} needs {ABI_VERSION}; {_REINSTALL}"
+            f"cbatch's native library {path} has surface {version}, "
+            f"cbatch {_version('cbatch')} wants {ABI_VERSION}; {_REINSTALL}"
         )
     for name, (restype, argtypes) in _SIGNATURES.items():
         function = getattr(lib, name)
