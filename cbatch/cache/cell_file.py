@@ -48,12 +48,12 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class CachedCells:
-    """One sequence's cells.
+    """The cells of one sequence.
 
     Args:
-        tokens: (n_tokens,) int32, ≥ 0: the tokens that the cells stand for.
-        n_prompt: how many of them were given, not sampled.
-        data: (n_bytes,) uint8: the cells as llama.cpp wrote them.
+        tokens: (n_tokens,) int32, ≥ 0: the tokens whose cells these are.
+        n_prompt: how many of the tokens were given, not sampled.
+        data: (n_bytes,) uint8: the state as llama.cpp wrote it.
     """
 
     tokens: NDArray[np.int32]
@@ -70,12 +70,12 @@ class CachedCells:
 
 
 def file_name(key: str, fingerprint: Fingerprint) -> str:
-    """Return a file's name: of digests, for a key may be any text, also that of a path."""
+    """Return the name of a file, made of digests: a key may be any text, such as a path."""
     return f"{digest_of(key)}-{digest_of(_json(dict(fingerprint)))}.cells"
 
 
 def digest_of(text: str) -> str:
-    """Return what stands for a key in the names of its files."""
+    """Return the digest of a key, with which the names of its files begin."""
     return hashlib.sha256(_encoded(text)).hexdigest()[:32]
 
 
@@ -90,15 +90,14 @@ def _encoded(text: str) -> bytes:
 # ---- writing ----
 
 
-def packed(key: str, cells: CachedCells, fingerprint: Fingerprint) -> bytes:
-    """Return a file up to its first digest."""
-    n_tokens = _checked(key, cells)
+def file_head(key: str, cells: CachedCells, fingerprint: Fingerprint) -> bytes:
+    """Return the bytes of a file up to its first digest."""
     header = _encoded(
         _json(
             {
                 "key": key,
                 "fingerprint": dict(fingerprint),
-                "n_tokens": n_tokens,
+                "n_tokens": cells.tokens.size,
                 "n_prompt": cells.n_prompt,
                 "n_data": cells.data.size,
             }
@@ -110,24 +109,8 @@ def packed(key: str, cells: CachedCells, fingerprint: Fingerprint) -> bytes:
     return prefix + header + cells.tokens.astype("<i4", copy=False).tobytes()
 
 
-def _checked(key: str, cells: CachedCells) -> int:
-    """Return how many tokens there are, where they and the cells are what `CachedCells` says."""
-    tokens, data = cells.tokens, cells.data
-    if (str(tokens.dtype), tokens.ndim, str(data.dtype), data.ndim) != ("int32", 1, "uint8", 1):
-        raise CacheError(key, "tokens must be one row of int32 and cells one of uint8")
-    if _is_negative(tokens):
-        raise CacheError(key, f"there is no token {tokens.min()}")
-    if not 0 <= cells.n_prompt <= tokens.size:
-        raise CacheError(key, f"of {tokens.size} tokens {cells.n_prompt} cannot be given")
-    return tokens.size
-
-
-def _is_negative(tokens: NDArray[np.int32]) -> bool:
-    return bool(tokens.size and tokens.min() < 0)
-
-
 def file_parts(head: bytes, data: NDArray[np.uint8]) -> Iterator[bytes | memoryview]:
-    """Yield a file part by part, the cells where they are."""
+    """Yield the parts of a file; the cells are not copied."""
     hashed, cells = hashlib.sha256(head), np.ascontiguousarray(data).data
     first = hashed.digest()
     yield head
@@ -147,7 +130,7 @@ class BadFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """What a file says that it holds."""
+    """The header of a file."""
 
     key: str
     fingerprint: Fingerprint
@@ -157,7 +140,7 @@ class FileHeader:
 
 
 class FileReader:
-    """Reads a file from its beginning, each byte once, and hashes what it reads."""
+    """Reads a file from its beginning, each byte once, and hashes the bytes."""
 
     def __init__(self, fd: int, name: str) -> None:
         self._fd, self._name = fd, name
@@ -174,12 +157,10 @@ class FileReader:
         self._hash = hashlib.sha256()
 
     def head(self) -> tuple[FileHeader, NDArray[np.int32]]:
-        """Read and check everything up to the cells: the header, and (n_tokens,) int32."""
+        """Read and check everything up to the cells; return the header and the tokens, (n_tokens,) int32."""
         header = self._header()
         tokens = self.take(4 * header.n_tokens).view("<i4").astype(np.int32, copy=False)
         self.check()
-        if _is_negative(tokens):
-            raise BadFileError("holds tokens that are none")
         if file_name(header.key, header.fingerprint) != self._name:
             raise BadFileError("is the file of another key or fingerprint")
         return header, tokens
@@ -209,7 +190,7 @@ class FileReader:
         return taken
 
     def skip(self, n_bytes: int) -> None:
-        """Read and hash the next bytes, and keep none."""
+        """Read and hash the next bytes without keeping them."""
         piece = np.empty(min(n_bytes, _PIECE), np.uint8).data
         for start in range(0, n_bytes, _PIECE):
             self._fill(piece[: n_bytes - start])
@@ -224,13 +205,13 @@ class FileReader:
             left = left[n_read:]
 
     def check(self) -> None:
-        """Read a digest and compare it with that of everything before."""
+        """Read a digest and compare it with that of all bytes before."""
         digest = self._hash.digest()
         if self.take(N_DIGEST).tobytes() != digest:
-            raise BadFileError("is damaged: its digest is not that of what it holds")
+            raise BadFileError("is damaged: its digest does not match its content")
 
     def mark(self, now_s: float) -> None:
-        """Say that it was used now, where that is permitted."""
+        """Mark the file as used now, where that is permitted."""
         with suppress(OSError):
             set_used(self._fd, now_s)
 
@@ -258,8 +239,8 @@ def opened_file(path: Path) -> Iterator[FileReader]:
     """Open a file to be read once.
 
     Raises:
-        FileNotFoundError: there is none.
-        BadFileError: whatever else is wrong with it, also inside the block.
+        FileNotFoundError: there is no file.
+        BadFileError: anything else is wrong with the file, also inside the block.
     """
     try:
         fd = os.open(path, _READ_FLAGS)
@@ -274,10 +255,10 @@ def opened_file(path: Path) -> Iterator[FileReader]:
         reason = words.get(error.errno or 0, f"cannot be read: {error.strerror}")
         raise BadFileError(reason) from error
     except MemoryError as error:
-        raise BadFileError("is larger than the memory there is") from error
+        raise BadFileError("is larger than the free memory") from error
 
 
 def set_used(fd: int, now_s: float) -> None:
-    """Say when a file was used, in seconds of Unix time."""
+    """Set the time when a file was used, in seconds of Unix time."""
     now_ns = int(now_s * 1e9)
     os.utime(fd, ns=(now_ns, now_ns))

@@ -1,7 +1,6 @@
-"""Cells of sequences kept on disk under keys: files that outlive the process, each whole or not there at all.
+"""Cells of sequences kept on disk under keys: files that outlive the process, each whole or absent.
 
-It knows no model and no llama.cpp: what the cells depend on comes in as a fingerprint, and a file is found by its key
-and its fingerprint together.
+The store knows no model: a fingerprint says what the cells depend on, and key and fingerprint together name a file.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from cbatch.cache.cell_file import (
     BadFileError,
     CachedCells,
     digest_of,
+    file_head,
     file_name,
     file_parts,
     opened_file,
-    packed,
     set_used,
 )
 from cbatch.errors import CacheError, ConfigError
@@ -54,13 +53,13 @@ class CacheFile:
     """One file, for listing.
 
     Args:
-        key: what it is kept under; empty where there is a problem, as are `n_tokens` and `fingerprint`.
-        n_tokens: tokens that it holds cells of.
+        key: of the file; empty where there is a problem, as are `n_tokens` and `fingerprint`.
+        n_tokens: tokens whose cells the file holds.
         n_bytes: size of the file.
-        used_at: when it was last written or read, in seconds of Unix time.
-        fingerprint: what its cells depend on.
-        path: where it is.
-        problem: why it cannot be read, or None.
+        used_at: when the file was last written or read, in seconds of Unix time.
+        fingerprint: what the cells depend on.
+        path: of the file.
+        problem: why the file cannot be read, or None.
     """
 
     key: str
@@ -73,35 +72,35 @@ class CacheFile:
 
 
 class CacheStore:
-    """A folder of cells on disk, and how large it may grow.
+    """A folder of cells on disk with a limit on its size.
 
-    Any number of threads and processes may share a folder: a reader sees a file before or after it was written anew,
-    never between, and a file that vanishes meanwhile is as one that was never there.
+    Any number of threads and processes may share a folder: a reader sees the former file or the new one, each whole,
+    and a file that vanishes meanwhile is treated as one that was never there.
     """
 
     def __init__(
         self, folder: Path, n_bytes_max: int, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """Create nothing: the folder is made at the first write.
+        """Create nothing: the first write makes the folder.
 
         Args:
-            folder: where the files are.
-            n_bytes_max: bytes that the finished files may have together; only writing looks at it.
+            folder: of the files.
+            n_bytes_max: bytes that the finished files may have together; only a write removes files.
             clock: Unix time in seconds.
         """
         self._folder = Path(folder)
         self._n_bytes_max = n_bytes_max
         self._clock = clock
-        self._lock = threading.Lock()  # what one thread has just written, another does not trim
+        self._lock = threading.Lock()  # no thread removes what another has just written
 
     def write(self, key: str, cells: CachedCells, fingerprint: Fingerprint) -> None:
-        """Keep these cells under this key, in place of former ones; then remove what was not used for longest.
+        """Write these cells under this key, in place of former ones; then remove the least recently used files.
 
         Raises:
-            CacheError: the disk is full, the file would be larger than all may be together, no permission, or tokens
-                that are none. A former file of this key is as it was.
+            CacheError: the disk is full, the file alone exceeds the limit, or there is no permission. A former file of
+                this key stays as it is.
         """
-        head = packed(key, cells, fingerprint)
+        head = file_head(key, cells, fingerprint)
         n_bytes = len(head) + cells.data.size + 2 * N_DIGEST
         if n_bytes > self._n_bytes_max:
             raise CacheError(
@@ -117,13 +116,13 @@ class CacheStore:
             raise CacheError(key, _unwritten(self._folder, error)) from error
 
     def read(self, key: str, fingerprint: Fingerprint) -> CachedCells:
-        """Return the cells kept under this key, and mark them as used now.
+        """Return the cells kept under this key, and mark the file as used now.
 
         Raises:
-            CacheError: there are none, only those of another fingerprint, or the file is damaged.
+            CacheError: there are none, only those of another fingerprint, or the file is damaged or not this user's.
         """
         path = self._path(key, fingerprint)
-        with _told(key, path):
+        with _as_cache_error(key, path):
             try:
                 with opened_file(path) as reader:
                     header, tokens = reader.head()
@@ -135,7 +134,7 @@ class CacheStore:
         return CachedCells(tokens, header.n_prompt, data)
 
     def files(self, key: str | None = None) -> list[CacheFile]:
-        """Return every file, or those of one key, the most recently used first; bad ones have a problem.
+        """Return every file, or those of one key, the most recently used first; a bad file has a `problem`.
 
         Raises:
             CacheError: the folder cannot be listed.
@@ -147,25 +146,25 @@ class CacheStore:
         return sorted(found, key=lambda file: (-file.used_at, file.path.name))
 
     def remove(self, key: str) -> int:
-        """Remove every file of this key, whatever its fingerprint; return how many there were.
+        """Remove every file of this key, of any fingerprint; return how many there were.
 
         Raises:
-            CacheError: some cannot be removed; it names them, and the others are gone.
+            CacheError: some files cannot be removed; it names them, and the others are gone.
         """
         return self._remove(key, (_FILE,), key)
 
     def remove_all(self) -> int:
-        """Remove every file, and what unfinished writes have left; return how many there were of both.
+        """Remove every file and every part of an unfinished write; return how many there were of both.
 
-        A write that another process has not finished fails then.
+        A write of another process that is not finished fails then.
 
         Raises:
-            CacheError: some cannot be removed; it names them, and the others are gone.
+            CacheError: some files cannot be removed; it names them, and the others are gone.
         """
         return self._remove(str(self._folder), (_PART, _FILE))
 
     def verify(self, file: CacheFile) -> str | None:
-        """Read all of a file; return what is wrong, or None, also where it has vanished meanwhile."""
+        """Read all of a file; return its problem, or None, also where the file has vanished."""
         try:
             with opened_file(file.path) as reader:
                 header, _ = reader.head()
@@ -183,7 +182,7 @@ class CacheStore:
         return self._folder / file_name(key, fingerprint)
 
     def _found(self, pattern: re.Pattern[str], key: str | None = None) -> list[os.DirEntry[str]]:
-        """Return the entries with such a name, whatever they are; what is not ours is never touched."""
+        """Return the entries with such a name, of any kind; entries with other names are never touched."""
         start = "" if key is None else digest_of(key)
         try:
             with os.scandir(self._folder) as entries:
@@ -196,7 +195,7 @@ class CacheStore:
     def _remove(
         self, said: str, patterns: tuple[re.Pattern[str], ...], key: str | None = None
     ) -> int:
-        """Remove what has such a name, all that can be; return how many there were."""
+        """Remove all entries with such a name that can be removed; return how many there were."""
         try:
             entries = [entry for pattern in patterns for entry in self._found(pattern, key)]
         except OSError as error:
@@ -208,7 +207,7 @@ class CacheStore:
         return len(entries)
 
     def _replace(self, name: str, parts: Iterator[bytes | memoryview]) -> None:
-        """Write a file beside its place and put it there when it is whole and on the disk."""
+        """Write a file under another name, and rename it when it is whole and on the disk."""
         path = self._folder / name
         part = self._folder / f".{name}.{secrets.token_hex(8)}.part"
         try:
@@ -222,7 +221,7 @@ class CacheStore:
         _sync_folder(self._folder)
 
     def _try_to_trim(self, kept: str) -> None:
-        """Make the folder smaller, if that can be: what was written is there in any case."""
+        """Remove files over the limit, where that is possible: the written file is there in any case."""
         try:
             self._trim(kept)
         except OSError as error:
@@ -239,7 +238,7 @@ class CacheStore:
                 n_bytes -= size
 
     def _sweep(self, older_than_s: float) -> None:
-        """Remove what writes have left that were killed; a write that goes on touches its file."""
+        """Remove what killed writes have left; a write in progress touches its file."""
         for entry, found in self._regular(_PART):
             if found.st_mtime < self._clock() - older_than_s:
                 _is_gone(Path(entry))
@@ -254,7 +253,7 @@ class CacheStore:
                     yield entry, found
 
     def _missing(self, key: str, fingerprint: Fingerprint) -> CacheError:
-        """Return the error for a key without a file of this fingerprint: in what the nearest one differs."""
+        """Return the error for a key without a file of this fingerprint: how the nearest fingerprint differs."""
         differences = [
             differing
             for file in self.files(key)
@@ -268,14 +267,14 @@ class CacheStore:
 
 
 class NoStore:
-    """Stands for the folder of a user who has none: what is asked of it is an error that says so."""
+    """Stands for the folder of a user without one: each use is an error that says so."""
 
     def __init__(self, why: str) -> None:
-        """Take the reason."""
+        """Keep the reason."""
         self._why = why
 
     def write(self, key: str, cells: CachedCells, fingerprint: Fingerprint) -> None:
-        """Keep nothing.
+        """Write nothing.
 
         Raises:
             CacheError: always.
@@ -283,7 +282,7 @@ class NoStore:
         raise CacheError(key, self._why)
 
     def read(self, key: str, fingerprint: Fingerprint) -> CachedCells:
-        """Find nothing.
+        """Read nothing.
 
         Raises:
             CacheError: always.
@@ -292,10 +291,10 @@ class NoStore:
 
 
 def open_store(folder: Path | None, n_bytes_max: int) -> CacheStore | NoStore:
-    """Return the store in a folder, or in the one that is used where none is named.
+    """Return the store in a folder; None for the default folder.
 
     Raises:
-        ConfigError: `CBATCH_CACHE_DIR` begins with the home of a user who has none.
+        ConfigError: `CBATCH_CACHE_DIR` begins with the home of a user without one.
     """
     try:
         return CacheStore(folder or cells_folder(), n_bytes_max)
@@ -306,10 +305,10 @@ def open_store(folder: Path | None, n_bytes_max: int) -> CacheStore | NoStore:
 
 
 def cells_folder(named: str | os.PathLike[str] | None = None) -> Path:
-    """Return the folder for cells: the one named, or that `CBATCH_CACHE_DIR` names, or the one among the user's caches.
+    """Return the folder for cells: `named`, or that of `CBATCH_CACHE_DIR`, or the one among the user's caches.
 
     Raises:
-        ConfigError: it begins with the home of a user who has none.
+        ConfigError: the folder begins with the home of a user without one.
     """
     folder = named or os.environ.get("CBATCH_CACHE_DIR")
     try:
@@ -340,7 +339,7 @@ def _value(fingerprint: Fingerprint, name: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text as it is, or as Python writes it where a terminal would obey it."""
+    """Return a text as it is, or as Python writes it where it holds control characters."""
     return text if text and text.isprintable() else repr(text)
 
 
@@ -361,7 +360,7 @@ def _write_part(path: Path, parts: Iterator[bytes | memoryview], now_s: float) -
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put a new name on the disk; some file systems cannot, and the file is whole with its name or without."""
+    """Put a new name on the disk, where the file system can; the file is whole with its name or without."""
     with suppress(OSError):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -371,7 +370,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _tried_to_remove(path: Path) -> OSError | None:
-    """Remove a file; return why it stays."""
+    """Remove a file; return the error if it stays."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -380,7 +379,7 @@ def _tried_to_remove(path: Path) -> OSError | None:
 
 
 def _is_gone(path: Path) -> bool:
-    """Remove a file where that is permitted; tell whether there is none now."""
+    """Remove a file where that is permitted; return whether it is gone."""
     error = _tried_to_remove(path)
     if error is not None:
         _log.warn("%s cannot be removed: %s", path, error.strerror)
@@ -399,8 +398,8 @@ def _unremoved(folder: Path, error: OSError) -> str:
 
 
 @contextmanager
-def _told(key: str, path: Path) -> Iterator[None]:
-    """Tell of a bad file in the caller's words."""
+def _as_cache_error(key: str, path: Path) -> Iterator[None]:
+    """Raise a `CacheError` for a bad file."""
     try:
         yield
     except BadFileError as error:
@@ -408,7 +407,7 @@ def _told(key: str, path: Path) -> Iterator[None]:
 
 
 def _listed(entry: os.DirEntry[str]) -> CacheFile | None:
-    """Return what an entry of the folder is; None where it has vanished."""
+    """Return an entry of the folder; None where it has vanished."""
     path = Path(entry)
     try:
         found = entry.stat(follow_symlinks=False)

@@ -240,7 +240,7 @@ def test_verify_names_each_bad_file_with_the_reason(folder: Path) -> None:
     done = cache("verify", folder=folder)
     assert (done.exit_code, done.stderr) == (1, f"3 files, 3.0 MiB in {folder}, 2 bad\n")
     of_b, of_a = done.stdout.splitlines()
-    assert of_a == f"a: {a.path} is damaged: its digest is not that of what it holds"
+    assert of_a == f"a: {a.path} is damaged: its digest does not match its content"
     assert of_b.startswith(f"unknown key: {b.path} has ")
 
 
