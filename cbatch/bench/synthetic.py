@@ -89,10 +89,10 @@ class Shape:
         """Check that the sizes fit together."""
         if self.type not in _FILE_TYPES:
             raise ConfigError(
-                f"unknown weight type {self.type!r}; there is: {', '.join(_FILE_TYPES)}"
+                f"unknown weight type {self.type!r}; known are {', '.join(_FILE_TYPES)}"
             )
         if self.architecture not in ("llama", "mamba"):
-            raise ConfigError(f"unknown architecture {self.architecture!r}; there is: llama, mamba")
+            raise ConfigError(f"unknown architecture {self.architecture!r}; known are llama, mamba")
         for wrong, rule in self._broken_rules():
             if wrong:
                 raise ConfigError(f"{self}: {rule}")
@@ -161,7 +161,7 @@ def write_model(
     """
     path = Path(path)
     if path.exists() and not force:
-        raise ConfigError(f"{path} is there already; use force=True to replace it")
+        raise ConfigError(f"{path} exists already; use force=True to replace it")
     gguf = _import_gguf()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

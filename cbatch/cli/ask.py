@@ -1,4 +1,4 @@
-"""`cbatch ask`: one answer as it comes, or a conversation."""
+"""`cbatch ask`: one answer, streamed, or a conversation."""
 
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -62,21 +62,21 @@ def ask(
 
 
 class Conversation:
-    """What was said so far, and the engine that goes on with it."""
+    """The messages so far, and the engine that answers them."""
 
     def __init__(self, engine: cbatch.Engine, system: str | None = None) -> None:
         self._engine = engine
         self.has_filled_slot = False
-        """Whether the last answer ended because the slot holds no more."""
+        """Whether the last answer ended because the slot is full."""
         self.messages: list[Mapping[str, str]] = []
         if system is not None:
             self._add("system", system)
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """Yield the answer as it comes. What came is kept, also when the reader leaves; a question without is not.
+        """Yield the answer as it comes. A partial answer stays in the conversation; a question without one does not.
 
         Raises:
-            RequestError: it cannot be answered.
+            RequestError: the question cannot be answered.
         """
         parts: list[str] = []
         self._add("user", question)
@@ -105,7 +105,7 @@ def _open(
 ) -> cbatch.Engine:
     console = Console(stderr=True)
     with console.status(escape(printable(f"loading {name_of(model)}"))):  # seen on a terminal only
-        console.show_cursor()  # who stops the process gets a terminal with its cursor
+        console.show_cursor()  # a process that is stopped leaves the terminal with its cursor
         return cbatch.load(model, options=options, **settings)
 
 
@@ -131,7 +131,7 @@ def _show(conversation: Conversation, question: str) -> int:
         say(f"cbatch: {_advice(error)}")
         return 1
     if conversation.has_filled_slot:
-        say("cbatch: the answer ends here, for the slot is full: a higher --ctx-per-seq holds more")
+        say("cbatch: the answer ends here because the slot is full: raise --ctx-per-seq")
     return 0
 
 
@@ -149,8 +149,8 @@ def _stream(conversation: Conversation, question: str) -> None:
 def _advice(error: cbatch.RequestError) -> str:
     if isinstance(error, cbatch.PromptTooLongError):
         return (
-            f"all that was said has {error.n_prompt} tokens, and the slot holds {error.n_limit}: start anew, or with "
-            "a higher --ctx-per-seq"
+            f"the conversation has {error.n_prompt} tokens, but the slot holds {error.n_limit}: start a new one, or "
+            "raise --ctx-per-seq"
         )
     has_no_template = str(error).startswith("this model has no chat template")
     if has_no_template:
@@ -170,13 +170,13 @@ def _first_question(prompt: str | None) -> str:
 
 
 def _next_question() -> str:
-    """Return the next line that was asked; empty at the end, and for an empty line."""
+    """Return the next line of input, empty at its end."""
     if not stdin().isatty():
         return _decode(stdin().readline()).strip()
     try:
         return _prompted().strip()
     except EOFError:
-        say("")  # the terminal is in the middle of a line
+        say("")  # the cursor is in the middle of a line
         return ""
     except KeyboardInterrupt:
         say("")
@@ -184,11 +184,11 @@ def _next_question() -> str:
 
 
 def _prompted() -> str:
-    if not sys.stdout.isatty():  # where `input` would put the prompt between the answers
+    if not sys.stdout.isatty():  # `input` would write its prompt between the answers
         typer.echo("> ", err=True, nl=False)
         return input()
     with suppress(ImportError):
-        import readline  # noqa: F401  # `input` edits lines with it
+        import readline  # noqa: F401  # lets `input` edit lines
     return input("> ")
 
 

@@ -1,4 +1,4 @@
-"""`cbatch run --demo`: chats that the model inside can answer, and answers for people to read."""
+"""`cbatch run --demo`: chats that the shipped model can answer, and answers for people to read."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def demo_prompts() -> list[cbatch.BatchPrompt]:
 def write_shown(
     prompts: Sequence[cbatch.BatchPrompt],
 ) -> Callable[[BinaryIO, cbatch.BatchResult], None]:
-    """Return what writes a result as text, below what was asked."""
+    """Return a function that writes a result as text below its question."""
     by_id = {str(prompt.id): prompt for prompt in prompts}
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
 
@@ -74,10 +74,10 @@ def write_shown(
 
 
 def as_text(prompt: cbatch.BatchPrompt, result: cbatch.BatchResult, width: int) -> str:
-    """Return a chat as a person reads it: `>` before what was asked, the answers below."""
-    said = [(str(m["role"]), str(m["content"])) for m in prompt.messages or ()]
-    said.append(("assistant", result.text if result.error is None else f"({result.error})"))
-    return "\n".join(_paragraph(role, text, width) for role, text in said)
+    """Return a chat for people to read: questions begin with `>`, answers stand below."""
+    messages = [(str(m["role"]), str(m["content"])) for m in prompt.messages or ()]
+    messages.append(("assistant", result.text if result.error is None else f"({result.error})"))
+    return "\n".join(_paragraph(role, text, width) for role, text in messages)
 
 
 def _paragraph(role: str, text: str, width: int) -> str:
@@ -86,6 +86,6 @@ def _paragraph(role: str, text: str, width: int) -> str:
 
 
 def write_result(file: BinaryIO, result: cbatch.BatchResult) -> None:
-    """Write one result as a whole line that the system has when this returns."""
+    """Write one result as a line, and flush it."""
     file.write(dump(result_as_json(result)))
     file.flush()

@@ -8,34 +8,34 @@ from cbatch.progress import PLAIN_INTERVAL_S, Snapshot
 
 
 class EventView:
-    """Says everything as one JSON object a line, with its kind under `event`."""
+    """A progress view that prints JSON objects, one a line, with their kind under `event`."""
 
     interval_s = PLAIN_INTERVAL_S
 
     def say(self, line: str) -> None:
-        """Tell something that stays."""
+        """Print a note."""
         tell("note", text=line)
 
     def tell(self, kind: str, found: Any) -> None:
-        """Tell the values of a dataclass."""
+        """Print the values of a dataclass."""
         tell(kind, **{f.name: getattr(found, f.name) for f in fields(found)})
 
     def show(self, snapshot: Snapshot) -> None:
-        """Tell how far it is."""
+        """Print the progress."""
         tell("progress", **as_json(snapshot))
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Tell what was done."""
+        """Print the summary."""
         tell("summary", **as_json(snapshot))
 
 
 def note_at_once(words: str) -> None:
-    """Tell something in the midst of anything, what is being printed too."""
+    """Print a note from a signal handler, even in the middle of other output."""
     tell_at_once("note", text=words)
 
 
 def as_json(s: Snapshot) -> dict[str, Any]:
-    """Return a moment of a run as JSON values."""
+    """Return the progress of a run as JSON values."""
     counts = s.counts
     return {
         "n_total": counts.n_total,

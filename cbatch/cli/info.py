@@ -1,4 +1,4 @@
-"""`cbatch info`: what a model file is, and what a slot would hold."""
+"""`cbatch info`: a model file's properties, and the window of its slots."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def info(
 
 
 def as_text(found: Mapping[str, Any], width: int | None = None) -> str:
-    """Return aligned lines of what `describe_model` found; of a terminal's width, values go on below themselves."""
+    """Return the result of `describe_model` as aligned lines, wrapped to `width` if given."""
     lines = [(f"{name:<13}  ", printable(" ".join(value.split()))) for name, value in _rows(found)]
     if width is None:
         return "\n".join(name + value for name, value in lines)
@@ -99,9 +99,9 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _cells(found: Mapping[str, Any]) -> str:
-    """Return what one cell, one state and all of them take."""
+    """Return the bytes of one cell, of one state and of all of them."""
     if found["n_cell_bytes"] is None:
-        return "the file does not tell what they take"
+        return "not known from the file"
     about = "about " * found["is_about"]
     parts = [f"{found['n_cell_bytes']:,} bytes a token"] * (found["n_cell_bytes"] > 0)
     parts += [f"{found['n_state_bytes']:,} bytes a slot"] * (found["n_state_bytes"] > 0)

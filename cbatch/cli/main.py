@@ -1,4 +1,4 @@
-"""The root of the commands: what every one of them shares, and how each of them may end."""
+"""The root of the commands: options that all share, the log, Ctrl-C, and exit codes."""
 
 import logging
 import os
@@ -24,10 +24,10 @@ from cbatch.files.places import stdout
 from cbatch.logs import FIELDS
 
 _YES = ("1", "true", "t", "yes", "y", "on")
-"""What a flag from the environment may say. Source: click's `BoolParamType`."""
+"""Values of an environment variable that set a flag. Source: click's `BoolParamType`."""
 
 _BOXES_WIDTH = 64
-"""Columns below which the boxes of the help would cut the names of options."""
+"""Columns below which boxes in the help would cut option names."""
 
 
 class ExitCode(IntEnum):
@@ -36,12 +36,12 @@ class ExitCode(IntEnum):
     DONE = 0
     SOME_FAILED = 1
     STOPPED = 2
-    """It could not start, or could not go on."""
+    """The command could not start or go on."""
     INTERRUPTED = 130
 
 
 class LogLevel(str, Enum):
-    """From which severity on the library's log lines are shown."""
+    """The lowest severity of the library's log lines that are shown."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -50,14 +50,14 @@ class LogLevel(str, Enum):
 
 
 class LogLines(logging.Handler):
-    """Prints log records on stderr, past a live display: as lines, or as events where all else is said so."""
+    """Prints log records on stderr, beside a live display: as lines, or as events with `--json`."""
 
     def __init__(self, interrupts: "Interrupts") -> None:
         super().__init__()
         self._command = interrupts
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one."""
+        """Print one record."""
         try:
             say(self._event(record) if self._command.says_events else self.format(record))
         except Exception:
@@ -65,15 +65,15 @@ class LogLines(logging.Handler):
 
     @staticmethod
     def _event(record: logging.LogRecord) -> str:
-        said = {"level": record.levelname.lower(), "logger": record.name}
-        return event_line("log", **said, text=record.getMessage(), **getattr(record, FIELDS, {}))
+        source = {"level": record.levelname.lower(), "logger": record.name}
+        return event_line("log", **source, text=record.getMessage(), **getattr(record, FIELDS, {}))
 
 
 class Interrupts:
-    """Makes the first Ctrl-C a KeyboardInterrupt and keeps those after it from what it set going: closing a model.
+    """Makes the first Ctrl-C a KeyboardInterrupt and ignores further ones while the model is closed.
 
-    Who has waited `PATIENCE_S` for that ends the process with one more. It is at hand in every command, so it also
-    knows whether the command speaks to a program.
+    After `PATIENCE_S` another Ctrl-C ends the process. Every command can reach this object, so it also knows whether
+    the output is for a program.
     """
 
     PATIENCE_S = 3.0
@@ -86,7 +86,7 @@ class Interrupts:
         self._is_installed = False
 
     def __enter__(self) -> None:
-        """Handle Ctrl-C until the end of the block, and for good where it was pressed."""
+        """Handle Ctrl-C until the end of the block; once pressed, until the process ends."""
         is_ours = threading.current_thread() is threading.main_thread()
         if is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self.press)
@@ -97,7 +97,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def press(self, number: int = signal.SIGINT, frame: object = None) -> None:
-        """Do what Ctrl-C does now."""
+        """Handle one Ctrl-C."""
         if self._first_s is None:
             self._first_s = self._clock()
             raise KeyboardInterrupt
@@ -105,26 +105,26 @@ class Interrupts:
             os._exit(ExitCode.INTERRUPTED)
 
     def forget(self) -> None:
-        """Take the next Ctrl-C as the first one again."""
+        """Treat the next Ctrl-C as the first one again."""
         self._first_s = None
 
 
 class Command(TyperCommand):
-    """Says of a wrong value which variable of the environment it came from."""
+    """A command whose errors name the environment variable that a wrong value came from."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, in boxes where there is room for them."""
+        """Write the help, in boxes if the terminal is wide enough."""
         if not _write_narrow_help(self, ctx, formatter):
             with _leaving_with_the_reader():
                 super().format_help(ctx, formatter)
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **more: Any) -> Any:
-        """Read the options; what is wrong with them is said as all else is, so that is known first."""
+        """Read the options, `--json` first: it decides how errors in the others are reported."""
         interrupts = None if parent is None else parent.find_root().obj
         if interrupts is not None and any(p.name == "json" for p in self.params):
             variable = f"{parent.auto_envvar_prefix}_{str(info_name).upper()}_JSON"
-            asked = "--json" in args or os.environ.get(variable, "").lower() in _YES
-            interrupts.says_events = asked
+            is_set = os.environ.get(variable, "").lower() in _YES
+            interrupts.says_events = "--json" in args or is_set
         return super().make_context(info_name, args, parent, **more)
 
     def invoke(self, ctx: Any) -> Any:
@@ -138,16 +138,16 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Turns what a command raises into one line on stderr and an exit code."""
+    """Turns a command's exception into one line on stderr and an exit code."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, in boxes where there is room for them."""
+        """Write the help, in boxes if the terminal is wide enough."""
         if not _write_narrow_help(self, ctx, formatter):
             with _leaving_with_the_reader():
                 super().format_help(ctx, formatter)
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the root's options; a variable must not install completion."""
+        """Return the root's options; no environment variable may install completion."""
         params: list[Any] = list(super().get_params(ctx))
         for parameter in params:
             if "completion" in (parameter.name or ""):
@@ -155,14 +155,14 @@ class Group(TyperGroup):
         return params
 
     def make_context(self, *args: Any, **more: Any) -> Any:
-        """Read the options before the command; what is raised here gets out as from `invoke`."""
+        """Read the options before the command; exceptions end the command as in `invoke`."""
         try:
             return super().make_context(*args, **more)
         except Exception as error:
             self._end(error, is_debugged=False)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; only typer's own exceptions and a closed pipe get out."""
+        """Run the command; only typer's own exceptions leave this method."""
         ctx.obj = Interrupts()
         try:
             with ctx.obj:
@@ -191,7 +191,7 @@ class Group(TyperGroup):
 
 
 def make_app(*commands: Callable[..., None]) -> typer.Typer:
-    """Return the application of these commands, each named as its function."""
+    """Return the application of these commands, each named after its function."""
     app = typer.Typer(
         cls=Group,
         no_args_is_help=True,
@@ -209,7 +209,7 @@ def make_app(*commands: Callable[..., None]) -> typer.Typer:
 
 
 def write(text: str) -> None:
-    """Write to stdout at once; a reader who has left ends the command.
+    """Write to stdout at once; end the command if the reader has left.
 
     Raises:
         ConfigError: stdout is closed.
@@ -224,7 +224,7 @@ def write(text: str) -> None:
 
 
 def leave_stdout() -> None:
-    """Let what is left for a reader who has left go nowhere. Source: Python's docs, note on SIGPIPE in `signal`."""
+    """Discard further output: the reader has left. Source: Python's docs, note on SIGPIPE in `signal`."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stdout().fileno())
     os.close(null)
@@ -237,7 +237,7 @@ def _show_version(is_asked: bool) -> None:
 
 
 def _show_log(ctx: typer.Context, level: LogLevel) -> None:
-    """Show the library's log from this level on, until the command has ended."""
+    """Show the library's log from this level on until the command ends."""
     logger, lines = logging.getLogger("cbatch"), LogLines(ctx.obj)
     lines.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logger.addHandler(lines)
@@ -255,7 +255,7 @@ def _root(
             "--version",
             callback=_show_version,
             is_eager=True,
-            allow_from_autoenv=False,  # CBATCH_VERSION is what a build script would call its own
+            allow_from_autoenv=False,  # a build script may have a CBATCH_VERSION of its own
             help="Print the version and exit.",
         ),
     ] = False,
@@ -286,7 +286,7 @@ def _root(
 
 @contextmanager
 def _leaving_with_the_reader() -> Iterator[None]:
-    """End as any command does where rich finds that the reader has left. Source: rich's `Console.on_broken_pipe`."""
+    """End with exit code 0 if rich finds that the reader has left. Source: rich's `Console.on_broken_pipe`."""
     try:
         yield
     except SystemExit:
@@ -294,7 +294,7 @@ def _leaving_with_the_reader() -> Iterator[None]:
 
 
 def _write_narrow_help(command: Any, ctx: Any, formatter: Any) -> bool:
-    """Write the help as plain lines on a narrow terminal; False on a wide one."""
+    """Write the help as plain lines on a narrow terminal; return False on a wide one."""
     n_columns = shutil.get_terminal_size().columns
     if n_columns >= _BOXES_WIDTH:
         return False
@@ -305,19 +305,19 @@ def _write_narrow_help(command: Any, ctx: Any, formatter: Any) -> bool:
 
 
 def _is_typers_own(error: BaseException) -> bool:
-    """Whether typer shows it and ends by itself: usage errors and exits."""
+    """Whether typer reports the error and exits by itself: usage errors and exits."""
     return isinstance(error, typer.Abort) or hasattr(error, "exit_code")
 
 
 def _name_variable(error: Any) -> None:
-    """Add to typer's words on a wrong value which variable of the environment it came from."""
+    """Add to typer's message the environment variable that a wrong value came from."""
     ctx, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if ctx is not None and parameter is not None and _is_from_environment(ctx, parameter):
         error.message += f" (from {_variable(ctx, parameter)})"
 
 
 def _variables_in(words: str, ctx: Any) -> Iterator[str]:
-    """Yield the variables of the environment that these words of the library are about."""
+    """Yield the environment variables whose values an error of the library is about."""
     for parameter in filter(partial(_is_from_environment, ctx), ctx.command.params):
         value = re.escape(str(ctx.params[parameter.name]))
         if re.match(rf"(n_)?{parameter.name}\b|{value}: ", words):
@@ -341,4 +341,4 @@ def _words(error: BaseException) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error} (not expected: --debug shows where)"
+    return f"{type(error).__name__}: {error} (unexpected: --debug shows the traceback)"

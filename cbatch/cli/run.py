@@ -105,7 +105,7 @@ def run(
 
 
 def _answer(source: list[str], target: Path, view: View, call: dict[str, Any]) -> None:
-    """Run the items, and say how it ended."""
+    """Run the items and report the end."""
     stopper = Stopper(note_at_once if isinstance(view, EventView) else None, takes_all=True)
     try:
         with _ending_with_the_reader(view):
@@ -118,7 +118,7 @@ def _answer(source: list[str], target: Path, view: View, call: dict[str, Any]) -
 
 @contextmanager
 def _ending_with_the_reader(view: View) -> Iterator[None]:
-    """End with a word where the reader of stdout leaves; a named pipe that is left is told as any other file."""
+    """End with a message if the reader of stdout leaves; errors of named pipes are reported as those of files."""
     try:
         yield
     except BrokenPipeError as error:
@@ -127,13 +127,13 @@ def _ending_with_the_reader(view: View) -> Iterator[None]:
         leave_stdout()
         _tell(
             view,
-            "cbatch: the reader of stdout has left, so the run ends here; -o FILE keeps what is done",
+            "cbatch: the reader of stdout has left, so the run ends here; -o FILE keeps finished answers",
         )
         raise typer.Exit(ExitCode.DONE) from None
 
 
 def _look(source: list[str], view: View, *, is_estimate: bool, call: dict[str, Any]) -> None:
-    """Say what is in the input, or what a run would take; no record is written."""
+    """Report the input's content or a run's expected duration; write no record."""
     if is_estimate:
         _say_all(view, "estimate", estimate_file(source, **call))
         return
@@ -151,7 +151,7 @@ def _say_all(view: View, kind: str, found: CheckSummary | Estimate) -> None:
 
 
 def _tell(view: View, line: str) -> None:
-    """Say how it ended, which --quiet does not keep back; among events as one of them."""
+    """Print how the run ended, also with --quiet; with --json as an event."""
     (view.say if isinstance(view, EventView) else say)(line)
 
 

@@ -1,4 +1,4 @@
-"""`--set name=value`: any option of a request, its value read by the option's type."""
+"""`--set name=value`: any option of a request, its value parsed by the option's type."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 
 FROM_FILE = ("json_schema", "response_format", "grammar", "tools", "chat_template_kwargs")
-"""Options that are rarely short: `@FILE` stands for what is in a file."""
+"""Options whose values are often long: `@FILE` gives the content of a file."""
 
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _DIGITS = {"1": True, "0": False}
@@ -35,10 +35,10 @@ def set_options(given: Collection[str], taken: Collection[str]) -> dict[str, Any
 
     Args:
         given: each `name=value`.
-        taken: names that the command line says otherwise.
+        taken: names that flags of the command line give.
 
     Raises:
-        ConfigError: an unknown name, one that is said twice, or a value that is not of its type.
+        ConfigError: an unknown name, a name given twice, or a value of the wrong type.
     """
     found: dict[str, Any] = {}
     for text in given:
@@ -55,13 +55,13 @@ def _check_name(name: str, taken: Collection[str], found: Collection[str]) -> No
     known = _kinds()
     if name not in known:
         near = get_close_matches(name, known, n=3) or sorted(known)
-        raise ConfigError(f"--set {name}: there is no such option; there is: {', '.join(near)}")
+        raise ConfigError(f"--set {name}: unknown option; known are {', '.join(near)}")
     if name in taken:
         raise ConfigError(
-            f"--set {name}: is said by --{name.replace('_', '-')} too: give one of them"
+            f"--set {name}: --{name.replace('_', '-')} gives this option too: leave one of them out"
         )
     if name in found:
-        raise ConfigError(f"--set {name}: is said twice: give it once")
+        raise ConfigError(f"--set {name}: occurs twice: give it once")
 
 
 def _value_of(name: str, text: str) -> Any:
@@ -95,7 +95,7 @@ def _number(text: str, kinds: Collection[type]) -> float | None:
 
 
 def _json(text: str, kinds: Collection[type]) -> Any:
-    """Return a list or an object; None for what is none of those that are wanted."""
+    """Return a list or an object, if that is among `kinds`; else None."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -114,7 +114,7 @@ def _read(name: str, path: str) -> str:
 
 @cache
 def _kinds() -> dict[str, frozenset[type]]:
-    """Return what each option may be."""
+    """Return the types that each option may have."""
     hints = get_type_hints(RunOptions)
     names = [f.name for f in fields(RunOptions)]
     return {name: frozenset(map(_kind_of, get_args(hints[name]))) for name in names}

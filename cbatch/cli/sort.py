@@ -47,10 +47,10 @@ def sort(
     from cbatch.files.output.sorting import sort_in_place, sort_to  # sqlite3 is slow to import
 
     if is_dash(answers):
-        raise ConfigError("-: stdin has no manifest: give the file that a run has written")
+        raise ConfigError("-: stdin has no manifest: give the output file of a run")
     if output is None:
         if by:
-            raise ConfigError(f"{answers}: with --by, give another file to write to: -o SORTED")
+            raise ConfigError(f"{answers}: --by needs another file to write to: give -o SORTED")
         for path, counts in sort_in_place(answers).items():
             say(_told(path, counts))
     elif is_dash(output):
@@ -60,7 +60,7 @@ def sort(
 
 
 def _told(path: Path, counts: "Sorted") -> str:
-    gone = f"; {counts.n_gone:,} of them, at the end, are of requests that are not in the input any more"
+    gone = f"; the last {counts.n_gone:,} belong to requests that are no longer in the input"
     return f"{path}: {counts.n_records:,} records in the order of the requests{gone if counts.n_gone else ''}"
 
 

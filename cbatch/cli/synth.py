@@ -32,9 +32,9 @@ def synth(
     from cbatch.bench.synthetic import SHAPES, write_model  # numpy is slow to import
 
     if shape not in SHAPES:
-        raise ConfigError(f"unknown shape {shape!r}; there is: {', '.join(SHAPES)}")
+        raise ConfigError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
     if is_dash(output):
-        raise ConfigError("-: a model does not go to stdout: give a file for it")
+        raise ConfigError("-: a model cannot be written to stdout: give a file")
     check_new(output, force=force)
     sizes = SHAPES[shape] if type is None else replace(SHAPES[shape], type=type)
     path = write_model(output, sizes, seed=seed, force=force)

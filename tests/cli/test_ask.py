@@ -119,7 +119,7 @@ def test_question_that_failed_is_forgotten(engine: cbatch.Engine) -> None:
 def test_conversation_goes_on_after_a_question_too_long(test_model: Path, asked: list[Any]) -> None:
     result = ask(test_model, "-i", "a" * 20_000, stdin="Short\n")
     assert result.exit_code == 1
-    assert result.stderr.startswith("cbatch: all that was said has ")
+    assert result.stderr.startswith("cbatch: the conversation has ")
     assert "--ctx-per-seq" in result.stderr
     assert result.stderr.count("\n") == 1
     assert asked[1] == [user("Short")]
@@ -130,7 +130,7 @@ def test_answer_that_fills_the_slot_says_so(test_model: Path) -> None:
     args = ("Hi", "-m", test_model, "--ignore-eos", "--threads", 1, "--ctx-per-seq", 256)
     full, capped = invoke("ask", *args), invoke("ask", *args, "--max-tokens", 9)
     assert (full.exit_code, capped.exit_code, capped.stderr) == (0, 0, "")
-    assert full.stderr.startswith("cbatch: the answer ends here, for the slot is full")
+    assert full.stderr.startswith("cbatch: the answer ends here because the slot is full")
 
 
 def test_ctrl_c_in_a_conversation_ends_the_answer_alone(

@@ -149,7 +149,7 @@ def test_info_of_a_file_that_does_not_tell_says_so(
     found = info(test_model)
     assert (found["n_cell_bytes"], found["n_memory_bytes"], found["is_about"]) == (None, None, True)
     said = as_text(found)
-    assert "cells          the file does not tell what they take" in said
+    assert "cells          not known from the file" in said
     assert "room           not known" in said
 
 

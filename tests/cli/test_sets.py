@@ -118,8 +118,8 @@ def test_value_of_an_option_of_several_types(text: str, name: str, value: object
     ("text", "words"),
     [
         ("temperature", "--set temperature: give a name and a value"),
-        ("temperatur=1", "no such option; there is: temperature"),
-        ("xyz=1", "no such option; there is: adapter, best_of"),
+        ("temperatur=1", "unknown option; known are temperature"),
+        ("xyz=1", "unknown option; known are adapter, best_of"),
         ("temperature=hot", "temperature: must be a number, not 'hot'"),
         ("temperature=nan", "temperature must be a finite number"),
         ("temperature=-1", "temperature must be 0 … 10000, not -1"),
@@ -148,9 +148,9 @@ def test_wrong_name_or_value_is_refused_with_the_way_out(text: str, words: str) 
 
 
 def test_option_that_is_said_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"temperature: is said by --temperature too"):
+    with pytest.raises(ConfigError, match=r"temperature: --temperature gives this option too"):
         options_of("temperature=1", temperature=0.5)
-    with pytest.raises(ConfigError, match="n: is said twice"):
+    with pytest.raises(ConfigError, match="n: occurs twice"):
         options_of("n=1", "n=2")
     with pytest.raises(ConfigError, match="give one of them"):
         options_of("max_completion_tokens=3", max_tokens=3)
@@ -187,7 +187,7 @@ def test_run_and_ask_take_them(
     wrong = invoke(*asked, "--set", "temperature=1", "--temperature", 0)
     assert (wrong.exit_code, wrong.stderr) == (
         2,
-        "cbatch: --set temperature: is said by --temperature too: give one of them\n",
+        "cbatch: --set temperature: --temperature gives this option too: leave one of them out\n",
     )
     cut = invoke("ask", "Hi", "-m", test_model, "--set", "max_tokens=1", "--threads", 1)
     assert cut.exit_code == 0
@@ -197,7 +197,7 @@ def test_variable_of_the_environment_sets_too(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CBATCH_RUN_SET", "n=2 temperatur=1")
     done = invoke("run", "in.jsonl", "-o", "-")
     assert done.exit_code == 2
-    assert "--set temperatur: there is no such option; there is: temperature" in done.stderr
+    assert "--set temperatur: unknown option; known are temperature" in done.stderr
 
 
 FLAGS: dict[str, tuple[tuple[object, ...], object]] = {

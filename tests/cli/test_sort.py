@@ -37,7 +37,7 @@ def test_sort_names_records_of_requests_that_are_gone(tmp_path: Path) -> None:
     out = requests(tmp_path / "out", "gone", "a")
     by = requests(tmp_path / "in.jsonl", "a")
     done = invoke("sort", out, "--by", by, "-o", tmp_path / "sorted")
-    assert "2 records in the order of the requests; 1 of them, at the end, are of" in done.stderr
+    assert "2 records in the order of the requests; the last 1 belong to" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_sort_by_the_input_goes_by_ids(tmp_path: Path) -> None:
         (["-"], "stdin has no manifest"),
         (["out"], "no manifest beside it"),
         (["out", "-o", "-"], "--by INPUT"),
-        (["out", "--by", "in.jsonl"], "with --by, give another file to write to: -o SORTED"),
+        (["out", "--by", "in.jsonl"], "--by needs another file to write to: give -o SORTED"),
         (["out", "--by", "in.jsonl", "-o", "in.jsonl"], "is the input"),
         (["out", "--by", "in.jsonl", "-o", "no/sorted"], "the folder no does not exist"),
         (["out", "--by", "nothing.jsonl", "-o", "-"], "nothing.jsonl"),

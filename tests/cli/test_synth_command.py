@@ -46,14 +46,14 @@ def test_synth_of_a_model_to_stdout_is_refused(
     monkeypatch.chdir(tmp_path)
     result = invoke("synth", "-")
     assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (2, "", [])
-    assert "give a file for it" in result.stderr
+    assert "give a file" in result.stderr
 
 
 def test_synth_with_wrong_values_names_them_and_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     for args, words in (
-        (("--shape", "huge"), "unknown shape 'huge'; there is: test, exact, tiny, small"),
-        (("--type", "q9"), "unknown weight type 'q9'; there is: f32, f16, q4_0, q8_0"),
+        (("--shape", "huge"), "unknown shape 'huge'; known are test, exact, tiny, small"),
+        (("--type", "q9"), "unknown weight type 'q9'; known are f32, f16, q4_0, q8_0"),
         (("--seed", "-1"), "--seed"),
     ):
         result = invoke("synth", path, *args)
