@@ -25,6 +25,8 @@ from tests.runtime.backends import (
     FailingBackend,
     GatedBackend,
     all_results,
+    check_books,
+    ids_in_flight,
     owner_of,
     streams,
 )
@@ -63,11 +65,11 @@ def small(n_slots: int = 2, n_window: int = 64) -> GatedBackend:
 
 async def until_idle(engine: Engine) -> None:
     """Wait until nothing runs or waits; the books must balance then."""
-    while engine._loop.routes:
+    while ids_in_flight(engine):
         await checkpoint()
     stats = await anyio.to_thread.run_sync(engine.stats)
     assert (stats.n_running, stats.n_waiting) == (0, 0)
-    engine._parts.batcher.ledger.check()
+    check_books(engine)
 
 
 async def collect(response: BatchResponse) -> dict[str, str]:
@@ -159,7 +161,7 @@ async def test_one_wakeup_serves_all_readers_of_a_loop(monkeypatch: pytest.Monke
 
 
 def wait_for_end(engine: Engine) -> None:
-    while engine._loop.routes:
+    while ids_in_flight(engine):
         engine.stats()
 
 

@@ -20,7 +20,7 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
-from tests.runtime.backends import PATIENCE_S, all_results, streams
+from tests.runtime.backends import PATIENCE_S, all_results, ids_in_flight, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -237,7 +237,7 @@ class Watched:
             stats.n_running,
             stats.n_steps,
             stats.n_finished,
-            dict(self.engine._loop.routes),
+            ids_in_flight(self.engine),
             dict(self.engine._parts.batcher.in_flight),
         )
 

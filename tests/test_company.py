@@ -21,7 +21,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.runtime.validation import EXTENSIBLE
 from tests.core.test_equivalence import PROMPTS, memories, schedules
 from tests.profiles import examples
-from tests.runtime.backends import GatedBackend
+from tests.runtime.backends import GatedBackend, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -305,7 +305,7 @@ def check_workload(engine: Engine, workload: Workload) -> None:
             check_chunks(result, chunks)
         for i_choice, choice in check_item(workload, item, result):
             check_extensions(engine, workload, item, i_choice, choice)
-    assert not engine._loop.routes
+    assert not ids_in_flight(engine)
 
 
 @given(workloads())

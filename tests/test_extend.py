@@ -39,7 +39,7 @@ from tests.places import (
     steps,
     text_of,
 )
-from tests.runtime.backends import GatedBackend
+from tests.runtime.backends import GatedBackend, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -403,7 +403,7 @@ def test_result_with_nothing_to_go_on_from_is_refused(any_way: Place, reason: st
     assert result.finish_reason == reason
     with pytest.raises(ConfigError, match=f"ended by '{reason}'"):
         engine.extend(result, 5)
-    assert engine._loop.routes == {}
+    assert not ids_in_flight(engine)
 
 
 def test_result_of_one_that_never_ran_is_refused_with_its_error(any_way: Place) -> None:
@@ -448,7 +448,7 @@ def test_altered_result_is_refused_and_costs_nobody_else_anything(
     altered = replace(result, **ALTERED[name])
     with pytest.raises(ConfigError, match="was changed: extend a result as the engine returned it"):
         engine.extend(altered, 5)
-    assert engine._loop.routes == {}
+    assert not ids_in_flight(engine)
     assert extended(any_way, engine, result, 5).token_ids == expected(text_of(40), 11)
 
 
@@ -480,7 +480,7 @@ def test_what_is_no_number_of_tokens_is_refused(any_way: Place, n_tokens: Any) -
     result = any_way.result(engine, text_of(40))
     with pytest.raises(ConfigError):
         engine.extend(result, n_tokens)
-    assert engine._loop.routes == {}
+    assert not ids_in_flight(engine)
     assert extended(any_way, engine, result, 5).token_ids == expected(text_of(40), 11)
 
 
@@ -635,7 +635,7 @@ def test_extension_whose_key_is_in_flight_is_refused(any_way: Place) -> None:
     other = engine.run([item(text_of(9), "b", cache_key="k", save_cache=True, max_tokens=5000)])
     with pytest.raises(CacheError, match="two requests in flight"):
         engine.extend(first, 6)
-    assert [*engine._loop.routes] == ["b"]
+    assert ids_in_flight(engine) == ["b"]
     engine.cancel("b")
     any_way.results(other)
     assert extended(any_way, engine, first, 6).token_ids == expected(text_of(50), 12)

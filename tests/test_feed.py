@@ -25,7 +25,14 @@ from cbatch.progress import SilentView, Snapshot
 from cbatch.response import BatchError, BatchResult
 from cbatch.runtime.feed import N_AHEAD_PER_SLOT
 from cbatch.runtime.sequences import SequenceMaker
-from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, all_results, in_thread
+from tests.runtime.backends import (
+    PATIENCE_S,
+    FailingBackend,
+    GatedBackend,
+    all_results,
+    ids_in_flight,
+    in_thread,
+)
 
 if TYPE_CHECKING:
     from cbatch.response import BatchResponse
@@ -465,7 +472,7 @@ def test_leaving_ends_the_reading(
     assert source.has_ended.wait(PATIENCE_S)
     assert_no_feed()
     if leave is not leave_by_close:
-        while threaded._loop.routes:
+        while ids_in_flight(threaded):
             pass
         assert threaded.stats().n_running == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.fake import FakeBackend
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
     from cbatch.response import BatchResponse, BatchResult
     from cbatch.runtime.mailbox import Mailbox
+
+T = TypeVar("T")
 
 PATIENCE_S = 60.0
 """After this a test that hangs fails; no test waits for it to pass."""
@@ -145,6 +147,16 @@ def owner_of(engine: Engine) -> threading.Thread:
 
 def ids_in_flight(engine: Engine) -> list[str]:
     return [*engine._loop.routes]
+
+
+def check_books(engine: Engine) -> None:
+    """Fail unless the books of cells and slots balance."""
+    engine._parts.batcher.ledger.check()
+
+
+def in_owner(engine: Engine, work: Callable[[], T]) -> T:
+    """What `work` returns to the thread that computes, which does it between two runs."""
+    return engine._loop.call(work)
 
 
 def ids_outside(engine: Engine) -> list[str]:

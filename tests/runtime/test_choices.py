@@ -23,12 +23,19 @@ from cbatch.errors import (
     GrammarError,
 )
 from cbatch.options import RunOptions
-from cbatch.response import BatchError
+from cbatch.response import BatchError, BatchOutputChunk
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import A_SECOND_A_STEP, partitioned
 from tests.places import steps, wait_until
-from tests.runtime.backends import Cancelled, FailingBackend, GatedBackend, all_results, in_thread
+from tests.runtime.backends import (
+    Cancelled,
+    FailingBackend,
+    GatedBackend,
+    all_results,
+    ids_in_flight,
+    in_thread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +128,7 @@ def test_id_is_free_when_the_result_arrives(
     deliver, was_taken = Mailbox.deliver, list[bool]()
 
     def look(box: Mailbox, chunks: Any, results: Sequence[Any]) -> None:
-        was_taken.extend("x" in engine._loop.routes for _ in results)
+        was_taken.extend("x" in ids_in_flight(engine) for _ in results)
         deliver(box, chunks, results)
 
     monkeypatch.setattr(Mailbox, "deliver", look)
@@ -162,7 +169,7 @@ def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
         assert engine.cancel("x")
         [result] = running()
         assert [c.finish_reason for c in result.choices] == ["cancelled"] * 6
-        assert not engine._loop.routes
+        assert not ids_in_flight(engine)
 
 
 def test_cancel_all_counts_requests_not_choices() -> None:
@@ -183,7 +190,7 @@ def test_leaving_a_batch_cancels_its_choices() -> None:
         backend.release_when_asked()
         response.as_completed().close()
         assert {r.finish_reason for r in all_results(response)} == {"cancelled"}
-        assert not engine._loop.routes
+        assert not ids_in_flight(engine)
 
 
 def test_pause_holds_all_choices_until_resume() -> None:
@@ -353,7 +360,7 @@ def test_winding_down_ends_choices_too_that_wait_for_room_in_the_queue() -> None
         other = engine.run(["a"], options={"max_tokens": 20})
         backend.wait_until_held()
         response = engine.run(iter([BatchPrompt(prompt="b", id="x")]), options={"n": 3})
-        wait_until(lambda: "x" in engine._loop.routes)
+        wait_until(lambda: "x" in ids_in_flight(engine))
         response.wind_down()
         backend.release()
         [result] = all_results(response)
@@ -436,8 +443,11 @@ def test_result_has_taken_as_long_as_the_slowest_answer_whichever_is_kept(engine
     fast, slow = answer(engine, seed=1), answer(engine, seed=2)
     total_s = fast.timings.total_s + 9
     times = replace(slow.timings, total_s=total_s, last_token_s=total_s)
-    choices = Choices(Mailbox(1, Cancelled(), None), 0, "x", RunOptions(best_of=2))
-    joined = choices._joined([fast], [fast, replace(slow, timings=times)])
+    box = Mailbox(1, Cancelled(), None)
+    choices = Choices(box, 0, "x", RunOptions(best_of=2))
+    last = [BatchOutputChunk(id, "", (), finish_reason="stop") for id in choices.member_ids]
+    choices.deliver(last, [(0, fast), (1, replace(slow, timings=times))])
+    [joined] = box.wait(0)
     assert joined.timings == replace(fast.timings, total_s=total_s, last_token_s=total_s)
 
 

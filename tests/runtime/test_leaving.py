@@ -12,7 +12,16 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.errors import RequestCancelledError
-from tests.runtime.backends import GatedBackend, all_results, in_thread, owner_of, streams
+from tests.runtime.backends import (
+    GatedBackend,
+    all_results,
+    check_books,
+    ids_in_flight,
+    in_owner,
+    in_thread,
+    owner_of,
+    streams,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,7 +97,7 @@ def test_who_leaves_frees_the_slots_for_the_next(
     ours, other, queued = all_results(response)
     assert {ours.finish_reason, other.finish_reason, queued.finish_reason} == {"cancelled"}
     assert isinstance(queued.error, RequestCancelledError)
-    assert not engine._loop.routes
+    assert not ids_in_flight(engine)
 
 
 @pytest.mark.parametrize("leave", WAYS)
@@ -165,8 +174,8 @@ def test_many_that_vanish_in_threads_of_their_own_leave_nothing(engine: Engine) 
     for response in responses:
         assert {r.finish_reason for r in all_results(response)} == {"cancelled"}
     stats = engine.stats()
-    assert (stats.n_running, stats.n_waiting, engine._loop.routes) == (0, 0, {})
-    engine._parts.batcher.ledger.check()
+    assert (stats.n_running, stats.n_waiting, ids_in_flight(engine)) == (0, 0, [])
+    check_books(engine)
 
 
 def test_everyone_who_waits_for_one_batch_is_told_once() -> None:
@@ -186,6 +195,6 @@ def test_everyone_who_waits_for_one_batch_is_told_once() -> None:
 
 def test_cancel_by_the_owner_does_not_wait_for_itself(engine: Engine) -> None:
     response = engine.run(["a", "b", "c"])
-    assert engine._loop.call(lambda: engine.cancel("0")) is True
-    assert engine._loop.call(engine.cancel_all) == 2
+    assert in_owner(engine, lambda: engine.cancel("0")) is True
+    assert in_owner(engine, engine.cancel_all) == 2
     assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class LoopRig:
     backend: FakeBackend
     rig: Rig
     n_plans: int = 0
-    boxes: list[Mailbox] = field(default_factory=list)
+    owner: threading.Thread | None = None
 
     def submit(self, *ids: str, **options: Any) -> Mailbox:
         """Queue one batch whose items are these ids."""
@@ -60,12 +60,13 @@ def make_loop(backend: FakeBackend, *, is_threaded: bool = True) -> LoopRig:
     rig.scheduler.plan = counted  # type: ignore[method-assign]
     if is_threaded:
         made.loop.start()
+        made.owner = made.loop.call(threading.current_thread)
     return made
 
 
 def owner(made: LoopRig) -> threading.Thread:
-    assert made.loop._thread is not None
-    return made.loop._thread
+    assert made.owner is not None
+    return made.owner
 
 
 @pytest.fixture
@@ -307,7 +308,7 @@ def test_failure_between_an_end_and_its_leaving_keeps_nobody_waiting(
         monkeypatch.undo()
         raise ValueError(f"{driver.request.id} cannot leave")
 
-    monkeypatch.setattr(made.loop._scheduler.batcher, "retire", fail_once)
+    monkeypatch.setattr(made.rig.batcher, "retire", fail_once)
     box = made.submit("a", "b", max_tokens=1)
     with pytest.raises(EngineClosedError, match="a cannot leave"):
         made.loop.pump()
