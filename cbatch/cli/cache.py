@@ -1,7 +1,8 @@
-"""`cbatch cache`: what is kept on disk, whether it is whole, and away with it."""
+"""`cbatch cache`: list, verify and remove the cells on disk."""
 
 import json as encoding
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _HEADINGS = ("key", "tokens", "size", "last used", "model")
 _MOST_ON_TERMINAL = 32
-"""Columns of a key or a model, where a person reads it."""
+"""Columns of a key or a model on a terminal."""
 
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
@@ -40,7 +41,7 @@ CacheDir = Annotated[
 
 @app.callback()
 def cache() -> None:
-    """Look after the cells that requests with a cache key have kept on disk.
+    """Manage the cells that requests with a cache key have kept on disk.
 
     The folder of every command: --cache-dir, or CBATCH_CACHE_DIR.
 
@@ -69,19 +70,19 @@ def ls(
 @app.command(cls=Command)
 def rm(
     keys: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY", help="Whose files are to go.")
+        list[str] | None, typer.Argument(metavar="KEY", help="Keys whose files to remove.")
     ] = None,
     *,
     all: Annotated[bool, option("--all", help="Remove every file; asks first.")] = False,
     yes: Annotated[bool, option("--yes", "-y", help="Do not ask.")] = False,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Remove the files of these keys, of whatever model.
+    """Remove the files of these keys, of all models.
 
     Example: cbatch cache rm system-prompt
     """
     if all == bool(keys):
-        raise ConfigError("give the keys whose files are to go, or --all, not both")
+        raise ConfigError("give either the keys whose files to remove, or --all")
     folder, store = _open(cache_dir)
     if all:
         _remove_all(folder, store, is_sure=yes)
@@ -94,12 +95,12 @@ def rm(
 def verify(
     keys: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY", help="Whose files to read; without one, all."),
+        typer.Argument(metavar="KEY", help="Keys whose files to read. Default: all files."),
     ] = None,
     *,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Read files from end to end and name those that are damaged.
+    """Read files to the end and name the damaged ones.
 
     Example: cbatch cache verify
     """
@@ -120,7 +121,7 @@ def verify(
 
 
 def table(files: "list[CacheFile]", *, is_narrow: bool = False) -> Iterator[str]:
-    """Yield aligned lines, none of no files; of a terminal's width, long keys and models are cut."""
+    """Yield aligned lines, none without files; `is_narrow` cuts long keys and models."""
     if not files:
         return
     rows = [_HEADINGS, *map(_row, files)]
@@ -155,17 +156,8 @@ def _row(file: "CacheFile") -> tuple[str, ...]:
 
 
 def _as_json(file: "CacheFile") -> str:
-    """Return one line in ASCII: a terminal obeys none of it."""
-    said = {
-        "key": file.key,
-        "n_tokens": file.n_tokens,
-        "n_bytes": file.n_bytes,
-        "used_at": file.used_at,
-        "fingerprint": dict(file.fingerprint),
-        "path": str(file.path),
-        "problem": file.problem,
-    }
-    return encoding.dumps(said)
+    """Return one line in ASCII, without control characters."""
+    return encoding.dumps({**asdict(file), "path": str(file.path)})
 
 
 def _cut(text: str) -> str:

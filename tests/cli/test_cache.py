@@ -213,7 +213,7 @@ def test_rm_all_does_not_ask_who_is_sure(folder: Path) -> None:
 def test_rm_of_nothing_or_of_both_is_refused(folder: Path, args: tuple[str, ...]) -> None:
     store = keep(folder, "a")
     done = cache("rm", *args, folder=folder)
-    words = "cbatch: give the keys whose files are to go, or --all, not both\n"
+    words = "cbatch: give either the keys whose files to remove, or --all\n"
     assert done == Done(2, "", words)
     assert len(store.files()) == 1
 
