@@ -165,7 +165,7 @@ class SequenceDriver:
     status: Status = Status.WAITING
     waits_for: Wait | None = None
     number: int = 0
-    """Its place in the order of submission, never used again: of two sequences the older has the lower one."""
+    """Its place in the order of submission, never used again: the older of two sequences has the lower number."""
     slot: Slot | None = None
     tokens: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
@@ -182,7 +182,7 @@ class SequenceDriver:
     n_before_turn: int = 0
     """Output it had when it got its slot."""
     n_preempted: int = 0
-    """How often its slot was taken for want of cells."""
+    """Preemptions for want of cells."""
     n_overtaken: int = 0
     """Sequences admitted before it while it waited for cells at the head of the queue."""
     scores: PromptScores | None = None
@@ -192,7 +192,7 @@ class SequenceDriver:
     load_followers: tuple[SequenceDriver, ...] = ()
     """Sequences that wait to copy from this one what it loads from disk."""
     compiled: dict[Grammar | Breakers, Any] = field(default_factory=dict)
-    """What was compiled of the things that its request needs compiled."""
+    """What was compiled of `Request.to_compile`."""
     saved_key: int | None = None
     """The key of its cells in host memory, while it has no slot."""
     warnings: list[str] = field(default_factory=list)
@@ -273,14 +273,14 @@ class SequenceDriver:
 
     @property
     def n_takeable(self) -> int:
-        """The most cells that it can begin with: what is to be sampled or scored from is computed for its logits."""
+        """The most cells that it can take over: a token whose logits are wanted has to be computed."""
         if self.scores is not None and not self.scores.is_complete:
             return len(self.scores.found)
         return len(self.tokens) - 1
 
     @property
     def n_lasting(self) -> int:
-        """Tokens whose cells are as any text that begins so would compute them: those before what was moved."""
+        """Tokens whose cells are good for any text that begins alike: those before the place where a window moved."""
         n_lasting = self.window.n_keep if self.window and self.window.n_shifts else len(self.tokens)
         return min(self.n_computed, n_lasting)
 
@@ -320,11 +320,11 @@ class SequenceDriver:
 
     @property
     def is_held(self) -> bool:
-        """Whether it waits for something that its turn does not bring."""
+        """Whether it waits outside the queue, for something that its turn does not bring."""
         return self.waits_for is not None and WAITS[self.waits_for].is_held
 
     def own_alignment(self, chunk_alignment: int) -> int:
-        """Return the alignment of this prompt's chunks, where `chunk_alignment` is the usual one."""
+        """Return the alignment of this prompt's chunks, which is smaller than `chunk_alignment` where it is scored."""
         is_scored = self.request.options.n_prompt_logprobs is not None
         return min(chunk_alignment, N_TARGETS_MAX) if is_scored else chunk_alignment
 
@@ -378,7 +378,7 @@ class SequenceDriver:
         return tuple(want for want in self.request.to_compile if want not in self.compiled)
 
     def equip(self, want: Grammar | Breakers, made: Any) -> None:
-        """Take what was compiled."""
+        """Take what compiling `want` made."""
         self.compiled[want] = made
 
     # ---- slots ----
@@ -448,7 +448,7 @@ class SequenceDriver:
         self.n_computed = n_computed
 
     def shift(self) -> tuple[int, int]:
-        """Take tokens out of the full window; return how many are kept before them, and how many cells go with them."""
+        """Take tokens out of the full window; return how many are kept before them, and how many had cells."""
         if self.window is None:
             raise SequenceStateError(f"the window of {self.request.id!r} does not move")
         n_keep, n_discard = self.window.shift(self.tokens, self.n_prompt)
@@ -568,7 +568,7 @@ class SequenceDriver:
         return n_past
 
     def _follow(self, guidance: GrammarStep, now: float, last: int) -> None:
-        """Do what the grammar says behind the last sampled token, which stands for none where it is negative."""
+        """Fail where the grammar or the last row has failed; append the tokens that the grammar forces."""
         if self.finish_reason is None:
             if guidance.problem:
                 self.fail_grammar(guidance.problem, now)
@@ -576,14 +576,14 @@ class SequenceDriver:
                 self.fail_row(now, last)
         n_forced = len(guidance.forced)
         for i, token in enumerate(guidance.forced, 1):
-            # what a full window has no place for is sampled under the grammar when the window has moved
+            # a full window has no place for the rest: it is sampled under the grammar when the window has moved
             if self.finish_reason is not None or self.is_over_window:
                 break
             self._append([token], now, is_last=guidance.is_complete and i == n_forced)
             self.clock.last_token_s = now
 
     def feed_text(self) -> None:
-        """Bring the text up to the tokens; costs what is new since the last time."""
+        """Feed the tokens that are new since the last time to the text."""
         text, output = self.text, self.output
         if text.n_fed < len(output) and text.stop is None:
             has_stop = output[-1] in self.request.stop_tokens
@@ -593,7 +593,7 @@ class SequenceDriver:
     # ---- the end ----
 
     def fail_row(self, now: float, stands_for: int) -> None:
-        """End a sequence that no token was sampled for; `stands_for` stands in the token's place."""
+        """End a sequence whose row brought no token, by the number that stands in the token's place."""
         if stands_for != EMPTY_ROW:
             reason = "the model's logits are not numbers"
         elif self.request.grammar is not None:
@@ -610,12 +610,12 @@ class SequenceDriver:
         self.finish("error", now, GrammarError(grammar.kind if grammar else "", reason))
 
     def cancel(self, now: float) -> None:
-        """End on demand: with the partial text, or with an error where it never ran."""
+        """End on demand: with the text so far, or with an error where it never ran."""
         never_ran = RequestCancelledError("cancelled before it got a slot")
         self.finish("cancelled", now, None if self.has_run else never_ran)
 
     def expire(self, now: float) -> None:
-        """End because its time is over: with the partial text, or with an error where it never ran."""
+        """End because its time is over: with the text so far, or with an error where it never ran."""
         never_ran = DeadlineError(now - self.clock.submitted_s)
         self.finish("timeout", now, None if self.has_run else never_ran)
 
@@ -636,7 +636,7 @@ class SequenceDriver:
         self._move(Event.FINISH)
 
     def _read_answer(self, reader: AnswerReader) -> None:
-        """Take the ended answer apart: once, in proportion to its length."""
+        """Take the ended answer apart; costs time in proportion to its length."""
         options = self.request.options
         self.answer = reader.read(
             "".join(self.text.parts),
