@@ -1,4 +1,4 @@
-"""The limit: hand-written loops of `llama_decode` with nothing around them. No sampling, no scheduling, no text."""
+"""Hand-written loops of `llama_decode`, to measure against: no sampling, no scheduling, no text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class BareLoop:
     """`n_rows` sequences in slots 0, 1, …, each fed one fixed token a step, by `llama_decode` alone.
 
-    Works on a backend's own context, so that what is compared differs in nothing else.
+    Works on a backend's own context, so that nothing else differs.
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
@@ -65,11 +65,11 @@ class BareLoop:
 
 
 class PrefixLoop:
-    """Prompts that begin alike, as one would write it by hand for them alone.
+    """Prompts with a common beginning, as one would write a loop for them by hand.
 
-    The beginning is computed once, in slot 0, and copied to all slots. Requests come in waves of as many as there are
-    slots: one batch with what is each one's own, then one fixed token a row; then every slot is cut back.
-    Works on a backend's own context, so that what is compared differs in nothing else.
+    The beginning is computed once, in slot 0, and copied to all slots. Requests come in waves, one a slot: one batch
+    with the rest of each prompt, then one fixed token a row a step; then every slot is trimmed.
+    Works on a backend's own context, so that nothing else differs.
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:

@@ -1,4 +1,4 @@
-"""llama.cpp's log, on its way to `logging` without ever calling Python from llama.cpp's threads."""
+"""llama.cpp's log, passed to `logging` without calling Python from llama.cpp's threads."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class LlamaLog:
         return list(self._recent)
 
     def install(self) -> None:
-        """Take llama.cpp's log over; each call wants its own `remove`.
+        """Capture llama.cpp's log; each call needs a `remove` of its own.
 
-        Debug lines are kept only if the logger `cbatch.llama` wants them now.
+        Debug lines are kept only if the logger `cbatch.llama` has level DEBUG now.
         """
         with self._lock:
             has_debug = self._log.has_debug
@@ -72,7 +72,7 @@ class LlamaLog:
                 llama_cpp.llama_log_set(callback, ctypes.c_void_p(self._ring))
 
     def remove(self) -> None:
-        """Give the log back to llama-cpp-python when the last user has gone; drain what is left."""
+        """Return the log to llama-cpp-python after the last user; drain what is left."""
         with self._lock:
             self._n_users -= 1
             if self._n_users == 0:

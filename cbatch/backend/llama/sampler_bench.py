@@ -1,4 +1,4 @@
-"""Rows of logits in a llama.cpp context, sampled by us and by llama.cpp's chain: for comparison on one machine."""
+"""Rows of logits in a llama.cpp context, sampled natively and by llama.cpp's own chain, to compare their times."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LogitRows:
         return tuple(Chunk(slot, start, (1 + slot,), has_output=True) for slot in self._slots)
 
     def ours_s(self, sampling: Sampling, history: Sequence[int], n_steps: int) -> float:
-        """Return the seconds that we take for a row, on one thread."""
+        """Return the seconds that native sampling takes for a row, on one thread."""
         return self._sample_s(self._resting, sampling, history, n_steps, n_threads=1)
 
     def theirs_s(self, sampling: Sampling, history: Sequence[int], n_steps: int) -> float:
@@ -64,7 +64,7 @@ class LogitRows:
         return seconds / (n_steps * len(chains))
 
     def after_decode_s(self, sampling: Sampling, n_steps: int, n_threads: int) -> float:
-        """Return the seconds that we take for a row, on a team of threads, each time right after a decode."""
+        """Return the seconds that native sampling takes for a row, on a team of threads, right after each decode."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), False)
         return self._sample_s(LlamaApi.of_llama_cpp(), sampling, (), n_steps, n_threads=n_threads)
 
@@ -98,7 +98,7 @@ class LogitRows:
 
 
 class LlamaChain:
-    """The samplers that llama.cpp makes of a `Sampling`, each only where it changes something.
+    """llama.cpp's sampler chain of a `Sampling`, in its default order, without samplers that change nothing.
 
     Source: common/sampling.cpp, common_sampler_init, and common/common.h, common_params_sampling.samplers.
     """
@@ -125,7 +125,7 @@ class LlamaChain:
             llama_cpp.llama_sampler_chain_add(self._chain, sampler)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Take tokens into what penalties and DRY see."""
+        """Add tokens to those that penalties and DRY see."""
         for token in tokens:
             llama_cpp.llama_sampler_accept(self._chain, token)
 

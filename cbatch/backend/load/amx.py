@@ -1,8 +1,8 @@
-"""Whether llama.cpp's AMX code runs as it was built: by GCC 12 it ends the process at the first product of matrices.
+"""Whether llama.cpp's AMX code works: built by GCC 12, it ends the process at the first product of matrices.
 
-That compiler takes `_tile_loadconfig` to read eight bytes of the tiles' configuration (its header amxtileintrin.h says
-so) and drops what llama.cpp stores behind them, so the processor gets stale bytes. Weights reach that code only where
-llama.cpp may repack them.
+That compiler assumes that `_tile_loadconfig` reads eight bytes of the tiles' configuration (so says its header
+amxtileintrin.h) and drops what llama.cpp stores after them, so the processor reads stale bytes. Weights reach that code
+only where llama.cpp may repack them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import platformdirs
 from cbatch.backend.bindings import llama_cpp
 
 AMX_ADVICE = (
-    "llama.cpp ends the process in its AMX code here, as builds by GCC 12 do, so weights are not repacked, and prompts "
+    "llama.cpp's AMX code ends the process here, as builds by GCC 12 do, so weights are not repacked, and prompts "
     "take longer. To use AMX, build llama-cpp-python with another compiler; to repack without AMX, build it with "
     'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"'
 )
 _WALL_S = 60.0
-_TRIAL = f"""
+SCRIPT = f"""
 import sys
 sys.path[:] = filter(None, sys.path)  # another cbatch may be where the process was started
 from {__name__} import compute
@@ -34,12 +34,12 @@ compute(sys.argv[1])
 
 
 def has_sound_amx(model: Path) -> bool:
-    """Whether weights may be repacked here: there is no AMX, or a process of its own outlived a step with it.
+    """Whether weights may be repacked: this processor has no AMX, or a process of its own survived a step with it.
 
-    Asked once a process; that AMX is sound is noted among the user's caches, for this build of llama.cpp.
+    Tried once a process. A success is noted in the user's cache folder, for this build of llama.cpp.
 
     Args:
-        model: a small file of weights that AMX takes, to be computed with.
+        model: a small GGUF file to compute with, whose weights use AMX.
     """
     if b"AMX_INT8 = 1" not in llama_cpp.llama_print_system_info():
         return True
@@ -54,14 +54,14 @@ def _is_sound(model: Path, libraries: Path) -> bool:
         return True
     code = _code_of_step(model)
     if code == 0:
-        with suppress(OSError):  # where it cannot be written, the next process asks again
+        with suppress(OSError):  # without it the next process tries again
             note.parent.mkdir(parents=True, exist_ok=True)
             note.touch()
     return code is None or code >= 0
 
 
 def _note(libraries: Path) -> Path:
-    """Return the file that is there once the AMX code of these libraries was seen to run."""
+    """Return the file that exists once the AMX code of these libraries worked."""
     files = sorted(libraries.glob("*ggml*"))
     seen = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     digest = hashlib.sha256(repr((str(libraries), seen)).encode()).hexdigest()
@@ -73,7 +73,7 @@ def _code_of_step(model: Path) -> int | None:
     paths = os.pathsep.join(p for p in sys.path if p)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TRIAL, model],
+            [sys.executable, "-c", SCRIPT, model],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The devices that ggml has beside the CPU: their free memory, and servers that lend theirs."""
+"""The devices that ggml knows other than the CPU, with their free memory, and RPC servers that lend devices."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that holds layers, and its bytes free now."""
+    """A device that can hold layers, and its free bytes."""
 
     name: str
     n_free: int
 
 
 def list_devices() -> list[Device]:
-    """Return the devices that layers are put on, in llama.cpp's order; none where there is but the CPU.
+    """Return the devices that llama.cpp puts layers on, in its order; none where it knows the CPU alone.
 
-    Source: src/llama.cpp, llama_prepare_model_devices: servers, then GPUs, and those that share the host's memory
-    where there are no others.
+    Source: src/llama.cpp, llama_prepare_model_devices: servers, then GPUs; without GPUs those that
+    share the host's memory.
     """
     if not llama_cpp.llama_supports_gpu_offload():
         return []
@@ -59,11 +59,11 @@ def list_devices() -> list[Device]:
 
 
 def add_servers(servers: Sequence[str]) -> None:
-    """Register ggml's RPC servers, "host:port" each, with this process; those that it knows already stay.
+    """Register ggml's RPC servers, "host:port" each, with this process; servers from before stay.
 
     Raises:
         ConfigError: this llama-cpp-python is built without RPC.
-        ModelLoadError: a server does not answer, which would end the process, or has no device.
+        ModelLoadError: a server does not answer, at which llama.cpp would end the process, or has no device.
     """
     if servers and not llama_cpp.llama_supports_rpc():
         raise ConfigError(
@@ -80,20 +80,22 @@ def _check_answers(server: str) -> None:
     host, _, port = server.partition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, ValueError) as error:  # ValueError: what cannot be a host's name
+    except (OSError, ValueError) as error:  # ValueError: no valid name of a host
         raise ModelLoadError(
             f"rpc_servers: {server} does not answer: {error}; start rpc-server there, or leave it out"
         ) from error
 
 
 def _register(server: str) -> None:
-    # Source: common/arg.cpp, add_rpc_devices; what is registered twice is there once
+    # Source: common/arg.cpp, add_rpc_devices; a server that is registered twice counts once
     backend = _ggml("ggml_backend_reg_by_name", b"RPC")
     address = _ggml("ggml_backend_reg_get_proc_address", backend, b"ggml_backend_rpc_add_server")
     add = ctypes.CFUNCTYPE(_pointer, _text)(address)
     added = add(server.encode())
     if not added:
-        raise ModelLoadError(f"rpc_servers: {server} has no device")
+        raise ModelLoadError(
+            f"rpc_servers: {server} has no device: start rpc-server there with one, or leave it out"
+        )
     _ggml("ggml_backend_register", added)
 
 
@@ -109,6 +111,6 @@ def _is_server(handle: Any) -> bool:
 
 
 def _ggml(name: str, *args: Any) -> Any:
-    """Call a function of the ggml that llama.cpp itself uses; a wheel may bring another copy, with other devices."""
+    """Call a function of llama.cpp's own ggml; a wheel may contain another copy, with other devices."""
     result, *kinds = _SIGNATURES[name]
     return ctypes.CFUNCTYPE(result, *kinds)((name, llama_cpp.llama_cpp._lib))(*args)

@@ -1,4 +1,4 @@
-"""How much memory is free now for a context's cells, where they would be."""
+"""How much memory is free now for a context's cells, on the host and on devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A memory that holds a share of each cell."""
+    """A memory that holds a share of every cell."""
 
     n_free: int | None
     """Bytes; None where the system does not tell."""
@@ -30,12 +30,12 @@ class Place:
 
 
 def free_for_cells(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0) -> int | None:
-    """Return the bytes that all cells together may take; None where nobody tells.
+    """Return the bytes that are free for all cells together; None where the system does not tell.
 
     Args:
         model: a loaded model.
-        options: whether cells are to be where their layers are.
-        n_unloaded: bytes of weights that are still to come.
+        options: whether cells are on the devices of their layers.
+        n_unloaded: bytes of weights that are not in memory yet.
     """
     places = _places(model, options)
     known = [(p.n_free, p.share) for p in places if p.share and p.n_free is not None]
@@ -51,7 +51,7 @@ def _places(model: LlamaModel, options: EngineOptions) -> list[Place]:
     on_devices = _share_on_devices(model) if chosen else 0.0
     places = [Place(host_free(model.name), 1 - on_devices)]
     split = model.placement.tensor_split
-    if not split:  # by free memory, so that all are full at the same time
+    if not split:  # llama.cpp splits by free memory, so that all devices are full at the same time
         return [*places, Place(sum(d.n_free for d in chosen), on_devices)]
     shares = [*split, *[0.0] * len(chosen)][: len(chosen)]
     n_all = sum(shares) or 1.0
@@ -78,14 +78,14 @@ def _share_on_devices(model: LlamaModel) -> float:
 def host_free(path: str) -> int | None:
     """Return the bytes that this process may still take from the host, with the mapped weights of `path` in memory.
 
-    What files have in memory counts as free, on the machine and in a group; mapped weights are to stay there.
+    Cached files count as free, on the machine and in a control group, except for mapped weights.
     """
     known = [n for n in (_machine_free(), _group_free()) if n is not None]
     return max(0, min(known) - _mapped(path)) if known else None
 
 
 def host_most() -> int | None:
-    """Return the bytes that the host can give this process at most: mapped weights may go, and there may be swap."""
+    """Return the most bytes that the host can give this process: mapped weights may be dropped, and swap used."""
     known = [n for n in (_machine_free(), _group_free()) if n is not None]
     return min(known) + _swap_free() if known else None
 
@@ -106,13 +106,13 @@ def _machine_free() -> int | None:
     with suppress(OSError, ValueError, KeyError):
         kib = _fields(_PROC / "meminfo")["MemAvailable:"]
         return kib * 1024
-    with suppress(AttributeError, OSError, ValueError):  # no such question: macOS, Windows
+    with suppress(AttributeError, OSError, ValueError):  # macOS and Windows do not tell
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
 def _group_free() -> int | None:
-    """Return what the control groups of this process leave it; None without a limit."""
+    """Return the bytes that the control groups of this process leave; None without a limit."""
     return min(_limits(), default=None)
 
 
@@ -120,7 +120,7 @@ def _limits() -> Iterator[int]:
     # Source: Linux Documentation/admin-guide/cgroup-v2.rst, memory.max, memory.current, memory.stat
     for group in _groups():
         with suppress(OSError, ValueError):
-            n_most = int((group / "memory.max").read_text())  # or "max", which is no number
+            n_most = int((group / "memory.max").read_text())  # "max" is no number and no limit
             n_taken = int((group / "memory.current").read_text())
             counts = _fields(group / "memory.stat")
             n_of_files = counts.get("inactive_file", 0) + counts.get("active_file", 0)
@@ -128,7 +128,7 @@ def _limits() -> Iterator[int]:
 
 
 def _groups() -> Iterator[Path]:
-    """Yield the folders of this process's control group and of those around it."""
+    """Yield the folders of this process's control group and of the groups around it."""
     with suppress(OSError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
             if line.startswith("0::/"):
@@ -156,6 +156,6 @@ def _span(addresses: str) -> int:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Return a file's lines of a name and a number."""
+    """Return the numbers of a file by the names before them, a line each."""
     words = (line.split() for line in path.read_text().splitlines())
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}

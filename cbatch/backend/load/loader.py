@@ -42,19 +42,19 @@ def load_backend(
     look_ahead: LookAhead | None = None,
     is_stopped: Callable[[], bool] = bool,
 ) -> tuple[LlamaBackend, Callable[[], str]]:
-    """Load `model` and make its context; return the backend and what asks the exactness probe.
+    """Load `model` and make its context; return the backend and a function that runs the exactness probe.
 
-    Whatever this computes, it computes aside; see `cbatch.backend.threads`.
+    All of it is computed in a thread that ends; see `cbatch.backend.threads`.
 
     Args:
         model: path of a GGUF file, a `llama_cpp.Llama`, or None for the model that ships inside.
-        options: what was said; slots, window and kind of memory are settled here, see `cbatch.backend.load.sizing`.
-        look_ahead: prompts that will come, to settle them by.
-        is_stopped: asked now and then; once it is true, nothing more is loaded, and some `CBatchError` is raised.
+        options: the slots, the window and the kind of memory that they leave open are decided; see `sizing`.
+        look_ahead: prompts that will come, to decide them by.
+        is_stopped: called now and then; once it is true, loading ends with a `CBatchError`.
 
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
-        ConfigError: `exact` was asked for and the probe found a difference.
+        ConfigError: `exact` is set and the probe found a difference.
     """
     return run_aside(partial(_load, model, options, look_ahead, is_stopped))
 
@@ -62,12 +62,12 @@ def load_backend(
 def describe_model(
     model: str | os.PathLike[str] | None, options: EngineOptions, *, asks_probe: bool
 ) -> dict[str, Any]:
-    """Return what a model file is and what a slot would hold, as JSON values; weights are read for the probe alone.
+    """Describe a model file and the context that it would get, as JSON values; only the probe reads weights.
 
     Args:
         model: path of a GGUF file; None for the one that ships inside.
-        options: those that `load_backend` would get.
-        asks_probe: find out the exactness too, which computes for some seconds; None in its place without.
+        options: as for `load_backend`.
+        asks_probe: run the exactness probe too, which takes some seconds; without it `exactness` is None.
 
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
@@ -104,7 +104,7 @@ def _describe(
 
 
 def _sizes(loaded: LlamaModel, options: EngineOptions, room: Room) -> dict[str, Any]:
-    """Return what settled options take of the memory, and what else it would hold."""
+    """Return the memory that decided options need, and what else would fit."""
     n_cells, cost = context_cells(loaded, options), room.footprint
     is_pool = options.kv == "unified" and not has_states(loaded)
     n_most = loaded.n_ctx_train or n_cells
@@ -150,7 +150,7 @@ def _load(
 def _facts(
     loaded: LlamaModel, options: EngineOptions, room: Room, backend: LlamaBackend
 ) -> dict[str, object]:
-    """Return what the log says of a model that is loaded."""
+    """Return what the log tells of a loaded model."""
     sizes = _sizes(loaded, options, room)
     return {
         "model": readable(loaded.name),
@@ -192,7 +192,7 @@ def _opened(
     *,
     has_weights: bool = True,
 ) -> Iterator[LlamaModel]:
-    """Open a model and keep llama.cpp's log meanwhile; where the block fails, close it."""
+    """Open a model while llama.cpp's log is captured; close it where the block fails."""
     handshake()
     log = llama_log()
     log.install()

@@ -41,16 +41,16 @@ _UNPOOLED = tuple(
     for kind in (llama_cpp.LLAMA_POOLING_TYPE_NONE, llama_cpp.LLAMA_POOLING_TYPE_UNSPECIFIED)
 )
 _log = Log("cbatch")
-_N_QUOTED = 3  # llama.cpp says the cause first, then that loading failed
+_N_QUOTED = 3  # lines: llama.cpp logs the cause first, then that loading failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What the caller of a load gives along.
+    """What a caller passes to follow and stop a load.
 
     Args:
-        recent_errors: returns llama.cpp's last error lines, to be quoted.
-        is_stopped: asked for each tensor that is read; once it is true, no more are.
+        recent_errors: returns llama.cpp's last error lines, for messages.
+        is_stopped: called for each tensor; once it is true, loading ends.
     """
 
     recent_errors: RecentErrors | None = None
@@ -72,17 +72,17 @@ def open_model(
 
     Args:
         model: the file (of a split model, the first one), or the `Llama`, taken as it was loaded.
-        placement: which devices hold it; not said: llama.cpp's choice.
-        use_mmap: map the file rather than read it.
+        placement: which devices hold it; None: llama.cpp's choice.
+        use_mmap: map the file instead of reading it.
         use_mlock: keep the weights in memory.
-        use_extra_bufts: whether weights are repacked for the CPU; not said: llama.cpp's default.
-        has_weights: read the weights; without, nothing can be computed.
+        use_extra_bufts: whether weights are repacked for the CPU; None: llama.cpp's default.
+        has_weights: read the weights; nothing can be computed without.
         chat_template: "chatml" or Jinja, instead of the model's own.
         watch: see `Watch`.
 
     Raises:
         ModelLoadError: no such file, damaged, refused by llama.cpp, or unable to generate text.
-        ConfigError: `chat_template` does not compile, or a placement that this llama-cpp-python cannot do.
+        ConfigError: `chat_template` does not compile, or this llama-cpp-python cannot do the placement.
     """
     template = None if chat_template is None else parse_override(chat_template)
     if isinstance(model, llama_cpp.Llama):
@@ -115,7 +115,7 @@ def open_model(
 
 
 def place(params: Any, placement: Placement) -> None:
-    """Write a placement into `llama_model_params`; register its servers. Log layers that no device will take.
+    """Write a placement into `llama_model_params`; register its servers. Warn where no device takes layers.
 
     Raises:
         ConfigError: more shares than llama.cpp has devices for, or see `add_servers`.
@@ -164,7 +164,7 @@ def _borrow(llama: Any, template: str | None) -> LlamaModel:
         owner=llama,
         template=template,
     )
-    # what was given to the stack last is called first: before the model is freed
+    # the stack calls its last callback first: before the model is freed
     llama._model._exit_stack.callback(_give_up, weakref.ref(model))
     return model
 
@@ -172,7 +172,7 @@ def _borrow(llama: Any, template: str | None) -> LlamaModel:
 def _give_up(borrowed: weakref.ref[LlamaModel]) -> None:
     model = borrowed()
     if model is not None:
-        with Postponed():  # else it would be freed under those that compute with it
+        with Postponed():  # Ctrl-C here would leave contexts with a freed model
             model.give_up()
 
 
@@ -192,7 +192,7 @@ def _checked(
     template: str | None,
     owner: object = None,
 ) -> LlamaModel:
-    """Return the model if it can generate text; otherwise free what is ours to free."""
+    """Return the model if it can generate text; otherwise free it, unless it is borrowed."""
     reason = _why_not_generative(pointer)
     if reason is None:
         return LlamaModel(pointer, name, placement=placement, owner=owner, template=template)
@@ -231,7 +231,7 @@ def _refusal(path: Path, recent_errors: RecentErrors | None) -> str:
 
 @once
 def _init_backend() -> None:
-    with short_spins():  # some builds load the library that computes here
+    with short_spins():  # some builds load the CPU backend here, and OpenMP with it
         llama_cpp.llama_backend_init()
 
 

@@ -1,8 +1,8 @@
-"""Finds out whether a request's logits depend on its company, by trying: the same bits or a reason.
+"""The exactness probe: whether a request's logits depend on its company.
 
-One sequence is computed alone; then again in every way that a scheduler may compute it: beside others, in narrow and
-wide steps, in chunks, merged into one step with other prompts, in another slot, re-computed from its tokens. Logits
-are compared bit for bit.
+One sequence is computed alone, then in every way that a scheduler may compute it: with others in narrow and wide steps,
+in chunks, in one step with other prompts, in another slot, computed again from its tokens. Logits are compared bit for
+bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WIDTHS = (2, 7, 8, 9, 16)
 _N_PROMPT = 70  # above 64: the chunk length from which flash attention takes its tiled path
 _N_LONG = 560  # above 512: the cells from which a lone row takes flash attention's split path
 _N_DECODED = 2
-_N_LEAST = 16  # cells to try anything in; a window is never that small but in a pool
+_N_LEAST = 16  # smallest window to try; smaller ones exist in unified memory alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Finding:
 def probe(model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool) -> str:
     """Return `bitwise`, or `not guaranteed: reason`, for this model under these settings.
 
-    Works on a context of its own, so an engine on the same model is not disturbed. Computes about 4,000 tokens, and
-    no more of them once `is_stopped` says so.
+    Works on a context of its own, so an engine on the same model is not disturbed. Computes about 4,000 tokens; ends
+    once `is_stopped` is true.
     """
     n_slots = min(options.n_slots, max(WIDTHS) + 1)
     wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.n_slots
@@ -117,7 +117,7 @@ class _Probe:
         ]
 
     def findings(self) -> Iterator[Finding]:
-        """Yield every way that changes the bits, the cheap ones to find first."""
+        """Yield every way of computing that changes the bits, those that are found fast first."""
         alone = self._alone(self._tokens)
         for width in (w for w in WIDTHS if w <= self._backend.n_slots):
             for i_ours in {0, width // 2, width - 1}:
@@ -126,7 +126,7 @@ class _Probe:
                 yield from _compare(
                     f"with the width of a step ({width} rows against 1)",
                     alone,
-                    self._beside(company, i_ours),
+                    self._in_company(company, i_ours),
                 )
         yield from _compare(
             "when prompts are merged into one step", alone, self._merged(self._tokens)
@@ -146,14 +146,14 @@ class _Probe:
         self._clear()
         return [self._prefill(Slot(0), tokens, n_chunk), *self._decode([tokens], 0)]
 
-    def _beside(self, company: Sequence[Sequence[int]], i_ours: int) -> list[Logits]:
-        """Compute the prompts one after another, then feed all of them together, one row each."""
+    def _in_company(self, company: Sequence[Sequence[int]], i_ours: int) -> list[Logits]:
+        """Compute the prompts one after another, then decode all of them together, one row each."""
         self._clear()
         logits = [self._prefill(Slot(i), tokens) for i, tokens in enumerate(company)]
         return [logits[i_ours], *self._decode(company, i_ours)]
 
     def _merged(self, tokens: Sequence[int]) -> list[Logits]:
-        """Compute our prompt in one step with as many others as fit, in the slot above theirs."""
+        """Compute the sequence's prompt in one step with as many others as fit, in the slot above theirs."""
         self._clear()
         n_batch = self._backend.n_batch
         n_first = min(len(tokens) - _N_DECODED, self._backend.chunk_alignment or n_batch // 2)
@@ -171,13 +171,13 @@ class _Probe:
         return [first, *self._decode([*company, tokens], len(company))]
 
     def _fitting(self, n_tokens: int) -> list[list[int]]:
-        """Return the first of the others, one slot short of all, whose prompts have `n_tokens` in sum at most."""
+        """Return the first of the other sequences whose prompts have at most `n_tokens` tokens in total; never all."""
         sizes = accumulate(len(other) - _N_DECODED for other in self._others[:-1])
         n_fitting = sum(size <= n_tokens for size in sizes)
         return self._others[:n_fitting]
 
     def _again(self, tokens: Sequence[int]) -> list[Logits]:
-        """Compute prompt and fed tokens as one prompt, as after a preemption."""
+        """Compute prompt and decoded tokens as one prompt, as after a preemption."""
         self._clear()
         return [self._prefill(Slot(0), [*tokens, *[0] * _N_DECODED])]
 
@@ -193,7 +193,7 @@ class _Probe:
         return logits
 
     def _decode(self, company: Sequence[Sequence[int]], i_ours: int) -> list[Logits]:
-        """Feed every sequence of slots 0, 1, … its last tokens, one a step; return our rows."""
+        """Decode the last tokens of the sequences in slots 0, 1, …, one a step; return the logits of slot `i_ours`."""
         found = []
         for i_fed in range(_N_DECODED, 0, -1):
             chunks = [
@@ -204,9 +204,9 @@ class _Probe:
         return found
 
     def _run(self, chunks: Sequence[Chunk], i_ours: int) -> Logits:
-        """Run one step; return our row's logits (empty where it has no output)."""
+        """Run one step; return the logits of chunk `i_ours` (empty where it has no output)."""
         if self._is_stopped():
-            raise EngineError("it was broken off")
+            raise EngineError("it was stopped")
         result = self._backend.run(StepPlan(tuple(chunks)))
         if result.code:
             raise EngineError(f"llama_decode returned {result.code}")

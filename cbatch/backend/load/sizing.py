@@ -1,6 +1,6 @@
-"""How many slots a context has, and of what window: from the memory that is free and the prompts that will come.
+"""How many slots a context has, and of what window: from the free memory and the prompts that will come.
 
-What was said is taken as said; the rest follows from the bytes of a cell and a memory budget.
+Sizes that the options set are kept; the others follow from the bytes of a cell and a memory budget.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from cbatch.options import RunOptions
 
 N_LOOKED_AT = 1024
-"""Most prompts that are looked at: enough to know a job by, and read in a second."""
+"""Most prompts that are read: enough to know a job by, and tokenized in a second."""
 
-OUTPUT_UNSAID = 512
-"""Tokens to have room for behind a prompt that has no `max_tokens`."""
+DEFAULT_OUTPUT = 512
+"""Tokens to expect after a prompt that has no `max_tokens`."""
 
 COMMON_FOR_UNIFIED = 256
 SHARE_FOR_UNIFIED = 2 / 3
@@ -50,13 +50,13 @@ _log = Log("cbatch")
 
 @dataclass(frozen=True, slots=True)
 class WorkloadProfile:
-    """What prompts ask of a context.
+    """What the prompts of a job need of a context.
 
     Args:
-        n_window: tokens of the longest prompt with its output; 0 where none could be read.
-        n_common: tokens of a prompt that begin another one too, on average; each answer to a prompt counts as one.
+        n_window: tokens of the longest prompt with its output; 0 where no prompt could be read.
+        n_common: tokens that a prompt shares with the beginning of another, on average; each answer counts as one.
         n_cells: tokens of a prompt with its output, on average.
-        is_all: whether these were all prompts.
+        is_all: whether all prompts of the job were read.
     """
 
     n_window: int = 0
@@ -67,12 +67,12 @@ class WorkloadProfile:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What fits; what nobody knows is None, and is no limit.
+    """What memory there is for cells; None is unknown, and no limit.
 
     Args:
-        footprint: what sequences take.
+        footprint: bytes of a cell and of a state.
         n_budget: bytes that all cells together may take.
-        n_free: bytes that there are for them now.
+        n_free: bytes that are free for them now.
     """
 
     footprint: Footprint | None
@@ -80,25 +80,25 @@ class Room:
     n_free: int | None = None
 
     def holds(self, n_slots: int, n_window: int) -> bool:
-        """Whether so many slots of such a window fit."""
+        """Whether `n_slots` slots of a window fit."""
         n_bytes = self.n_bytes(n_slots, n_window)
         return n_bytes is None or self.n_budget is None or n_bytes <= self.n_budget
 
     def n_bytes(self, n_slots: int, n_window: int) -> int | None:
-        """Return what so many slots of such a window take."""
+        """Return the bytes of `n_slots` slots of a window; None where they are unknown."""
         if self.footprint is None:
             return None
         return self.footprint.of(n_slots, n_slots * padded(n_window))
 
     def most_slots(self, n_window: int, n_most: int = MAX_PARALLEL) -> int:
-        """Return how many slots of a window fit, 0 where not one does."""
+        """Return how many slots of a window fit."""
         return next((n for n in range(n_most, 0, -1) if self.holds(n, n_window)), 0)
 
     def most_window(self, n_slots: int, n_most: int) -> int:
-        """Return the widest window, whole steps of llama.cpp's or `n_most`, of which so many slots fit; or 0."""
+        """Return the widest window of which `n_slots` slots fit: `n_most` or a multiple of `N_PAD`; 0 for none."""
         if self.holds(n_slots, n_most):
             return n_most
-        low, high = 0, n_most // N_PAD + 1  # in steps: the first fits, the last does not
+        low, high = 0, n_most // N_PAD + 1  # multiples of N_PAD: `low` fits, `high` does not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.holds(n_slots, middle * N_PAD) else (low, middle)
@@ -107,7 +107,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Slots, and the tokens that each holds."""
+    """How many slots, and the tokens that each holds."""
 
     n_slots: int
     n_window: int
@@ -116,16 +116,16 @@ class Sizes:
 def settle(
     model: LlamaModel, options: EngineOptions, room: Room, look_ahead: LookAhead | None = None
 ) -> EngineOptions:
-    """Return the options with slots, window and kind of memory decided.
+    """Return the options with the number of slots, the window and the kind of memory decided.
 
     Args:
         model: a loaded model.
-        options: what was said.
-        room: what fits, of `find_room`.
+        options: values that are set are kept.
+        room: the free memory, from `find_room`.
         look_ahead: prompts that will come.
 
     Raises:
-        ModelLoadError: not even one slot of the least window fits.
+        ModelLoadError: not even one slot of the smallest window fits.
     """
     demand = read_profile(model.vocab, look_ahead) if look_ahead else WorkloadProfile()
     kv = _kv(model, options, demand)
@@ -142,12 +142,12 @@ def settle(
 
 
 def find_room(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0) -> Room:
-    """Return what fits into `memory_mib`, or else into half of what is free now.
+    """Return the memory for cells: `memory_mib`, or else half of what is free now.
 
     Args:
         model: a loaded model.
-        options: types of cells, where they are, and the budget if it was said.
-        n_unloaded: bytes of weights that are still to come into memory.
+        options: types of cells, where they are, and the budget where it is set.
+        n_unloaded: bytes of weights that are not in memory yet.
 
     Raises:
         ConfigError: types of cells that the model cannot have.
@@ -160,12 +160,12 @@ def find_room(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0)
 
 
 def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
-    """Refuse cells that the host surely cannot hold: the system would end the process while they are made.
+    """Refuse cells that the host cannot hold: the system would end the process while llama.cpp makes them.
 
     Args:
         model: a loaded model.
         options: what `settle` returned.
-        room: what a cell takes.
+        room: bytes of a cell.
 
     Raises:
         ModelLoadError: the message has the numbers.
@@ -184,12 +184,12 @@ def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
 
 
 def choose_sizes(parallel: int | None, n_window: int, room: Room) -> Sizes:
-    """Return the slots and the window of a context where no window was said.
+    """Return the slots and the window of a context where no option sets the window.
 
     Args:
-        parallel: slots as they were said; then the window gives way, else their number does.
+        parallel: slots that an option sets: then the window becomes smaller; None: the number of slots does.
         n_window: the window that is wanted.
-        room: what fits.
+        room: the free memory.
 
     Raises:
         ModelLoadError: nothing fits; the message has the numbers.
@@ -202,12 +202,12 @@ def choose_sizes(parallel: int | None, n_window: int, room: Room) -> Sizes:
 
 
 def _as_many(parallel: int | None, n_window: int, room: Room) -> Sizes:
-    """Return the slots that were said, or as many of a window as fit, one at least."""
+    """Return the slots that an option sets, or as many as fit, at least one."""
     return Sizes(parallel or room.most_slots(n_window, DEFAULT_PARALLEL) or 1, n_window)
 
 
 def wanted_window(demand: WorkloadProfile, n_trained: int) -> int:
-    """Return the window that is wanted: the default one, or what the prompts that come need."""
+    """Return the window to aim at: the default one, or what the coming prompts need."""
     n_default = min(n_trained or DEFAULT_WINDOW, DEFAULT_WINDOW)
     if not demand.n_window:
         return n_default
@@ -216,9 +216,9 @@ def wanted_window(demand: WorkloadProfile, n_trained: int) -> int:
 
 
 def trained_window(model: LlamaModel, options: EngineOptions) -> int:
-    """Return the positions that a model is made for, with the YaRN that is asked for. 0 where the file is silent.
+    """Return the positions that a model is trained for, extended by YaRN where that is set; 0 where unknown.
 
-    Source: src/llama-context.cpp, llama_init_from_model, which corrects the model's own number so.
+    Source: src/llama-context.cpp, llama_init_from_model, which corrects the model's own number in this way.
     """
     if options.rope_scaling == "yarn" and options.rope_freq_scale is not None:
         key = f"{model.architecture}.rope.scaling.original_context_length"
@@ -230,24 +230,24 @@ def trained_window(model: LlamaModel, options: EngineOptions) -> int:
 def choose_kv(
     n_common: float, n_cells: float, *, can_share_pool: bool
 ) -> Literal["partitioned", "unified"]:
-    """Return the kind of memory that is faster for prompts with such common beginnings.
+    """Return the kind of memory that is faster for prompts with common beginnings.
 
     Args:
-        n_common: tokens of a prompt that begin another one too, on average.
+        n_common: tokens that a prompt shares with the beginning of another, on average.
         n_cells: tokens of a prompt with its output, on average.
-        can_share_pool: whether this model and what was promised allow one pool.
+        can_share_pool: whether the model and the options allow unified memory.
     """
     is_much = n_common >= max(COMMON_FOR_UNIFIED, SHARE_FOR_UNIFIED * n_cells)
     return "unified" if can_share_pool and is_much else "partitioned"
 
 
 def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
-    """Return what these prompts ask for; those that cannot be read are left out, and say nothing."""
+    """Return what these prompts need; prompts that cannot be tokenized are left out."""
     prompts = look_ahead.prompts[:N_LOOKED_AT]
     read = [(t, options) for prompt, options in prompts if (t := _tokens(vocab, prompt, options))]
     n_answers = max(1, sum(options.n_choices for _, options in read))
     n_again = sum(len(tokens) * (options.n_choices - 1) for tokens, options in read)
-    n_cells = sum(o.n_choices * (len(t) + (o.max_tokens or OUTPUT_UNSAID)) for t, o in read)
+    n_cells = sum(o.n_choices * (len(t) + (o.max_tokens or DEFAULT_OUTPUT)) for t, o in read)
     return WorkloadProfile(
         n_window=max((_n_needed(len(tokens), options) for tokens, options in read), default=0),
         n_common=(n_common_tokens([tokens for tokens, _ in read]) + n_again) / n_answers,
@@ -257,7 +257,7 @@ def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
 
 
 def n_common_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens another prompt begins with too: those need not be computed again."""
+    """Return how many tokens of all prompts are also the beginning of another: these are computed once."""
     ordered = sorted(map(tuple, prompts))
     return sum(_n_common(a, b) for a, b in pairwise(ordered))
 
@@ -268,10 +268,10 @@ def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _n_needed(n_prompt: int, options: RunOptions) -> int:
-    """Return the tokens of a request. One without `max_tokens` may go on to the window's end: never the less for it."""
+    """Return the tokens of a request; without `max_tokens` at least the default window, as it may go on to its end."""
     if options.max_tokens is not None:
         return n_prompt + options.max_tokens
-    return max(n_prompt + OUTPUT_UNSAID, DEFAULT_WINDOW)
+    return max(n_prompt + DEFAULT_OUTPUT, DEFAULT_WINDOW)
 
 
 def _tokens(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
@@ -279,7 +279,7 @@ def _tokens(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[
         if prompt.prompt is not None:
             return vocab.tokenize(prompt.prompt)
         return prompt.tokens or vocab.render(prompt.messages or (), options.template_variables)
-    except CBatchError:  # it will be said of this prompt alone
+    except CBatchError:  # the request of this prompt will report it
         return ()
 
 
@@ -295,7 +295,7 @@ def _kv(
 def _with(
     options: EngineOptions, sizes: Sizes, kv: Literal["partitioned", "unified"]
 ) -> EngineOptions:
-    """Return the options with these sizes; in a pool a request may take more than its part of it."""
+    """Return the options with these sizes; in unified memory a request may take more than its share of the cells."""
     if kv == "unified" and options.ctx_per_seq is None:
         n_cells = padded(sizes.n_slots * sizes.n_window)
         return replace(options, parallel=sizes.n_slots, n_ctx=n_cells, kv=kv)
@@ -303,7 +303,7 @@ def _with(
 
 
 def _tell(sizes: Sizes, wanted: Sizes, room: Room) -> None:
-    """Log sizes that are less than they would be with more memory."""
+    """Log sizes that are smaller than they would be with more memory."""
     if sizes == wanted:
         return
     _log.warn(
@@ -320,10 +320,10 @@ def _tell(sizes: Sizes, wanted: Sizes, room: Room) -> None:
 
 def _refusal(n_slots: int, room: Room) -> str:
     return (
-        f"{n_slots} slot{'s' * (n_slots > 1)} of {N_PAD} cells, the least there is, would take "
+        f"{n_slots} slot{'s' * (n_slots > 1)} of {N_PAD} cells, the smallest window, would take "
         f"{_mib(room.n_bytes(n_slots, N_PAD))} MiB, and the memory budget is {_mib(room.n_budget)} MiB: "
-        "set another (memory_mib; not said: half of what is free), use fewer slots (parallel), smaller cells "
-        "(cache_type_k='q8_0', cache_type_v='q8_0') or a smaller model, or give a window (ctx_per_seq), which is tried"
+        "raise it (memory_mib; the default is half of what is free), use fewer slots (parallel), smaller cells "
+        "(cache_type_k='q8_0', cache_type_v='q8_0') or a smaller model, or set a window (ctx_per_seq), which ignores it"
     )
 
 

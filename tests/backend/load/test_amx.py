@@ -89,5 +89,5 @@ def test_what_a_failed_trial_found_is_not_kept(
 
 
 def test_trial_computes_with_the_model(test_model: Path) -> None:
-    words = [sys.executable, "-c", amx._TRIAL, str(test_model)]
+    words = [sys.executable, "-c", amx.SCRIPT, str(test_model)]
     assert subprocess.run(words, check=False, stderr=subprocess.DEVNULL).returncode == 0
