@@ -476,7 +476,7 @@ class Engine:
         self._loop.check_open()
         return self._pump()
 
-    def _mailbox(self, n_items: int, *, n_ahead: int | None = None) -> Mailbox:
+    def _mailbox(self, n_items: int, n_ahead: int | None) -> Mailbox:
         return Mailbox(
             n_items,
             self._in_flight,

@@ -10,7 +10,7 @@ from collections import ChainMap
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import (
     CBatchError,
@@ -30,7 +30,7 @@ from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from cbatch.backend import Backend
     from cbatch.core.batcher import MultiRequestBatcher
@@ -42,19 +42,15 @@ if TYPE_CHECKING:
     from cbatch.runtime.in_flight import InFlight, Route
     from cbatch.runtime.loop import Loop
 
+    MakeMailbox = Callable[[int, int | None], Mailbox]
+    """Makes the mailbox of a batch of some items, and with `n_ahead` that of a fed batch; see `Mailbox`."""
+
 
 CLOSED_EARLY = "the engine was closed before all prompts were read"
 CANCELLED_EARLY = "cancel_all() ended the batch before all prompts were read"
 
 _N_CHECKED = 64
 """Structures for which the outcome of compiling is kept."""
-
-
-class MakeMailbox(Protocol):
-    """Makes the mailbox of a batch of `n_items`, or of a fed batch."""
-
-    def __call__(self, n_items: int, *, n_ahead: int | None = None) -> Mailbox:
-        """Return an empty mailbox; see `Mailbox`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,7 @@ class Submitter:
                     )
                     for i, (prompt, id) in enumerate(zip(prompts, ids, strict=True))
                 ]
-                run = Run(options, make_mailbox(len(ids)), ids, ends_s)
+                run = Run(options, make_mailbox(len(ids), None), ids, ends_s)
                 self._in_flight.add(routes, run.mailbox, ids, items)
             self._submit([driver for item in items for driver in item], is_fed=False)
         return run
@@ -139,7 +135,7 @@ class Submitter:
                 check_own((id,), self._in_flight.routes)
                 request = extended(origin, id, result, n_tokens, now)
                 driver = self.sequences.of_request(request, now)
-                run = Run(request.options, make_mailbox(1), [id])
+                run = Run(request.options, make_mailbox(1, None), [id])
                 self._in_flight.add(routes, run.mailbox, [id], [[driver]])
             self._submit([driver], is_fed=False)
         return run
@@ -152,7 +148,7 @@ class Submitter:
         make_mailbox: MakeMailbox,
     ) -> Run:
         """Submit prompts as they are read from `source`, until the source or the batch ends."""
-        mailbox = make_mailbox(0, n_ahead=self._n_ahead)
+        mailbox = make_mailbox(0, self._n_ahead)
         run = Run(options, mailbox, mailbox.ids.values(), ends_s)
         if ends_s < math.inf:
             self._loop.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
