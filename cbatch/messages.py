@@ -1,4 +1,4 @@
-"""What a caller may hand over as prompts, checked whole before anything is queued."""
+"""The prompts that callers give, checked completely before anything is queued."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class BatchPrompt:
 
 @dataclass(frozen=True, slots=True)
 class LookAhead:
-    """Prompts that will come, for a context to be made to their measure.
+    """Prompts that will come, so that the context can be sized for them.
 
     Args:
-        prompts: some of them, each with the options that hold for it.
-        is_all: whether no others will come.
+        prompts: some of them, each with its options.
+        is_all: whether no other prompts will come.
 
     Raises:
         ConfigError: not pairs of a prompt and its options.
@@ -96,10 +96,10 @@ class LookAhead:
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[BatchPrompt]:
-    """Return what `Engine.run` was given as a list: one string, chat or BatchPrompt is a batch of one.
+    """Return the prompts given to `Engine.run` as a list: one string, chat or BatchPrompt is a batch of one.
 
     Raises:
-        ConfigError: an empty batch, or an item that is none of these; the message names its place.
+        ConfigError: an empty batch, or an invalid item; the message names its place.
     """
     with reading("prompts"):
         if isinstance(prompts, BatchPrompt) or text_of(prompts) is not None or _is_chat(prompts):
@@ -113,10 +113,10 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[BatchPrompt]:
 
 
 def is_source(prompts: object) -> bool:
-    """Whether these are prompts to be read one by one: an iterable that does not know its length.
+    """Whether the prompts are to be read one by one: an iterable without a length.
 
     Raises:
-        ConfigError: what can be read, but has no prompts: a file or rows of a table.
+        ConfigError: an iterable that holds no prompts, such as a file or the rows of a table.
     """
     with reading("prompts"):
         if isinstance(prompts, Sized | BatchPrompt) or not isinstance(prompts, Iterable):
@@ -126,10 +126,10 @@ def is_source(prompts: object) -> bool:
 
 
 def as_prompt(item: Any) -> BatchPrompt:
-    """Return one item of a batch as what it stands for.
+    """Return one item of a batch as a `BatchPrompt`.
 
     Raises:
-        ConfigError: it is no prompt.
+        ConfigError: the item is no prompt.
     """
     if type(item) is BatchPrompt:
         return item
@@ -167,7 +167,7 @@ def as_id(value: object) -> str:
     """Return the id of a request.
 
     Raises:
-        ConfigError: it cannot be one.
+        ConfigError: the value cannot be an id.
     """
     with reading("id"):
         text = text_of(value)
@@ -193,7 +193,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_batch(prompts: object) -> None:
-    """Refuse what is no collection of prompts, though it may be read item by item."""
+    """Raise a `ConfigError` for an iterable that is no collection of prompts."""
     if isinstance(prompts, AsyncIterable):
         raise ConfigError("prompts is an async iterable: give a list, or a generator for `for`")
     if isinstance(prompts, Set) and not isinstance(prompts, MappingView):
@@ -205,12 +205,12 @@ def _check_batch(prompts: object) -> None:
 
 
 def _kind(value: object) -> str:
-    """Return how an error names what is no text and no list: its type, and what its owner may have meant."""
+    """Return how an error names a wrong value: its type, and a hint."""
     return shown(value) if isinstance(value, Enum) else f"{type(value).__name__}{_hint(value)}"
 
 
 def _hint(value: object) -> str:
-    """Return what else to do with things that are often taken for prompts; nothing where it is none of them."""
+    """Return a hint for a value that is often taken for prompts; otherwise nothing."""
     if isinstance(value, bytes | bytearray | memoryview):
         return ": decode them to a string"
     if is_table(value):

@@ -20,12 +20,12 @@ TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "tool_choice", "functions", "function_call", "add_generation_prompt"}
     | {"bos_token", "eos_token", "raise_exception", "strftime_now"}
 )
-"""What a chat template gets from cbatch itself. Source: llama_cpp/llama_chat_format.py, Jinja2ChatFormatter."""
+"""Variables that cbatch itself gives a chat template. Source: llama_cpp/llama_chat_format.py, Jinja2ChatFormatter."""
 
 _OPENS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"}) | {
     *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "dependentSchemas", "propertyNames")
 }
-"""Keys by which a schema says itself, or elsewhere, what an object has besides its properties."""
+"""Keys of a schema that may allow an object more than its `properties`."""
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _CHOICES = ("none", "auto", "required")
@@ -33,7 +33,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class Tools(tuple[Tool, ...]):
-    """Tool definitions that were checked: plain JSON values, nobody else's to change."""
+    """Checked tool definitions: plain JSON values, a copy of the caller's."""
 
     __slots__ = ()
 
@@ -43,17 +43,17 @@ class Tools(tuple[Tool, ...]):
         return tuple(tool["function"]["name"] for tool in self)
 
     def parameters(self, name: str) -> Mapping[str, Any]:
-        """Return the JSON schema of a function's arguments; an empty one where there is none."""
+        """Return the JSON schema of a function's arguments; empty where the definition has none."""
         found = (t["function"].get("parameters") for t in self if t["function"]["name"] == name)
         return next(found, None) or {}
 
 
 class TemplateKwargs(dict[str, Any]):
-    """Variables for the chat template that were checked: plain JSON values."""
+    """Checked variables for the chat template: plain JSON values."""
 
 
 def check_tools(value: object) -> Tools | None:
-    """Return OpenAI's list of tools as definitions that were checked; an empty list stands for no tools.
+    """Return OpenAI's list of tools as checked definitions; an empty list means no tools.
 
     Raises:
         ConfigError: not a list of functions, two of one name, or no JSON.
@@ -181,10 +181,12 @@ def check_template_kwargs(value: object) -> TemplateKwargs | None:
         name = text_of(key)
         if name is None or not name.isidentifier():
             raise ConfigError(
-                f"chat_template_kwargs has {shown(key)}, which is no name of a variable"
+                f"chat_template_kwargs has {shown(key)}, which is not a valid variable name"
             )
         if name in TEMPLATE_NAMES:
-            raise ConfigError(f"chat_template_kwargs must not have {name!r}: cbatch gives that")
+            raise ConfigError(
+                f"chat_template_kwargs must not have {name!r}: cbatch sets this variable itself"
+            )
     return TemplateKwargs(as_json("chat_template_kwargs", plain(value)))
 
 
@@ -202,10 +204,10 @@ def as_json(name: str, value: object) -> Any:
 
 
 def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
-    """Return the tools that a request's model is told of.
+    """Return the tools that the prompt of a request shows to the model.
 
     Raises:
-        ConfigError: a choice of tools where there are none, or of one that there is not.
+        ConfigError: the choice needs tools and there are none, or it names an unknown tool.
     """
     tools = tools or Tools()
     if choice == "none":
@@ -216,7 +218,9 @@ def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
         raise ConfigError(f"tool_choice={choice!r} needs tools")
     name = chosen_name(choice)
     if name is not None and name not in tools.names:
-        raise ConfigError(f"tool_choice has {name!r}; tools are: {', '.join(tools.names)}")
+        raise ConfigError(
+            f"tool_choice names {name!r}, which is not among the tools: {', '.join(tools.names)}"
+        )
     return tools
 
 
@@ -226,11 +230,11 @@ def chosen_name(choice: ToolChoice | None) -> str | None:
 
 
 def demanded(tools: Tools, choice: ToolChoice | None) -> Tools:
-    """Return the tools of which one has to be called; none where the model may leave it.
+    """Return the tools of which the answer has to call one; none where calls are optional.
 
     Args:
-        tools: that are offered.
-        choice: checked.
+        tools: the offered ones.
+        choice: a checked one.
     """
     if choice in (None, "none", "auto"):
         return Tools()
@@ -239,13 +243,13 @@ def demanded(tools: Tools, choice: ToolChoice | None) -> Tools:
 
 
 def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a call's arguments: an object, and nothing in it that `parameters` does not name.
+    """Return the JSON schema of a call's arguments: an object with nothing but the properties of `parameters`.
 
     Args:
-        parameters: a function's; without any, it takes none.
+        parameters: of the function; without any, the object is empty.
 
     Raises:
-        ConfigError: they are no object.
+        ConfigError: the parameters are not of type object.
     """
     types = parameters.get("type", "object")
     if "object" not in ([types] if isinstance(types, str) else types):

@@ -421,7 +421,7 @@ def test_table_is_refused_with_the_way_to_run_it(table: Any) -> None:
         lambda: BatchPrompt(tokens=table),
     ]
     for call in calls:
-        with pytest.raises(ConfigError, match=r"run_table of cbatch\.files\.frames"):
+        with pytest.raises(ConfigError, match=r"run_table of cbatch\.files"):
             call()
 
 

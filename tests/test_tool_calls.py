@@ -353,7 +353,7 @@ def test_demanded_call_without_its_tools_is_refused_before_queueing(
 ) -> None:
     with pytest.raises(ConfigError, match=r"prompts\[0\]: tool_choice='required' needs tools"):
         ask(engine, tool_choice="required")
-    with pytest.raises(ConfigError, match="'get_time'; tools are: get_weather"):
+    with pytest.raises(ConfigError, match="'get_time', which is not among the tools: get_weather"):
         ask(engine, tools=[WEATHER], tool_choice=NAMED)
     text = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
     with pytest.raises(ConfigError, match=r"prompts\[0\]: .*type object"):

@@ -134,7 +134,7 @@ def test_demanded_call_beside_the_format_of_text_is_taken() -> None:
 def test_choice_without_its_tool_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs tools"):
         _ = RunOptions(tool_choice="required").offered_tools
-    with pytest.raises(ConfigError, match="'get_time'; tools are: get_weather"):
+    with pytest.raises(ConfigError, match="'get_time', which is not among the tools: get_weather"):
         _ = RunOptions(tools=[WEATHER], tool_choice=NAMED).offered_tools
 
 

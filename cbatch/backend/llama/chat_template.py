@@ -1,4 +1,4 @@
-"""Chat messages to text, by the template in the GGUF or the caller's own."""
+"""Renders chat messages to text, by the template in the GGUF or the caller's own."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _ANSWERED = {"role": "tool", "tool_call_id": _ID, "name": _TOOL_NAME, "content":
 
 @dataclass(frozen=True, slots=True)
 class _CallShape:
-    """What a template wants of a message with calls: arguments as JSON text, and text where there is no content."""
+    """How a template takes a message with calls: arguments as JSON text or mapping, no content as "" or None."""
 
     has_text_arguments: bool
     has_text_content: bool
 
     def put(self, message: Message) -> Message:
-        """Return a message in this shape; one without calls as it is."""
+        """Return a message in this shape; a message without calls stays as it is."""
         calls = message.get("tool_calls")
         if not isinstance(calls, list) or not calls:
             return message
@@ -64,7 +64,7 @@ class _CallShape:
         return {**message, "content": content, "tool_calls": calls}
 
 
-# empty text before none: a template that prints what it gets would print "None"
+# "" before None: a template that prints its value would print "None"
 _SHAPES = tuple(_CallShape(text, content) for text in (False, True) for content in (True, False))
 
 
@@ -87,9 +87,9 @@ class ChatTemplate:
 
         Args:
             source: Jinja; `None` where the model has none.
-            bos_text: what `{{ bos_token }}` stands for.
-            eos_text: what `{{ eos_token }}` stands for.
-            name: what error messages call it.
+            bos_text: value of `{{ bos_token }}`.
+            eos_text: value of `{{ eos_token }}`.
+            name: of the template in error messages.
         """
         self._source, self._name = source, name
         self._bos_text, self._eos_text = bos_text, eos_text
@@ -118,12 +118,12 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
     ) -> str:
-        """Return the prompt's text up to where the model goes on.
+        """Return the text of the prompt, which the model continues.
 
         Args:
             messages: the chat; a last one from `assistant` is left open, its content verbatim. The arguments of
                 `tool_calls` are mappings.
-            variables: what the template gets besides, such as `tools`.
+            variables: further variables of the template, such as `tools`.
 
         Raises:
             RequestFailedError: there is no template, it does not compile, or it refuses.
@@ -142,21 +142,21 @@ class ChatTemplate:
         copies = [dict(message) for message in messages]
         try:
             return str(formatter(messages=copies, **(variables or {})).prompt)
-        except Exception as error:  # the template is a program: it may raise whatever it likes
+        except Exception as error:  # the template is a program: it may raise anything
             raise PromptError(
                 f"the chat template refuses these messages: {words_of(error)}"
             ) from error
 
     @cached_property
     def _calls(self) -> _CallShape:
-        """How this template takes calls in earlier messages: the first shape in which it shows one."""
+        """The shape in which this template shows the calls of earlier messages: the first that works."""
         for shape in _SHAPES:
             chat = [_ASKED, shape.put(_CALLED), _ANSWERED]
             try:
                 shown = self._render(chat, {"tools": [_TOOL]})
             except RequestFailedError:
                 continue
-            # not as Python writes a mapping, nor text within text
+            # neither as Python writes a mapping, nor as JSON text within JSON text
             if (
                 _ARGUMENT in shown
                 and f"'{_ARGUMENT}'" not in shown
@@ -182,7 +182,7 @@ class ChatTemplate:
 
 
 def parse_override(chat_template: str) -> str:
-    """Return the Jinja source that the caller's `chat_template` stands for.
+    """Return the Jinja source of the caller's `chat_template`.
 
     Args:
         chat_template: a name in `NAMED_TEMPLATES`, or Jinja.
@@ -194,8 +194,8 @@ def parse_override(chat_template: str) -> str:
         return NAMED_TEMPLATES[chat_template]
     if "{{" not in chat_template and "{%" not in chat_template:
         raise ConfigError(
-            f"chat_template={chat_template[:80]!r} is neither Jinja nor a known name; "
-            f"there is: {', '.join(NAMED_TEMPLATES)}"
+            f"chat_template={chat_template[:80]!r} is neither Jinja nor a known name: "
+            f"known names are {', '.join(NAMED_TEMPLATES)}"
         )
     try:
         _compile(chat_template, "", "")
