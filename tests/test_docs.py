@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 import cbatch
-from cbatch import errors
 from cbatch.cli import app
 from cbatch.core.driver import WAITS, Wait
 from cbatch.engine_options import EngineOptions
@@ -132,7 +131,7 @@ def test_every_error_is_documented_under_its_parent() -> None:
     depths = {m[2]: len(m[1]) // 4 for m in re.finditer(r"^([│├└─ ]*)(\w+)", tree, re.MULTILINE)}
     classes = [
         c
-        for _, c in inspect.getmembers(errors, inspect.isclass)
+        for _, c in inspect.getmembers(cbatch, inspect.isclass)
         if issubclass(c, cbatch.CBatchError)
     ]
     assert depths == {c.__name__: len(own_line(c)) - 1 for c in classes}
