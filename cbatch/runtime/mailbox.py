@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cbatch.interrupts import HeldBack
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.errors import CBatchError
+    from cbatch.runtime.in_flight import InFlight
 
 
 def refused(
@@ -24,19 +25,6 @@ def refused(
     timings = Timings(0.0, None, 0.0, None, None)
     result = BatchResult(id, "", (), "error", error, Usage(0, 0), timings, seed=0)
     return [BatchOutputChunk(id, "", (), finish_reason="error")], [(place, result)]
-
-
-class Cancels(Protocol):
-    """Cancels requests of a batch; see `InFlight`."""
-
-    def cancel_batch(self, mailbox: Mailbox) -> int:
-        """Cancel those in flight; return how many."""
-
-    def cancel_batch_soon(self, mailbox: Mailbox) -> None:
-        """Cancel those in flight; does not wait."""
-
-    def cancel_waiting_soon(self, mailbox: Mailbox) -> None:
-        """Cancel those that never had a slot; does not wait."""
 
 
 class Mailbox:
@@ -49,7 +37,7 @@ class Mailbox:
     def __init__(
         self,
         n_items: int,
-        cancels: Cancels,
+        in_flight: InFlight,
         pump: Callable[[], bool] | None,
         *,
         n_ahead: int | None = None,
@@ -60,7 +48,7 @@ class Mailbox:
 
         Args:
             n_items: results to expect.
-            cancels: cancels the batch's requests in flight.
+            in_flight: cancels the batch's requests.
             pump: does one step of an engine without a thread; False where there is none to do.
             n_ahead: makes the batch a fed one, with at most this many items that were not given out yet.
             log: is told of the results, before a reader is.
@@ -73,7 +61,7 @@ class Mailbox:
         self.given: dict[str, Any] = {}
         """The same ids, to look them up."""
         self.feed: object | None = None  # which lives as long as somebody may read
-        self._cancels, self._log, self._engine = cancels, log, engine
+        self._in_flight, self._log, self._engine = in_flight, log, engine
         self._is_fed = n_ahead is not None
         self._end_late: Callable[[Mailbox], object] | None = None
         self._results: dict[int, BatchResult] = {}
@@ -159,20 +147,20 @@ class Mailbox:
     def cancel(self) -> int:
         """Cancel the items that have not ended, read no more of them; return how many."""
         self.break_off()
-        return self._cancels.cancel_batch(self)
+        return self._in_flight.cancel_batch(self)
 
     def wind_down(self) -> None:
         """Cancel the items that have not begun, read no more of them; running ones go on. Does not wait."""
-        self._end_late = self._end_late or self._cancels.cancel_waiting_soon
+        self._end_late = self._end_late or self._in_flight.cancel_waiting_soon
         self.end_feed()
         if not self.items.have_ended:
-            self._cancels.cancel_waiting_soon(self)
+            self._in_flight.cancel_waiting_soon(self)
 
     def leave(self) -> None:
         """Cancel the items that have not ended. Does not wait: their slots are free before the next plan."""
         if self._readers.is_their_process and not self.items.have_ended:
             self.break_off()
-            self._cancels.cancel_batch_soon(self)
+            self._in_flight.cancel_batch_soon(self)
 
     # ---- the end of a feed ----
 
@@ -184,7 +172,7 @@ class Mailbox:
 
     def break_off(self, error: BaseException | None = None) -> None:
         """End the feed of a batch whose items are all cancelled now; else as `end_feed`."""
-        self._end_late = self._cancels.cancel_batch_soon
+        self._end_late = self._in_flight.cancel_batch_soon
         self.end_feed(error)
 
     def end_late(self) -> None:

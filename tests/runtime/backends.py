@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.fake import FakeBackend
+from cbatch.runtime.in_flight import InFlight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +61,7 @@ class GatedBackend(FakeBackend):
         self._is_armed = True
 
 
-class Cancelled:
+class Cancelled(InFlight):
     """Stands for requests in flight that are cancelled at once."""
 
     def __init__(self, n: int = 0) -> None:
