@@ -17,7 +17,7 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
 from cbatch.options import Sampling
 from cbatch.response import BatchError
-from tests.runtime.backends import PATIENCE_S
+from tests.runtime.backends import PATIENCE_S, backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -146,8 +146,7 @@ def read_all(place: Place, response: BatchResponse) -> list[BatchOutputChunk]:
 
 def expects_little(place: Place, engine: Engine) -> None:
     """Let an engine see that answers are short, so that it fills a pool with too many."""
-    backend = engine._backend
-    assert isinstance(backend, FakeBackend)
+    backend = backend_of(engine, FakeBackend)
     items = [item([i], max_tokens=100, stop_token_ids=range(320)) for i in range(200)]
     place.results(engine.run(items))
     engine.reset_stats()
@@ -166,8 +165,7 @@ def steps(engine: Engine, n: int) -> None:
 
 
 def plans_of(engine: Engine) -> list[StepPlan]:
-    assert isinstance(engine._backend, FakeBackend)
-    return engine._backend.plans
+    return backend_of(engine, FakeBackend).plans
 
 
 _KEPT: list[object] = []

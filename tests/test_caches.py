@@ -49,6 +49,8 @@ from tests.places import (
 from tests.runtime.backends import (
     PATIENCE_S,
     GatedBackend,
+    backend_of,
+    batcher_of,
     ids_in_flight,
     ids_outside,
     in_thread,
@@ -764,7 +766,7 @@ class StruckBeforeCopies(FakeBackend):
 def test_close_after_ctrl_c_saves_nothing_that_the_slots_do_not_hold(by_hand: Place) -> None:
     engine = by_hand.engine(n_slots=2, kind=StruckBeforeCopies)
     engine.submit(item(text_of(100), max_tokens=150))
-    engine._backend.interrupt()
+    backend_of(engine, FakeBackend).interrupt()
     engine.step()
     by_hand.result(
         engine, text_of(150, start=5), max_tokens=3
@@ -802,7 +804,7 @@ def test_ctrl_c_while_run_waits_for_room_leaves_the_engine_usable(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = place.engine(1, ENDLESS, kind=GatedBackend, schedule={"max_queue": 0})
-    in_flight = engine._parts.batcher.in_flight
+    in_flight = batcher_of(engine).in_flight
 
     def strike(*_: object) -> None:
         wait_until(lambda: in_flight["a"].n_output > 0)
@@ -1247,8 +1249,7 @@ def test_cells_are_fitted_once_for_all_and_not_by_the_thread_that_computes(place
     engine = place.engine(n_slots=8, kind=Fitting, schedule={"share_prefixes": False})
     prompts = [[*text_of(80), i] for i in range(4)]
     place.results(engine.run([item(p, **REQUIRED) for p in prompts]))
-    backend = engine._backend
-    assert isinstance(backend, Fitting)
+    backend = backend_of(engine, Fitting)
     assert backend.fitters == ["cbatch-cache"]
     assert len(backend.kept) == 4
     assert len({id(data) for data in backend.kept}) == 1
@@ -1258,8 +1259,7 @@ def test_no_more_cells_are_loaded_than_a_prompt_begins_with(any_way: Place) -> N
     save(any_way, text_of(200), prefill_only=True)
     engine = any_way.engine(kind=Fitting)
     result = any_way.result(engine, [*text_of(60), 3], **REQUIRED)
-    backend = engine._backend
-    assert isinstance(backend, Fitting)
+    backend = backend_of(engine, Fitting)
     assert [data.size for data in backend.kept] == [8 * 60]
     assert (result.usage.cached_tokens, result.token_ids) == (60, expected([*text_of(60), 3]))
 
@@ -1279,8 +1279,7 @@ class SlowlyFitting(FakeBackend):
 def test_request_during_a_cut_of_its_file_to_too_little_has_it_read_again(place: Place) -> None:
     save(place, text_of(200), prefill_only=True)
     engine = place.engine(kind=SlowlyFitting)
-    backend = engine._backend
-    assert isinstance(backend, SlowlyFitting)
+    backend = backend_of(engine, SlowlyFitting)
     prompts = [[*text_of(n), 3] for n in (60, 60, 150)]
     early = engine.run([item(tokens, **REQUIRED) for tokens in prompts[:2]])
     backend.gate.wait()
@@ -1482,7 +1481,7 @@ def test_cells_without_room_fail_or_are_computed_and_touch_nobody_else(
     def full(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(engine._backend, "import_state", full)
+    monkeypatch.setattr(backend_of(engine, FakeBackend), "import_state", full)
     beside = engine.submit(item(text_of(20, start=3), max_tokens=100))
     for options, reason in ((REQUIRED, "error"), (READ, "length")):
         result = any_way.result(engine, text_of(60), **options)
@@ -1562,7 +1561,7 @@ def test_no_set_of_adapters_starves(by_hand: Place) -> None:
     names: list[str | None] = ["a", "b", None]
     engine.run([with_adapter(text_of(8, i), n, max_tokens=400) for i, n in enumerate(names)])
     steps(engine, 60)
-    n_output = [d.n_output for d in engine._parts.batcher.in_flight.values()]
+    n_output = [d.n_output for d in batcher_of(engine).in_flight.values()]
     assert min(n_output) >= 18
     engine.cancel_all()
 
@@ -1630,9 +1629,9 @@ def test_prompt_alone_frees_its_slot_before_the_next_plan(by_hand: Place) -> Non
     engine = by_hand.engine(n_slots=1, kind=GatedBackend)
     engine.run([item(text_of(60), prefill_only=True), item(text_of(20, start=3))])
     engine.step()
-    assert engine._parts.batcher.ledger.n_lent == 0
+    assert engine.stats().n_running == 0
     engine.step()
-    assert engine._parts.batcher.ledger.n_lent == 1
+    assert engine.stats().n_running == 1
 
 
 def test_prompt_alone_streams_one_last_chunk_without_text(any_way: Place) -> None:
@@ -1705,5 +1704,5 @@ def test_thousand_prompts_alone_leave_nothing_behind(place: Place) -> None:
     prompts = [item(text_of(9, i), prefill_only=True) for i in range(1000)]
     results = place.results(engine.run(prompts))
     assert {(r.finish_reason, r.token_ids) for r in results} == {("length", ())}
-    batcher = engine._parts.batcher
-    assert (batcher.in_flight, batcher.storing, engine._loop.routes) == ({}, {}, {})
+    batcher = batcher_of(engine)
+    assert (batcher.in_flight, batcher.storing, ids_in_flight(engine)) == ({}, {}, [])

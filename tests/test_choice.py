@@ -17,6 +17,7 @@ from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from cbatch.options import DRY_SEQUENCE_BREAKERS, GREEDY, RunOptions
 from tests.oracle.sampling import logprobs
+from tests.runtime.backends import backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -256,7 +257,7 @@ def test_grammar_and_bans_that_leave_no_token_are_named_as_the_reason(
 def test_closing_end_token_is_told_with_its_logprob_where_it_is_asked_for(
     engine: cbatch.Engine,
 ) -> None:
-    [end, *_] = engine._backend.vocab.end_tokens
+    [end, *_] = backend_of(engine, LlamaBackend).vocab.end_tokens
     item = BatchPrompt(tokens=PROMPT)
     options: dict[str, Any] = {"logit_bias": {end: 1e4}, "temperature": 0, "logprobs": 2}
     plain, whole = (

@@ -38,6 +38,7 @@ from tests.runtime.backends import (
     FailingBackend,
     GatedBackend,
     all_results,
+    backend_of,
     in_thread,
     owner_of,
     streams,
@@ -122,7 +123,7 @@ def capped(caps: Sequence[int] = CAPS) -> list[BatchPrompt]:
 
 
 def plans_of(engine: Engine) -> list[StepPlan]:
-    backend = engine._backend
+    backend = backend_of(engine, object)
     assert isinstance(backend, FakeBackend | RecordingBackend)
     return backend.plans
 

@@ -35,6 +35,7 @@ from tests.places import (
     expects_little,
     first_chunk,
     item,
+    plans_of,
     read_all,
     steps,
     text_of,
@@ -136,8 +137,7 @@ def test_two_parts_under_exact_have_the_shapes_of_one_run(
     first = any_way.result(engine, text_of(50), max_tokens=9)
     result = extended(any_way, engine, first, 9)
     assert result.token_ids == expected(text_of(50), 18)
-    assert isinstance(engine._backend, FakeBackend)
-    chunks = [c for plan in engine._backend.plans for c in plan.chunks]
+    chunks = [c for plan in plans_of(engine) for c in plan.chunks]
     assert all(len(c.tokens) == 1 for c in chunks if c.start >= 50)
     assert [c.start for c in chunks if c.start < 50] == list(range(0, 50, chunk_alignment))
 

@@ -9,6 +9,8 @@ import pytest
 
 import cbatch
 from cbatch import RequestError, RunOptions
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from tests.runtime.backends import backend_of
 from tests.test_tools import TIME
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ def engine(test_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def seen(engine: cbatch.Engine, options: dict[str, Any], *, is_chat: bool) -> object:
     """What a caller sees of an answer, or the kind of error that refuses it."""
-    [end, *_] = engine._backend.vocab.end_tokens
+    [end, *_] = backend_of(engine, LlamaBackend).vocab.end_tokens
     bias = {
         end if token == "END" else token: b for token, b in options.get("logit_bias", {}).items()
     }

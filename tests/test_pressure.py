@@ -38,10 +38,13 @@ from tests.runtime.backends import (
     PATIENCE_S,
     GatedBackend,
     all_results,
+    backend_of,
+    batcher_of,
     ids_in_flight,
     ids_outside,
     in_thread,
     is_room_awaited,
+    is_threaded,
     streams,
 )
 
@@ -125,7 +128,7 @@ def prompts(*ids: str, **options: Any) -> list[BatchPrompt]:
 
 def books(engine: Engine) -> tuple[int, int, list[str]]:
     """Who waits, who runs, and what is in flight; needs no turn of the engine."""
-    batcher = engine._parts.batcher
+    batcher = batcher_of(engine)
     return batcher.n_waiting, batcher.ledger.n_lent, [*batcher.in_flight]
 
 
@@ -291,10 +294,10 @@ def test_duplicate_id_is_refused_before_anybody_waits(by_hand: MakeEngine) -> No
 def test_cancel_of_one_that_waits_makes_room_for_another(make: MakeEngine) -> None:
     engine = make(n_window=ENDLESS, max_queue=1)
     engine.run(prompts("a", "b"))
-    if not engine._threaded:
+    if not is_threaded(engine):
         engine.cancel("b")
     run = in_thread(lambda: engine.run(prompts("c", max_tokens=1)))
-    if engine._threaded:
+    if is_threaded(engine):
         wait_until(lambda: is_room_awaited(engine))
         engine.cancel("b")
     response = run()
@@ -426,12 +429,13 @@ def test_failure_while_somebody_waits_for_room_tells_it() -> None:
 
 
 def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
-    backend, told = GatedBackend(2, ENDLESS, 64), threading.Event()
+    backend = GatedBackend(2, ENDLESS, 64)
+    closing, told = threading.Event(), threading.Event()
     engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=0))
     run = backend.run
 
     def lingering(plan: StepPlan) -> StepResult:
-        if engine._loop._is_closed:
+        if closing.is_set():
             told.wait(0.5)
         return run(plan)
 
@@ -444,6 +448,7 @@ def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
     backend.run = lingering  # type: ignore[method-assign]
     other, waiting = engine.run(prompts("a")), in_thread(wait)
     wait_until(lambda: is_room_awaited(engine))
+    closing.set()
     engine.close()
     with pytest.raises(EngineClosedError):
         waiting()
@@ -459,7 +464,7 @@ def test_event_loop_is_told_not_to_wait_for_room() -> None:
             with pytest.raises(ConfigError, match=r"to_thread.*when_full='reject'") as caught:
                 engine.run(prompts("c"))
             assert isinstance(caught.value.__cause__, QueueFullError)
-            assert [*engine._parts.batcher.in_flight] == ["a", "b"]
+            assert ids_in_flight(engine) == ["a", "b"]
 
         anyio.run(submit)
 
@@ -566,7 +571,7 @@ def test_time_of_a_run_counts_while_it_waits_for_room(virtual: MakeEngine) -> No
     engine = virtual(max_queue=1)
     engine.run(prompts("a", "b", max_tokens=40))
     response = engine.run(prompts("c", max_tokens=2), max_time_s=3.0)
-    assert engine._backend.now_s <= 5.0  # type: ignore[attr-defined]
+    assert backend_of(engine, FakeBackend).now_s <= 5.0
     assert ends(response) == [("timeout", 0)]
 
 
@@ -599,8 +604,8 @@ def test_paused_one_gives_nothing_until_it_is_resumed(by_hand: MakeEngine) -> No
     steps(engine, 3)
     assert [engine.pause("a"), engine.pause("a")] == [True, False]
     steps(engine, 20)
-    in_flight = engine._parts.batcher.in_flight
-    assert [(id, d.n_output) for id, d in in_flight.items()] == [("a", 3)]
+    stats = engine.stats()
+    assert (stats.n_paused, stats.n_running, stats.n_output_tokens) == (1, 0, 3 + 9)
     assert engine.step() is False
     assert engine.resume("a")
     assert ends(response) == [("length", 9)] * 2
@@ -634,7 +639,7 @@ def test_late_command_for_an_earlier_life_of_an_id_is_refused(
     if name == "resume":
         engine.pause("a")
     assert not late[0]()
-    assert engine._parts.batcher.in_flight["a"].n_output == 1
+    assert engine.stats().n_output_tokens == 2 + 1
     assert engine.resume("a") is (name == "resume")
     assert ends(second) == [("length", 3)]
 
@@ -899,9 +904,10 @@ def test_error_that_strikes_again_at_the_end_is_told_to_everybody() -> None:
 
 
 def test_paused_ones_time_is_waited_for_without_a_thread() -> None:
-    engine = Engine(FakeBackend(2, 512, 32), options=GREEDY, threaded=False)
+    backend = FakeBackend(2, 512, 32)
+    engine = Engine(backend, options=GREEDY, threaded=False)
     response = engine.run(["ab"], options={"max_tokens": 400, "timeout_s": 0.05})
-    engine._backend.interrupt()
+    backend.interrupt()
     engine.step()
     engine.pause("0")
     assert [r.finish_reason for r in all_results(response)] == ["timeout"]

@@ -32,8 +32,8 @@ PERSON = structure_runs.SCHEMAS[0]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with cbatch.load(parallel=4, ctx_per_seq=512) as loaded:
+def engine(test_model: Path) -> Iterator[Engine]:
+    with cbatch.load(test_model, parallel=4, ctx_per_seq=512) as loaded:
         yield loaded
 
 
@@ -45,6 +45,7 @@ def test_answers_parse_and_validate_at_a_high_temperature(engine: Engine) -> Non
     assert found.n_right > 40
 
 
+@pytest.mark.real
 def test_answers_do_not_depend_on_company_where_that_is_promised() -> None:
     prompts = structure_runs.prompts(12)
     with cbatch.load(parallel=4, ctx_per_seq=512, exact=True) as exact:
@@ -55,6 +56,7 @@ def test_answers_do_not_depend_on_company_where_that_is_promised() -> None:
     assert [r.finish_reason for r in together] == [r.finish_reason for r in alone]
 
 
+@pytest.mark.real
 def test_answers_validate_where_cells_are_taken_back() -> None:
     with cbatch.load(parallel=8, n_ctx=512, kv="unified", swap_mib=0) as small:
         found = structure_runs.run(small, 48)
@@ -168,6 +170,7 @@ def test_moving_window_keeps_to_the_grammar(engine: Engine) -> None:
         assert part[4:].isdigit()
 
 
+@pytest.mark.real
 def test_pause_amid_an_answer_changes_no_token_of_it() -> None:
     options = {"json_schema": PERSON, "temperature": 1.5, "seed": 11}
     with cbatch.load(parallel=2, ctx_per_seq=512, exact=True, threaded=False) as by_hand:
@@ -185,6 +188,7 @@ def test_pause_amid_an_answer_changes_no_token_of_it() -> None:
     json.loads(whole.text)
 
 
+@pytest.mark.real
 def test_engine_without_a_thread_compiles_too() -> None:
     with cbatch.load(parallel=2, ctx_per_seq=256, threaded=False) as byhand:
         results = byhand.run(["A", "B"], options={"json_schema": PERSON}).results()
@@ -376,6 +380,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
     return cbatch.load(parallel=4, ctx_per_seq=128, n_threads=1, exact=True, **settings)
 
 
+@pytest.mark.real
 def test_masks_made_beside_decoding_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"json_schema": PERSON, "max_tokens": 40, "temperature": 1.5}
     prompts = [BatchPrompt(prompt=f"Item {i}:", options={"seed": i}) for i in range(6)]

@@ -440,6 +440,7 @@ def test_tail_of_a_stop_string_comes_out_at_timeout_and_cap() -> None:
     assert late[0].finish_reason == "timeout"
 
 
+@pytest.mark.real
 def test_shipped_model_has_no_tools_and_says_so() -> None:
     with cbatch.load(parallel=1) as engine:
         with pytest.raises(UnsupportedOptionError, match="does not show tools"):
@@ -447,6 +448,7 @@ def test_shipped_model_has_no_tools_and_says_so() -> None:
         assert engine.run([[USER]], options={"max_tokens": 3}).result().error is None
 
 
+@pytest.mark.real
 def test_shipped_model_with_a_template_for_tools_is_told_of_them() -> None:
     template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ messages[-1].content }}"
     with cbatch.load(parallel=1, chat_template=template) as engine:
@@ -456,6 +458,7 @@ def test_shipped_model_with_a_template_for_tools_is_told_of_them() -> None:
     assert told.usage.prompt_tokens > plain.usage.prompt_tokens + 20
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("form", "n"), [("hermes", 300), ("function tags", 60), ("mistral", 60), ("bare", 60)]
 )
@@ -467,6 +470,7 @@ def test_shipped_model_calls_what_it_must_at_a_high_temperature(form: str, n: in
     assert found.n_calls >= found.n_right
 
 
+@pytest.mark.real
 def test_schema_that_cannot_be_compiled_fails_its_item_alone() -> None:
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": bad}}]
@@ -482,6 +486,7 @@ def test_schema_that_cannot_be_compiled_fails_its_item_alone() -> None:
     assert free.error is None
 
 
+@pytest.mark.real
 def test_shipped_model_makes_one_call_where_no_more_are_wanted() -> None:
     options = {"temperature": 1.5, "max_tokens": 300, "parallel_tool_calls": False}
     with cbatch.load(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("has_model", [False, True])
 def test_values_of_every_kind_give_results_or_typed_errors(
     has_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

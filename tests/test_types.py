@@ -17,7 +17,7 @@ from cbatch.engine import Engine
 from cbatch.errors import ConfigError, EngineClosedError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.response import BatchError
-from tests.runtime.backends import PATIENCE_S
+from tests.runtime.backends import PATIENCE_S, is_threaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def test_wait_that_is_endless_ends_with_the_results(engine: Engine, endless: Any
 @pytest.mark.parametrize("over", [0, -1, -math.inf, -(10**400), 0.0, np.int64(0)])
 def test_wait_that_is_over_is_late_or_done(engine: Engine, over: Any) -> None:
     response = engine.submit("a", options={"max_tokens": 60, "ignore_eos": True})
-    if engine._threaded:
+    if is_threaded(engine):
         engine.pause(response.ids[0])
     with pytest.raises(TimeoutError, match="had not ended"):
         response.results(timeout=over)

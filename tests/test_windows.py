@@ -24,7 +24,7 @@ from tests.places import (
     steps,
     text_of,
 )
-from tests.runtime.backends import GatedBackend, ids_in_flight
+from tests.runtime.backends import GatedBackend, batcher_of, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -541,10 +541,10 @@ def test_movers_in_a_pool_each_begin_with_the_file(any_way: Place) -> None:
 
 def full(engine: Engine, id: str, n_more: int = 0) -> None:
     """Step until a window is full, its last token without a cell."""
-    driver = engine._parts.batcher.in_flight.get(id)
+    driver = batcher_of(engine).in_flight.get(id)
     while driver is None or driver.n_tokens != W + 1:
         engine.step()
-        driver = engine._parts.batcher.in_flight.get(id)
+        driver = batcher_of(engine).in_flight.get(id)
     steps(engine, n_more)
 
 
@@ -592,7 +592,7 @@ def test_mover_preempted_at_the_border_goes_on(by_hand: Place, swap_mib: int) ->
     )
     response = engine.run([item(text_of(9, 77), "old", max_tokens=110), *movers(1)])
     full(engine, "0")
-    batcher = engine._parts.batcher
+    batcher = batcher_of(engine)
     batcher.make_room()  # what a full pool has the scheduler do
     assert batcher.in_flight["0"].slot is None
     old, result = by_hand.results(response)

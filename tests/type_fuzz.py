@@ -36,6 +36,7 @@ from cbatch.files.settings import FileOptions
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 from tests.odd_values import GOOD, changed, odd
+from tests.runtime.backends import is_threaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -285,7 +286,7 @@ def drain(w: World, response: BatchResponse) -> None:
             list(response)
         elif how < 0.2:
             check(list(response.as_completed()))
-        elif how < 0.3 and w.engine._threaded:
+        elif how < 0.3 and is_threaded(w.engine):
             check(anyio.run(_gathered, response))
         else:
             check(response.results(timeout=PATIENCE_S, return_errors=True))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.engine import Engine
     from cbatch.response import BatchResponse, BatchResult
@@ -144,6 +145,21 @@ def owner_of(engine: Engine) -> threading.Thread:
     thread = engine._loop._thread
     assert thread is not None
     return thread
+
+
+def backend_of(engine: Engine, kind: type[T]) -> T:
+    """What an engine computes on."""
+    assert isinstance(engine._backend, kind)
+    return engine._backend
+
+
+def batcher_of(engine: Engine) -> MultiRequestBatcher:
+    """The requests of an engine, read where no turn of its thread may be waited for."""
+    return engine._parts.batcher
+
+
+def is_threaded(engine: Engine) -> bool:
+    return engine._threaded
 
 
 def ids_in_flight(engine: Engine) -> list[str]:
