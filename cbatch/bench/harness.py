@@ -11,12 +11,10 @@ import json
 import statistics
 import sys
 from contextlib import closing
-from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from cbatch.backend.llama.model import LlamaModel
 
@@ -110,15 +108,3 @@ def show(line: str) -> None:
     """Print a line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def tell(cells: Iterable[object]) -> None:
-    """Print a row of a table for people, on stderr."""
-    sys.stderr.write("".join(f"{cell!s:>13}" for cell in cells) + "\n")
-    sys.stderr.flush()
-
-
-def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table of Markdown."""
-    lines = chain((heads, ["---"] * len(heads)), rows)
-    return "".join(map(partial("| {} |\n".format), (" | ".join(map(str, row)) for row in lines)))

@@ -3,7 +3,7 @@
 Both get the same tokens and settings and run in turn, each with the model loaded anew, so that nothing is computed
 before. The loop knows all prompts and lengths beforehand and does not sample; the engine finds out what is common, and
 samples with top-k 40, top-p 0.95 at temperature 0.8. With `--sweep` the engine alone runs over lengths of beginnings
-and answers, in both kinds of memory in turn. JSON lines go to stdout, a table to stderr.
+and answers, in both kinds of memory in turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from cbatch.bench.harness import (
     parser,
     ratios,
     take_turns,
-    tell,
 )
 from cbatch.engine import load
 from cbatch.engine_options import EngineOptions
@@ -169,43 +168,21 @@ def sweep(path: str, job: Job, prompts: Prompts, n_rounds: int) -> dict[str, flo
     }
 
 
-def _print_comparison(a: argparse.Namespace, n_vocab: int) -> None:
+def print_comparison(a: argparse.Namespace, n_vocab: int) -> None:
+    """Print how the engine compares with the loop in each kind of memory."""
     job = Job(a.requests, a.common, a.own, a.output, a.slots)
     prompts = Prompts.random(job, n_vocab)
-    tell(("kv", "loop tps", "engine tps", "engine/loop", "range", "computed", "distinct"))
     for kv in KINDS if a.kv == "both" else (a.kv,):
         found = compare(a.model, job, kv, prompts, a.rounds)
         emit(kv=kv, **asdict(job), rounds=a.rounds, **found)
-        tell(
-            (
-                kv,
-                f"{found['loop_tps']:,.0f}",
-                f"{found['engine_tps']:,.0f}",
-                f"{found['engine_over_loop']:.3f}",
-                f"{found['ratio_min']:.3f}–{found['ratio_max']:.3f}",
-                f"{found['prompt_tokens_computed']:,}",
-                f"{found['prompt_tokens_distinct']:,}",
-            )
-        )
 
 
-def _print_sweep(a: argparse.Namespace, n_vocab: int) -> None:
-    tell(("common", "share", "output", *KINDS, "uni/part", "range"))
+def print_sweep(a: argparse.Namespace, n_vocab: int) -> None:
+    """Print how the kinds of memory compare, for each length of prefix and answer."""
     for common, output in product(SWEEP_COMMON, SWEEP_OUTPUT):
         job = Job(a.requests, common, SWEEP_OWN, output, a.slots)
         found = sweep(a.model, job, Prompts.random(job, n_vocab), a.rounds)
         emit(**asdict(job), rounds=a.rounds, **found)
-        tell(
-            (
-                f"{common:,}",
-                f"{found['common_share']:.0%}",
-                output,
-                f"{found['partitioned_tps']:,.0f}",
-                f"{found['unified_tps']:,.0f}",
-                f"{found['unified_over_partitioned']:.3f}",
-                f"{found['ratio_min']:.3f}–{found['ratio_max']:.3f}",
-            )
-        )
 
 
 def main() -> None:
@@ -225,7 +202,7 @@ def main() -> None:
     )
     a = asked.parse_args()
     n_vocab = in_model(a.model, lambda model: model.vocab.n_vocab)
-    (_print_sweep if a.sweep else _print_comparison)(a, n_vocab)
+    (print_sweep if a.sweep else print_comparison)(a, n_vocab)
 
 
 if __name__ == "__main__":

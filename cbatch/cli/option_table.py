@@ -189,10 +189,7 @@ OPTIONS = (
         default=EngineOptions.cache_type_v,
     ),
     _model(
-        "flash_attn",
-        str,
-        "Flash attention: auto, on or off.",
-        default=EngineOptions.flash_attn,
+        "flash_attn", str, "Flash attention: auto, on or off.", default=EngineOptions.flash_attn
     ),
     _model(
         "memory_mib",

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from cbatch.bench.harness import markdown, median, parser, percentile, ratios, take_turns
+from cbatch.bench.harness import median, parser, percentile, ratios, take_turns
 
 
 def test_each_way_is_as_often_first_and_the_first_round_is_left_out() -> None:
@@ -40,7 +40,3 @@ def test_arguments_are_those_that_the_benchmark_has() -> None:
     }
     assert parser(doc).parse_args(["a.gguf"]).model == "a.gguf"
     assert parser(doc).description == "Title."
-
-
-def test_table_has_a_row_for_each_line() -> None:
-    assert markdown(("a", "b"), [(1, "x")]) == "| a | b |\n| --- | --- |\n| 1 | x |\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -19,16 +20,9 @@ def test_script_prints_a_line_for_each_chain_and_each_team(
     given = [str(test_model), "--rows", "3", "--steps", "2", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["samplers", *given])
     samplers.main()
-    alone, teams = capsys.readouterr().out.split("\n\n")
-    rows = [line.split(" | ") for line in alone.splitlines()[2:]]
-    assert [row[0].removeprefix("| ") for row in rows] == list(samplers.CHAINS)
-    assert all(float(row[1]) > 0 and float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
-    assert len(teams.splitlines()) == 2 + len(samplers.TEAM)
-
-
-def test_table_names_targets() -> None:
-    line = samplers.Line("greedy", 100.0, 20.0, 5.0, 2.5)
-    assert (
-        samplers.table([line], "a", "b").splitlines()[-1]
-        == "| greedy | 100.0 | 20.0 | 5.00 | ≥ 2.5 |"
-    )
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [f["chain"] for f in found] == [*samplers.CHAINS, *samplers.TEAM]
+    assert {f["base"] for f in found[: len(samplers.CHAINS)]} == {"llama.cpp"}
+    assert found[0]["target"] == samplers.CHAINS["greedy"][1]
+    for f in found:
+        assert min(f["base_us"], f["ours_us"], f["ratio"]) > 0
