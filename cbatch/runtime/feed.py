@@ -22,7 +22,7 @@ class Items:
     """Counts the items of a batch, and says whether one more may be read. From any thread."""
 
     def __init__(self, n_items: int, n_ahead: int | None) -> None:
-        """Make one of `n_items`; with `n_ahead` more may come, and at most so many may be in hand."""
+        """Make one of `n_items`; with `n_ahead` more may come, at most `n_ahead` of them in hand."""
         self.n_all = self.n_open = n_items
         self.is_fed = n_ahead is not None
         """Whether more items may come."""

@@ -134,7 +134,9 @@ class Readers:
         """Return when it is ready."""
         self._check_process(is_ready)
         if is_ready():
-            await checkpoint()  # a reader who is always late must still let others run
+            await (
+                checkpoint()
+            )  # other tasks must run even if results always come before their reader
         while not is_ready():
             if self._pump is not None:
                 self._step(is_ready, self._pump)
