@@ -102,8 +102,8 @@ def measure(way: str, n: int, folder: Path) -> tuple[float, float]:
         str(source),
         str(output),
     ]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    seconds, n_kib = map(float, said.split())
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    seconds, n_kib = map(float, printed.split())
     return n / seconds, n_kib / 1024
 
 

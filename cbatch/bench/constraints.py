@@ -59,7 +59,7 @@ def compare(
     """Answer freely and under a constraint in turn, as many prompts as the engine has slots.
 
     Args:
-        engine: what answers; nobody else uses it meanwhile.
+        engine: the engine that answers, for this benchmark alone.
         constraint: options that make the constraint.
         n_tokens: tokens of each answer.
         n_rounds: rounds after the one that warms up.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Cost = Callable[[int, int], float]
 
 RUN_S = 0.02
-"""After so many seconds a run of several steps ends. Source: `slice_s` of `NativeStepper`."""
+"""Seconds after which a run of several steps ends. Source: `slice_s` of `NativeStepper`."""
 
 
 class FakeServer:
@@ -61,7 +61,7 @@ class FakeServer:
         self.run_s = RUN_S
         """A run is over after the first step that ends so late; 0 for one step a run."""
         self.next_s = math.inf
-        """When the next arrival is due: where nobody waits, it ends the run in flight, as an engine's `run` does."""
+        """When the next request arrives: if no other waits, it ends the run in flight, as an engine's `run` does."""
         self.step_s = (0.0, 0.0)
         """Real seconds that planning and applying the last step took."""
         self._run_end_s = math.inf

@@ -1,8 +1,8 @@
 """What other programs on the same cores cost: `python -m cbatch.bench.neighbours MODEL`.
 
-OpenMP's threads wait for each other thousands of times a step. How long they spin before they sleep decides what is
-left of the rate where another program has a core. Each setting runs in a process of its own, as the runtime reads it
-once, beside so many endless loops, in turn with the others.
+OpenMP's threads wait for each other thousands of times a step. How long they spin before they sleep decides the rate
+while another program has a core. Each setting runs in a process of its own, because the runtime reads it once, at the
+same time as a number of endless loops. The settings take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "3000": {"GOMP_SPINCOUNT": "3000"},
     "10000": {"GOMP_SPINCOUNT": "10000"},
 }
-"""Names of settings and the environment that makes them; 300,000 is what libgomp takes where nothing is said."""
+"""Settings by name, with their environment; 300,000 is libgomp's own default."""
 
 
 def rate(model: str, n_slots: int, n_steps: int, n_threads: int | None) -> float:
@@ -46,7 +46,7 @@ def rate(model: str, n_slots: int, n_steps: int, n_threads: int | None) -> float
 
 @contextmanager
 def busy_loops(n_loops: int) -> Iterator[None]:
-    """Have so many programs of one thread compute without end meanwhile."""
+    """Run this number of programs during the block, each of which keeps one thread busy."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n_loops)]
     try:
         yield
@@ -57,7 +57,7 @@ def busy_loops(n_loops: int) -> Iterator[None]:
 
 
 def rate_beside(arguments: argparse.Namespace, setting: str, n_loops: int) -> float:
-    """Return the rate in a process of its own with one setting, beside `n_loops` programs."""
+    """Return the rate in a process of its own with one setting, while `n_loops` programs run."""
     environment = {k: v for k, v in os.environ.items() if k not in POLICIES}
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("slots", "steps")]
     if arguments.threads is not None:
@@ -73,7 +73,7 @@ def rate_beside(arguments: argparse.Namespace, setting: str, n_loops: int) -> fl
 
 
 def compare(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yield for each number of programs beside the medians of all settings, taken in turn, and all rates."""
+    """Yield, for each number of other programs, all rates of all settings and their medians."""
     for n_loops in arguments.loops:
         rates: dict[str, list[float]] = {name: [] for name in arguments.settings}
         for _ in range(arguments.rounds):
@@ -84,12 +84,12 @@ def compare(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Print one JSON line for each number of programs beside."""
+    """Print one JSON line for each number of other programs."""
     asked = parser(__doc__)
     asked.add_argument("--slots", type=int, default=16, help="rows of a step")
     asked.add_argument("--steps", type=int, default=128, help="tokens a row")
     asked.add_argument("--threads", type=int, help="threads of the engine; its default without")
-    asked.add_argument("--loops", type=int, nargs="+", default=[0, 1, 2], help="programs beside")
+    asked.add_argument("--loops", type=int, nargs="+", default=[0, 1, 2], help="other programs")
     asked.add_argument("--rounds", type=int, default=3, help="turns of each setting")
     asked.add_argument(
         "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="which to compare"

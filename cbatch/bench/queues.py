@@ -1,7 +1,7 @@
 """What a long queue costs a step: `python -m cbatch.bench.queues`.
 
 Plans and applies steps on `FakeBackend` with few and with many requests in the queue, in real microseconds. Every run
-is one step, so a figure is the whole price of deciding it: `decode` steps admit nobody (but for turns that end), in
+is one step, so a figure is the whole cost of deciding it: `decode` steps admit nothing (except where turns end), in
 `admission` steps one request ends and the next one enters. Submitting and cancelling are timed on the way.
 """
 
@@ -117,7 +117,7 @@ class _Queue:
         return seconds
 
     def cancel_all(self) -> float:
-        """Cancel everybody as an engine does; return the seconds it took."""
+        """Cancel all requests as an engine does; return the seconds it took."""
         batcher, now = self.batcher, self.server.now
         start = time.perf_counter()
         for id in list(batcher.in_flight):

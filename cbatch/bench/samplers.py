@@ -1,4 +1,4 @@
-"""Our sampling beside llama.cpp's sampler chain: `python -m cbatch.bench.samplers [MODEL]`.
+"""Our sampling against llama.cpp's sampler chain: `python -m cbatch.bench.samplers [MODEL]`.
 
 Both sample the same rows of one context in turn, on one thread. The last lines compare our sampling on two threads with
 one thread, each right after a real decode. Without a model, one with random weights and 151,936 tokens is written.

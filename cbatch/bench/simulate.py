@@ -54,7 +54,7 @@ _SCHEDULE = {
 """Options of the scheduler that are arguments here too."""
 
 _OF_POLICY = {"quantum": "round_robin", "ageing_s": "priority"}
-"""Those that one policy has alone."""
+"""The policies that alone have these options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def simulate(
         cost: seconds of a step by its rows and its tokens beyond one each.
         n_window: tokens of one slot; a longer request ends as an error.
         n_batch: most tokens in a step.
-        memory: partitioned unless said.
+        memory: what the backend's memory can do; partitioned by default.
         is_watched: whether the output is streamed, so that prompts must not hold it up; see `prefill_budget`.
     """
     start = time.perf_counter()
@@ -177,7 +177,7 @@ class _Simulation:
         )
 
     def _submit(self) -> None:
-        """Queue everybody who has come by now, as far as the queue takes them."""
+        """Queue all requests that have arrived by now, as far as the queue has room."""
         now, n_room = self._server.now, self._room()
         drivers: list[SequenceDriver] = []
         while self._next is not None and self._next.at_s <= now:
@@ -194,7 +194,7 @@ class _Simulation:
             self._n_in_flight_max = max(self._n_in_flight_max, len(batcher.in_flight))
 
     def _room(self) -> float:
-        """Return how many more may come in: those that a free slot takes at once do not count as waiting."""
+        """Return how many more requests the queue takes: free slots are not part of it."""
         batcher, n_limit = self._server.batcher, self._server.options.max_queue
         if n_limit is None:
             return math.inf
@@ -246,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=2048, help="most tokens in a step")
     add("--unified-cells", type=int, help="one pool of this size instead of a window a slot")
     add("--saved-bytes", type=int, help="bytes of a saved cell; without, lost cells are recomputed")
-    add("--unwatched", action="store_true", help="nobody streams: prompts may hold up decoding")
+    add("--unwatched", action="store_true", help="no reader streams: prompts may hold up decoding")
     for name, kind in _SCHEDULE.items():
         policy = f", for --policy {_OF_POLICY[name]}" if name in _OF_POLICY else ""
         add(f"--{name.replace('_', '-')}", type=kind, help=f"as in load{policy}")

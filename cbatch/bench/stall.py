@@ -1,6 +1,6 @@
-"""How long a long prompt holds up those that decode: `python -m cbatch.bench.stall MODEL`.
+"""How long a long prompt holds up streams of output: `python -m cbatch.bench.stall MODEL`.
 
-Some requests are streamed while one with a long prompt comes in. The time between two tokens of those that decode is
+Some requests are streamed while one with a long prompt arrives. The time between two tokens of a stream is
 taken from before the newcomer's arrival to its end: by the engine's own records, and by the reader's clock.
 """
 
@@ -68,7 +68,7 @@ class _Recorder:
 
 
 class _Reader(threading.Thread):
-    """Reads a batch to its end and notes the gaps between each item's tokens; then nobody needs to wait any more."""
+    """Reads a batch to its end, notes the gaps between each item's tokens, and then releases the waiting thread."""
 
     def __init__(self, response: BatchResponse, waited_for: threading.Event) -> None:
         super().__init__(name="reader")
@@ -92,7 +92,7 @@ def measure(engine: Engine, n_decoders: int, n_prompt: int, n_around: int = N_AR
     """Stream `n_decoders` requests, let one with `n_prompt` tokens join them, and return what they waited.
 
     Args:
-        engine: one with more than `n_decoders` slots that nobody else uses, and room for the prompt in each.
+        engine: an engine for this benchmark alone, with more than `n_decoders` slots and room for the prompt in each.
         n_decoders: requests that decode.
         n_prompt: prompt tokens of the newcomer.
         n_around: steps before it comes, and tokens that it generates; at least 2.

@@ -32,7 +32,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 CHUNKS = (16, 64, 256, 1024)
 
 _N_PROMPT_READY = 4096
-"""Up to so many prompt tokens their time stands in a list: the largest step of most settings."""
+"""Prompt tokens up to which times are looked up in a list: the largest step of most settings."""
 
 N_DECODING = 8
 """Rows that decode in the step whose prompt tokens are measured: enough for the fast kernels of a CPU."""
@@ -159,7 +159,7 @@ def measure(
     """Return what steps of a model take here, sampling included: medians of `n_rounds` rounds over all points.
 
     Args:
-        path: a GGUF file; nobody else may compute meanwhile.
+        path: a GGUF file; nothing else may compute at the same time.
         widths: rows of decoding steps.
         chunks: tokens beyond the first of a prompt's chunk, in a step with rows that decode.
         n_rounds: how often each is measured, after a round that warms up.

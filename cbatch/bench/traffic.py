@@ -40,7 +40,7 @@ class Arrival:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Check what nobody checks later."""
+        """Check the values, which no later code does."""
         if type(self.at_s) not in (int, float) or not 0 <= self.at_s < math.inf:
             raise ConfigError(f"at_s must be seconds from the beginning, not {self.at_s!r}")
         for name in ("n_prompt", "n_output"):
@@ -81,7 +81,7 @@ def _length(chance: random.Random, mean: float) -> int:
 
 
 def read_trace(path: str | os.PathLike[str]) -> Iterator[Arrival]:
-    """Yield the requests of a JSONL file, an `Arrival`'s fields by name in each line; read as far as is asked for.
+    """Yield the requests of a JSONL file, an `Arrival`'s fields by name in each line; lines are read as needed.
 
     Raises:
         ConfigError: the file cannot be read, or a line is no request or comes before the one above it in time; the

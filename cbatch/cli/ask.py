@@ -40,7 +40,7 @@ def ask(
     """Answer one question as a chat; the answer goes to stdout as it comes.
 
     Without a question it is read from stdin. Ctrl-C ends the command; with -i
-    it ends the answer only, and what there is of it stays in the conversation.
+    it ends the answer only, and the partial answer stays in the conversation.
 
     Example: cbatch ask "Why is the sky blue?" -m model.gguf --max-tokens 64
     """

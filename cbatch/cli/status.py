@@ -1,4 +1,4 @@
-"""`cbatch status`: how far an output is."""
+"""`cbatch status`: the progress of an output."""
 
 import json as encoding
 from dataclasses import asdict
