@@ -93,16 +93,19 @@ class GrammarMatchers:
         return self._filler.submit(self.fill, chunks).result
 
     def follow(
-        self, chunks: Sequence[Chunk], tokens: Sequence[list[int]]
+        self, chunks: Sequence[Chunk], tokens: list[list[int]]
     ) -> tuple[list[list[int]], dict[Slot, GrammarStep]]:
         """Advance the matchers by sampled tokens.
 
         Returns:
             The tokens, `BROKEN_ROW` for those that break their constraint, and what constraints say of them.
         """
+        constrained = self._constrained(chunks)
+        if not constrained:
+            return tokens, {}
         sampled = {c.slot: row for c, row in zip(chunks, tokens, strict=True)}
         steps: dict[Slot, GrammarStep] = {}
-        for slot, row in self._constrained(chunks):
+        for slot, row in constrained:
             step = _after(row, sampled[slot][-1])
             if step.problem:
                 sampled[slot] = [BROKEN_ROW]

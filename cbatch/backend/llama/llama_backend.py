@@ -219,16 +219,19 @@ class LlamaBackend:
     def _run(self, plan: StepPlan, runner: StepRunner) -> StepResult:
         cells = self._cells
         cells.check(plan)
-        lost = cells.save(plan)
+        lost = cells.save(plan) if plan.saves or plan.forgets else []
         if plan.is_rebuild:
             self._rebuild(runner)
         unloaded = cells.trim_and_load(plan)
         move_s = cells.copy(plan.copies) if plan.copies and not unloaded else 0.0
-        cells.shift(plan.shifts)
-        runner.bind(plan.binds)
-        result = StepResult([[] for _ in plan.chunks], 0)
+        if plan.shifts:
+            cells.shift(plan.shifts)
+        if plan.binds:
+            runner.bind(plan.binds)
         if plan.chunks and not unloaded:
             result = self._compute(plan, runner)
+        else:
+            result = StepResult([[] for _ in plan.chunks], 0)
         llama_log().drain()
         if not (lost or unloaded or move_s):
             return result

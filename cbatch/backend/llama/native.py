@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -184,7 +183,8 @@ class NativeStepper:
             self._grow_out(n_chunks * n_steps)
         try:
             heads, tokens = _flatten(chunks)
-            scoring = _Scoring(chunks, self._n_tops) if any(c.targets for c in chunks) else None
+            has_targets = [c for c in chunks if c.targets]
+            scoring = _Scoring(chunks, self._n_tops) if has_targets else None
         except (TypeError, OverflowError) as error:
             raise PlanError(f"{error}: {StepPlan(tuple(chunks), n_steps)!r}") from error
         mask_rows = None if masks is None else self._mask_rows(masks, chunks)
@@ -205,12 +205,7 @@ class NativeStepper:
         )
         if code != 0:
             raise PlanError(f"{_MEANINGS[code]}: {StepPlan(tuple(chunks), n_steps)!r}")
-        result = self._result(chunks)
-        if reports is not None:
-            result = replace(result, logprobs=self._logprobs(chunks, result.n_steps, reports))
-        if scoring is not None and result.n_steps:
-            result = replace(result, scores=scoring.found())
-        return result
+        return self._result(chunks, reports, scoring)
 
     def _mask_rows(self, masks: Masks, chunks: Sequence[Chunk]) -> Any:
         """Return the addresses of the masks, checked; they are read while `masks` lives."""
@@ -241,7 +236,9 @@ class NativeStepper:
             for i, c in enumerate(chunks)
         ]
 
-    def _result(self, chunks: Sequence[Chunk]) -> StepResult:
+    def _result(
+        self, chunks: Sequence[Chunk], reports: Any, scoring: _Scoring | None
+    ) -> StepResult:
         report, out, n = self._report, self._out, len(chunks)
         n_steps = report.n_steps
         if n_steps == 1:  # the usual case, twice as fast as by slices
@@ -256,6 +253,8 @@ class NativeStepper:
             decode_s=report.decode_ns * 1e-9,
             sample_s=report.sample_ns * 1e-9,
             first_s=report.first_ns * 1e-9,
+            logprobs=() if reports is None else self._logprobs(chunks, n_steps, reports),
+            scores={} if scoring is None or not n_steps else scoring.found(),
         )
 
     def interrupt(self) -> None:

@@ -97,7 +97,8 @@ class SlotCells:
             self._trim(slot, 0)
         for slot, n_cells in plan.trims:
             self._trim(slot, n_cells)
-        self._wipe()
+        if self._maybe_nonfinite:
+            self._wipe()
         return [key for slot, key, n in plan.loads if not self._load(slot, key, n)]
 
     def _trim(self, slot: Slot, n_cells: int) -> None:
@@ -122,7 +123,7 @@ class SlotCells:
     def _wipe(self) -> None:
         """Overwrite the memory of empty slots that may hold a NaN or an infinity."""
         # while bytes wait to be copied, what is loaded could be taken for them
-        if not self._maybe_nonfinite or self._uncopied:
+        if self._uncopied:
             return
         empty = [slot for slot, n in enumerate(self.n_cells) if not n]
         left = self._maybe_nonfinite.intersection(empty)

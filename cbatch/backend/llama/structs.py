@@ -7,6 +7,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from cbatch.core.plan import TokenLogprobs
+from cbatch.options import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,6 +73,10 @@ class NativeSampling(ctypes.Structure):
         ("n_bias", ctypes.c_int32),
         ("n_breakers", ctypes.c_int32),
     ]
+
+
+_SAME_NAMES = tuple(name for name, *_ in NativeSampling._fields_ if name in Sampling.__slots__)
+"""Values that `Sampling` has under the same names."""
 
 
 class NativeBinding(ctypes.Structure):
@@ -140,23 +145,7 @@ def as_native(b: Binding, breakers: array[int]) -> tuple[NativeBinding, Any]:
     history = array("i", b.history[max(0, len(b.history) - n_seen) :])
     biases = (NativeBias * len(s.logit_bias))(*(NativeBias(*pair) for pair in s.logit_bias))
     sampling = NativeSampling(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        typical_p=s.typical_p,
-        top_n_sigma=s.top_n_sigma,
-        xtc_probability=s.xtc_probability,
-        xtc_threshold=s.xtc_threshold,
-        seed=s.seed,
-        top_k=s.top_k,
-        i_choice=s.i_choice,
-        repeat_penalty=s.repeat_penalty,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        repeat_last_n=s.repeat_last_n,
-        dry_multiplier=s.dry_multiplier,
-        dry_base=s.dry_base,
-        dry_allowed_length=s.dry_allowed_length,
+        **{name: getattr(s, name) for name in _SAME_NAMES},
         dry_last_n=s.dry_penalty_last_n,
         bias=ctypes.addressof(biases),
         breakers=breakers.buffer_info()[0],

@@ -90,16 +90,12 @@ def open_model(
     path = Path(model)
     check_file(path)
     _init_backend()
-    params = llama_cpp.llama_model_default_params()
-    params.load_mode = _load_mode(
-        use_mmap=use_mmap and has_weights, use_mlock=use_mlock and has_weights
+    params = _params(
+        use_mmap=use_mmap,
+        use_mlock=use_mlock,
+        use_extra_bufts=use_extra_bufts,
+        has_weights=has_weights,
     )
-    params.no_alloc = not has_weights
-    if use_extra_bufts is None and has_weights and not has_sound_amx(shipped_model()):
-        _log.warn("%s", AMX_ADVICE)
-        use_extra_bufts = False
-    if use_extra_bufts is not None:
-        params.use_extra_bufts = use_extra_bufts
     placement = placement or Placement()
     place(params, placement)
     watch = watch or Watch()
@@ -112,6 +108,22 @@ def open_model(
     if not pointer:
         raise ModelLoadError(_refusal(path, watch.recent_errors))
     return _checked(pointer, str(path), placement=placement, template=template)
+
+
+def _params(
+    *, use_mmap: bool, use_mlock: bool, use_extra_bufts: bool | None, has_weights: bool
+) -> Any:
+    params = llama_cpp.llama_model_default_params()
+    params.load_mode = _load_mode(
+        use_mmap=use_mmap and has_weights, use_mlock=use_mlock and has_weights
+    )
+    params.no_alloc = not has_weights
+    if use_extra_bufts is None and has_weights and not has_sound_amx(shipped_model()):
+        _log.warn("%s", AMX_ADVICE)
+        use_extra_bufts = False
+    if use_extra_bufts is not None:
+        params.use_extra_bufts = use_extra_bufts
+    return params
 
 
 def place(params: Any, placement: Placement) -> None:
