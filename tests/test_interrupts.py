@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.backend.threads import run_aside
+from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from cbatch.interrupts import HeldBack, Latch, Postponed
@@ -181,7 +181,7 @@ def test_ctrl_c_while_work_is_done_aside_is_raised_when_it_has_ended() -> None:
         has_ended = True
 
     with pytest.raises(KeyboardInterrupt):
-        run_aside(work)
+        run_in_fresh_thread(work)
     assert has_ended
 
 

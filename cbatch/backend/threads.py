@@ -62,7 +62,7 @@ def teams() -> Teams:
     return Teams()
 
 
-def run_aside(work: Callable[[], T]) -> T:
+def run_in_fresh_thread(work: Callable[[], T]) -> T:
     """Do `work` in a thread of its own, which has ended when this returns; return or raise what `work` does.
 
     A native call cannot be interrupted: Ctrl-C is raised when `work` has ended, and the program ends no earlier.

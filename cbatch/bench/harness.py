@@ -86,7 +86,7 @@ def in_model(path: str, use: Callable[[LlamaModel], T]) -> T:
     """Open a model, do `use` with it in a thread of its own, which computes alone meanwhile, and close it."""
     from cbatch.backend.llama.log import llama_log  # llama_cpp is slow to import
     from cbatch.backend.load.open_model import open_model
-    from cbatch.backend.threads import run_aside
+    from cbatch.backend.threads import run_in_fresh_thread
 
     def opened() -> T:
         with closing(open_model(path)) as model:
@@ -94,7 +94,7 @@ def in_model(path: str, use: Callable[[LlamaModel], T]) -> T:
 
     llama_log().install()
     try:
-        return run_aside(opened)
+        return run_in_fresh_thread(opened)
     finally:
         llama_log().remove()
 

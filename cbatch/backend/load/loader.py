@@ -20,7 +20,7 @@ from cbatch.backend.llama.model import LlamaModel, Placement
 from cbatch.backend.load.open_model import Watch, open_model, shipped_model
 from cbatch.backend.load.probe import BITWISE, probe
 from cbatch.backend.load.sizing import check_fits, find_room, settle
-from cbatch.backend.threads import run_aside
+from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.checks import check_path, readable, reading
 from cbatch.errors import ConfigError
 from cbatch.interrupts import Postponed
@@ -56,7 +56,7 @@ def load_backend(
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: `exact` is set and the probe found a difference.
     """
-    return run_aside(partial(_load, model, options, look_ahead, is_stopped))
+    return run_in_fresh_thread(partial(_load, model, options, look_ahead, is_stopped))
 
 
 def describe_model(
@@ -75,7 +75,7 @@ def describe_model(
     """
     with Postponed() as signals:
         is_stopped = partial(getattr, signals, "has_struck")
-        return run_aside(partial(_describe, model, options, asks_probe, is_stopped))
+        return run_in_fresh_thread(partial(_describe, model, options, asks_probe, is_stopped))
 
 
 def _describe(
@@ -246,4 +246,4 @@ def _make_backend(
 def _ask(loaded: LlamaModel, options: EngineOptions) -> str:
     with Postponed() as signals:
         is_stopped = partial(getattr, signals, "has_struck")
-        return run_aside(partial(probe, loaded, options, is_stopped))
+        return run_in_fresh_thread(partial(probe, loaded, options, is_stopped))
