@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import invoke, start
 from tests.files.journals import run_pass
-from tests.files.test_sort import fill, numbers_in, requests, write_lines
+from tests.files.test_sorting import fill, numbers_in, requests, write_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
