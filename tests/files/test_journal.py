@@ -630,7 +630,7 @@ def test_errors_that_are_gone_run_again(tmp_path: Path) -> None:
 def test_output_without_its_manifest_is_refused_or_replaced(tmp_path: Path) -> None:
     fill(tmp_path, "a")
     (tmp_path / "out.manifest").unlink()
-    with pytest.raises(ConfigError, match=r"out: exists and has no manifest .* \(--force\)"):
+    with pytest.raises(ConfigError, match=r"out: exists, and no manifest .* \(--force\)"):
         open_journal(tmp_path)
     with open_journal(tmp_path, force=True) as journal:
         write(journal, "b")
@@ -646,10 +646,10 @@ def test_empty_file_is_begun(tmp_path: Path) -> None:
 
 def test_errors_of_somebody_else_are_refused(tmp_path: Path) -> None:
     (tmp_path / "errors").write_text("mine\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"errors: exists and has no manifest"):
+    with pytest.raises(ConfigError, match=r"errors: exists, and no manifest"):
         open_journal(tmp_path)
     fill(tmp_path, "a", has_errors=False)
-    with pytest.raises(ConfigError, match=r"errors: exists and has no manifest"):
+    with pytest.raises(ConfigError, match=r"errors: exists, and no manifest"):
         open_journal(tmp_path)
     assert (tmp_path / "errors").read_text(encoding="utf-8") == "mine\n"
 
@@ -704,7 +704,7 @@ def test_lines_added_before_the_first_record_are_refused(tmp_path: Path) -> None
     fill(tmp_path)
     with (tmp_path / "out").open("a", encoding="utf-8") as file:
         file.write("mine\n")
-    with pytest.raises(ConfigError, match=r"out: exists and has no manifest|was changed"):
+    with pytest.raises(ConfigError, match=r"out: exists, and no manifest|was changed"):
         open_journal(tmp_path)
     assert lines(tmp_path / "out") == ["mine"]
 
