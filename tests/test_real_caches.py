@@ -501,7 +501,7 @@ def test_part_past_the_window_or_of_another_engine_is_refused(
         first = ask(engine, prompt(W - 20), **GREEDY, strict_max_tokens=True)
         with pytest.raises(PromptTooLongError):
             engine.extend(first, 5).result()
-        with pytest.raises(ConfigError, match="not of this engine"):
+        with pytest.raises(ConfigError, match="not from this engine"):
             other.extend(first, 1)
 
 
@@ -618,10 +618,13 @@ def test_shift_that_cannot_be_is_refused(
 ) -> None:
     with load(test_model, folder, exact=True) as engine, pytest.raises(ConfigError, match="exact"):
         engine.submit("Hi", options={"n_discard": 32})
-    with load(synth("mamba"), folder) as engine, pytest.raises(ConfigError, match="cannot move"):
+    with (
+        load(synth("mamba"), folder) as engine,
+        pytest.raises(ConfigError, match="cannot be moved"),
+    ):
         engine.submit("Hi", options={"n_discard": 32})
     turned = load(test_model, folder, cache_type_k="q8_0")
-    with turned as engine, pytest.raises(ConfigError, match="cannot move"):
+    with turned as engine, pytest.raises(ConfigError, match="cannot be moved"):
         engine.submit("Hi", options={"n_discard": 32})
     with load(test_model, folder) as engine:
         result = ask(engine, prompt(W - 5), temperature=0, ignore_eos=True)
