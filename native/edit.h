@@ -15,13 +15,13 @@ struct dry_breaker {
     int32_t n_tail;
 };
 
-// A logit as it was.
+// A logit before it was changed.
 struct edit_undo {
     int32_t token;
     float logit;
 };
 
-// The edits of one slot, and the newest tokens of its sequence as far as they need them.
+// The edits of one slot, and as many of the newest tokens of its sequence as they need.
 struct edits {
     std::vector<cbatch_bias> bias;
     float repeat_penalty = 1.0f;
@@ -52,11 +52,11 @@ int32_t edits_init(const cbatch_binding & binding, int32_t n_vocab, edits * e);
 // Return whether anything is to be changed.
 bool edits_any(const edits & e) noexcept;
 
-// Take the tokens of a chunk into the history, as far as they are new: those at bind are all up to the first output.
+// Add the new tokens of a chunk to the history; at bind it has every token up to the first output.
 void edits_feed(edits * e, const cbatch_chunk & chunk, const int32_t * tokens) noexcept;
 
 // Change the row.   counts: (n_vocab) zeros, and zeros again afterwards.
 void edits_apply(edits * e, float * logits, int32_t * counts) noexcept;
 
-// Take back what edits_apply changed.
+// Restore what edits_apply changed.
 void edits_undo(edits * e, float * logits) noexcept;

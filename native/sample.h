@@ -1,4 +1,4 @@
-// How one token is chosen from one row of logits: the exact definition, which cbatch/backend/sampling.py repeats.
+// How one token is chosen from one row of logits: the exact definition, which tests/oracle/sampling.py repeats.
 //
 // Order of steps: llama.cpp's default. Source: common/common.h, common_params_sampling.samplers; bias comes before
 // them (common/sampling.cpp, common_sampler_init).
@@ -100,5 +100,5 @@ extern const sample_code sample_code_base;
 extern const sample_code sample_code_avx2;    // on x86-64 only
 extern const sample_code sample_code_avx512;  // on x86-64 only
 
-// Return the code for CBATCH_ISA_*, or NULL where the build or the machine has it not.
+// Return the code for CBATCH_ISA_*, or NULL where the build or the machine does not have it.
 const sample_code * sample_code_for(int32_t isa) noexcept;

@@ -17,9 +17,9 @@
 
 namespace {
 
-// Below this estimate of the work in all rows one thread samples them all. The team itself is at hand, it still spins;
+// Below this estimate of the work in all rows one thread samples them all. The team is ready, as its threads still spin;
 // but rows read on another core slow the next decode that writes there. Measured on two cores, 16 rows of 32,000
-// logits, default chain: sampling 0.13 → 0.08 ms, decode +0.00 … +0.09 ms by where the cores lie; with top_p alone
+// logits, default chain: sampling 0.13 → 0.08 ms, decode +0.00 … +0.09 ms by the cores' places; with top_p alone
 // sampling 2.2 → 1.1 ms.
 constexpr int64_t team_from_ps = 200 * INT64_C(1000000);
 
@@ -71,7 +71,7 @@ struct cbatch_stepper {
 
     std::vector<binding> bindings;  // (n_slots)
 
-    // The batch. seq_id and n_seq_id never change but for the ids, which lie in `slot`.
+    // The batch. seq_id and n_seq_id never change except for the ids, which are in `slot`.
     std::vector<int32_t> token;     // (n_batch)
     std::vector<int32_t> pos;       // (n_batch)
     std::vector<int32_t> n_seq_id;  // (n_batch), all 1
@@ -80,7 +80,7 @@ struct cbatch_stepper {
     std::vector<int8_t> logits;     // (n_batch)
     int32_t n_tokens;
 
-    // The step in hand.
+    // The current step.
     std::vector<cbatch_chunk> chunks;  // (n_slots)
     std::vector<int32_t> fed;          // (n_slots) the tokens sampled last
     std::vector<output_row> rows;      // (n_slots)
@@ -129,7 +129,7 @@ void allocate_batch(cbatch_stepper * s) {
 
 void allocate_scratch(cbatch_stepper * s) {
     const int64_t n_bytes = (sample_scratch_size(s->sizes.n_vocab) + 127) / 64 * 64;  // threads on lines of their own
-    // calloc, for pages that no row needs are never touched
+    // calloc: pages that no row needs are never touched
     s->scratch_memory.reset(static_cast<char *>(calloc(s->sizes.n_threads, n_bytes)));
     if (s->scratch_memory == nullptr) {
         throw std::bad_alloc();
@@ -181,7 +181,7 @@ int32_t check_tokens(const cbatch_stepper & s, const int32_t * tokens, int64_t n
     return CBATCH_OK;
 }
 
-// Checked chunks are taken for granted.
+// Chunks are checked already.
 int32_t check_scoring(const cbatch_stepper & s, const cbatch_chunk * chunks, int32_t n_chunks,
                       const cbatch_scoring & scoring, int32_t n_steps) {
     int64_t n_all = 0;
@@ -239,7 +239,7 @@ int32_t target_count(const cbatch_stepper & s, int32_t i_chunk) {
     return s.scoring != nullptr ? s.scoring->n_targets[i_chunk] : 0;
 }
 
-// Have the token that was put last scored, where the chunk has a target for it.   i_target: of the chunk's first.
+// Score the token that was put last, where the chunk has a target for it.   i_target: of the chunk's first.
 void put_score(cbatch_stepper * s, int32_t i_chunk, int32_t i_in_chunk, int32_t i_target) {
     if (i_in_chunk < target_count(*s, i_chunk)) {
         const int32_t i = i_target + i_in_chunk;
@@ -403,7 +403,7 @@ bool has_ended_row(const cbatch_stepper & s) {
     return false;
 }
 
-// Make each chunk the token it just sampled, at the next position.
+// Turn each chunk into the token that it just sampled, at the next position.
 void feed(cbatch_stepper * s) {
     for (int32_t i = 0; i < s->n_chunks; i++) {
         cbatch_chunk & c = s->chunks[i];

@@ -32,7 +32,7 @@ extern "C" {
 #define CBATCH_NO_MEMORY 3      // allocation failed
 #define CBATCH_BAD_SLOT 4       // slot out of range; in a run also: not ascending, or one slot twice
 #define CBATCH_BAD_SAMPLING 5   // a sampling value out of its range, or a negative count
-#define CBATCH_BAD_CHUNK 6      // no chunk, a chunk without tokens, a start below 0 or too far up
+#define CBATCH_BAD_CHUNK 6      // no chunk, a chunk without tokens, a start below 0 or too high
 #define CBATCH_BAD_TOKEN 7      // a token id outside [0, n_vocab): to compute, in a history, with a bias
 #define CBATCH_BATCH_FULL 8     // more tokens than n_batch
 #define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks or a chunk without output; a budget below 0
@@ -58,7 +58,7 @@ typedef struct cbatch_api {
     void (*gomp_parallel)(void (*fn)(void *), void * data, unsigned n_threads, unsigned flags);
 } cbatch_api;
 
-// Sizes of a stepper, fixed from init on. All at least 1, but for n_scores.
+// Sizes of a stepper, fixed from init on. All at least 1, except for n_scores.
 typedef struct cbatch_sizes {
     int32_t n_slots;    // slots 0 … n_slots − 1, which are llama.cpp's sequence ids
     int32_t n_batch;    // most tokens in one step
@@ -134,7 +134,7 @@ typedef struct cbatch_chunk {
     int32_t has_output;  // not 0: the last token's logits are sampled
 } cbatch_chunk;
 
-// Tokens that are not sampled but given, whose log-probabilities are wanted: after the chunk's first token the first
+// Tokens that are not sampled but given, whose log-probabilities are to be reported: after the chunk's first token the first
 // target comes, after its second the second, and so on.
 typedef struct cbatch_scoring {
     const int32_t * n_targets;  // (n_chunks) of each chunk: 0 … its tokens, without the last one where it has an output
@@ -191,7 +191,7 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 //     written, so that they can be made while a device decodes.
 //   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW, _EMPTY_ROW or _NO_TOKEN.
 //   logprobs: (n_steps, n_chunks), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
-//   scoring: NULL, or targets whose log-probabilities are wanted; written where the step was done. Not with n_steps above 1.
+//   scoring: NULL, or targets whose log-probabilities are to be reported; written where the step was done. Not with n_steps above 1.
 // A row of logits that llama.cpp gives may be changed while it is sampled; it is as before afterwards.
 // Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
 CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
