@@ -791,6 +791,7 @@ def run_script(source: str, *args: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.real
 def test_ctrl_c_while_waiting_cancels_the_batch_and_leaves_the_engine() -> None:
     run_script(
         """
@@ -827,6 +828,7 @@ def test_ctrl_c_while_waiting_cancels_the_batch_and_leaves_the_engine() -> None:
     )
 
 
+@pytest.mark.real
 def test_ctrl_c_while_closing_is_raised_when_the_thread_has_ended() -> None:
     run_script(
         """
@@ -858,6 +860,7 @@ def test_ctrl_c_while_closing_is_raised_when_the_thread_has_ended() -> None:
     )
 
 
+@pytest.mark.real
 def test_child_of_a_fork_gets_a_typed_error() -> None:
     run_script(
         """
@@ -894,6 +897,7 @@ def test_child_of_a_fork_gets_a_typed_error() -> None:
     )
 
 
+@pytest.mark.real
 def test_child_of_a_fork_does_not_step_by_hand() -> None:
     run_script(
         """

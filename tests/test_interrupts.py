@@ -35,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interrupt_runs.make_model(tmp_path_factory.mktemp("interrupted"))
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("scene", interrupt_runs.SCENES)
 def test_ctrl_c_ends_no_process_and_leaves_nothing_behind(scene: str, model: Path) -> None:
     assert interrupt_runs.run(scene, 0, model) == ""

@@ -27,11 +27,13 @@ def _spin_count_read(module: str, **policy: str) -> str:
     return line.partition("=")[2].strip(" '")
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("module", ["cbatch.backend.load.loader", "cbatch.backend.bindings"])
 def test_openmp_spins_briefly_and_the_environment_is_as_before(module: str) -> None:
     assert _spin_count_read(module) == SPIN_COUNT
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("policy", "count"), [({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
 )

@@ -838,6 +838,7 @@ def start_child(folder: Path, how: str) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("how", ["write", "utime", "fsync", "replace"])
 def test_killed_write_leaves_the_former_file(store: CacheStore, folder: Path, how: str) -> None:
     store.write("a", cells(), F16)
@@ -851,6 +852,7 @@ def test_killed_write_leaves_the_former_file(store: CacheStore, folder: Path, ho
     assert len(parts(folder)) == 1
 
 
+@pytest.mark.real
 def test_file_that_may_not_grow_so_far_leaves_the_former_one(
     store: CacheStore, folder: Path
 ) -> None:

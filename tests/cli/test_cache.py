@@ -319,6 +319,7 @@ def test_cache_without_a_command_shows_help() -> None:
     assert invoke("cache", "lss").exit_code == 2
 
 
+@pytest.mark.real
 def test_cache_commands_import_no_llama_cpp(folder: Path) -> None:
     keep(folder, "a")
     code = (
@@ -336,6 +337,7 @@ def test_cache_commands_import_no_llama_cpp(folder: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.real
 def test_reader_who_leaves_ends_ls_quietly(folder: Path) -> None:
     keep(folder, *"abcdef")
     with start("cache", "ls", "--json", "--cache-dir", folder) as process:
@@ -346,6 +348,7 @@ def test_reader_who_leaves_ends_ls_quietly(folder: Path) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.real
 def test_ls_elsewhere_than_on_a_terminal_has_no_colour(folder: Path) -> None:
     keep(folder, "a")
     with start("cache", "ls", "--cache-dir", folder) as process:
@@ -354,6 +357,7 @@ def test_ls_elsewhere_than_on_a_terminal_has_no_colour(folder: Path) -> None:
     assert FINGERPRINT["model"].encode() in listed
 
 
+@pytest.mark.real
 def test_question_that_nobody_can_answer_removes_nothing(folder: Path) -> None:
     store = keep(folder, "a")
     for how, code, words in (("</dev/null", 1, "nothing removed"), ("<&-", 2, "stdin is closed")):

@@ -60,6 +60,7 @@ def test_sort_to_a_file_or_stdout_leaves_the_output(tmp_path: Path) -> None:
     assert numbers_in(out) == [3, 1, 2]
 
 
+@pytest.mark.real
 def test_reader_of_stdout_who_leaves_ends_it(tmp_path: Path) -> None:
     run_pass(tmp_path, 0, 10_000)
     with start("sort", tmp_path / "out", "-o", "-") as process:

@@ -67,6 +67,7 @@ def test_version_is_the_package_version() -> None:
     assert (result.exit_code, result.stdout) == (0, f"cbatch {cbatch.__version__}\n")
 
 
+@pytest.mark.real
 def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
     script = (
         "import sys; from cbatch.cli import app\n"

@@ -414,6 +414,7 @@ except OutputError as error:
 """
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("n_most", [20_001, 30_000, 45_003])
 def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path, n_most: int) -> None:
     done = run_python(LIMITED, tmp_path, n_most)
@@ -459,6 +460,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.real
 def test_second_journal_in_another_process_is_refused(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         write(journal, "a")
@@ -504,6 +506,7 @@ def test_refused_journal_holds_no_lock(tmp_path: Path) -> None:
     fill(tmp_path, "a", has_errors=False)
 
 
+@pytest.mark.real
 def test_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
     program = OPEN.replace("True)", "False); import os; os.kill(os.getpid(), 9)")
     assert run_python(program, tmp_path).returncode == -signal.SIGKILL
@@ -873,6 +876,7 @@ with open_journal(Path(sys.argv[1])) as journal:
 """
 
 
+@pytest.mark.real
 def test_memory_does_not_grow_with_the_items(tmp_path: Path) -> None:
     kib = []
     for n_items in (10_000, 100_000):

@@ -23,6 +23,7 @@ def test_runs_that_exit_at_any_step_lose_double_and_mispair_nothing(tmp_path: Pa
     assert (tally.n_exits >= 12, tally.is_clean) == (True, True), seed
 
 
+@pytest.mark.real
 def test_command_killed_at_any_moment_loses_doubles_and_mispairs_nothing(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     seed = random.randrange(2**32)

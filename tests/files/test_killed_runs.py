@@ -87,6 +87,7 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+@pytest.mark.real
 @posix
 def test_fake_run_killed_at_any_moment_ends_as_if_it_never_was(tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 3000)
@@ -120,6 +121,7 @@ def test_greedy_run_of_a_model_killed_at_any_moment_ends_as_if_unkilled(
     assert list(answers(out).items()) == list(answers(whole).items())
 
 
+@pytest.mark.real
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in KiB")
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     n_kib = {
@@ -137,6 +139,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     assert n_kib[40_000] <= 1.1 * n_kib[1_000] + 16 * 40_000 / 1024
 
 
+@pytest.mark.real
 @posix
 def test_full_disk_stops_cleanly_and_the_next_run_goes_on(tmp_path: Path) -> None:
     source, out = write_requests(tmp_path / "in.jsonl", 500), tmp_path / "out.jsonl"

@@ -159,6 +159,7 @@ def test_commands_take_such_names_and_say_them_to_people_and_programs(
     assert command(folder, "ask", "Hi", "-m", model, "--max-tokens", 2).returncode == 0
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("args", "words"),
     [

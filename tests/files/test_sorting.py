@@ -204,6 +204,7 @@ app(sys.argv[2:])
 """
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("n_most", [100_000, 1_200_000])  # in the first block, and behind it
 @pytest.mark.parametrize("target", [None, "sorted"])
 def test_sort_on_a_full_disk_says_one_line_and_loses_nothing(

@@ -369,6 +369,7 @@ def test_grammar_that_ends_its_compiler_is_refused_the_next_compiles(
     assert compiled(grammars, regex="a")
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("options", DEADLY.values(), ids=DEADLY.keys())
 def test_trial_alone_finds_what_ends_the_compiler(options: dict[str, Any]) -> None:
     from llguidance import LLMatcher
@@ -427,6 +428,7 @@ def test_number_at_the_edge_is_followed_exactly(
     assert text.decode() == answer
 
 
+@pytest.mark.real
 def test_trial_that_was_closed_starts_again() -> None:
     trial, source = GrammarSandbox(_LIMITS), '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
     for _ in range(2):
