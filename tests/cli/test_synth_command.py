@@ -5,14 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 import cbatch
 from cbatch.bench.synthetic import SHAPES, write_model
 from tests.cli.conftest import invoke
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_synth_writes_what_the_library_writes(tmp_path: Path) -> None:
