@@ -36,12 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
     places = [_package().parent, ROOT]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, places))
     os.environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
-    is_fast = "not real" in config.option.markexpr
-    if is_fast:
-        GUARD.install()
+    GUARD.install()
     _add_recipe()
     if not config.getoption("--hypothesis-profile", None):
-        profiles.load("fast" if is_fast else "full")
+        profiles.load("fast" if "not real" in config.option.markexpr else "full")
 
 
 def _add_recipe() -> None:
@@ -61,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Let tests that are marked `real` load models and start processes, and no others."""
-    with GUARD.off() if item.get_closest_marker("real") else nullcontext():
+    with nullcontext() if item.get_closest_marker("real") else GUARD.on():
         return (yield)
 
 

@@ -27,7 +27,7 @@ PROCESSES = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.
 class Guard:
     """Refuses what is real while it is on; finds llama-cpp-python's bindings, and wraps what loads a model."""
 
-    is_on: bool = True
+    is_on: bool = False
 
     def install(self) -> None:
         """Watch this process, before llama-cpp-python is imported."""
@@ -36,13 +36,13 @@ class Guard:
         sys.addaudithook(self._watch)
 
     @contextmanager
-    def off(self) -> Iterator[None]:
-        """Let everything be done in the block."""
-        before, self.is_on = self.is_on, False
+    def on(self) -> Iterator[None]:
+        """Refuse what is real in the block."""
+        self.is_on = True
         try:
             yield
         finally:
-            self.is_on = before
+            self.is_on = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

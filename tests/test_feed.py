@@ -172,9 +172,10 @@ def test_results_given_out_are_forgotten(engine: Engine) -> None:
         return sum(isinstance(o, BatchResult) for o in gc.get_objects())
 
     n_before, n_most = n_results(), 0
-    for result in islice(engine.run(Source(200).prompts()).as_completed(), 200):
+    for i, result in enumerate(islice(engine.run(Source(200).prompts()).as_completed(), 200)):
         del result
-        n_most = max(n_most, n_results())
+        if i % 20 == 19:  # looking at every object takes its time
+            n_most = max(n_most, n_results())
     assert n_most - n_before <= 3 * N_AHEAD
 
 

@@ -410,6 +410,7 @@ def test_bug_shows_a_traceback_only_on_request(
     assert "KeyError: 'lost'" in result.stderr
 
 
+@pytest.mark.real
 def test_demo_needs_no_file_and_reads_well() -> None:
     result = invoke("run", "--demo", "--quiet")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -419,6 +420,7 @@ def test_demo_needs_no_file_and_reads_well() -> None:
     assert all(len(line) <= 100 for line in result.stdout.splitlines())
 
 
+@pytest.mark.real
 def test_demo_may_write_a_file_of_answers(tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     assert invoke("run", "--demo", "--quiet", "-o", out).exit_code == 0

@@ -71,6 +71,7 @@ def kill_before_every_step(
     raise AssertionError
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("loss", LOSSES)
 def test_kill_before_every_step_leaves_what_can_go_on(quick_path: Path, loss: Loss) -> None:
     names = Counter[str]()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     Logits = NDArray[np.float32]
 
+pytestmark = pytest.mark.real
+
 EDGE = 1e-4
 """How near to a cut two sums of probabilities may fall on different sides of it."""
 
