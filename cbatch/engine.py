@@ -499,8 +499,7 @@ class Engine:
     def _snapshot(self) -> EngineStats:
         batcher, stats = self._parts.batcher, self._parts.stats.copy()
         stats.n_waiting, stats.n_held = batcher.n_waiting, batcher.n_held
-        stats.n_running = batcher.ledger.n_lent - batcher.n_paused_in_slots
-        stats.n_paused = batcher.n_paused_in_slots
+        stats.n_running, stats.n_paused = batcher.n_running, batcher.n_paused
         return stats
 
 

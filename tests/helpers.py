@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,15 @@ from cbatch.backend.fake import (
     Faults,
     StepCost,
 )
-from cbatch.core.batcher import N_LOOK, N_REFUSED_MAX, MultiRequestBatcher
-from cbatch.core.demand import N_PREEMPTED_MAX
+from cbatch.core.batcher import N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
 from cbatch.core.output import result_of, take_chunk
-from cbatch.core.plan import Binding, KvCapabilities, Slot
+from cbatch.core.plan import Binding, KvCapabilities, Slot, StepPlan
+from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.request import Request
-from cbatch.core.scheduler import ContinuousBatchScheduler
+from cbatch.core.scheduler import NOT_RUN, ContinuousBatchScheduler, Plan
+from cbatch.core.slots import N_LOOK, Books
 from cbatch.core.stats import EngineStats
 from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.engine_options import ScheduleOptions
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cbatch.core.plan import Chunk, StepPlan
-    from cbatch.core.prefix import PrefixIndex
+    from cbatch.core.plan import Chunk
+    from cbatch.core.prefix_index import PrefixIndex
     from cbatch.options import Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
 
@@ -77,9 +79,15 @@ class Rig:
     chunks: dict[str, list[BatchOutputChunk]] = field(default_factory=dict)
     results: dict[str, BatchResult] = field(default_factory=dict)
     disk: dict[CacheRef, tuple[CacheEntry, NDArray[np.uint8]]] = field(default_factory=dict)
-    storing: list[SequenceDriver] = field(default_factory=list)
+    storing: list[tuple[SequenceDriver, CacheEntry | None]] = field(default_factory=list)
     fetching: list[CacheRef] = field(default_factory=list)
     compiling: list[Grammar | Breakers] = field(default_factory=list)
+    n_planned: int = 0
+    """Waiting sequences that plans have looked at."""
+    is_watched: bool = False
+    """Whether all that is known is compared before and after each plan; this takes long."""
+    in_run: Plan | None = None
+    """The plan whose run is in flight."""
     copy_s: float = 0.0
     """What a cell takes that is copied from slot to slot; then a plan admits no more than it may copy."""
 
@@ -101,7 +109,22 @@ class Rig:
 
     def running(self) -> list[str]:
         """The ids in slots, in order of slots."""
-        return [d.request.id for d in self.batcher.running if d is not None]
+        return [d.request.id for d in self.books.running if d is not None]
+
+    @property
+    def books(self) -> Books:
+        """The books that events and `apply` change, to look into."""
+        return self.batcher._books
+
+    @property
+    def n_visited(self) -> int:
+        """Waiting sequences looked at, to make prompts tokens and to plan."""
+        return self.batcher.n_visited + self.n_planned
+
+    @property
+    def ledger(self) -> KvLedger:
+        """The books of slots and cells."""
+        return self.books.cells.ledger
 
     def alone(self, request: Request, n_output: int) -> list[int]:
         """The tokens of a request run alone, its end included."""
@@ -263,46 +286,96 @@ def make_sequences(n: int, n_prompt: int = 4, **options: Any) -> list[Request]:
 
 def step(rig: Rig) -> StepPlan | None:
     """Plan, run and apply once, check everything, and take what came out."""
-    settle_disk(rig)
-    settle_compiled(rig)
-    n_visited, n_preempted = rig.batcher.n_visited, n_preemptions(rig)
-    plan = rig.scheduler.plan(rig.now)
-    rig.fetching = [*iter(rig.batcher.fetches.take_order, None)]
-    rig.compiling += rig.batcher.compiles.take_orders()
-    assert rig.batcher.n_visited - n_visited <= n_visited_max(rig)
+    plan = plan_of(rig)
     if plan is not None:
-        check_plan(rig, plan, has_preempted=n_preemptions(rig) > n_preempted)
-        result = rig.backend.run(plan)
-        check_clears(rig)
-        in_plan = [d for c in plan.chunks if (d := rig.batcher.running[c.slot])]
-        touched = rig.scheduler.apply(plan, result, rig.now)
-        assert touched == in_plan
-        for driver in touched:
-            if driver.finish_reason is None:
-                _take_chunk(rig, driver)
-        store(rig)
+        run(rig, plan)
     for driver in rig.batcher.take_ended():
         _take_end(rig, driver)
     check_cells(rig)
     check_invariants(rig)
+    return None if plan is None else plan.step
+
+
+def plan_of(rig: Rig) -> Plan | None:
+    """Bring the books up to date and plan; check that the plan is sound and that planning changes nothing."""
+    settle_disk(rig)
+    settle_compiled(rig)
+    n_visited = rig.n_visited
+    rig.scheduler.prepare(rig.now)
+    rig.compiling += rig.batcher.take_wants()
+    before = snapshot(rig) if rig.is_watched else None
+    plan = rig.scheduler.plan(rig.now)
+    assert rig.scheduler.plan(rig.now) == plan
+    assert before is None or snapshot(rig) == before
+    rig.n_planned += 0 if plan is None else plan.n_visited
+    assert rig.n_visited - n_visited <= n_visited_max(rig)
+    if plan is not None:
+        check_plan(rig, plan)
     return plan
+
+
+def run(rig: Rig, plan: Plan) -> None:
+    """Run a plan, apply it, and take the chunks that came out."""
+    rig.in_run = plan
+    result = rig.backend.run(plan.step) if plan.is_run else NOT_RUN
+    touched = rig.scheduler.apply(plan, result, rig.now)
+    assert touched == plan.rows
+    check_slots(rig)
+    for driver in touched:
+        if driver.finish_reason is None:
+            _take_chunk(rig, driver)
+    rig.fetching = rig.batcher.take_reads()
+    store(rig)
+
+
+def park_paused(rig: Rig) -> None:
+    """Take the slot of a paused sequence, as a plan does for one that waits."""
+    slots = rig.batcher.slot_plan()
+    assert slots.park()
+    step = StepPlan((), **slots.ops())
+    run(rig, Plan(step, (), slots.changes(), None, rig.now, 0))
+
+
+def snapshot(rig: Rig) -> object:
+    """All that the scheduler, the batcher and their parts know, as plain values."""
+    return _plain_values(rig.scheduler, {})
+
+
+_DERIVED = {"_order", "_n_seen", "_n_paused"}
+"""What is found again whenever other sequences run."""
+
+
+def _plain_values(thing: object, seen: dict[int, int]) -> object:
+    if isinstance(thing, (str, int, float, bytes, type(None), Enum)) or callable(thing):
+        return thing
+    if id(thing) in seen:
+        return seen[id(thing)]
+    seen[id(thing)] = len(seen)
+    if isinstance(thing, dict):
+        return [(_plain_values(k, seen), _plain_values(v, seen)) for k, v in thing.items()]
+    if isinstance(thing, (list, tuple, set, frozenset, deque)):
+        return [_plain_values(item, seen) for item in thing]
+    names = [*getattr(thing, "__dict__", ())]
+    names += [n for c in type(thing).__mro__ for n in getattr(c, "__slots__", ())]
+    return [
+        (name, _plain_values(getattr(thing, name), seen))
+        for name in names
+        if name not in _DERIVED and hasattr(thing, name)
+    ]
 
 
 def settle_disk(rig: Rig) -> None:
     """Let those go on whose cells were read or written since the last step."""
-    for fetch in rig.fetching:
-        missing = CacheError(fetch.key, "there is none", is_missing=True)
-        found, data = rig.disk.get(fetch, (missing, np.empty(0, np.uint8)))
+    for ref in [*rig.fetching, *rig.batcher.take_reads()]:
+        missing = CacheError(ref.key, "there is none", is_missing=True)
+        found, data = rig.disk.get(ref, (missing, np.empty(0, np.uint8)))
         n_read = 0
-        if isinstance(found, CacheEntry) and (n_read := rig.batcher.fetches.n_wanted(fetch, found)):
+        if isinstance(found, CacheEntry) and (n_read := rig.batcher.n_wanted(ref, found)):
             data = rig.backend.validate_state(data, n_read)
-        drivers, adopted = rig.batcher.fetches.arrive(fetch, found, n_read)
-        for _, key in adopted:
+        for _, key in rig.batcher.take_cells(ref, found, n_read):
             rig.backend.import_state(key, data, n_read)
-        for driver in drivers:
-            rig.batcher.release(driver)
-    for driver in rig.storing:
-        rig.batcher.end_stored(driver)
+    for driver, entry in rig.storing:
+        rig.batcher.end_stored(driver, entry)
     rig.fetching, rig.storing = [], []
 
 
@@ -323,18 +396,15 @@ def settle_compiled(rig: Rig) -> None:
 
 def store(rig: Rig) -> None:
     """Write what was copied out."""
-    for stored in iter(rig.batcher.cells.take_stored, None):
+    for stored in iter(rig.batcher.take_stored, None):
         driver, n = stored.driver, stored.n_cells
         data = None if stored.key is None else rig.backend.export_state(stored.key)
+        entry = None
         if data is not None:
-            fetch = CacheRef(driver.request.options.cache_key or "", driver.request.adapters)
-            rig.disk[fetch] = CacheEntry(driver.tokens[:n], min(n, driver.n_prompt)), data
-            rig.batcher.fetches.learn(fetch, rig.disk[fetch][0])
-        rig.storing.append(driver)
-
-
-def n_preemptions(rig: Rig) -> int:
-    return sum(d.n_preempted for d in rig.drivers.values())
+            ref = CacheRef(driver.request.options.cache_key or "", driver.request.adapters)
+            entry = CacheEntry(driver.tokens[:n], min(n, driver.n_prompt))
+            rig.disk[ref] = entry, data
+        rig.storing.append((driver, entry))
 
 
 def n_visited_max(rig: Rig) -> int:
@@ -367,21 +437,35 @@ def drive(
     raise AssertionError(f"not done after {n_max} plans: {rig.batcher.in_flight}")
 
 
-def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None:
+def check_plan(rig: Rig, planned: Plan) -> None:
     """Rows ascend, positions follow the books, the budget holds, no decode row and no room is left out."""
+    plan, changes = planned.step, planned.changes
     slots = [c.slot for c in plan.chunks]
     assert slots == sorted(set(slots))
+    assert len(planned.rows) == len(slots)
+    entries = changes.entries if changes else ()
+    leaves = {leave.driver: leave.reason for leave in changes.leaves} if changes else {}
+    has_preempted = "cells" in leaves.values()
+    starts = {e.driver: e.n_cells for e in entries}
     shares: Mapping[int, int] = {c.slot: len(c.tokens) for c in plan.chunks}
-    n_tokens, ledger = sum(shares.values()), rig.batcher.ledger
+    n_tokens = sum(shares.values())
+    ledger = rig.ledger.copy()
+    for leave in changes.leaves if changes else ():
+        ledger.give_back(leave.slot)
+    for slot in [e.slot for e in entries] + (
+        [changes.move.slot] if changes and changes.move else []
+    ):
+        ledger.lend(slot)
+    ledger.do(plan)
     assert n_tokens <= rig.backend.n_batch
     assert n_tokens + (plan.n_steps - 1) * len(slots) <= ledger.n_free_cells
-    assert not has_preempted or {b.slot for b in plan.binds} == {s for s, _, _ in plan.shifts}
-    running = [d for d in rig.batcher.running if d is not None and d.status is Status.RUNNING]
-    by_slot = {d.slot: d for d in running}
-    for c in plan.chunks:
-        driver = by_slot[c.slot]
-        end = c.start + len(c.tokens)
-        assert c.start == driver.n_computed
+    assert not (has_preempted and entries)
+    running = [d for d in rig.books.running if d and d.status is Status.RUNNING]
+    running = [d for d in running if d not in leaves] + [e.driver for e in entries]
+    for c, driver in zip(plan.chunks, planned.rows, strict=True):
+        end, start = c.start + len(c.tokens), starts.get(driver, driver.n_computed)
+        assert driver in running
+        assert c.start == start
         assert list(c.tokens) == driver.tokens[c.start : end]
         assert driver.request.adapters == plan.adapters
         assert c.has_output == (end == driver.n_tokens and driver.n_cap > 0)
@@ -392,16 +476,22 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
     if plan.is_rebuild:
         assert not plan.chunks
         return
+    n_holds = len(changes.holds) if changes else 0
+    n_waiting = rig.batcher.n_waiting - len(entries) - n_holds
     if not ledger.is_shared:
-        is_full = rig.batcher.n_awaited or (plan.copies and rig.copy_s)
-        assert is_full or not (rig.batcher.n_waiting and ledger.has_free_slot)
+        is_full = len(rig.books.followers) + len(rig.books.reads) + n_holds
+        is_full = is_full or bool(plan.copies and rig.copy_s)
+        assert is_full or not (n_waiting and ledger.has_free_slot)
     suspects = rig.scheduler.bisection.suspects()
     if suspects:
-        assert {by_slot[s] for s in slots} <= set(suspects)
+        assert set(planned.rows) <= set(suspects)
         return
-    running = [d for d in running if d.request.adapters == plan.adapters]
+    running = [
+        d for d in running if d.request.adapters == plan.adapters and d.n_tokens <= d.n_window
+    ]
     if not ledger.is_shared:
-        assert all(d.slot in shares for d in running if d.n_pending == 1)
+        pending = {d: d.n_tokens - starts.get(d, d.n_computed) for d in running}
+        assert all(d in planned.rows for d, n in pending.items() if n == 1)
     options = rig.scheduler.options
     limits = (options.prefill_chunk, options.prefill_budget, options.itl_ms)
     is_free = limits == (None, None, None) and not rig.backend.chunk_alignment
@@ -411,7 +501,8 @@ def check_plan(rig: Rig, plan: StepPlan, *, has_preempted: bool = False) -> None
     )  # with them some wait for others' prompts
     n_used = n_tokens if ledger.is_shared else 2 * n_tokens  # chunks are evened out otherwise
     if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
-        assert all(d.slot is not None and shares[d.slot] == d.n_pending for d in running)
+        done = {d: c.start + len(c.tokens) for c, d in zip(plan.chunks, planned.rows, strict=True)}
+        assert all(done[d] == d.n_tokens for d in running)
 
 
 def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
@@ -440,17 +531,18 @@ def plain(cells: Sequence[int]) -> list[int]:
     return [cell & 0xFFFFFF for cell in cells]
 
 
-def check_clears(rig: Rig) -> None:
-    """A slot that nobody has holds what the books say once the plan's orders are done, and the index knows it."""
-    ledger, sharing = rig.batcher.ledger, rig.batcher.sharing
-    for slot, driver in enumerate(rig.batcher.running):
+def check_slots(rig: Rig) -> None:
+    """A slot that nobody has holds what the books say, and the index knows it."""
+    ledger, prefixes = rig.ledger, rig.books.cells.prefixes
+    for slot, driver in enumerate(rig.books.running):
         cells = plain(rig.backend.cells[slot])
-        if driver is None and slot not in rig.batcher.cells._clears:
-            assert len(cells) == ledger.n_cells[slot]
+        if driver is None and slot not in rig.books.cells.clears:
+            n = rig.books.cells.trims.get(Slot(slot))
+            assert len(cells[:n]) == ledger.n_cells[slot]
             assert not cells or rig.scheduler.options.share_prefixes
-            index = sharing.index(sharing._adapters_at.get(Slot(slot), ()))
-            known = found_in(index, cells).get(Slot(slot), 0)
-            assert known == len(cells) or (rig.backend.chunk_alignment and known)
+            index = prefixes.index(prefixes._known.get(Slot(slot), ((), None))[0])
+            known = found_in(index, cells[:n]).get(Slot(slot), 0)
+            assert known == len(cells[:n]) or (rig.backend.chunk_alignment and known)
 
 
 def found_in(index: PrefixIndex, tokens: Sequence[int]) -> dict[Slot, int]:
@@ -462,48 +554,51 @@ def found_in(index: PrefixIndex, tokens: Sequence[int]) -> dict[Slot, int]:
 
 
 def check_cells(rig: Rig) -> None:
-    """The backend holds exactly the computed tokens, but for what the next plan's orders take off."""
-    cells = rig.batcher.cells
-    for driver in rig.batcher.running:
+    """The backend holds exactly the computed tokens, but for what the next plan takes off."""
+    cells, saved = rig.books.cells, rig.books.saved
+    for driver in rig.books.running:
         if driver is None or driver.slot is None:
             continue
-        n = 0 if driver.slot in cells._clears else cells._trims.get(driver.slot)
-        assert plain(rig.backend.cells[driver.slot])[:n] == driver.tokens[: driver.n_computed]
-    if rig.batcher.ledger.is_shared and not cells._clears and not cells._trims:
-        assert rig.backend.n_used == rig.batcher.ledger.n_used
-    new, old = {key for _, key in cells._saves}, set(cells._forgets)
-    assert set(rig.backend.saved) - old == set(cells._saved) - new
-    for key, (driver, n_bytes) in cells._saved.items():
+        held = plain(rig.backend.cells[driver.slot])
+        if driver.slot in cells.clears:
+            held = []
+        held = held[: cells.trims.get(driver.slot)]
+        n_keep, n_moved = cells.shifts.get(driver.slot, (0, 0))
+        del held[n_keep : n_keep + n_moved]
+        assert held == driver.tokens[: driver.n_computed]
+    if rig.ledger.is_shared and not (cells.clears or cells.trims or cells.shifts):
+        assert rig.backend.n_used == rig.ledger.n_used
+    assert set(rig.backend.saved) - set(cells.forgets) == set(saved._saved)
+    for key, (driver, n_bytes) in saved._saved.items():
         assert driver.slot is None
         assert driver.saved_key == key
         assert n_bytes in (0, rig.backend.memory.n_saved_bytes(driver.n_computed))
-        if key not in new:
-            n = driver.n_computed
-            assert plain(rig.backend.saved[key])[:n] == driver.tokens[:n]
+        n = driver.n_computed
+        assert plain(rig.backend.saved[key])[:n] == driver.tokens[:n]
 
 
 def check_invariants(rig: Rig) -> None:
     """The books of slots, cells and requests balance."""
-    batcher, ledger = rig.batcher, rig.batcher.ledger
+    batcher, ledger, saved = rig.batcher, rig.ledger, rig.books.saved
     ledger.check()
-    having = [d for d in batcher.running if d is not None]
+    having = [d for d in rig.books.running if d is not None]
     assert ledger.n_lent == len(having) == len(set(map(id, having)))
-    for slot, driver in enumerate(batcher.running):
+    for slot, driver in enumerate(rig.books.running):
         if driver is not None:
             assert ledger.n_cells[slot] == driver.n_computed
             assert driver.slot == slot
             assert driver.status in (Status.RUNNING, Status.PAUSED)
             assert driver.n_pending >= 1
-            assert driver.n_tokens <= rig.backend.n_window + bool(driver.request.options.n_discard)
+            assert driver.n_tokens <= rig.backend.n_window
     status = Counter(d.status for d in batcher.in_flight.values())
     assert status[Status.FINISHED] == 0
     assert len(having) + batcher.n_waiting + batcher.n_held == len(batcher.in_flight)
-    leaving = [*rig.storing, *(d for d, _ in batcher.cells._storing.values())]
+    leaving = [*(d for d, _ in rig.storing), *(d for d, _ in saved._storing.values())]
     storing = {d.request.id for d in leaving}
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing
-    assert len(batcher.storing) == len(leaving)
-    sums = sum(n for _, n in batcher.cells._saved.values())
-    assert sums == batcher.cells.n_saved_bytes <= rig.scheduler.options.swap_mib * 2**20
+    assert batcher.n_storing == len(leaving)
+    sums = sum(n for _, n in saved._saved.values())
+    assert sums == saved.n_bytes <= rig.scheduler.options.swap_mib * 2**20
     for driver in batcher.in_flight.values():
         assert driver.n_preempted <= N_PREEMPTED_MAX
         assert driver.slot is not None or driver.n_computed == 0 or driver.saved_key is not None

@@ -24,7 +24,7 @@ from tests.places import (
     steps,
     text_of,
 )
-from tests.runtime.backends import GatedBackend, batcher_of, ids_in_flight
+from tests.runtime.backends import GatedBackend, batcher_of, find_pool_full, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -593,7 +593,8 @@ def test_mover_preempted_at_the_border_goes_on(by_hand: Place, swap_mib: int) ->
     response = engine.run([item(text_of(9, 77), "old", max_tokens=110), *movers(1)])
     full(engine, "0")
     batcher = batcher_of(engine)
-    batcher.make_room()  # what a full pool has the scheduler do
+    find_pool_full(engine)
+    engine.step()
     assert batcher.in_flight["0"].slot is None
     old, result = by_hand.results(response)
     assert result.token_ids == moved(0)

@@ -13,7 +13,7 @@ from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.request import Request
-from cbatch.core.scheduler import ContinuousBatchScheduler
+from cbatch.core.scheduler import NOT_RUN, ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, RunOptions
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.bench.traffic import Arrival
-    from cbatch.core.plan import KvCapabilities, StepPlan, StepResult
+    from cbatch.core.plan import KvCapabilities, StepResult
+    from cbatch.core.scheduler import Plan
     from cbatch.engine_options import ScheduleOptions
 
     Cost = Callable[[int, int], float]
@@ -64,6 +65,8 @@ class FakeServer:
         """When the next request arrives: if no other waits, it ends the run in flight, as an engine's `run` does."""
         self.step_s = (0.0, 0.0)
         """Real seconds that planning and applying the last step took."""
+        self.n_visited = 0
+        """Waiting requests that plans have looked at."""
         self._run_end_s = math.inf
         self._tokens = (1,) * (n_window + 1)
 
@@ -84,21 +87,23 @@ class FakeServer:
     def step(self) -> bool:
         """Plan, run and apply once; False where there was nothing to compute."""
         start = time.perf_counter()
+        self.scheduler.prepare(self.now)
         plan = self.scheduler.plan(self.now)
         planned = time.perf_counter()
         if plan is None:
             return False
-        result = self._run(plan)
+        self.n_visited += plan.n_visited
+        result = self._run(plan) if plan.is_run else NOT_RUN
         ran = time.perf_counter()
         self.scheduler.apply(plan, result, self.now)
         self.step_s = (planned - start, time.perf_counter() - ran)
         return True
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: Plan) -> StepResult:
         self._run_end_s = self.now + self.run_s
-        if self.next_s > self.now and not self.batcher.n_waiting:
+        if self.next_s > self.now and self.batcher.n_waiting <= plan.n_entering:
             self._run_end_s = min(self._run_end_s, self.next_s)
-        result = self.backend.run(plan)
+        result = self.backend.run(plan.step)
         self.backend.plans.clear()  # it keeps them all for tests
         return result
 

@@ -58,13 +58,13 @@ def measure(
     """Return what `n_steps` steps take with `n_queued` requests in the queue all the time."""
     queue = _Queue(options, case, n_slots)
     submit_s = queue.fill(n_queued)
-    n_visited, times = queue.batcher.n_visited, list[tuple[float, float]]()
+    n_visited, times = queue.server.n_visited, list[tuple[float, float]]()
     submit_one_s = []
     for _ in range(n_steps):
         queue.server.step()
         times.append(queue.server.step_s)
         submit_one_s.append(queue.submit_one(n_queued))
-    n_visited = queue.batcher.n_visited - n_visited
+    n_visited = queue.server.n_visited - n_visited
     plan_s, apply_s = zip(*times, strict=True)
     n_left = len(queue.batcher.in_flight)
     return Figures(

@@ -198,7 +198,7 @@ class _Simulation:
         batcher, n_limit = self._server.batcher, self._server.options.max_queue
         if n_limit is None:
             return math.inf
-        return n_limit + batcher.ledger.n_free_slots - batcher.n_waiting
+        return n_limit + batcher.n_open_slots - batcher.n_waiting
 
     def _driver(self, arrival: Arrival) -> SequenceDriver:
         self._n_read += 1

@@ -1,56 +1,52 @@
-"""Admission: who waits, who gets a slot and cells, who gives them back, who leaves."""
+"""Requests in flight: submitted, held, queued, in slots, ended; and the books of the slots and cells they have."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from cbatch.core.cell_ops import Cells
-from cbatch.core.deadlines import Deadlines
-from cbatch.core.demand import KvDemandEstimator
+from cbatch.core.cell_ops import SavedCells, SlotCells
 from cbatch.core.driver import SequenceDriver, Status, Wait
-from cbatch.core.line import AdmissionQueue
 from cbatch.core.plan import Slot
-from cbatch.core.preemption import choose_mover, choose_victim, slot_of
-from cbatch.core.prompts import Prompts
-from cbatch.core.sharing import PrefixCache
-from cbatch.core.waiting import CacheReads, GrammarBuilds, PrefixWaiters
+from cbatch.core.preemption import KvDemandEstimator
+from cbatch.core.prefix import PrefixCache
+from cbatch.core.prefix_index import n_common
+from cbatch.core.queue import AdmissionQueue, Deadlines
+from cbatch.core.slots import N_LOOK, Books, SlotPlan
+from cbatch.core.waiting import CacheReads, CacheRef, GrammarBuilds, PrefixWaiters
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import GrammarError
+from cbatch.errors import CBatchError, GrammarError, RequestFailedError, words_of
+from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable
 
+    from cbatch.core.cell_ops import Stored
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import KvCapabilities
-    from cbatch.core.prompts import Tokenize
-    from cbatch.core.sharing import PrefixMatch, Source
-    from cbatch.errors import CBatchError
-    from cbatch.options import AdapterSet, Breakers, Grammar
-    from cbatch.response import FinishReason
+    from cbatch.core.plan import KvCapabilities, StepPlan
+    from cbatch.core.slots import Entry, Leave, Move, SlotChanges
+    from cbatch.core.waiting import CacheEntry
+    from cbatch.errors import CacheError
+    from cbatch.options import Breakers, Grammar
 
-N_LOOK = 4
-"""How many of those that wait are looked at where the first does not fit."""
-
-N_OVERTAKEN_MAX = 16
-"""How many may be admitted before one that waits for cells; then it holds up all behind it."""
+Tokenize = Callable[[BatchPrompt, RunOptions], Sequence[int]]
 
 N_REFUSED_MAX = 64
-"""Most requests that one plan ends without computing them: a step must not wait for a long row of bad ones."""
-
-N_FETCHED_PER_SLOT = 2
-"""How many may wait for cells from disk: others pass them, and what was read for them takes memory."""
-
-N_STORED_PER_SLOT = 2
-"""How many may wait for their cells to be written, in host memory meanwhile; then nobody enters who saves."""
+"""Most requests that end before one plan without being computed: a step must not wait for a long row of bad ones."""
 
 
 class MultiRequestBatcher:
-    """A queue with a policy in front of the slots, and the only one who lends and takes back slots and cells.
+    """The requests in flight, and the only part that changes the books of slots and cells.
+
+    Events change the books at once: `submit`, `cancel`, `pause`, `resume`, what was compiled or read, and what the
+    clock brings, in `prepare`. A plan is decided against them and changes nothing; `commit` enters what it did.
 
     A prompt becomes tokens when its turn comes, so a long queue costs nothing; a prompt that cannot run then
-    ends with its own error and the next one gets the slot. Who lost its slot comes before the queue, the oldest
-    first; but in `round_robin` it goes to the queue's end.
+    ends with its own error and the next one gets the slot. A sequence that lost its slot comes before the queue, the
+    oldest first; but in `round_robin` it goes to the queue's end.
     """
 
     def __init__(
@@ -62,272 +58,296 @@ class MultiRequestBatcher:
         chunk_alignment: int = 0,
     ) -> None:
         options = options or ScheduleOptions()
-        self.ledger = ledger
-        self.running: list[SequenceDriver | None] = [None] * ledger.n_slots
-        """Who has each slot; a paused one may."""
         self.in_flight: dict[str, SequenceDriver] = {}
-        self.demand = KvDemandEstimator(ledger, is_optimistic=options.admission != "reserve")
-        self.sharing = PrefixCache(
+        self.n_visited = 0
+        """Waiting sequences whose prompts became tokens at their turn, or were refused then."""
+        running: list[SequenceDriver | None] = [None] * ledger.n_slots
+        prefixes = PrefixCache(
             ledger,
-            self.running,
+            running,
             memory,
             chunk_alignment=chunk_alignment,
             is_on=options.share_prefixes,
         )
-        self.cells = Cells(ledger, memory, options.swap_mib * 2**20, self.sharing)
-        self.deadlines = Deadlines()
-        self.n_visited = 0
-        """Waiting sequences looked at since the beginning."""
-        self.n_changes = 0
-        """Grows whenever other sequences run than before."""
-        self.storing: dict[str, SequenceDriver] = {}
-        """Those that ended and wait for their cells to be on disk."""
+        saved = SavedCells(memory, options.swap_mib * 2**20)
+        self._books = Books(
+            running,
+            SlotCells(ledger, prefixes, memory),
+            saved,
+            AdmissionQueue(options),
+            PrefixWaiters(),
+            CacheReads(prefixes, saved),
+            KvDemandEstimator(ledger, is_optimistic=options.admission != "reserve"),
+            {},
+        )
+        self._ledger, self._running, self._queue = ledger, running, self._books.queue
+        self._cells, self._saved, self._reads = self._books.cells, saved, self._books.reads
+        self._followers, self._storing = self._books.followers, self._books.storing
+        self._builds = GrammarBuilds()
+        self._deadlines = Deadlines()
+        self._tokenize = tokenize
         self._is_sorted_by_length = options.policy == "shortest"
-        self.prompts = Prompts(tokenize, ledger.n_window)
-        self._line = AdmissionQueue(options)
-        self.followers = PrefixWaiters()
-        self.fetches = CacheReads(self.sharing, self.cells)
-        self.compiles = GrammarBuilds()
-        self.last_adapters: AdapterSet = ()
-        """What the last step was computed with."""
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
+        # which sequences run is found again when it has changed
+        self._n_changes = self._n_paused = 0
+        self._n_seen = -1
+        self._order: list[SequenceDriver] = []
+
+    # ---- questions ----
 
     @property
     def n_waiting(self) -> int:
         """Sequences without a slot that could take one."""
-        return len(self._line)
+        return len(self._queue)
 
     @property
     def n_held(self) -> int:
         """Sequences without a slot that could not take one: paused, or waiting for something else."""
-        return self._line.n_held
+        return self._queue.n_held
 
     @property
-    def n_paused_in_slots(self) -> int:
-        """Sequences that are paused and have a slot, which they give up when somebody needs it."""
-        return sum(d is not None and d.status is Status.PAUSED for d in self.running)
+    def n_running(self) -> int:
+        """Sequences that have a slot and are not paused."""
+        return self._ledger.n_lent - self.n_paused
 
     @property
-    def n_awaited(self) -> int:
-        """Sequences that wait for what they can begin with; for those that wait for another one a slot is free."""
-        return len(self.followers) + self.fetches.n_waiting
+    def n_paused(self) -> int:
+        """Sequences that are paused and have a slot, which they give up when it is needed."""
+        self.order()
+        return self._n_paused
+
+    @property
+    def n_used_cells(self) -> int:
+        """Cells that slots hold."""
+        return self._ledger.n_used
+
+    @property
+    def n_unserved(self) -> int:
+        """Requests that wait for a slot, or for their grammar first."""
+        return len(self._queue) + len(self._builds)
+
+    @property
+    def n_open_slots(self) -> int:
+        """Slots that sequences which come now could have."""
+        n_awaited = len(self._followers) + len(self._reads)
+        return self._ledger.n_free_slots + self.n_paused - n_awaited
+
+    @property
+    def n_slots(self) -> int:
+        """Sequences that can run at once."""
+        return self._ledger.n_slots
+
+    @property
+    def n_storing(self) -> int:
+        """Sequences that have ended but for their cells, which are on their way to disk."""
+        return len(self._storing)
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether slots can take cells from each other."""
+        return self._ledger.is_shared
 
     @property
     def has_ended(self) -> bool:
         """Whether `take_ended` would return any."""
         return bool(self._ended)
 
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When the next request's time is over at the latest, or None."""
+        return self._deadlines.next_s()
+
+    def is_storing(self, id: str) -> bool:
+        """Whether a request has ended but for its cells, which are on their way to disk."""
+        return id in self._storing
+
+    # ---- coming ----
+
     def submit(self, drivers: Iterable[SequenceDriver]) -> None:
         """Queue waiting sequences; their ids must not be in flight. One that is known never to fit ends at once.
 
-        One that `waits_for` something is held until it is released.
+        One that `waits_for` something, or for its grammar, is held.
         """
         ready: list[SequenceDriver] = []
         for driver in drivers:
             driver.number = next(self._numbers)
             self.in_flight[driver.request.id] = driver
-            self.deadlines.add(driver)
+            self._deadlines.add(driver)
             if self._is_sorted_by_length or driver.request.prompt.tokens is not None:
-                self.prompts.prepare(driver)
+                self.prepare_prompt(driver)
             if driver.refusal is not None:
-                self._end(driver, "error", driver.clock.submitted_s, driver.refusal)
+                self._end(driver, driver.clock.submitted_s, driver.refusal)
             elif driver.is_held or self._waits_to_compile(driver):
-                self._line.hold(driver)
+                self._queue.hold(driver)
             else:
                 ready.append(driver)
-        self._line.add(ready)
+        self._queue.add(ready)
+
+    def prepare_prompt(self, driver: SequenceDriver) -> None:
+        """Make a prompt tokens, or note why that cannot be; touches nothing but the driver. From any thread."""
+        if driver.is_prepared:
+            return
+        try:
+            tokens = self._tokenize(driver.request.prompt, driver.request.options)
+            driver.prepare(tokens, self._ledger.n_window)
+            if driver.request.options.n_discard:
+                driver.keep_in_window(self._n_first_message(driver, tokens))
+        except CBatchError as error:
+            driver.refusal = error
+        except Exception as error:
+            # a template may raise anything: it is this request's own failure
+            driver.refusal = RequestFailedError(
+                f"the prompt could not be prepared: {words_of(error)}"
+            )
+            driver.refusal.__cause__ = error
+
+    def _n_first_message(self, driver: SequenceDriver, tokens: Sequence[int]) -> int:
+        """Return how many tokens the first message of a chat takes; 1 for a prompt that is no chat."""
+        prompt, options = driver.request.prompt, driver.request.options
+        if prompt.messages is None:
+            return 1
+        try:
+            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), options)
+        except Exception:  # a template may refuse a lone message
+            return 1
+        return max(1, n_common([*first], [*tokens]))
+
+    def prepare(self, now: float, n_ending: int = 0) -> None:
+        """Bring the books up to date before a plan: what is over by the clock, and whose turn may come.
+
+        Requests end whose time is over or whose prompt is refused; sequences whose leader is far enough, or stuck, are
+        queued again; and as many prompts become tokens as the plan may admit, where `n_ending` slots change hands.
+        """
+        while (driver := self._deadlines.pop_due(now)) is not None:
+            self._withdraw(driver)
+            driver.expire(now)
+            self.retire(driver)
+        for driver in self._followers.take_over():
+            self.release(driver)
+        if self._queue and (n_open := self._ledger.n_free_slots + self.n_paused + n_ending):
+            self._prepare_prompts(n_open + (N_LOOK - 1 if self.is_pool else 0), now)
+
+    def _prepare_prompts(self, n_wanted: int, now: float) -> None:
+        """Make the first prompts tokens; those that are refused end, and others come in their place."""
+        refused: list[SequenceDriver] = []
+        n_ready = 0
+        for driver in self._queue:
+            self.n_visited += not driver.is_prepared
+            self.prepare_prompt(driver)
+            n_ready += driver.refusal is None
+            if driver.refusal is not None:
+                refused.append(driver)
+            if n_ready == n_wanted or len(refused) == N_REFUSED_MAX:
+                break
+        for driver in refused:
+            self._queue.remove(driver)
+            self._end(driver, now, driver.refusal)
+
+    # ---- waiting ----
 
     def _waits_to_compile(self, driver: SequenceDriver) -> bool:
-        want = self.compiles.missing(driver)
-        if want is None:
+        if not self._builds.wait(driver):
             return False
         driver.waits_for = Wait.COMPILE
-        self.compiles.add(driver, want)
         return True
+
+    def take_wants(self) -> list[Grammar | Breakers]:
+        """Return what is to be compiled for sequences that wait for it; each once."""
+        return self._builds.take_asked()
 
     def take_compiled(
         self, want: Grammar | Breakers, found: object | GrammarError, now: float
     ) -> None:
-        """Take what compiling brought: who waited for it queues now, or ends where it cannot be compiled."""
+        """Take what compiling brought: the sequences that waited for it are queued, or end where it failed."""
         if isinstance(found, GrammarError):
-            for driver in self.compiles.arrive(want, None):
+            for driver in self._builds.arrive(want, None):
                 self._withdraw(driver)
-                driver.finish("error", now, GrammarError(found.kind, found.reason))
-                self.retire(driver)
+                self._end(driver, now, GrammarError(found.kind, found.reason))
             return
-        drivers = [d for d in self.compiles.arrive(want, found) if not self._waits_to_compile(d)]
+        drivers = [d for d in self._builds.arrive(want, found) if not self._waits_to_compile(d)]
         for driver in drivers:
             driver.waits_for = None
         ready = [d for d in drivers if d.status is Status.WAITING]  # others are paused
         for driver in ready:
-            self._line.let_go(driver)
-        self._line.add(ready)
+            self._queue.unhold(driver)
+        self._queue.add(ready)
 
-    def admit(self, now: float, n_copied_max: int | None = None) -> list[SequenceDriver]:
-        """Give free slots to those whose turn it is and whose cells fit; return who got one.
+    def hold(self, driver: SequenceDriver, reason: Wait) -> None:
+        """Keep a waiting sequence from its turn until `release`: those behind it pass."""
+        self._queue.remove(driver)
+        driver.waits_for = reason
+        self._queue.hold(driver)
 
-        Nobody gets one behind whom more than `n_copied_max` cells are to be copied already.
+    def release(self, driver: SequenceDriver) -> None:
+        """Let a held sequence take its turn: among the first, for it has waited."""
+        driver.waits_for = None
+        if driver.status is Status.WAITING and self._queue.is_held(driver):
+            self._queue.put_back(driver)
+
+    # ---- cells on disk ----
+
+    def take_reads(self) -> list[CacheRef]:
+        """Return the files of cells that sequences wait for; each once."""
+        return self._reads.take_asked()
+
+    def n_wanted(self, ref: CacheRef, found: CacheEntry | None = None) -> int:
+        """Return how many cells of a file are wanted; how many sequences want it, before it is read. From any thread.
+
+        See `CacheReads.n_wanted`.
         """
-        admitted: list[SequenceDriver] = []
-        for driver in self.followers.take_released(self.last_adapters):
+        return self._reads.n_wanted(ref, found)
+
+    def take_cells(
+        self, ref: CacheRef, found: CacheEntry | CacheError | None, n_read: int
+    ) -> list[tuple[SequenceDriver, int]]:
+        """Take what reading a file brought, its first `n_read` cells; None where it was no longer wanted.
+
+        Returns:
+            The sequences for which the backend is to get these cells, with the key for each.
+        """
+        drivers, adopted = self._reads.arrive(ref, found, n_read)
+        for driver in drivers:
             self.release(driver)
-        n_refusable = N_REFUSED_MAX
-        if self.n_waiting and self.ledger.has_free_slot:
-            self.demand.begin(self.running)
-        while self.n_waiting and (self.ledger.has_free_slot or self.park_paused()):
-            if n_copied_max is not None and self.cells.n_to_copy > n_copied_max:
-                break
-            first = self._first(N_LOOK if self.ledger.is_shared else 1)
-            refused = [d for d in first if d.refusal is not None]
-            for driver in refused:
-                self._line.remove(driver)
-                self._end(driver, "error", now, driver.refusal)
-            n_refusable -= len(refused)
-            found = None if refused else self._fitting(first)
-            if found is not None:
-                if not self._lets_in(*found, now, admitted):
-                    break
-            elif n_refusable <= 0 or not (refused or self.park_paused()):
-                break
-        return admitted
+        return adopted
 
-    def _lets_in(
-        self,
-        driver: SequenceDriver,
-        found: PrefixMatch,
-        now: float,
-        admitted: list[SequenceDriver],
-    ) -> bool:
-        """Give a slot to one that fits, or hold it until it can begin further on; False if none would be free then."""
-        if self.ledger.n_free_slots <= len(self.followers):
-            return False
-        if driver.request.options.save_cache and len(self.storing) >= (
-            N_STORED_PER_SLOT * self.ledger.n_slots
-        ):
-            return False
-        if found.leader is not None:
-            self.hold(driver, Wait.LEADER)
-            self.followers.add(driver, found.leader, found.n_then)
-        elif self.fetches.is_needed(driver):
-            if self.fetches.n_waiting >= N_FETCHED_PER_SLOT * self.ledger.n_slots:
-                return False
-            self.hold(driver, Wait.CACHE)
-            self.fetches.add(driver)
-        elif driver.refusal is None:  # else it ends when it is looked at again
-            self._enter(driver, found.source, now)
-            admitted.append(driver)
-        return True
+    def refuse_cells(self, driver: SequenceDriver, error: CacheError) -> None:
+        """Have a sequence go on without cells from disk that the backend could not take."""
+        self._forget(driver)
+        driver.proceed_uncached(error)
 
-    def _first(self, n: int) -> list[SequenceDriver]:
-        """Return the next `n` of those that wait, prepared."""
-        first = self._line.first(n)
-        self.n_visited += len(first)
-        for driver in first:
-            self.prompts.prepare(driver)
-        return first
+    def take_stored(self) -> Stored | None:
+        """Return an ended sequence whose cells were copied out to be written, each once, or None."""
+        return self._saved.take_stored() if self._storing else None
 
-    def _fitting(
-        self, waiting: Sequence[SequenceDriver]
-    ) -> tuple[SequenceDriver, PrefixMatch] | None:
-        """Return the first that fits or follows, with what it begins with; the head lets some pass, not for ever."""
-        head = waiting[0]
-        for driver in waiting:
-            found = self.sharing.find(driver)
-            if found.leader is not None or self._fits(driver, found.source):
-                head.n_overtaken += driver is not head
-                return driver, found
-            driver.waits_for = Wait.CELLS
-            if head.n_overtaken >= N_OVERTAKEN_MAX:
-                break
-        return None
+    def end_stored(
+        self, driver: SequenceDriver, found: CacheEntry | None = None, problem: str | None = None
+    ) -> None:
+        """End a sequence whose cells are on disk as `found`, or could not be put there."""
+        if found is not None:
+            self._reads.learn(CacheRef.of(driver.request), found)
+        if problem is not None:
+            driver.warnings.append(problem)
+        del self._storing[driver.request.id]
+        driver.end_storing()
+        self._ended.append(driver)
 
-    def _fits(self, driver: SequenceDriver, source: Source | None) -> bool:
-        """Whether there are cells for one that waits, beside those that run."""
-        has_holder = source is not None and self.running[source.slot] is not None
-        n_shared = source.n_cells if source is not None and has_holder else 0
-        return self.demand.fits(driver, n_shared)
-
-    def _enter(self, driver: SequenceDriver, source: Source | None, now: float) -> None:
-        self._line.remove(driver)
-        place = self.sharing.place(source, has_room=self._has_room_beside())
-        slot = self.ledger.lend(place)
-        driver.admit(slot, now)
-        self.running[slot] = driver
-        self.n_changes += 1
-        self.cells.enter(driver, slot, source)
-        self.demand.join(driver)
-
-    def _has_room_beside(self) -> bool:
-        """Whether a slot stays free when all have one that want one."""
-        n_taken = len(self.followers) + len(self.sharing.copied) + self.n_waiting
-        return self.ledger.n_free_slots - n_taken > 1
-
-    def compact_slots(self) -> SequenceDriver | None:
-        """Move the sequence of the highest slot into a gap below it; return it, or None where that cannot be or pay."""
-        mover = choose_mover(self.running, self.ledger)
-        if mover is None:
-            return None
-        source, gap = slot_of(mover), min(self.ledger.free_slots)
-        self.ledger.lend(gap)
-        self.cells.move(mover, source, gap)
-        self.ledger.give_back(source)
-        self.running[gap], self.running[source] = mover, None
-        mover.slot = gap
-        self.n_changes += 1
-        return mover
-
-    def make_room(self) -> bool:
-        """Take slot and cells from a paused one, else from a victim, for want of cells; False if there is neither."""
-        if self.park_paused():
-            return True
-        victim = choose_victim(self.running, self.ledger)
-        if victim is None:
-            return False
-        self.demand.raise_ratio()
-        victim.n_preempted += 1
-        self._leave_slot(victim)
-        victim.preempt()
-        self._line.put_back(victim)
-        return True
-
-    def end_turn(self, driver: SequenceDriver) -> None:
-        """Take the slot from one that has had its quantum; it goes to the end of the queue."""
-        self._leave_slot(driver)
-        driver.preempt()
-        self._line.add([driver])
-
-    def park_paused(self) -> bool:
-        """Take slot and cells from one that is paused; False where there is none."""
-        for driver in self.running:
-            if driver is not None and driver.status is Status.PAUSED:
-                self._leave_slot(driver)
-                self._line.hold(driver)
-                self.demand.begin(self.running)
-                return True
-        return False
-
-    def _leave_slot(self, driver: SequenceDriver) -> None:
-        """Have the cells saved where that can be, and give back the slot."""
-        slot = slot_of(driver)
-        self.cells.save(driver, slot)
-        self._vacate(driver, slot)
-        driver.slot = None
+    # ---- pausing and ending ----
 
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already.
 
-        It keeps slot and cells until somebody else needs them.
+        It keeps slot and cells until they are needed.
         """
         driver = self.in_flight.get(id)
         if driver is None or driver.status is Status.PAUSED:
             return False
-        if driver.status is Status.WAITING and not self._line.is_held(driver):
-            self._line.remove(driver)
-            self._line.hold(driver)
+        if driver.status is Status.WAITING and not self._queue.is_held(driver):
+            self._queue.remove(driver)
+            self._queue.hold(driver)
         driver.pause()
         driver.release_load_followers()
-        self.n_changes += 1
+        self._n_changes += 1
         return True
 
     def resume(self, id: str) -> bool:
@@ -338,23 +358,11 @@ class MultiRequestBatcher:
         if driver.slot is None:
             driver.requeue()
             if not driver.is_held:
-                self._line.put_back(driver)
+                self._queue.put_back(driver)
         else:
             driver.resume()
-            self.n_changes += 1
+            self._n_changes += 1
         return True
-
-    def hold(self, driver: SequenceDriver, reason: Wait) -> None:
-        """Keep a waiting sequence from its turn until `release`: those behind it pass."""
-        self._line.remove(driver)
-        driver.waits_for = reason
-        self._line.hold(driver)
-
-    def release(self, driver: SequenceDriver) -> None:
-        """Let a held sequence take its turn: among the first, for it has waited."""
-        driver.waits_for = None
-        if driver.status is Status.WAITING and self._line.is_held(driver):
-            self._line.put_back(driver)
 
     def cancel(self, id: str, now: float) -> bool:
         """End a request by id; False where no such request is in flight."""
@@ -366,85 +374,230 @@ class MultiRequestBatcher:
         self.retire(driver)
         return True
 
-    def expire(self, now: float) -> None:
-        """End those whose time is over."""
-        while (driver := self.deadlines.pop_due(now)) is not None:
-            self._withdraw(driver)
-            driver.expire(now)
-            self.retire(driver)
-
-    def retire(self, driver: SequenceDriver) -> None:
-        """Take a finished sequence out of the books; what its cells are worth, its slot keeps.
+    def retire(self, driver: SequenceDriver, *, has_cells: bool = True) -> None:
+        """Take a finished sequence out of the books; its slot keeps the cells that are of use.
 
         One whose cells go to disk has not ended before `end_stored`.
+
+        Args:
+            driver: what has finished.
+            has_cells: whether its slot still holds what the ledger says.
         """
         del self.in_flight[driver.request.id]
         driver.release_load_followers()
-        if driver.status is not Status.STORING:
+        if driver.status is Status.STORING:
+            self._store(driver, has_cells=has_cells)
+        else:
             if driver.request.options.save_cache and driver.error is None:
                 driver.warnings.append("the cells were not saved: it had no slot when it ended")
             self._ended.append(driver)
-        elif self.cells.store(driver, slot_of(driver)):
-            self.storing[driver.request.id] = driver
-        else:
-            driver.end_storing()
-            self._ended.append(driver)
-        self.cells.forget(driver)
-        self.deadlines.note_end()
-        self.demand.learn(driver)
+        self._forget(driver)
+        self._deadlines.note_end()
+        self._books.demand.learn(driver)
         if driver.slot is not None:
-            self._vacate(driver, driver.slot)
-
-    def end_stored(self, driver: SequenceDriver, problem: str | None = None) -> None:
-        """Let one end whose cells are on disk, or could not be put there."""
-        if problem is not None:
-            driver.warnings.append(problem)
-        del self.storing[driver.request.id]
-        driver.end_storing()
-        self._ended.append(driver)
-
-    def drop_cells(self, driver: SequenceDriver) -> None:
-        """Have a running sequence's slot emptied; all its tokens are pending again."""
-        driver.rewind()
-        self.cells.clear(slot_of(driver))
-        self.sharing.enter(slot_of(driver), driver)
-
-    def keep_cells(self, driver: SequenceDriver, n_cells: int) -> None:
-        """Have all but the first `n_cells` cells of a running sequence taken off."""
-        self.cells.trim(driver, slot_of(driver), n_cells)
-
-    def lose_all_cells(self) -> None:
-        """Take in that nobody knows what the slots hold."""
-        for i, driver in enumerate(self.running):
-            if driver is None:
-                self.cells.clear(Slot(i))
-            else:
-                self.drop_cells(driver)
+            self._give_back(driver.slot)
+            self._cells.leave(driver, driver.slot)
+            if not has_cells:
+                self._cells.clear(driver.slot)
 
     def take_ended(self) -> list[SequenceDriver]:
         """Return the sequences that ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
 
-    def _vacate(self, driver: SequenceDriver, slot: Slot) -> None:
-        self.running[slot] = None
-        self.n_changes += 1
-        self.ledger.give_back(slot)
-        self.cells.leave(driver, slot)
+    def _store(self, driver: SequenceDriver, *, has_cells: bool) -> None:
+        """Have the cells of an ended sequence copied out, to be written to disk."""
+        slot = driver.slot
+        if slot is not None and has_cells and self._saved.can_save:
+            n_cells = self._cells.n_known(driver, slot)
+            if n_cells and slot not in self._cells.trims:
+                self._cells.saves.append((slot, self._saved.store(driver, n_cells)))
+                self._storing[driver.request.id] = driver
+                return
+        driver.warnings.append("the cells were not saved: none were left when it ended")
+        driver.end_storing()
+        self._ended.append(driver)
+
+    def _forget(self, driver: SequenceDriver) -> None:
+        """Give up a sequence's saved cells, if it has any."""
+        key = driver.saved_key
+        if key is not None:
+            self._saved.give_up([key])
+            self._cells.forgets.append(key)
+
+    def _give_back(self, slot: Slot) -> None:
+        self._running[slot] = None
+        self._n_changes += 1
+        self._ledger.give_back(slot)
 
     def _withdraw(self, driver: SequenceDriver) -> None:
         """Take a sequence without a slot from wherever it waits."""
         if driver.waits_for is Wait.LEADER:
-            self.followers.drop(driver)
+            self._followers.drop(driver)
         elif driver.waits_for is Wait.CACHE:
-            self.fetches.drop(driver)
+            self._reads.drop(driver)
         elif driver.waits_for is Wait.COMPILE:
-            self.compiles.drop(driver)
-        if not self._line.let_go(driver) and driver.status is Status.WAITING:
-            self._line.remove(driver)
+            self._builds.drop(driver)
+        if not self._queue.unhold(driver) and driver.status is Status.WAITING:
+            self._queue.remove(driver)
 
-    def _end(
-        self, driver: SequenceDriver, reason: FinishReason, now: float, error: CBatchError | None
-    ) -> None:
-        driver.finish(reason, now, error)
+    def _end(self, driver: SequenceDriver, now: float, error: CBatchError | None) -> None:
+        driver.finish("error", now, error)
         self.retire(driver)
+
+    # ---- what runs do: for the scheduler ----
+
+    def order(self) -> list[SequenceDriver]:
+        """Return the running sequences, the oldest first."""
+        if self._n_seen != self._n_changes:
+            having = [d for d in self._running if d is not None]
+            self._order = [d for d in having if d.status is Status.RUNNING]
+            self._order.sort(key=lambda d: d.number)
+            self._n_paused = len(having) - len(self._order)
+            self._n_seen = self._n_changes
+        return self._order
+
+    def slot_plan(self) -> SlotPlan:
+        """Return the slots as they are, for a plan to decide what becomes of them; the books stay as they are."""
+        return SlotPlan(self._books, self.order())
+
+    def commit(
+        self, changes: SlotChanges | None, plan: StepPlan, lost: Collection[int], now: float
+    ) -> list[SequenceDriver]:
+        """Enter what a plan did to slots and cells, once it was run.
+
+        Args:
+            changes: what it did to slots.
+            plan: what was run.
+            lost: keys that could not be saved or loaded. Where a load failed nothing was copied.
+            now: when the plan was made.
+
+        Returns:
+            The sequences whose cells from disk could not be loaded.
+        """
+        self._cells.note_done()
+        self._saved.end_stores(lost)
+        if plan.chunks:
+            self._followers.note_step(plan.adapters)
+        if changes is None:
+            return []
+        self._commit_waits(changes)
+        for leave in changes.leaves:
+            self._commit_leave(leave, lost)
+        self._saved.next_key = changes.next_key
+        for entry in changes.entries:
+            self._ledger.lend(entry.slot)
+        if changes.move is not None:
+            self._ledger.lend(changes.move.slot)
+        if changes.prefixes is not None:
+            self._cells.commit(changes.prefixes, plan, lost)
+        if changes.move is not None:
+            self._commit_move(changes.move)
+        is_copied = not any(key in lost for _, key, _ in plan.loads)
+        entered = [self._commit_entry(e, lost, now, is_copied=is_copied) for e in changes.entries]
+        return [driver for driver in entered if driver is not None]
+
+    def _commit_waits(self, changes: SlotChanges) -> None:
+        for driver in changes.short:
+            driver.waits_for = Wait.CELLS
+        for driver, n_more in changes.overtaken:
+            driver.n_overtaken += n_more
+        for hold in changes.holds:
+            if hold.leader is not None:
+                self.hold(hold.driver, Wait.LEADER)
+                self._followers.add(hold.driver, hold.leader, hold.n_cells)
+            else:
+                self.hold(hold.driver, Wait.CACHE)
+                self._reads.add(hold.driver)
+
+    def _commit_leave(self, leave: Leave, lost: Collection[int]) -> None:
+        driver = leave.driver
+        self._give_back(leave.slot)
+        if leave.key is None or leave.key in lost:
+            driver.rewind()
+        else:
+            self._saved.add(leave.key, driver)
+        driver.slot = None
+        if leave.reason == "pause":
+            self._queue.hold(driver)
+            return
+        driver.preempt()
+        if leave.reason == "turn":
+            self._queue.add([driver])
+        else:
+            driver.n_preempted += 1
+            self._books.demand.raise_ratio()
+            self._queue.put_back(driver)
+
+    def _commit_entry(
+        self, entry: Entry, lost: Collection[int], now: float, *, is_copied: bool
+    ) -> SequenceDriver | None:
+        """Enter that a sequence has a slot; return it where its cells from disk could not be loaded."""
+        driver, key = entry.driver, entry.driver.saved_key
+        problem = self._reads.why_useless(driver) if entry.is_uncached else None
+        self._queue.remove(driver)
+        driver.admit(entry.slot, now)
+        self._running[entry.slot] = driver
+        self._n_changes += 1
+        if problem is not None:
+            driver.has_fetched = True
+            driver.proceed_uncached(problem)
+        is_adopted = key is not None and self._saved.take(key)
+        if key in lost or (entry.is_copied and not is_copied):
+            driver.rewind()
+            return driver if is_adopted else None
+        driver.take_over(entry.n_cells)
+        if key is not None:
+            driver.load_followers = ()
+        return None
+
+    def _commit_move(self, move: Move) -> None:
+        self._give_back(move.source)
+        self._running[move.slot] = move.driver
+        move.driver.slot = move.slot
+        if not self._cells.prefixes.can_retain(move.driver):
+            self._cells.clear(move.source)
+
+    def add_cells(self, cells: Iterable[tuple[Slot, int]]) -> None:
+        """Enter the cells that a step computed, by slot."""
+        self._ledger.add_all(cells)
+
+    def shift(self, driver: SequenceDriver) -> None:
+        """Take tokens out of the full window of a running sequence; their cells go with the next plan."""
+        if driver.slot is not None:
+            self._cells.shift(driver, driver.slot)
+
+    def settle_cells(self, driver: SequenceDriver, n_cells: int) -> None:
+        """Keep only the first `n_cells` cells of a running sequence."""
+        if driver.slot is not None:
+            driver.rewind(n_cells)
+            self._cells.settle(driver.slot, n_cells)
+
+    def drop_cells(self, driver: SequenceDriver) -> None:
+        """Empty a running sequence's slot; all its tokens are pending again."""
+        if driver.slot is not None:
+            driver.rewind()
+            self._cells.clear(driver.slot)
+            self._cells.prefixes.enter(driver.slot, driver)
+
+    def lose_cells(self) -> None:
+        """Book all cells of slots as lost; the next plan empties the slots and binds the sequences anew."""
+        for i, driver in enumerate(self._running):
+            if driver is None:
+                self._cells.clear(Slot(i))
+            else:
+                self.drop_cells(driver)
+                self._cells.rebinds[Slot(i)] = None
+
+    def give_up(self, plan: StepPlan) -> None:
+        """Book as lost what a run that was broken off may have touched: all slots, and the plan's saved cells."""
+        loaded = [key for _, key, _ in plan.loads]
+        saved = [key for _, key in plan.saves]
+        self._saved.next_key = max(self._saved.next_key, *(key + 1 for key in saved), 0)
+        self._saved.end_stores((), are_all_lost=True)
+        for driver in self._saved.give_up(loaded):
+            driver.has_fetched = False
+            driver.release_load_followers()
+        self._cells.saves = []
+        self._cells.forgets += [*loaded, *saved]
+        self.lose_cells()

@@ -471,24 +471,13 @@ class SequenceDriver:
 
     def adopt(self, key: int, n_cells: int) -> None:
         """Wait with `n_cells` cells that were read from disk and stand in host memory under `key`."""
-        self.saved_key = key
-        self.take_over(n_cells)
+        self.saved_key, self.n_computed = key, n_cells
 
     def release_load_followers(self) -> None:
         """Let the sequences ask for the file themselves that were to copy what this one does not load now."""
         for other in self.load_followers:
             other.has_fetched = other.has_fetched and other.has_run
         self.load_followers = ()
-
-    def lose_adopted(self) -> None:
-        """Take in that the cells from disk could not be put into a slot: they have to be computed."""
-        self.n_computed = self.n_taken = self.n_reached = 0
-
-    def ask_again(self) -> None:
-        """Take in that the cells from disk are gone before they were of use: where it has no slot it asks once more."""
-        self.lose_adopted()
-        self.has_fetched = False
-        self.release_load_followers()
 
     # ---- a step ----
 

@@ -1,4 +1,4 @@
-"""Books for the cells of the KV cache: who has a slot, and how many cells each slot holds."""
+"""The ledger of slots and of the KV cache's cells: which slots are lent, and how many cells each slot holds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cbatch.core.plan import Slot
 from cbatch.errors import LedgerError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Iterable, Sequence
 
-    from cbatch.core.plan import KvCapabilities
+    from cbatch.core.plan import KvCapabilities, StepPlan
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +35,7 @@ class KvLedger:
         "_blocks",
         "_free",
         "_lent",
+        "is_shared",
         "memory",
         "n_cells",
         "n_pool",
@@ -48,16 +49,13 @@ class KvLedger:
         self.n_slots = n_slots
         self.n_window = n_window
         self.n_pool = memory.n_cells if memory and memory.kind == "unified" else n_slots * n_window
+        self.is_shared = self.n_pool < n_slots * n_window
+        """Whether slots can take cells from each other."""
         self.n_cells = [0] * n_slots
         self.n_used = 0
         self._blocks: list[list[_Block]] = [[] for _ in range(n_slots)]
         self._lent = [False] * n_slots
         self._free = [Slot(i) for i in range(n_slots)]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether slots can take cells from each other."""
-        return self.n_pool < self.n_slots * self.n_window
 
     @property
     def has_free_slot(self) -> bool:
@@ -110,24 +108,30 @@ class KvLedger:
         heapq.heappush(self._free, slot)
 
     def add(self, slot: Slot, n_cells: int) -> None:
-        """Enter `n_cells` more cells of a lent slot.
+        """Enter `n_cells` more cells of a lent slot; raises as `add_all`."""
+        self.add_all([(slot, n_cells)])
+
+    def add_all(self, cells: Iterable[tuple[Slot, int]]) -> None:
+        """Enter more cells of lent slots.
 
         Raises:
-            LedgerError: the slot is not lent, or it or the pool has no room for them.
+            LedgerError: a slot is not lent, or it or the pool has no room for its cells.
         """
-        n = self.n_cells[slot] + n_cells
-        if not self._lent[slot] or n > self.n_window or n_cells > self.n_free_cells:
-            raise LedgerError(
-                f"slot {slot} cannot hold {n} of {self.n_window} cells, {self.n_free_cells} are free"
-            )
-        self.n_cells[slot] = n
-        self.n_used += n_cells
-        if self.is_shared and n_cells:
-            blocks = self._blocks[slot]
-            if blocks and blocks[-1].n_slots == 1:
-                blocks[-1].n += n_cells
-            else:
-                blocks.append(_Block(n_cells))
+        for slot, n_more in cells:
+            n = self.n_cells[slot] + n_more
+            if not self._lent[slot] or n > self.n_window or n_more > self.n_pool - self.n_used:
+                raise LedgerError(
+                    f"slot {slot} cannot hold {n} of {self.n_window} cells, "
+                    f"{self.n_free_cells} are free"
+                )
+            self.n_cells[slot] = n
+            self.n_used += n_more
+            if self.is_shared and n_more:
+                blocks = self._blocks[slot]
+                if blocks and blocks[-1].n_slots == 1:
+                    blocks[-1].n += n_more
+                else:
+                    blocks.append(_Block(n_more))
 
     def trim(self, slot: Slot, n_cells: int) -> None:
         """Strike out all but the first `n_cells` cells of a slot."""
@@ -154,6 +158,34 @@ class KvLedger:
             self._blocks[slot].append(block)
             n += block.n
         self.n_cells[slot] = n_cells
+
+    def copy(self) -> KvLedger:
+        """Return a ledger that says the same and changes on its own."""
+        other = KvLedger(self.n_slots, self.n_window, self.memory)
+        other.n_used = self.n_used
+        other.n_cells, other._lent, other._free = self.n_cells[:], self._lent[:], self._free[:]
+        if self.is_shared:
+            blocks = {id(b): _Block(b.n, b.n_slots) for held in self._blocks for b in held}
+            other._blocks = [[blocks[id(b)] for b in held] for held in self._blocks]
+        return other
+
+    def do(self, plan: StepPlan, lost: Container[int] = ()) -> None:
+        """Enter what a run did to cells before it computed: clears, trims, loads and copies, in this order.
+
+        Args:
+            plan: what was run.
+            lost: keys that could not be loaded; where one is, nothing was copied.
+        """
+        for slot in plan.clears:
+            self.trim(slot, 0)
+        for slot, n in plan.trims:
+            self.trim(slot, n)
+        for slot, key, n in plan.loads:
+            if key not in lost:
+                self.add(slot, n)
+        if not any(key in lost for _, key, _ in plan.loads):
+            for source, slot, n in plan.copies:
+                self.share(source, slot, n)
 
     def n_own(self, slot: Slot) -> int:
         """Return the cells that would be free if the slot were emptied."""

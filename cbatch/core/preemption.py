@@ -1,64 +1,124 @@
-"""Which of those that run is to leave its slot: for want of cells, or to close a gap between slots."""
+"""How many cells running sequences will want, and which of them gives up its slot where there are too few."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from cbatch.core.demand import N_PREEMPTED_MAX
-from cbatch.core.driver import SequenceDriver, Status
-from cbatch.errors import LedgerError
+from cbatch.core.driver import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import Slot
+
+N_PREEMPTED_MAX = 3
+"""How often a sequence may lose its cells; then it gets room for its worst case, and so do those that run with it."""
 
 N_WORTH_MOVE = 8
 """Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
 
+_FIRST_RATIO = 0.7
+"""Expected share of the cap before anything has ended. Source: SGLang's initial new-token ratio."""
 
-def slot_of(driver: SequenceDriver) -> Slot:
-    """Return the slot of a sequence that has one.
+_N_REMEMBERED = 32
+"""About as many of the last requests decide what is expected of the next."""
 
-    Raises:
-        LedgerError: it has none.
+
+class KvDemandEstimator:
+    """Expects how many cells a sequence will want, in the worst case or by what earlier ones wanted.
+
+    The expectation is a share of the cap, `ratio`: it follows what ended, and rises where the pool was full. Without a
+    cap it is at first a slot's share of the pool: the rest of the window says nothing about an answer.
     """
-    if driver.slot is None:
-        raise LedgerError(f"{driver.request.id!r} has no slot")
-    return driver.slot
+
+    def __init__(self, ledger: KvLedger, *, is_optimistic: bool) -> None:
+        self.ratio = _FIRST_RATIO
+        self.is_optimistic = is_optimistic
+        self._n_unknown = ledger.n_pool // ledger.n_slots
+
+    def learn(self, driver: SequenceDriver) -> None:
+        """Learn how much of its cap a sequence needed that ended by itself."""
+        if driver.is_capped and driver.n_cap > 0 and driver.finish_reason in ("stop", "length"):
+            self.ratio += (driver.n_output / driver.n_cap - self.ratio) / _N_REMEMBERED
+
+    def raise_ratio(self) -> None:
+        """Expect more: the pool was full."""
+        self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
+
+    def n_expected(self, driver: SequenceDriver, *, is_certain: bool) -> int:
+        """Return the cells that a sequence will want besides those of its tokens; at most, if `is_certain`."""
+        n_left = driver.n_left
+        n_most = max(0, min(n_left, driver.n_window - driver.n_tokens))
+        if is_certain:
+            return n_most
+        if not driver.is_capped:
+            return min(n_most, self._n_unknown)
+        return min(n_most, math.ceil(self.ratio * n_left))
+
+
+class Demand:
+    """The cells that running sequences will want in a shared pool: decides whether one more fits."""
+
+    def __init__(self, estimator: KvDemandEstimator) -> None:
+        self._estimator = estimator
+        self._is_certain = not estimator.is_optimistic
+        self._n_coming = self._n_coming_at_worst = 0
+
+    def join(self, driver: SequenceDriver, n_computed: int) -> None:
+        """Count one more that runs, with `n_computed` cells."""
+        self._is_certain |= driver.n_preempted >= N_PREEMPTED_MAX
+        n_pending = driver.n_tokens - n_computed
+        self._n_coming += n_pending + self._estimator.n_expected(driver, is_certain=False)
+        self._n_coming_at_worst += n_pending + self._estimator.n_expected(driver, is_certain=True)
+
+    def fits(self, driver: SequenceDriver, ledger: KvLedger, n_shared: int = 0) -> bool:
+        """Return whether the pool holds `driver` besides those that run, one of which has `n_shared` of its cells."""
+        if not ledger.is_shared:
+            return True
+        is_certain = self._is_certain or driver.n_preempted >= N_PREEMPTED_MAX
+        n_coming = self._n_coming_at_worst if is_certain else self._n_coming
+        n_new = min(driver.n_tokens, driver.n_window) - n_shared
+        n_new += self._estimator.n_expected(driver, is_certain=is_certain)
+        return ledger.n_in_use() + n_coming + n_new <= ledger.n_pool
 
 
 def choose_victim(
     running: Iterable[SequenceDriver | None], ledger: KvLedger
 ) -> SequenceDriver | None:
-    """Return who can best give up its cells: never the oldest, nobody too often, and who has computed least."""
+    """Return the sequence that can best give up its cells: never the oldest, none too often, the least computed."""
     drivers = [d for d in running if d is not None]
     oldest = min(drivers, key=lambda d: d.number, default=None)
     eligible = [
         d
         for d in drivers
-        if d is not oldest and d.n_preempted < N_PREEMPTED_MAX and ledger.n_own(slot_of(d))
+        if d is not oldest
+        and d.n_preempted < N_PREEMPTED_MAX
+        and d.slot is not None
+        and ledger.n_own(d.slot)
     ]
     return min(eligible, key=lambda d: (d.n_computed, -d.number), default=None)
 
 
 def choose_mover(
-    running: Iterable[SequenceDriver | None], ledger: KvLedger
+    running: Sequence[SequenceDriver | None], ledger: KvLedger
 ) -> SequenceDriver | None:
-    """Return who has the highest slot, if a gap is below it and moving there can be and pays.
+    """Return the sequence in the highest slot, if a gap is below it and moving there can be and pays.
 
     In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one.
     """
-    memory = ledger.memory
+    memory, n_lent = ledger.memory, ledger.n_lent
     if memory is None or memory.kind != "partitioned" or not memory.can_copy:
         return None
-    highest = max((d for d in running if d), key=slot_of, default=None)
-    if highest is None or slot_of(highest) == ledger.n_lent - 1 or not _is_worth_moving(highest):
-        return None
-    return highest if ledger.n_cells[slot_of(highest)] else None
+    for slot in range(len(running) - 1, n_lent - 1, -1):
+        highest = running[slot]
+        if highest is not None:
+            is_worth = _is_worth_moving(highest) and ledger.n_cells[slot]
+            return highest if is_worth else None
+    return None
 
 
 def _is_worth_moving(driver: SequenceDriver) -> bool:
-    """Whether one has enough left to compute, and nothing in its slot is about to move."""
+    """Whether a sequence has enough left to compute, and nothing in its slot is about to move."""
     return driver.status is Status.RUNNING and driver.n_left >= N_WORTH_MOVE and not driver.n_shifts

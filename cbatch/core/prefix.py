@@ -1,135 +1,393 @@
-"""Which tokens stand in which slot: a radix tree, for the longest beginning that is computed already."""
+"""Which slot holds, or is about to hold, the beginning of a prompt."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cbatch.core.driver import Status
+from cbatch.core.prefix_index import PrefixIndex, n_common
+
 if TYPE_CHECKING:
-    from cbatch.core.plan import Slot
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
-_N_BLOCK = 16
-"""Tokens compared at first; four times as many each time, by the interpreter's own loop, not by ours."""
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.core.kv import KvLedger
+    from cbatch.core.plan import KvCapabilities, Slot
+    from cbatch.core.prefix_index import Branch
+    from cbatch.options import AdapterSet
+
+MIN_SHARED_TOKENS = 32
+"""Cells worth a copy, or waiting for: fewer are computed in about the time of one small step."""
 
 
-@dataclass(eq=False, slots=True)
-class Branch:
-    """Tokens that follow those of the parent, and the slots that hold them: in use or left, the one put first first."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`n_cells` cells of a slot that are the beginning of a prompt."""
 
+    slot: Slot
+    n_cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What is in memory of a prompt's beginning: cells to take over, and a sequence that will soon have many more."""
+
+    source: Source | None = None
+    leader: SequenceDriver | None = None
+    n_then: int = 0
+    """Cells that the leader will have to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """Tokens that a prompt has in common with those of slots; the slots in `hidden` hold others by now."""
+
+    n_tokens: int
+    branch: Branch
+    hidden: Container[Slot]
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """The tokens that stand in a slot, computed or about to be."""
+
+    adapters: AdapterSet
     tokens: list[int]
-    parent: Branch | None
-    children: dict[int, Branch] = field(default_factory=dict)  # by first token
-    in_use: dict[Slot, None] = field(default_factory=dict)
-    left: dict[Slot, None] = field(default_factory=dict)
-
-    @property
-    def n_slots(self) -> int:
-        """How many slots hold its tokens."""
-        return len(self.in_use) + len(self.left)
+    is_retained: bool = False
+    """Whether the slot is free and keeps the cells for sequences that begin alike."""
+    owner: int | None = None
+    """With retained cells: the number of the sequence that left them."""
 
 
-class PrefixIndex:
-    """The token sequences of slots. Memory is linear in their tokens, common beginnings counted once."""
+@dataclass(frozen=True, slots=True)
+class PrefixChanges:
+    """What a plan leaves standing in slots, and how recently each was used."""
 
-    def __init__(self) -> None:
-        self._root = Branch([], None)
-        self._ends: dict[Slot, Branch] = {}
+    standing: Mapping[Slot, _Standing | None]
+    used_at: tuple[int, ...]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no slot is in it."""
-        return not self._ends
 
-    def put(self, slot: Slot, tokens: list[int], *, is_left: bool = False) -> None:
-        """Say what stands in a slot, which somebody has unless it `is_left`, instead of what was said before."""
-        self.remove(slot)
-        node, i = self._root, 0
-        while i < len(tokens):
-            child = node.children.get(tokens[i])
-            if child is None:
-                child = node.children[tokens[i]] = Branch(tokens[i:], node)
-                n = len(child.tokens)
-            else:
-                n = n_common(child.tokens, tokens, i)
-                if n < len(child.tokens):
-                    child = _split(node, child, n)
-            (child.left if is_left else child.in_use)[slot] = None
-            node, i = child, i + n
-        self._ends[slot] = node
+class PrefixCache:
+    """Finds the cells that a newcomer can take over: in a free slot, or by a copy from one that is in use.
 
-    def remove(self, slot: Slot) -> None:
-        """Forget a slot; one that is not there does no harm."""
-        node = self._ends.pop(slot, None)
-        while node is not None and node.parent is not None:
-            node.in_use.pop(slot, None)
-            node.left.pop(slot, None)
-            if not node.n_slots:
-                del node.parent.children[node.tokens[0]]
-            elif len(node.children) == 1:
-                self._join(node)
-            node = node.parent
+    `chunk_alignment` as of a backend: only whole chunks of prompts are the same bits in any company, so with it
+    beginnings end at its multiples, and output is taken over only by the request that goes on from it. Cells computed
+    with other adapters are those of another text.
 
-    def matches(self, tokens: list[int]) -> list[tuple[int, Branch]]:
-        """Return (tokens in common, who holds them), the most first; looks at each token once.
+    A plan looks at a `view`, which says what the slots hold once the plan is done; `commit` enters it.
+    """
 
-        A slot that has more in common is among those that have less, too.
+    def __init__(
+        self,
+        ledger: KvLedger,
+        running: Sequence[SequenceDriver | None],
+        memory: KvCapabilities | None,
+        *,
+        chunk_alignment: int = 0,
+        is_on: bool = True,
+    ) -> None:
+        self._ledger, self._running = ledger, running
+        self._chunk_alignment = chunk_alignment
+        self._can_trim = memory is not None and memory.can_trim
+        self._can_copy = memory is not None and memory.can_copy
+        self._is_pool = memory is not None and memory.kind == "unified"
+        self.is_on = is_on and memory is not None
+        self._indexes: dict[AdapterSet, PrefixIndex] = {}
+        self._known: dict[Slot, tuple[AdapterSet, int | None]] = {}  # adapters and owner
+        self._used_at = [0] * ledger.n_slots
+        self._n_used = 0
+        # of a view alone
+        self._base: PrefixCache | None = None
+        self._changed: dict[Slot, _Standing | None] = {}
+        self._unindexed: dict[Slot, None] = {}
+        self.copied: dict[Slot, int] = {}
+        """Free slots of which the plan copies so many cells: until then they keep them."""
+        self.entering: dict[SequenceDriver, int] = {}
+        """Sequences that the plan gives a slot, with the cells that they begin with."""
+        self.loading: list[SequenceDriver] = []
+        """Sequences whose cells the plan loads: until then there is nothing to copy."""
+
+    def view(self, ledger: KvLedger, running: Sequence[SequenceDriver | None]) -> PrefixCache:
+        """Return what a plan changes in place of this, over the plan's own ledger and slots."""
+        view = copy(self)
+        view._base, view._ledger, view._running = self, ledger, running
+        view._indexes, view._known, view._used_at = {}, {}, self._used_at[:]
+        view._changed, view._unindexed, view.copied = {}, {}, {}
+        view.entering, view.loading = {}, []
+        return view
+
+    def changes(self) -> PrefixChanges:
+        """Return what was changed in this view."""
+        return PrefixChanges(dict(self._changed), tuple(self._used_at))
+
+    def commit(self, changes: PrefixChanges) -> None:
+        """Enter what a plan changed in its view."""
+        for slot, standing in changes.standing.items():
+            self._put(slot, standing)
+        self._used_at = [*changes.used_at]
+        self._n_used = max(self._used_at)
+
+    def can_share(self, driver: SequenceDriver) -> bool:
+        """Whether a driver's slot can have the cells of another's, and the other way round."""
+        return self._can_copy and self.can_retain(driver)
+
+    def index(self, adapters: AdapterSet = ()) -> PrefixIndex:
+        """Return what stands in the slots that are computed with `adapters`."""
+        if adapters not in self._indexes:
+            self._indexes[adapters] = PrefixIndex()
+        return self._indexes[adapters]
+
+    def enter(self, slot: Slot, driver: SequenceDriver) -> None:
+        """Enter that a sequence has a slot, where its prompt will stand."""
+        self.use(slot)
+        self._stand(slot, driver, driver.n_keep if driver.n_shifts else driver.n_prompt)
+
+    def use(self, slot: Slot) -> None:
+        """Mark a slot as recently used, so that eviction takes others first."""
+        self._n_used += 1
+        self._used_at[slot] = self._n_used
+
+    def copy(self, slot: Slot, n_cells: int) -> None:
+        """Note that the plan copies the first `n_cells` of a slot."""
+        self.use(slot)
+        if self._running[slot] is None:
+            self.copied[slot] = max(n_cells, self.copied.get(slot, 0))
+
+    def retain(
+        self, slot: Slot, driver: SequenceDriver, n_cells: int, *, is_moved: bool = False
+    ) -> None:
+        """Keep the first `n_cells` of a sequence that ended, left its slot, or was moved to another."""
+        n_known = min(n_cells, driver.n_prompt) if self._chunk_alignment else n_cells
+        self._stand(slot, driver, n_known, owner=None if is_moved else driver.number, is_left=True)
+
+    def forget(self, slot: Slot) -> None:
+        """Enter that a slot was emptied, or holds no text's beginning."""
+        self._put(slot, None)
+
+    def is_private(self, driver: SequenceDriver) -> bool:
+        """Whether no other sequence may take over a driver's cells.
+
+        Those of a window that moves would move for all in a pool; and chunks of another size are other bits.
         """
-        path: list[tuple[int, Branch]] = []
-        node, i = self._root, 0
-        while i < len(tokens) and (child := node.children.get(tokens[i])) is not None:
-            n = n_common(child.tokens, tokens, i)
-            i += n
-            path.append((i, child))
-            if n < len(child.tokens):
+        options = driver.request.options
+        is_other = driver.own_alignment(self._chunk_alignment) != self._chunk_alignment
+        is_moving = bool(options.n_discard) and not options.prefill_only
+        return is_other or (self._is_pool and is_moving)
+
+    def can_retain(self, driver: SequenceDriver) -> bool:
+        """Whether a slot keeps a driver's cells for others when it is given back."""
+        return self.is_on and not self.is_private(driver)
+
+    def _stand(
+        self,
+        slot: Slot,
+        driver: SequenceDriver,
+        n_tokens: int,
+        *,
+        owner: int | None = None,
+        is_left: bool = False,
+    ) -> None:
+        standing = None
+        if self.can_retain(driver):
+            tokens = driver.tokens[:n_tokens]
+            standing = _Standing(driver.request.adapters, tokens, is_left, owner)
+        self._put(slot, standing)
+
+    def _put(self, slot: Slot, standing: _Standing | None) -> None:
+        if self._base is None:
+            self._index(slot, standing)
+        else:  # the index of a view is made when a second newcomer looks into it
+            self._changed[slot] = standing
+            self._unindexed[slot] = None
+
+    def _index(self, slot: Slot, standing: _Standing | None) -> None:
+        known = self._known.pop(slot, None)
+        if known is not None:
+            index = self._indexes[known[0]]
+            index.remove(slot)
+            if index.is_empty:
+                del self._indexes[known[0]]
+        if standing is not None:
+            self._known[slot] = standing.adapters, standing.owner
+            index = self.index(standing.adapters)
+            index.put(slot, standing.tokens, is_left=standing.is_retained)
+
+    def find(self, driver: SequenceDriver) -> PrefixMatch:
+        """Return what is in memory of a prompt's beginning; changes nothing."""
+        if driver.saved_key is not None:
+            return PrefixMatch()
+        matches = self._matches(driver)
+        source = self._source(driver, matches)
+        n_least = MIN_SHARED_TOKENS + (source.n_cells if source else 0)
+        for match in matches if self._can_copy else ():
+            n_then = self._whole(match.n_tokens)
+            if n_then < n_least:
                 break
-            node = child
-        path.reverse()
-        return path
+            leader = self._on_the_way(match)
+            if leader is not None:
+                return PrefixMatch(source, leader, n_then)
+        return PrefixMatch(source)
 
-    def n_tokens(self) -> int:
-        """Return the tokens that are kept; looks at the whole tree."""
-        todo, n = [self._root], 0
-        while todo:
-            node = todo.pop()
-            n += len(node.tokens)
-            todo += node.children.values()
-        return n
+    def best(self, driver: SequenceDriver) -> Source | None:
+        """Return where most of a prompt's beginning is computed; in a free slot if there is as good a one."""
+        return self._source(driver, self._matches(driver))
 
-    def _join(self, node: Branch) -> None:
-        """Make one node of one and its only child, unless a slot ends between the two."""
-        [child] = node.children.values()
-        if child.n_slots < node.n_slots:
-            return
-        node.tokens += child.tokens
-        node.children = child.children
-        for grandchild in node.children.values():
-            grandchild.parent = node
-        for slot in (*node.in_use, *node.left):
-            if self._ends[slot] is child:
-                self._ends[slot] = node
+    def _source(self, driver: SequenceDriver, matches: Sequence[_Match]) -> Source | None:
+        own = self._own_retained(driver)
+        retained = ((m.n_tokens, self._last_used_first(m)) for m in matches)
+        found = self._most(retained, own.n_cells if own else 0, self._can_take) or own
+        if not self._can_copy:
+            return found
+        n_least = max(found.n_cells if found else 0, MIN_SHARED_TOKENS - 1)
+        in_use = ((m.n_tokens, (s for s in m.branch.in_use if s not in m.hidden)) for m in matches)
+        return self._most(in_use, n_least, self._can_copy_from) or found
 
+    def _last_used_first(self, match: _Match) -> list[Slot]:
+        """Return retained slots in the order in which to take one: others wait that left theirs before."""
+        slots = [s for s in match.branch.left if s not in match.hidden]
+        return sorted(slots, key=self._used_at.__getitem__, reverse=True)
 
-def n_common(tokens: list[int], others: list[int], start: int = 0) -> int:
-    """Return how many tokens are equal at the beginning of `tokens` and of `others[start:]`."""
-    n, size = 0, _N_BLOCK
-    n_most = min(len(tokens), len(others) - start)
-    while n < n_most:
-        size = min(size, n_most - n)
-        if tokens[n : n + size] == others[start + n : start + n + size]:
-            n, size = n + size, 4 * size
-        elif size > _N_BLOCK:
-            size, n_most = max(_N_BLOCK, size // 4), n + size
-        else:
-            break
-    while n < n_most and tokens[n] == others[start + n]:
-        n += 1
-    return n
+    def _most(
+        self,
+        matches: Iterable[tuple[int, Iterable[Slot]]],
+        n_most: int,
+        can_use: Callable[[Slot, int], bool],
+    ) -> Source | None:
+        """Return which slot has most of a beginning, if that is more than `n_most` cells."""
+        best = None
+        for n, slots in matches:
+            for slot in slots:
+                if self._whole(n) <= n_most:
+                    return best
+                n_cells = self._usable(n, slot)
+                if n_cells > n_most and can_use(slot, n_cells):
+                    best, n_most = Source(slot, n_cells), n_cells
+        return best
 
+    def _can_take(self, slot: Slot, n_cells: int) -> bool:
+        """Whether a free slot may be taken: a common first token is not worth cells that may be wanted again."""
+        if n_cells < self.copied.get(slot, 0):
+            return False
+        return (
+            n_cells >= MIN_SHARED_TOKENS or self._ledger.n_cells[slot] - n_cells < MIN_SHARED_TOKENS
+        )
 
-def _split(parent: Branch, child: Branch, n: int) -> Branch:
-    """Put a node with the first `n` of the child's tokens between the two; return it."""
-    upper = Branch(child.tokens[:n], parent, in_use=dict(child.in_use), left=dict(child.left))
-    parent.children[child.tokens[0]] = upper
-    child.tokens, child.parent = child.tokens[n:], upper
-    upper.children[child.tokens[0]] = child
-    return upper
+    def _own_retained(self, driver: SequenceDriver) -> Source | None:
+        """Return the cells retained from the request that a driver goes on from, where their slot is still free."""
+        number = driver.request.continues
+        if number is None or not self.is_on or self.is_private(driver):
+            return None
+        for slot, owner in self._owners():
+            n_cells = self._ledger.n_cells[slot]
+            is_ours = owner == number and self._running[slot] is None
+            if is_ours and 0 < n_cells <= driver.n_takeable:
+                return Source(slot, n_cells)
+        return None
+
+    def _owners(self) -> Iterator[tuple[Slot, int | None]]:
+        """Yield the slots whose cells were left by a sequence, with its number."""
+        known = self._known if self._base is None else self._base._known
+        yield from ((s, owner) for s, (_, owner) in known.items() if s not in self._changed)
+        yield from ((s, standing.owner) for s, standing in self._changed.items() if standing)
+
+    def _on_the_way(self, match: _Match) -> SequenceDriver | None:
+        """Return a sequence that will soon have a beginning's cells: it computes them, or the plan loads them."""
+        for slot in match.branch.in_use:
+            other = None if slot in match.hidden else self._running[slot]
+            if other is None or not self._is_running(other):
+                continue
+            if self.entering.get(other, other.n_computed) < match.n_tokens or other in self.loading:
+                return other
+        return None
+
+    def _is_running(self, driver: SequenceDriver) -> bool:
+        return driver.status is Status.RUNNING or driver in self.entering
+
+    def n_usable(self, driver: SequenceDriver, tokens: Sequence[int], n_given: int) -> int:
+        """Return how many saved cells are the beginning of a prompt; of their `tokens` `n_given` were a prompt.
+
+        Few of many are none: every chat begins with the same tokens of its template.
+        """
+        n_there, n_wanted = n_given if self._chunk_alignment else len(tokens), self._n_most(driver)
+        n = self._whole(n_common([*tokens[:n_there]], driver.tokens[:n_wanted]))
+        is_worth = self._can_trim and (n >= MIN_SHARED_TOKENS or n == self._whole(n_wanted))
+        return n if is_worth or n == len(tokens) else 0
+
+    def oldest_retained(self) -> Slot | None:
+        """Return the free slot with cells that is unused for longest and that the plan does not copy, or None."""
+        n_cells, copied = self._ledger.n_cells, self.copied
+        slots = (s for s in self._ledger.free_slots if n_cells[s] and s not in copied)
+        return min(slots, key=self._used_at.__getitem__, default=None)
+
+    def place(self, source: Source | None, *, has_room: bool = False) -> Slot:
+        """Return which free slot to give: the source's own, else one next to slots in use that was empty for longest.
+
+        Where another slot is to spare that is empty or unused for longer, the source's slot keeps what it holds behind
+        the common beginning, for a sequence that may come back.
+        """
+        if source is None or self._running[source.slot] is not None:
+            return self._best_place()
+        if not has_room or not self._can_copy_retained(source):
+            return source.slot
+        best = self._best_place()
+        is_older = self._used_at[best] < self._used_at[source.slot]
+        return best if is_older or not self._ledger.n_cells[best] else source.slot
+
+    def _best_place(self) -> Slot:
+        places = (slot for slot in self._ledger.free_slots if slot not in self.copied)
+        return min(places, key=self._place_rank)
+
+    def _can_copy_retained(self, source: Source) -> bool:
+        n_lost = self._ledger.n_cells[source.slot] - source.n_cells
+        return (
+            self._can_copy and n_lost >= MIN_SHARED_TOKENS and source.n_cells >= MIN_SHARED_TOKENS
+        )
+
+    def _place_rank(self, slot: Slot) -> tuple[int, int, int]:
+        """Rank by neighbours in use, for a gap costs a graph run; then by what is lost; then by number."""
+        used_at = self._used_at[slot] if self._ledger.n_cells[slot] else 0
+        if self._is_pool:
+            return 0, used_at, slot
+        around = self._running[max(0, slot - 1) : slot + 2]
+        return around.count(None) - len(around), used_at, slot
+
+    def _matches(self, driver: SequenceDriver) -> list[_Match]:
+        """Return what the index has for a prompt, the most tokens in common first."""
+        adapters = driver.request.adapters
+        if self.is_private(driver):
+            return []
+        tokens = driver.tokens[: self._n_most(driver)]
+        for slot in self._unindexed:
+            self._index(slot, self._changed[slot])
+        self._unindexed.clear()
+        own = self._indexes.get(adapters)
+        found = [_Match(n, branch, ()) for n, branch in own.matches(tokens)] if own else []
+        base = self._base._indexes.get(adapters) if self._base else None
+        if base is None:
+            return found
+        found += [_Match(n, branch, self._changed) for n, branch in base.matches(tokens)]
+        if own:
+            found.sort(key=lambda match: -match.n_tokens)
+        return found
+
+    def _n_most(self, driver: SequenceDriver) -> int:
+        """Return the most tokens to take over."""
+        n_most = driver.n_takeable
+        return min(n_most, driver.n_prompt - 1) if self._chunk_alignment else n_most
+
+    def _can_copy_from(self, slot: Slot, n_cells: int) -> bool:
+        """Whether it pays to copy from a slot in use; a paused sequence may lose it in the same plan."""
+        holder = self._running[slot]
+        is_there = holder is not None and self._is_running(holder)
+        return n_cells >= MIN_SHARED_TOKENS and is_there and holder not in self.loading
+
+    def _usable(self, n_common: int, slot: Slot) -> int:
+        n_cells = self._ledger.n_cells[slot]
+        if not self._can_trim:
+            return n_cells if n_cells <= n_common and n_cells == self._whole(n_cells) else 0
+        return self._whole(min(n_common, n_cells))
+
+    def _whole(self, n: int) -> int:
+        return n - n % self._chunk_alignment if self._chunk_alignment else n

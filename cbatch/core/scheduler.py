@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.core.bisection import FaultBisection
 from cbatch.core.budget import (
@@ -14,15 +15,15 @@ from cbatch.core.budget import (
 )
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import BROKEN_ROW, FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
-from cbatch.core.preemption import slot_of
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import Binding, KvCapabilities
+    from cbatch.core.slots import SlotChanges, SlotPlan
     from cbatch.core.stats import EngineStats
     from cbatch.options import AdapterSet
 
@@ -45,10 +46,58 @@ _UNCHANGED = (1, -1)
 """Return codes of `llama_decode` that leave the cache as it was. Source: include/llama.h."""
 
 
-class ContinuousBatchScheduler:
-    """Plans steps over the sequences of a batcher, and takes their results.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What happens next: `step` for the backend, and what `apply` commits besides once that was run."""
 
-    `plan` decides and `apply` does; between the two nothing may be submitted or cancelled.
+    step: StepPlan
+    rows: tuple[SequenceDriver, ...]
+    """The sequence of each chunk."""
+    changes: SlotChanges | None
+    """What becomes of slots; None where all stays as it is."""
+    turns: Mapping[AdapterSet, int] | None
+    """When each set of adapters in use had its turn, where there are several."""
+    now: float
+    n_visited: int
+    """Waiting sequences that were looked at."""
+
+    @property
+    def n_entering(self) -> int:
+        """Waiting sequences that get a slot."""
+        return len(self.changes.entries) if self.changes else 0
+
+    @property
+    def is_run(self) -> bool:
+        """Whether there is anything for the backend to do."""
+        step = self.step
+        return bool(
+            step.chunks
+            or step.binds
+            or step.clears
+            or step.trims
+            or step.saves
+            or step.forgets
+            or step.is_rebuild
+        )
+
+
+NOT_RUN = StepResult([], 0)
+"""The result of a plan with nothing for the backend to do."""
+
+
+class _Newcomer(NamedTuple):
+    """A sequence with more than one token to compute, and where it stands in the plan."""
+
+    driver: SequenceDriver
+    slot: Slot
+    start: int
+
+
+class ContinuousBatchScheduler:
+    """Plans steps over the sequences of a batcher, and applies their results.
+
+    `plan` decides and changes nothing: called twice it returns equal plans. `apply` commits what the backend did of it.
+    Between the two nothing may be submitted or cancelled.
 
     After a step that failed, its sequences are computed in halves, apart from each other, until each is past the
     place of the failure: so a passing failure does no harm, and one that fails alone is the culprit and ends with an
@@ -69,245 +118,244 @@ class ContinuousBatchScheduler:
         self.batcher = batcher
         self.stats = stats
         self.options = options or ScheduleOptions()
-        self.costs = StepCosts(batcher.ledger.n_slots)
+        self.costs = StepCosts(batcher.n_slots)
         self.bisection = FaultBisection()
-        self._n_batch, self._chunk_alignment, self._can_trim = (
-            n_batch,
-            chunk_alignment,
-            memory.can_trim,
-        )
+        self._n_batch, self._chunk_alignment = n_batch, chunk_alignment
+        self._can_trim = memory.can_trim
         self._n_long_context_prefills = 0 if chunk_alignment else memory.n_long_context_prefills
-        self._can_even = not (chunk_alignment or batcher.ledger.is_shared)
+        self._is_pool = batcher.is_pool
+        self._can_even = not (chunk_alignment or self._is_pool)
         is_fair = self.options.policy == "round_robin"
         self._quantum = (self.options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._has_adapters = has_adapters
-        self._turns: dict[AdapterSet, int] = {}
+        self._turns: Mapping[AdapterSet, int] = {}
         self._n_turns = 0
-        self._order: list[SequenceDriver] = []
-        self._n_changes = -1
         self._n_failures = 0
-        self._has_rebuilt = self._must_rebuild = self._has_made_room = False
+        self._has_rebuilt = self._must_rebuild = False
+        self._is_pool_full = False
+        """Whether the last run found no free cell."""
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing waits."""
         return not self.batcher.in_flight
 
-    def plan(self, now: float) -> StepPlan | None:
-        """Admit who can be admitted and return the next step, or None where there is nothing to do."""
-        admitted = self.admit(now)
-        return self.build(admitted)
+    def prepare(self, now: float) -> None:
+        """Bring the books up to date with the clock before a plan; see `MultiRequestBatcher.prepare`."""
+        self.batcher.prepare(now, len(self._past_quantum()))
 
-    def admit(self, now: float) -> list[SequenceDriver]:
-        """Let go whose time is over, take back what others need, and admit who fits then.
-
-        Returns:
-            Who has to be bound: those new in their slots, and those whose window moved.
-        """
-        self.batcher.expire(now)
-        if self._must_rebuild:
-            return []
-        self._end_turns()  # before windows move: what moves in a plan cannot be saved in it
-        full = self._shift_full_windows()
-        is_short, self._has_made_room = self._has_preempted(), False
-        shifted = [d for d in full if d.slot is not None]
-        if is_short and self._running():  # who just lost its cells would take them back
-            return shifted
-        admitted = self.batcher.admit(now, self._n_copied_max())
-        if not (admitted or shifted or self.batcher.n_waiting or self.batcher.n_awaited):
-            moved = self.batcher.compact_slots()
-            return [] if moved is None else [moved]
-        return [*shifted, *admitted]
-
-    def build(self, admitted: Sequence[SequenceDriver]) -> StepPlan | None:
-        """Return the step for those that run now, of whom `admitted` have to be bound."""
-        if self._must_rebuild:
-            return self._rebuild()
-        order, shares = self._take_turn(self.bisection.suspects() or self._running())
-        chunks = tuple(
-            driver.chunk(Slot(i), driver.n_computed, shares[i])
-            for i, driver in enumerate(self.batcher.running)
-            if driver is not None and i in shares
+    def plan(self, now: float) -> Plan | None:
+        """Return what happens next, or None where there is nothing to do; changes nothing."""
+        slots = self.batcher.slot_plan()
+        if self._must_rebuild and self.batcher.in_flight:
+            step = StepPlan((), binds=self._bindings(slots), is_rebuild=True, **slots.ops())
+            return Plan(step, (), None, None, now, 0)
+        suspects = self.bisection.suspects()
+        self._change_slots(slots)
+        rows: Sequence[SequenceDriver] = slots.rows()
+        if suspects:
+            rows = [d for d in suspects if not slots.has_left(d)] or rows
+        rows, shares, turns = self._take_turn(rows, slots)
+        chunks, drivers = self._chunks(shares, slots)
+        ops, changes = slots.ops(), slots.changes()
+        if not (chunks or changes or ops or slots.cells.rebinds):
+            self._check_progress(slots)
+            return None
+        step = StepPlan(
+            chunks,
+            1 if suspects else self._n_steps(chunks, rows, slots),
+            binds=self._bindings(slots),
+            adapters=rows[0].request.adapters if rows else (),
+            **ops,
         )
-        orders = self.batcher.cells.take()
-        if not chunks:
-            self._check_progress(admitted)
-            if not (admitted or orders):
-                return None
-        binds = tuple(d.binding(d.slot) for d in admitted if d.slot is not None)
-        self.batcher.last_adapters = adapters = order[0].request.adapters if order else ()
-        n_steps = 1 if self.bisection.suspects() else self._n_steps(chunks, order)
-        return StepPlan(chunks, n_steps, binds=binds, adapters=adapters, **orders)
+        return Plan(step, drivers, changes, turns, now, slots.n_visited)
 
-    def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceDriver]:
-        """Take a run's result; return the sequences that have something new, the ended ones included.
+    def apply(self, plan: Plan, result: StepResult, now: float) -> Sequence[SequenceDriver]:
+        """Commit a plan by the result of its run; return the sequences of its rows.
 
         Raises:
-            DecodeError: steps go on failing, whoever is in them: the engine cannot go on.
+            DecodeError: steps go on failing, whatever is in them: the engine cannot go on.
+            PlanError: a sequence of the plan has ended since.
         """
-        drivers = [self._at(chunk.slot) for chunk in plan.chunks]
-        self._settle_orders(plan, result, now)
+        drivers, step = plan.rows, plan.step
+        for driver, chunk in zip(drivers, step.chunks, strict=True):
+            if driver.finish_reason is not None:
+                raise PlanError(f"slot {chunk.slot} is in the plan but nothing runs there")
+        self._commit(plan, result, now)
         if result.n_steps:
             self._n_failures, self._has_rebuilt = 0, False
-            self._count(drivers, plan, result, now)
-            broken = self._take_scores(result, now) if result.scores else ()
-            later_s = result.later_s
-            for i, (driver, chunk) in enumerate(zip(drivers, plan.chunks, strict=True)):
-                if driver not in broken:
-                    self._accept(driver, chunk, result, i, now, later_s)
+            self._count(drivers, step, result, now)
+            broken = self._take_scores(plan, result, now) if result.scores else ()
+            self._accept(plan, result, now, broken)
         if result.code:
-            self._contain(drivers, plan, result, now)
-        self.bisection.clear()  # who is cleared is so now: it may lose its cells in the next plan
+            self._contain(drivers, step, result, now)
+        self.bisection.clear()  # a cleared suspect may lose its cells in the next plan
+        self._shift_full_windows(plan)
         return drivers
 
-    def start_over(self) -> StepPlan:
-        """Return a plan that empties everything and binds anew: for after a run of which nobody knows what it did.
+    def give_up(self, plan: Plan) -> None:
+        """Book as lost what a run that was broken off may have touched: the sequences go on from their tokens."""
+        self.batcher.give_up(plan.step)
 
-        The sequences go on from the tokens they have.
+    # ---- what becomes of slots ----
+
+    def _change_slots(self, slots: SlotPlan) -> None:
+        """Take the slots that others need, and admit the waiting sequences that fit then."""
+        n_waiting = self.batcher.n_waiting
+        if self._quantum and n_waiting:
+            self._end_turns(slots, n_waiting)
+        if self._is_pool and self._has_preempted(slots) and slots.rows():
+            return  # a sequence that just lost its cells would take them back
+        if n_waiting and slots.can_admit:
+            slots.admit(self._n_copied_max(slots))
+        elif not n_waiting and not slots.n_awaited and not slots.cells.rebinds:
+            slots.compact()
+
+    def _end_turns(self, slots: SlotPlan, n_waiting: int) -> None:
+        """Take the slots of sequences that had their quantum, as many as others wait for.
+
+        Cells that are about to move cannot be saved: their sequence keeps its slot for one more step.
         """
-        self.batcher.lose_all_cells()
-        self.batcher.cells.forget_all()
-        orders = self.batcher.cells.take()
-        orders["clears"] = tuple(Slot(i) for i in range(self.batcher.ledger.n_slots))
-        return StepPlan((), binds=self._bindings(), **orders)
-
-    # ---- who is in a step ----
-
-    def _running(self) -> list[SequenceDriver]:
-        """Return those that run, the oldest first."""
-        if self._n_changes != self.batcher.n_changes:
-            running = (d for d in self.batcher.running if d and d.status is Status.RUNNING)
-            self._order = sorted(running, key=lambda d: d.number)
-            self._n_changes = self.batcher.n_changes
-        return self._order
-
-    def _take_turn(
-        self, order: list[SequenceDriver]
-    ) -> tuple[list[SequenceDriver], dict[int, int]]:
-        """Return those of one set of adapters and what each slot computes: a step has one set, each has its turn."""
-        sets = dict.fromkeys(d.request.adapters for d in order) if self._has_adapters else {}
-        if len(sets) < 2:
-            return order, self._shares(order)
-        self._turns = {adapters: self._turns.get(adapters, self._n_turns) for adapters in sets}
-        for adapters in sorted(self._turns, key=lambda adapters: self._turns[adapters]):
-            group = [d for d in order if d.request.adapters == adapters]
-            if shares := self._shares(group):  # in a full pool there may be no room for its turn
-                break
-        self._n_turns += 1
-        self._turns[group[0].request.adapters] = self._n_turns
-        return group, shares
-
-    def _shift_full_windows(self) -> list[SequenceDriver]:
-        """Have tokens taken out of windows that are full, where that was asked for; return whose."""
-        full = [d for d in self._running() if d.is_over_window]
-        for driver in full:
-            self.batcher.cells.shift(driver, slot_of(driver))
-        return full
-
-    def _n_copied_max(self) -> int | None:
-        """Return how many cells may be copied in a step: no more than take as long as decoding, where others wait."""
-        if not (self.batcher.n_waiting or len(self.batcher.followers)):
-            return None  # nobody can enter
-        n_rows = sum(d.n_pending == 1 for d in self._running())
-        return self.costs.n_copied_within(self.costs.seen_s(n_rows)) if n_rows else None
-
-    def _has_preempted(self) -> bool:
-        """Take back cells of a shared pool until each decoding row can have one; return whether any was taken."""
-        ledger, is_short = self.batcher.ledger, self._has_made_room
-        while ledger.is_shared and (running := self._running()):
-            n_rows = sum(d.n_pending == 1 for d in running)
-            self.batcher.cells.make_room(max(1, n_rows))
-            if ledger.n_free_cells >= max(1, n_rows):
-                break
-            is_short = True
-            if not self.batcher.make_room():
-                break
-        return is_short
-
-    def _end_turns(self) -> None:
-        """Take the slots of those that had their quantum, as many as others wait for."""
-        batcher = self.batcher
-        if not self._quantum:
-            return
-        n_needed = max(0, batcher.n_waiting - batcher.ledger.n_free_slots)
-        over = [d for d in self._running() if d.n_turn >= self._quantum]
+        n_needed = max(0, n_waiting - slots.cells.ledger.n_free_slots)
+        over = [d for d in self._past_quantum() if d.slot not in slots.cells.shifts]
         over.sort(key=lambda d: -d.n_turn)
         for driver in over[:n_needed]:
-            batcher.end_turn(driver)
+            slots.end_turn(driver)
 
-    def _shares(self, order: Sequence[SequenceDriver]) -> dict[int, int]:
+    def _past_quantum(self) -> list[SequenceDriver]:
+        """Return the running sequences that have had their quantum."""
+        order = self.batcher.order() if self._quantum else ()
+        return [d for d in order if len(d.output) - d.n_before_turn >= self._quantum]
+
+    def _has_preempted(self, slots: SlotPlan) -> bool:
+        """Take back cells of a shared pool until each decoding row can have one; return whether a slot was taken."""
+        has_preempted = False
+        if self._is_pool_full and not slots.make_room(slots.cells.ledger.n_pool):
+            has_preempted = slots.preempt()
+        while running := slots.rows():
+            n_rows = max(1, _n_single(running))
+            slots.make_room(n_rows)
+            if slots.cells.ledger.n_free_cells >= n_rows:
+                break
+            has_preempted = True
+            if not slots.preempt():
+                break
+        return has_preempted
+
+    def _n_copied_max(self, slots: SlotPlan) -> int | None:
+        """Return how many cells may be copied in a step: no more than take as long as decoding, where others wait."""
+        n_rows = _n_single(slots.rows())
+        return self.costs.n_copied_within(self.costs.seen_s(n_rows)) if n_rows else None
+
+    def _bindings(self, slots: SlotPlan) -> tuple[Binding, ...]:
+        """Return what the backend must know of the sequences that are new in their slots, or stand otherwise there."""
+        rebound = [(slots.running[slot], slot) for slot in slots.cells.rebinds]
+        binds = [d.binding(slot) for d, slot in rebound if d is not None and d not in slots.placed]
+        binds += [driver.binding(slot) for driver, (slot, _) in slots.placed.items()]
+        return tuple(binds)
+
+    # ---- what a step computes ----
+
+    def _take_turn(
+        self, rows: Sequence[SequenceDriver], slots: SlotPlan
+    ) -> tuple[Sequence[SequenceDriver], dict[int, int], Mapping[AdapterSet, int] | None]:
+        """Return the sequences of one set of adapters and what each slot computes: each set in use has its turn."""
+        sets = dict.fromkeys(d.request.adapters for d in rows) if self._has_adapters else {}
+        if len(sets) < 2:
+            return rows, self._shares(rows, slots), None
+        turns = {adapters: self._turns.get(adapters, self._n_turns) for adapters in sets}
+        for adapters in sorted(turns, key=turns.__getitem__):
+            group = [d for d in rows if d.request.adapters == adapters]
+            if shares := self._shares(group, slots):  # a full pool may have no room for its turn
+                break
+        turns[group[0].request.adapters] = self._n_turns + 1
+        return group, shares, turns
+
+    def _shares(self, rows: Sequence[SequenceDriver], slots: SlotPlan) -> dict[int, int]:
         """Return how many tokens each slot computes: 1 for every decode row, then the newcomers' shares."""
+        if self._is_pool:
+            self._make_room(rows, slots)
         shares: dict[int, int] = {}
-        newcomers: list[SequenceDriver] = []
-        if self.batcher.ledger.is_shared:
-            self._make_room(order)
-        n_free = self.batcher.ledger.n_free_cells
-        for driver in order:
-            if driver.slot is None:
+        newcomers: list[_Newcomer] = []
+        n_free, placed = slots.cells.ledger.n_free_cells, slots.placed
+        is_decoding = is_watched = False
+        for driver in rows:
+            slot, start = placed.get(driver) or (driver.slot, driver.n_computed)
+            n_tokens = len(driver.tokens)
+            if slot is None or n_tokens > driver.n_window:  # its window moves before it goes on
                 continue
-            if driver.n_pending > 1:
-                newcomers.append(driver)
-            elif len(shares) < n_free:
-                shares[driver.slot] = 1
+            if n_tokens - start > 1:
+                newcomers.append(_Newcomer(driver, slot, start))
+                continue
+            if len(shares) < n_free:
+                shares[slot] = 1
+            if start >= driver.n_prompt:
+                is_decoding = True
+                is_watched = is_watched or driver.is_watched
         if newcomers:
-            budget = min(self._budget(order, len(shares)), n_free - len(shares))
-            wanted = self._wanted(newcomers)
-            split = whole_pieces if self._chunk_alignment else split_budget
-            for driver, n in zip(newcomers, split(wanted, budget), strict=True):
-                if n and driver.slot is not None:
-                    shares[driver.slot] = n
-            if len(newcomers) > 1 and self._can_even:
-                cut = [
-                    d.slot
-                    for d in newcomers
-                    if d.slot is not None and 1 < shares.get(d.slot, 0) < d.n_pending
-                ]
-                even_out(shares, cut)
+            room = self._n_batch - len(shares)
+            if is_decoding:
+                room = self._budget(room, len(shares), len(rows), is_watched=is_watched)
+            self._share_out(shares, newcomers, min(room, n_free - len(shares)))
         return shares
 
-    def _make_room(self, order: Sequence[SequenceDriver]) -> None:
-        """Have cells that nobody needs give way to what those in a step can use, and to the steps after it."""
-        n_wanted = min(self._n_batch, sum(d.n_pending for d in order))
-        n_steps = min((d.n_room for d in order), default=0)
-        self.batcher.cells.make_room(n_wanted + min(N_STEPS_MAX, n_steps) * len(order))
+    def _share_out(
+        self, shares: dict[int, int], newcomers: Sequence[_Newcomer], budget: int
+    ) -> None:
+        """Give the newcomers their shares of a step's prompt tokens; mutates `shares`."""
+        split = whole_pieces if self._chunk_alignment else split_budget
+        cut = []
+        for (driver, slot, start), n in zip(
+            newcomers, split(self._wanted(newcomers), budget), strict=True
+        ):
+            if n:
+                shares[slot] = n
+                if 1 < n < len(driver.tokens) - start:
+                    cut.append(slot)
+        if len(newcomers) > 1 and self._can_even:
+            even_out(shares, cut)
 
-    def _wanted(self, newcomers: Sequence[SequenceDriver]) -> list[int]:
+    def _make_room(self, rows: Sequence[SequenceDriver], slots: SlotPlan) -> None:
+        """Empty retained slots for what the sequences of a step can use, and for the steps after it."""
+        n_wanted, n_steps = 0, N_STEPS_MAX
+        for driver in rows:
+            start = slots.placed[driver][1] if driver in slots.placed else driver.n_computed
+            n_wanted += len(driver.tokens) - start
+            n_steps = min(n_steps, driver.n_room)
+        slots.make_room(min(self._n_batch, n_wanted) + n_steps * len(rows))
+
+    def _wanted(self, newcomers: Sequence[_Newcomer]) -> list[int]:
         n_chunk = self.options.prefill_chunk or self._n_batch
-        wanted = [
-            d.n_to_boundary(self._chunk_alignment, d.n_computed)
-            if self._chunk_alignment
-            else min(d.n_pending, n_chunk)
-            for d in newcomers
-        ]
-        if any(d.is_scoring for d in newcomers):
+        if self._chunk_alignment:
+            wanted = [d.n_to_boundary(self._chunk_alignment, start) for d, _, start in newcomers]
+        else:
+            wanted = [min(len(d.tokens) - start, n_chunk) for d, _, start in newcomers]
+        if any(d.is_scoring for d, _, _ in newcomers):
             self._limit_targets(newcomers, wanted)
         if self._n_long_context_prefills:
-            limit_long_context_prefills(
-                wanted, [d.n_computed for d in newcomers], self._n_long_context_prefills
-            )
+            n_before = [start for _, _, start in newcomers]
+            limit_long_context_prefills(wanted, n_before, self._n_long_context_prefills)
         return wanted
 
-    def _limit_targets(self, newcomers: Sequence[SequenceDriver], wanted: list[int]) -> None:
-        """Have no more to score than a step can, the oldest first; pieces are whole or not at all."""
+    def _limit_targets(self, newcomers: Sequence[_Newcomer], wanted: list[int]) -> None:
+        """Have no more to score than a step can, the oldest first; aligned chunks are whole or not at all."""
         n_left = N_TARGETS_MAX
-        for i, driver in enumerate(newcomers):
+        for i, (driver, _, start) in enumerate(newcomers):
             if driver.scores is not None:
-                n = driver.scores.n_within(driver.n_computed, wanted[i], n_left)
+                n = driver.scores.n_within(start, wanted[i], n_left)
                 wanted[i] = 0 if self._chunk_alignment and n < wanted[i] else n
-                n_left -= driver.scores.n_targets(driver.n_computed, wanted[i])
+                n_left -= driver.scores.n_targets(start, wanted[i])
 
-    def _budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int:
+    def _budget(self, room: int, n_rows: int, n_running: int, *, is_watched: bool) -> int:
         """Return how many prompt tokens may join `n_rows` decoding rows."""
-        room, asked = self._n_batch - n_rows, self.options.prefill_budget
-        if not any(d.is_decoding for d in order):
-            return room
+        asked = self.options.prefill_budget
         if asked is None:
-            asked = self._measured_budget(order, n_rows)
+            asked = self._measured_budget(n_rows, n_running, is_watched=is_watched)
         if asked is None:
             return room
         return min(room, max(asked, self._chunk_alignment)) if asked else 0
 
-    def _measured_budget(self, order: Sequence[SequenceDriver], n_rows: int) -> int | None:
+    def _measured_budget(self, n_rows: int, n_running: int, *, is_watched: bool) -> int | None:
         """Return what keeps the step within the time it may take, by what steps took so far.
 
         The time that a step may take by default is counted from the width it has when all prompts are through,
@@ -315,9 +363,9 @@ class ContinuousBatchScheduler:
         """
         if self.options.itl_ms is not None:
             limit_s = self.options.itl_ms * 1e-3
-        elif any(d.is_watched and d.is_decoding for d in order):
+        elif is_watched:
             decode_s = self.costs.decode_s(n_rows) or 0.0
-            limit_s = MIXED_OVER_DECODE * max(decode_s, self.costs.seen_s(len(order)))
+            limit_s = MIXED_OVER_DECODE * max(decode_s, self.costs.seen_s(n_running))
         else:
             return None
         if not self.costs.has_decoded:
@@ -325,47 +373,69 @@ class ContinuousBatchScheduler:
         n_tokens = self.costs.n_prompt_within(n_rows, limit_s)
         return max(N_PROMPT_MIN, 2 * self.costs.n_free if n_tokens is None else n_tokens)
 
-    def _n_steps(self, chunks: Sequence[Chunk], running: Sequence[SequenceDriver]) -> int:
+    def _chunks(
+        self, shares: Mapping[int, int], slots: SlotPlan
+    ) -> tuple[tuple[Chunk, ...], tuple[SequenceDriver, ...]]:
+        """Return the chunks in ascending order of slot, and their sequences."""
+        chunks, drivers, placed = list[Chunk](), list[SequenceDriver](), slots.placed
+        for i, driver in enumerate(slots.running):
+            if driver is not None and i in shares:
+                start = placed[driver][1] if driver in placed else driver.n_computed
+                chunks.append(driver.chunk(Slot(i), start, shares[i]))
+                drivers.append(driver)
+        return tuple(chunks), tuple(drivers)
+
+    def _n_steps(
+        self, chunks: Sequence[Chunk], rows: Sequence[SequenceDriver], slots: SlotPlan
+    ) -> int:
         """Return how often this plan can be done: while no row ends, no turn ends, and nobody is left out."""
-        if not chunks or len(chunks) < len(running):
+        if not chunks or len(chunks) < len(rows) or slots.n_following:
             return 1
-        if not all(c.has_output and not c.targets for c in chunks):
-            return 1
-        if len(self.batcher.followers) or any(d.request.grammar is not None for d in running):
-            return 1
-        n_steps = min(N_STEPS_MAX, *(d.n_room for d in running))
-        if self._quantum and self.batcher.n_waiting:
-            n_steps = min(n_steps, *(max(1, self._quantum - d.n_turn) for d in running))
-        if self.batcher.ledger.is_shared:
-            n_spare = self.batcher.ledger.n_free_cells - sum(len(c.tokens) for c in chunks)
-            n_steps = min(n_steps, 1 + n_spare // len(chunks))
+        for chunk in chunks:
+            if not chunk.has_output or chunk.targets:
+                return 1
+        n_steps = N_STEPS_MAX
+        is_turn = self._quantum and slots.n_waiting
+        for d in rows:
+            if d.request.grammar is not None:
+                return 1
+            n_steps = min(n_steps, d.n_cap - len(d.output), d.n_window + 1 - len(d.tokens))
+            if is_turn:
+                n_turn = 0 if d in slots.placed else len(d.output) - d.n_before_turn
+                n_steps = min(n_steps, max(1, self._quantum - n_turn))
+        if self._is_pool:
+            n_tokens = sum([len(c.tokens) for c in chunks])
+            n_steps = min(n_steps, 1 + (slots.cells.ledger.n_free_cells - n_tokens) // len(chunks))
         return n_steps
 
-    def _check_progress(self, admitted: Sequence[SequenceDriver]) -> None:
-        """Refuse to sleep while somebody could be served.
+    def _check_progress(self, slots: SlotPlan) -> None:
+        """Refuse to sleep while a sequence could be served.
 
         Raises:
             PlanError: nothing runs although somebody waits, or nobody that runs can be computed.
         """
-        batcher = self.batcher
-        is_idle = admitted or batcher.has_ended or batcher.n_awaited or batcher.storing
-        if self._running() or (self.batcher.n_waiting and not is_idle):
+        batcher, n_running = self.batcher, len(slots.rows())
+        is_idle = batcher.has_ended or slots.n_awaited or batcher.n_storing
+        if n_running or (batcher.n_waiting and not is_idle):
+            ledger = slots.cells.ledger
             raise PlanError(
-                f"no progress: {len(self._running())} run, {self.batcher.n_waiting} wait, "
-                f"{self.batcher.ledger.n_free_cells} cells and {self.batcher.ledger.n_free_slots} slots are free"
+                f"no progress: {n_running} run, {batcher.n_waiting} wait, "
+                f"{ledger.n_free_cells} cells and {ledger.n_free_slots} slots are free"
             )
 
     # ---- what a step brought ----
 
-    def _at(self, slot: Slot) -> SequenceDriver:
-        driver = self.batcher.running[slot]
-        if driver is None:
-            raise PlanError(f"slot {slot} is in the plan but nothing runs there")
-        return driver
-
-    def _settle_orders(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Take in what became of saved and copied cells; who wanted nothing but what was lost fails."""
-        for driver in self.batcher.cells.settle(result.lost):
+    def _commit(self, plan: Plan, result: StepResult, now: float) -> None:
+        """Enter what the run did to slots and cells; requests that wanted nothing but cells that were lost fail."""
+        step = plan.step
+        self._is_pool_full = False
+        if step.is_rebuild:
+            self._must_rebuild = False
+        if plan.turns is not None:
+            self._turns = plan.turns
+            self._n_turns += 1
+        unloaded = self.batcher.commit(plan.changes, step, result.lost, plan.now)
+        for driver in unloaded:
             options = driver.request.options
             error = CacheError(options.cache_key or "", "llama.cpp cannot take these cells")
             for other in driver.load_followers:
@@ -378,11 +448,12 @@ class ContinuousBatchScheduler:
             else:
                 driver.warnings.append(str(error))
         if result.move_s:
-            self.costs.learn_copy(sum(n for _, _, n in plan.copies), result.move_s)
+            self.costs.learn_copy(sum(n for _, _, n in step.copies), result.move_s)
 
-    def _take_scores(self, result: StepResult, now: float) -> list[SequenceDriver]:
-        """Give out what was scored; return those that ended by it, for a row was broken."""
-        scored = {self._at(slot): scores for slot, scores in result.scores.items()}
+    def _take_scores(self, plan: Plan, result: StepResult, now: float) -> list[SequenceDriver]:
+        """Give out what was scored; return the sequences that ended by it, for a row was broken."""
+        by_slot = {c.slot: d for c, d in zip(plan.step.chunks, plan.rows, strict=True)}
+        scored = {by_slot[slot]: scores for slot, scores in result.scores.items()}
         broken = [d for d, scores in scored.items() if d.scores and not d.scores.take(scores)]
         for driver in broken:
             driver.fail_row(now, BROKEN_ROW)
@@ -390,37 +461,50 @@ class ContinuousBatchScheduler:
         return broken
 
     def _accept(
-        self,
-        driver: SequenceDriver,
-        chunk: Chunk,
-        result: StepResult,
-        i: int,
-        now: float,
-        later_s: float,
+        self, plan: Plan, result: StepResult, now: float, broken: Sequence[SequenceDriver]
     ) -> None:
-        n_chunk, n_computed = len(chunk.tokens), driver.n_computed
-        if n_computed < driver.n_prompt or n_computed < driver.n_reached:
-            self.stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
-            self.stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
-        logprobs = result.logprobs[i] if result.logprobs else ()
-        guidance = result.grammar_steps.get(chunk.slot, FREE)
-        driver.accept(n_chunk, result.tokens[i], now, guidance, logprobs, later_s=later_s)
-        if driver.slot is not None:
-            self.batcher.ledger.add(driver.slot, driver.n_computed - n_computed)
-        if driver.finish_reason is not None:
-            self.batcher.retire(driver)
+        """Give each sequence its new cells and tokens; those that end leave."""
+        later_s, stats, grammar_steps = result.later_s, self.stats, result.grammar_steps
+        cells: list[tuple[Slot, int]] = []
+        finished: list[SequenceDriver] = []
+        for i, (driver, chunk) in enumerate(zip(plan.rows, plan.step.chunks, strict=True)):
+            if driver in broken:
+                continue
+            n_chunk, n_computed = len(chunk.tokens), driver.n_computed
+            if n_computed < driver.n_prompt or n_computed < driver.n_reached:
+                stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
+                stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
+            driver.accept(
+                n_chunk,
+                result.tokens[i],
+                now,
+                grammar_steps.get(chunk.slot, FREE),
+                result.logprobs[i] if result.logprobs else (),
+                later_s=later_s,
+            )
+            cells.append((chunk.slot, driver.n_computed - n_computed))
+            if driver.finish_reason is not None:
+                finished.append(driver)
+        self.batcher.add_cells(cells)
+        has_cells = not result.code or result.code in _UNCHANGED
+        for driver in finished:
+            self.batcher.retire(driver, has_cells=has_cells)
 
     def _count(
         self, drivers: Sequence[SequenceDriver], plan: StepPlan, result: StepResult, now: float
     ) -> None:
         """Enter a run into the statistics and the costs, before its drivers are touched."""
-        n_rows, n_later = len(plan.chunks), result.n_steps - 1
-        n_decode = sum(
-            c.start >= d.n_prompt and len(c.tokens) == 1
-            for c, d in zip(plan.chunks, drivers, strict=True)
-        )
-        n_prompt = sum(len(c.tokens) for c in plan.chunks) - n_decode
-        first_s = result.first_s
+        n_rows, n_later, first_s = len(drivers), result.n_steps - 1, result.first_s
+        n_decode = n_prompt = 0
+        n_sampled: list[int] = []
+        for driver, chunk, row in zip(drivers, plan.chunks, result.tokens, strict=True):
+            n_chunk = len(chunk.tokens)
+            if n_chunk == 1 and chunk.start >= driver.n_prompt:
+                n_decode += 1
+            else:
+                n_prompt += n_chunk
+            n = len(row) - (row[-1] < 0) if row else 0
+            n_sampled.append(n + len(result.grammar_steps.get(chunk.slot, FREE).forced))
         self.stats.count_step(n_rows, n_decode, n_prompt, first_s)
         if n_prompt:
             self.costs.learn_mixed(n_decode, n_prompt, first_s)
@@ -430,17 +514,21 @@ class ContinuousBatchScheduler:
             self.stats.count_step(n_rows, n_rows, 0, result.later_s, n_later)
             self.costs.learn_decode(n_rows, result.later_s / n_later)
         self.stats.n_runs += 1
-        n_sampled = [len(row) - (row[-1] < 0) if row else 0 for row in result.tokens]
-        for i, chunk in enumerate(plan.chunks if result.grammar_steps else ()):
-            n_sampled[i] += len(result.grammar_steps.get(chunk.slot, FREE).forced)
         self.stats.count_tokens(drivers, n_sampled, now, result.later_s)
+
+    def _shift_full_windows(self, plan: Plan) -> None:
+        """Take tokens out of windows that are full, where that was asked for; their cells go with the next plan."""
+        entered = [entry.driver for entry in plan.changes.entries] if plan.changes else []
+        for driver in (*plan.rows, *entered):
+            if len(driver.tokens) > driver.n_window and driver.status is Status.RUNNING:
+                self.batcher.shift(driver)
 
     # ---- failures ----
 
     def _contain(
         self, drivers: Sequence[SequenceDriver], plan: StepPlan, result: StepResult, now: float
     ) -> None:
-        """Handle a failed step by its code: what becomes of the cells, and who is to blame."""
+        """Handle a failed step by its code: what becomes of the cells, and which sequence is the culprit."""
         n_past = {
             d: c.start + len(c.tokens) + result.n_steps
             for d, c in zip(drivers, plan.chunks, strict=True)
@@ -448,12 +536,9 @@ class ContinuousBatchScheduler:
         }
         if result.code not in _UNCHANGED:
             self._settle_cells(drivers, result)
-        if result.code == 1 and self.batcher.ledger.is_shared:
-            if self.batcher.cells.make_room(self.batcher.ledger.n_pool):
-                return
-            if self.batcher.make_room():
-                self._has_made_room = True
-                return
+        if result.code == 1 and self._is_pool and self.batcher.slot_plan().can_make_room:
+            self._is_pool_full = True
+            return
         is_again = not result.n_steps and bool(self.bisection.suspects())
         if result.code < -1:
             self._note_failure(result.code)
@@ -468,20 +553,16 @@ class ContinuousBatchScheduler:
         """Keep the cells that are still known after an abort; drop those of a computation that failed."""
         n_kept = result.n_kept if result.code == 2 and self._can_trim else ()
         for i, driver in enumerate(drivers):
-            if driver.status is not Status.RUNNING:  # ended by an earlier step of this run
-                self.batcher.cells.give_up_store(slot_of(driver))
-                self.batcher.cells.clear(slot_of(driver))
-            elif n_kept:
-                self._keep_cells(driver, n_kept[i])
+            if driver.status is not Status.RUNNING:  # it ended by an earlier step of this run
+                continue
+            if n_kept:
+                # the last token is computed again for its logits
+                n = min(n_kept[i], driver.n_takeable)
+                if self._chunk_alignment and n < driver.n_prompt:
+                    n -= n % driver.own_alignment(self._chunk_alignment)
+                self.batcher.settle_cells(driver, n)
             else:
                 self.batcher.drop_cells(driver)
-
-    def _keep_cells(self, driver: SequenceDriver, n_kept: int) -> None:
-        """Keep what has a cell, but for the last token: it must be computed again for its logits."""
-        n_kept = min(n_kept, driver.n_takeable)
-        if self._chunk_alignment and n_kept < driver.n_prompt:
-            n_kept -= n_kept % driver.own_alignment(self._chunk_alignment)
-        self.batcher.keep_cells(driver, n_kept)
 
     def _note_failure(self, code: int) -> None:
         """Have the context made anew when a computation failed twice in a row; give up when that does not help."""
@@ -490,17 +571,7 @@ class ContinuousBatchScheduler:
             raise DecodeError(code)
         if self._n_failures > 1 and not self._has_rebuilt:
             self._must_rebuild = self._has_rebuilt = True
-
-    def _rebuild(self) -> StepPlan:
-        """Return the plan that makes the context anew; everybody goes on from the tokens it has."""
-        self._must_rebuild = False
-        self.batcher.lose_all_cells()
-        orders = self.batcher.cells.take()
-        return StepPlan((), binds=self._bindings(), is_rebuild=True, **orders)
-
-    def _bindings(self) -> tuple[Binding, ...]:
-        having = (d for d in self.batcher.running if d is not None)
-        return tuple(d.binding(d.slot) for d in having if d.slot is not None)
+            self.batcher.lose_cells()
 
     def _fail(self, driver: SequenceDriver, plan: StepPlan, code: int, now: float) -> None:
         failure = RequestFailedError("computing this request failed")
@@ -509,3 +580,8 @@ class ContinuousBatchScheduler:
             failure.__cause__.__cause__ = PlanError(repr(plan))
         driver.finish("error", now, failure)
         self.batcher.retire(driver)
+
+
+def _n_single(drivers: Sequence[SequenceDriver]) -> int:
+    """Return how many sequences have one pending token."""
+    return len([d for d in drivers if len(d.tokens) - d.n_computed == 1])

@@ -1,80 +1,122 @@
-"""Who waits for something that a free slot does not bring: another's prefix, cells on disk, or its own grammar."""
+"""Sequences that wait for what a free slot does not bring: another's prefix, cells on disk, or their grammar."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.sharing import MIN_SHARED_TOKENS
+from cbatch.core.prefix import MIN_SHARED_TOKENS
 from cbatch.errors import CacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
-    from cbatch.core.cell_ops import Cells
+    from cbatch.core.cell_ops import SavedCells
+    from cbatch.core.prefix import PrefixCache
     from cbatch.core.request import Request
-    from cbatch.core.sharing import PrefixCache
     from cbatch.options import AdapterSet, Breakers, Grammar
 
     Want = Grammar | Breakers
 
-_N_KNOWN_MAX = 256
+C = TypeVar("C", bound="Hashable")
+V = TypeVar("V")
+
+_N_FILES_MAX = 256
 """Files on disk whose tokens are remembered, so that what is in memory anyway is not read again."""
 
 _N_GRAMMARS_MAX = 32
-"""Compiled grammars that are kept for those who will want them: each holds up to some ten MiB. Our choice."""
+"""Compiled grammars that are kept for later requests: each holds up to some ten MiB. Our choice."""
 
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    """One that waits until another has `n_cells` cells; not longer than that one gets on with it."""
+    """A sequence that waits until its leader has `n_cells` cells, as long as the leader gets on with it."""
 
     driver: SequenceDriver
     leader: SequenceDriver
     n_cells: int
-    n_seen: int = -1
+    n_before: int = -1
+    """Cells that the leader had before the last step it could have been in."""
 
-    def goes_on_waiting(self, adapters: AdapterSet) -> bool:
-        n_computed, is_stuck = self.leader.n_computed, False
-        if self.leader.request.adapters == adapters:  # else it was not its turn
-            is_stuck, self.n_seen = n_computed <= self.n_seen, n_computed
+    @property
+    def is_over(self) -> bool:
+        n_computed = self.leader.n_computed
         is_running = self.leader.status is Status.RUNNING
-        return is_running and not is_stuck and n_computed < self.n_cells
+        return not is_running or n_computed >= self.n_cells or n_computed <= self.n_before
 
 
 class PrefixWaiters:
-    """Those that wait for another to compute what they share."""
+    """Sequences that wait for another to compute the beginning that they share."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Follower] = []
+        self._followers: dict[int, _Follower] = {}  # by number
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._followers)
 
     def add(self, driver: SequenceDriver, leader: SequenceDriver, n_cells: int) -> None:
         """Have a held driver wait until `leader` has `n_cells` cells."""
-        self._waiting.append(_Follower(driver, leader, n_cells))
+        self._followers[driver.number] = _Follower(driver, leader, n_cells)
 
-    def take_released(self, adapters: AdapterSet) -> list[SequenceDriver]:
-        """Return those whose leader has computed what they share, or stopped, or left; asked once a plan.
+    def note_step(self, adapters: AdapterSet) -> None:
+        """Note how far the leaders are before a step with `adapters`: a leader that it brings no further is stuck."""
+        for follower in self._followers.values():
+            if follower.leader.request.adapters == adapters:
+                follower.n_before = follower.leader.n_computed
 
-        Args:
-            adapters: what the last step was computed with: who was left out of it has not stopped.
-        """
-        followers, self._waiting = self._waiting, []
-        released = []
-        for follower in followers:
-            if follower.goes_on_waiting(adapters):
-                self._waiting.append(follower)
-            else:
-                released.append(follower.driver)
-        return released
+    def take_over(self) -> list[SequenceDriver]:
+        """Return the sequences whose leader has computed what they share, or stopped, or left."""
+        if not self._followers:
+            return []
+        over = [f.driver for f in self._followers.values() if f.is_over]
+        for driver in over:
+            del self._followers[driver.number]
+        return over
 
     def drop(self, driver: SequenceDriver) -> None:
-        """Forget one that waits no more; nothing happens where it never did."""
-        self._waiting = [f for f in self._waiting if f.driver is not driver]
+        """Forget a sequence, if it waits here."""
+        self._followers.pop(driver.number, None)
+
+
+class Awaited(Generic[C, V]):
+    """Sequences that wait for something by its cause: each is asked for once for all, and what came of it is known."""
+
+    def __init__(self, n_known_max: int) -> None:
+        self._n_known_max = n_known_max
+        self._waiting: dict[C, dict[int, SequenceDriver]] = {}  # by number
+        self._asked: deque[C] = deque()
+        self._known: dict[C, V] = {}  # the one unused for longest first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def take_asked(self) -> list[C]:
+        """Return what is to be brought; each once."""
+        asked = [*self._asked]
+        self._asked.clear()
+        return asked
+
+    def drop(self, driver: SequenceDriver) -> None:
+        """Forget a sequence, if it waits here."""
+        for drivers in self._waiting.values():
+            drivers.pop(driver.number, None)
+
+    def _add(self, driver: SequenceDriver, cause: C) -> None:
+        if cause not in self._waiting:
+            self._asked.append(cause)
+            self._waiting[cause] = {}
+        self._waiting[cause][driver.number] = driver
+
+    def _arrived(self, cause: C) -> list[SequenceDriver]:
+        return [*self._waiting.pop(cause, {}).values()]
+
+    def _learn(self, cause: C, found: V) -> None:
+        self._known.pop(cause, None)
+        self._known[cause] = found
+        if len(self._known) > self._n_known_max:
+            del self._known[next(iter(self._known))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,179 +140,146 @@ class CacheEntry:
     n_given: int
 
 
-class CacheReads:
-    """Those that wait for cells from disk; each file is read once for all who want it at that time."""
+class CacheReads(Awaited[CacheRef, CacheEntry]):
+    """Sequences that wait for cells from disk; each file is read once for all that want it at that time."""
 
-    def __init__(self, sharing: PrefixCache, cells: Cells) -> None:
-        self._sharing, self._cells = sharing, cells
-        self._waiting: dict[CacheRef, list[SequenceDriver]] = {}
-        self._orders: deque[CacheRef] = deque()
-        self._known: dict[CacheRef, CacheEntry] = {}
+    def __init__(self, prefixes: PrefixCache, saved: SavedCells) -> None:
+        super().__init__(_N_FILES_MAX)
+        self._prefixes, self._saved = prefixes, saved
 
-    @property
-    def n_waiting(self) -> int:
-        """Sequences that wait; others pass them."""
-        return sum(map(len, self._waiting.values()))
+    def is_needed(self, driver: SequenceDriver, prefixes: PrefixCache) -> bool:
+        """Whether a driver that could enter a slot should wait for cells from disk first.
 
-    def is_needed(self, driver: SequenceDriver) -> bool:
-        """Whether a driver that could enter a slot should wait for cells from disk first."""
+        Args:
+            driver: a sequence whose turn it is.
+            prefixes: what slots hold, as the plan leaves them.
+        """
+        if not self._may_read(driver):
+            return False
+        found = self._known.get(CacheRef.of(driver.request))
+        return found is None or not self._is_in_memory(driver, found, prefixes)
+
+    def why_useless(self, driver: SequenceDriver) -> CacheError | None:
+        """Return why a driver enters its slot without the cells of its file, where that file is known to be no use."""
+        if driver.request.options.cache_required or not self._may_read(driver):
+            return None
+        found = self._known.get(CacheRef.of(driver.request))
+        if found is None or self._n_usable(driver, found):
+            return None
+        return _no_beginning(CacheRef.of(driver.request), found)
+
+    def _may_read(self, driver: SequenceDriver) -> bool:
         options = driver.request.options
         if options.cache_key is None or driver.has_fetched or driver.has_run or driver.output:
             return False
-        if options.n_prompt_logprobs is not None:  # it computes all of its prompt
-            return False
-        found = self._known.get(CacheRef.of(driver.request))
-        if found is None or options.cache_required:
-            return found is None or not self._is_in_memory(driver, found)
-        if not self._n_usable(driver, found):
-            driver.has_fetched = True
-            driver.proceed_uncached(_no_beginning(CacheRef.of(driver.request), found))
-        return not driver.has_fetched and not self._is_in_memory(driver, found)
+        return options.n_prompt_logprobs is None  # a scored prompt is computed in whole
 
     def add(self, driver: SequenceDriver) -> None:
         """Have a held driver wait for its file."""
-        fetch = CacheRef.of(driver.request)
         driver.has_fetched = True
-        if fetch not in self._waiting:
-            self._orders.append(fetch)
-        self._waiting.setdefault(fetch, []).append(driver)
-
-    def take_order(self) -> CacheRef | None:
-        """Return a file to read, each once, or None."""
-        return self._orders.popleft() if self._orders else None
+        self._add(driver, CacheRef.of(driver.request))
 
     def arrive(
-        self, fetch: CacheRef, found: CacheEntry | CacheError | None, n_read: int
+        self, ref: CacheRef, found: CacheEntry | CacheError | None, n_read: int
     ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int]]]:
-        """Let the sequences go on that wait for a file.
+        """Take what reading a file brought.
 
         Args:
-            fetch: the file.
+            ref: the file.
             found: what it holds, why it could not be read, or None where it was not read, for nobody wanted it.
             n_read: how many of its cells were read.
 
         Returns:
-            The sequences, and for which of them the backend is to get these cells, under which key. One that begins
-            as far into the file as one before it copies from that, where it can. One that came during the read and
-            could use more than was read asks again when its turn comes.
+            The sequences that waited for it, which go on now, and those of them for which the backend is to get these
+            cells, with the key. One that begins as far into the file as one before it copies from that, where it can.
+            One that came during the read and could use more than was read asks again when its turn comes.
         """
-        drivers = [d for d in self._waiting.pop(fetch, []) if d.finish_reason is None]
+        drivers = self._arrived(ref)
         if isinstance(found, CacheEntry):
-            self.learn(fetch, found)
-            return drivers, [*self._adopt(fetch, found, drivers, n_read)]
+            self._learn(ref, found)
+            return drivers, [*self._adopt(ref, found, drivers, n_read)]
         for driver in drivers:
             if found is None:
                 driver.has_fetched = False
             else:
                 driver.proceed_uncached(found)
         if found is not None:
-            self._known.pop(fetch, None)
+            self._known.pop(ref, None)
         return drivers, []
 
     def _adopt(
-        self, fetch: CacheRef, found: CacheEntry, drivers: Sequence[SequenceDriver], n_read: int
+        self, ref: CacheRef, found: CacheEntry, drivers: Sequence[SequenceDriver], n_read: int
     ) -> Iterator[tuple[SequenceDriver, int]]:
-        """Yield who gets cells of its own; the others have some, copy from one before them, or go without."""
+        """Yield the sequences that get cells of their own; others have some, copy from one before, or go without."""
         loader, n_most = None, 0
         for driver in drivers:
             n_cells = self._n_usable(driver, found)
-            can_share = self._sharing.can_share(driver)
+            can_share = self._prefixes.can_share(driver)
             if driver.status is not Status.WAITING or n_cells > n_read:  # it asks at its next turn
                 driver.has_fetched = False
             elif not n_cells:
-                driver.proceed_uncached(_no_beginning(fetch, found))
-            elif self._is_in_memory(driver, found):
+                driver.proceed_uncached(_no_beginning(ref, found))
+            elif self._is_in_memory(driver, found, self._prefixes):
                 continue
             elif can_share and loader is not None and n_cells < n_most + MIN_SHARED_TOKENS:
                 loader.load_followers += (driver,)
             else:
-                yield driver, self._cells.adopt(driver, n_cells)
+                yield driver, self._saved.adopt(driver, n_cells)
                 if can_share:
                     loader, n_most = driver, n_cells
 
-    def n_wanted(self, fetch: CacheRef, found: CacheEntry | None = None) -> int:
-        """Return how many of a file's cells they want who wait for it, how many do before it is read. From any thread.
+    def n_wanted(self, ref: CacheRef, found: CacheEntry | None = None) -> int:
+        """Return how many of a file's cells are wanted; before it is read, how many sequences want it. From any thread.
 
         Only a whole state, or window, is of any use: so it is all of them or none where memory cannot trim.
         """
-        drivers = tuple(self._waiting.get(fetch, ()))
+        drivers = tuple(self._waiting.get(ref, {}).values())
         if found is None:
             return len(drivers)
         return max((self._n_usable(driver, found) for driver in drivers), default=0)
 
-    def learn(self, fetch: CacheRef, found: CacheEntry) -> None:
-        """Take in what a file holds now."""
-        self._known.pop(fetch, None)
-        self._known[fetch] = found
-        if len(self._known) > _N_KNOWN_MAX:
-            del self._known[next(iter(self._known))]
+    def learn(self, ref: CacheRef, found: CacheEntry) -> None:
+        """Note what a file holds now."""
+        self._learn(ref, found)
 
-    def drop(self, driver: SequenceDriver) -> None:
-        """Forget one that waits no more; nothing happens where it never did."""
-        for drivers in self._waiting.values():
-            if driver in drivers:
-                drivers.remove(driver)
-
-    def _is_in_memory(self, driver: SequenceDriver, found: CacheEntry) -> bool:
+    def _is_in_memory(
+        self, driver: SequenceDriver, found: CacheEntry, prefixes: PrefixCache
+    ) -> bool:
         """Whether slots hold about as much of a prompt's beginning as the file does, which is something."""
         n_cells = self._n_usable(driver, found)
-        best = self._sharing.best(driver)
+        best = prefixes.best(driver)
         return n_cells > 0 and best is not None and n_cells < best.n_cells + MIN_SHARED_TOKENS
 
     def _n_usable(self, driver: SequenceDriver, found: CacheEntry) -> int:
-        return self._sharing.n_usable(driver, found.tokens, found.n_given)
+        return self._prefixes.n_usable(driver, found.tokens, found.n_given)
 
 
-class GrammarBuilds:
-    """Those that wait for their grammar, or DRY's breakers; each is compiled once for all who want it, and kept."""
+class GrammarBuilds(Awaited["Want", object]):
+    """Sequences that wait for their grammar, or DRY's breakers; each is compiled once for all, and kept."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Want, dict[int, SequenceDriver]] = {}  # by number
-        self._orders: list[Want] = []
-        self._kept: dict[Want, object] = {}  # the one unused for longest first
+        super().__init__(_N_GRAMMARS_MAX)
 
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    def missing(self, driver: SequenceDriver) -> Want | None:
-        """Give a driver what is kept of what it lacks; return what it has to wait for, None for nothing."""
+    def wait(self, driver: SequenceDriver) -> bool:
+        """Give a driver what is kept of what it lacks; return whether it has to wait for the rest."""
         for want in driver.lacks:
-            if want not in self._kept:
-                return want
-            self._kept[want] = self._kept.pop(want)
-            driver.equip(want, self._kept[want])
-        return None
-
-    def add(self, driver: SequenceDriver, want: Want) -> None:
-        """Have a held driver wait for what it lacks."""
-        if want not in self._waiting:
-            self._orders.append(want)
-            self._waiting[want] = {}
-        self._waiting[want][driver.number] = driver
-
-    def take_orders(self) -> list[Want]:
-        """Return what is to be compiled; each once."""
-        orders, self._orders = self._orders, []
-        return orders
+            if want not in self._known:
+                self._add(driver, want)
+                return True
+            self._known[want] = self._known.pop(want)
+            driver.equip(want, self._known[want])
+        return False
 
     def arrive(self, want: Want, made: object) -> list[SequenceDriver]:
-        """Take what was compiled, None where that failed; return who waited for it."""
-        drivers = [*self._waiting.pop(want, {}).values()]
-        if made is None:
-            return drivers
-        for driver in drivers:
-            driver.equip(want, made)
-        self._kept[want] = made
-        if len(self._kept) > _N_GRAMMARS_MAX:
-            del self._kept[next(iter(self._kept))]
+        """Take what was compiled, None where that failed; return the sequences that waited for it."""
+        drivers = self._arrived(want)
+        if made is not None:
+            for driver in drivers:
+                driver.equip(want, made)
+            self._learn(want, made)
         return drivers
 
-    def drop(self, driver: SequenceDriver) -> None:
-        """Forget one that waits no more; nothing happens where it never did."""
-        for want in driver.lacks:
-            self._waiting.get(want, {}).pop(driver.number, None)
 
-
-def _no_beginning(fetch: CacheRef, found: CacheEntry) -> CacheError:
+def _no_beginning(ref: CacheRef, found: CacheEntry) -> CacheError:
     n = len(found.tokens)
-    return CacheError(fetch.key, f"the prompt does not begin with any of its {n} tokens to be had")
+    return CacheError(ref.key, f"the prompt does not begin with any of its {n} tokens to be had")

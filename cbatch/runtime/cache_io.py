@@ -10,7 +10,6 @@ from itertools import count
 from queue import PriorityQueue
 from typing import TYPE_CHECKING
 
-from cbatch.core.plan import StepPlan
 from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.errors import CacheError, words_of
 
@@ -173,54 +172,33 @@ class CellTransfers:
     def read_ordered(self) -> None:
         """Have the files read that sequences wait for."""
         if self._io is not None:
-            reads = self._batcher.fetches
-            while (ref := reads.take_order()) is not None:
-                self._io.read(ref, self._take_read, partial(reads.n_wanted, ref))
+            for ref in self._batcher.take_reads():
+                self._io.read(ref, self._take_read, partial(self._batcher.n_wanted, ref))
 
     def _take_read(self, result: ReadResult) -> None:
-        """Hand cells to the backend and let the sequences go on that waited for them."""
-        drivers, adopted = self._batcher.fetches.arrive(result.ref, result.found, result.n_cells)
-        for driver, key in adopted:
+        """Hand cells to the backend for the sequences that waited for them."""
+        for driver, key in self._batcher.take_cells(result.ref, result.found, result.n_cells):
             self._import(result, driver, key)
-        for driver in drivers:
-            self._batcher.release(driver)
 
     def _import(self, result: ReadResult, driver: SequenceDriver, key: int) -> None:
         try:
             if result.data is not None:
                 self._backend.import_state(key, result.data, result.n_cells)
         except Exception as error:  # for want of memory
-            self._batcher.cells.forget(driver)
-            driver.lose_adopted()
             what = f"no room for its cells: {words_of(error)}"
-            driver.proceed_uncached(CacheError(result.ref.key, what))
+            self._batcher.refuse_cells(driver, CacheError(result.ref.key, what))
 
     def write_stored(self) -> None:
         """Have cells written that were copied out; a sequence ends here whose cells could not be."""
-        if not self._batcher.storing:
-            return
-        while (stored := self._batcher.cells.take_stored()) is not None:
+        while (stored := self._batcher.take_stored()) is not None:
             data = None if stored.key is None else self._backend.export_state(stored.key)
             if data is None or self._io is None:
                 self._batcher.end_stored(stored.driver)
             else:
-                self._io.write(stored, data, self._take_written)
-
-    def _take_written(
-        self, driver: SequenceDriver, found: CacheEntry | None, problem: str | None
-    ) -> None:
-        if found is not None:
-            self._batcher.fetches.learn(CacheRef.of(driver.request), found)
-        self._batcher.end_stored(driver, problem)
+                self._io.write(stored, data, self._batcher.end_stored)
 
     def close(self) -> None:
-        """Have the cells written of requests that closing has ended; return when they are on disk."""
-        plan = StepPlan((), **self._batcher.cells.take_saves())
-        try:
-            lost = self._backend.run(plan).lost if plan.saves else ()
-        except Exception:  # the backend has failed before
-            lost = tuple(key for _, key in plan.saves)
-        self._batcher.cells.settle(lost)
+        """Return when the cells that were copied out are on disk, and their sequences have ended."""
         self.write_stored()
         if self._io is not None:
             self._io.close()

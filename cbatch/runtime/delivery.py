@@ -17,10 +17,9 @@ from cbatch.runtime.mailbox import refused
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import Chunk, GrammarStep, StepPlan, StepResult
-    from cbatch.core.scheduler import ContinuousBatchScheduler
+    from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.mailbox import Mailbox
 
@@ -126,15 +125,14 @@ def _rate(per_second: float | None) -> float | None:
 # ---- the recorder ----
 
 
-def seen_in(plan: StepPlan, result: StepResult, batcher: MultiRequestBatcher) -> Seen:
+def seen_in(plan: Plan, result: StepResult, n_cells: int) -> Seen:
     """Return what a record tells of a run's sequences. Before the run is applied: they may leave their slots then."""
     tokens = result.tokens or repeat(())  # a step that failed may have none
     rows = (
         _row(chunk, driver, sampled, result.grammar_steps.get(chunk.slot, FREE))
-        for chunk, sampled in zip(plan.chunks, tokens, strict=False)
-        if (driver := batcher.running[chunk.slot]) is not None
+        for chunk, driver, sampled in zip(plan.step.chunks, plan.rows, tokens, strict=False)
     )
-    return tuple(rows), batcher.ledger.n_used
+    return tuple(rows), n_cells
 
 
 def _row(

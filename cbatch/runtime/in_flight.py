@@ -128,7 +128,7 @@ class InFlight:
         Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free.
         """
         enqueue = partial(self._loop.enqueue, drivers)
-        self._loop.post(enqueue, is_urgent=not self._batcher.n_waiting)
+        self._loop.post(enqueue, is_urgent=self._batcher.n_waiting <= self._loop.n_entering)
 
     def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences, all or none, where no more than `n_limit` wait for a slot then; else as `submit`.
@@ -199,8 +199,7 @@ class InFlight:
     def _room(self, n_limit: int) -> tuple[int, int]:
         """Return how many sequences wait and how many more may: those for which a slot is free do not count."""
         batcher = self._batcher
-        n_slots = batcher.ledger.n_free_slots + batcher.n_paused_in_slots - batcher.n_awaited
-        n_waiting = batcher.n_waiting + len(batcher.compiles)
+        n_slots, n_waiting = batcher.n_open_slots, batcher.n_unserved
         return n_waiting, max(0, n_limit + n_slots - n_waiting)
 
     def forget(self, routes: Mapping[str, Route]) -> None:
@@ -210,9 +209,9 @@ class InFlight:
             lives = {id: route for id, route in routes.items() if self.routes.get(id) is route}
             for id in lives:
                 self._outside.pop(id, None)
-            in_flight, storing = self._batcher.in_flight, self._batcher.storing
-            self._cancel([id for id in lives if id in in_flight])
-            self.drop({id: route for id, route in lives.items() if id not in storing})
+            batcher = self._batcher
+            self._cancel([id for id in lives if id in batcher.in_flight])
+            self.drop({id: lives[id] for id in lives if not batcher.is_storing(id)})
 
         try:
             self._loop.post(forget)

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from cbatch.core.scheduler import NOT_RUN
 from cbatch.errors import EngineClosedError, words_of
 from cbatch.interrupts import Latch, Postponed, Sleepers
 from cbatch.logs import Log
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepPlan, StepResult
-    from cbatch.core.scheduler import ContinuousBatchScheduler
+    from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
     from cbatch.core.stats import StepRecord
     from cbatch.options import Breakers, Grammar
     from cbatch.runtime.cache_io import CacheIo, Post
@@ -82,7 +83,8 @@ class Loop:
         self._closing = threading.RLock()  # a handler of a signal may close while its thread does
         self._turns = FairLock()
         """Of an engine without a thread: whoever has it is the owner."""
-        self._is_interrupted = False
+        self._unapplied: Plan | None = None
+        """The plan of a run in flight, or of one that was broken off."""
 
     # ---- the step ----
 
@@ -92,24 +94,29 @@ class Loop:
         start = self._clock()
         self._commands.do_due(start)
         self._order_compiling()
-        admitted_now = self._scheduler.admit(start)
-        self._cells.read_ordered()
-        admitted = self._clock()
-        plan = self._scheduler.build(admitted_now)
-        self.waiters.wake()
+        self._scheduler.prepare(start)
+        prepared = self._clock()
+        plan = self._scheduler.plan(start)
         if plan is None:
+            self.waiters.wake()
             self._cells.write_stored()
             return self.deliver(()) or len(self._commands) > 0
         built = self._clock()
-        result = self._backend.run(plan)
+        self._unapplied = plan
+        result = self._backend.run(plan.step) if plan.is_run else NOT_RUN
         ran = self._clock()
-        seen = UNSEEN if self.recorder is None else seen_in(plan, result, self._scheduler.batcher)
+        seen = UNSEEN
+        if self.recorder is not None:
+            seen = seen_in(plan, result, self._scheduler.batcher.n_used_cells)
         changed = self._scheduler.apply(plan, result, ran)
+        self._unapplied = None
+        self.waiters.wake()
+        self._cells.read_ordered()
         self._cells.write_stored()
         applied = self._clock()
         self.deliver(changed)
-        times = (start, admitted, built, ran, applied, self._clock())
-        self._account(plan, result, times, seen)
+        times = (start, prepared, built, ran, applied, self._clock())
+        self._account(plan.step, result, times, seen)
         return True
 
     def _account(
@@ -138,13 +145,19 @@ class Loop:
     def _order_compiling(self) -> None:
         """Have the compiler make what sequences wait for."""
         if self._compiler is not None:
-            for want in self._scheduler.batcher.compiles.take_orders():
+            for want in self._scheduler.batcher.take_wants():
                 self._compiler.compile(want, self._take_compiled)
 
     def _take_compiled(self, want: Grammar | Breakers, found: object) -> None:
         self._scheduler.batcher.take_compiled(want, found, self._clock())
 
     # ---- from other threads ----
+
+    @property
+    def n_entering(self) -> int:
+        """Waiting sequences that have a slot as soon as the run in flight is applied. From any thread."""
+        plan = self._unapplied
+        return 0 if plan is None else plan.n_entering
 
     def call(self, command: Callable[[], T]) -> T:
         """Do `command` between two runs and return what it returns. From any thread; waits.
@@ -251,7 +264,7 @@ class Loop:
 
     def _until_next(self) -> float | None:
         """Return the seconds until the next deadline or timer, or None."""
-        times = (self._scheduler.batcher.deadlines.next_s(), self._commands.next_s)
+        times = (self._scheduler.batcher.next_deadline_s, self._commands.next_s)
         next_s = min((t for t in times if t is not None), default=None)
         return None if next_s is None else min(max(0.0, next_s - self._clock()), _LONGEST_SLEEP_S)
 
@@ -267,7 +280,6 @@ class Loop:
         with self._turns.held():
             self.check_open()
             try:
-                self._restore()
                 if self.step():
                     return True
             except Exception as error:
@@ -275,7 +287,7 @@ class Loop:
                 self._end()
                 raise self._failure(error) from error
             except BaseException:  # such as SystemExit from a function given to `record_steps`
-                self._is_interrupted = True
+                self._give_up_run()
                 raise
         return self._has_dozed()
 
@@ -286,11 +298,11 @@ class Loop:
             time.sleep(min(timeout, _LONGEST_DOZE_S))
         return timeout is not None
 
-    def _restore(self) -> None:
-        """Empty every slot after a run that was broken off, and bind the running sequences anew."""
-        if self._is_interrupted:
-            self._backend.run(self._scheduler.start_over())
-            self._is_interrupted = False
+    def _give_up_run(self) -> None:
+        """After a run that was broken off, have the next plan empty every slot and bind the running sequences anew."""
+        if self._unapplied is not None:
+            self._scheduler.give_up(self._unapplied)
+            self._unapplied = None
 
     def enqueue(self, drivers: Sequence[SequenceDriver]) -> None:
         """Queue sequences whose routes are set. Owner thread."""
@@ -342,17 +354,29 @@ class Loop:
     def _end(self) -> None:
         """Leave nobody waiting, then free the backend. Owner thread, or after it."""
         self._commands.do_all()
-        if self._is_interrupted:  # slots may hold anything: their cells must not be saved
-            self._scheduler.start_over()
+        self._give_up_run()  # slots may hold anything: their cells must not be saved
         if self.on_end is not None:
             self.on_end(None if self._error is None else self._failure(self._error))
         self._end_requests()
+        self._save_last()
         self._cells.close()
         if self._compiler is not None:
             self._compiler.close()
         self._commands.do_all()
         self.deliver(())
         self._backend.close()
+
+    def _save_last(self) -> None:
+        """Have the cells copied out that are to be stored of requests that have just ended."""
+        plan = self._scheduler.plan(self._clock())
+        if plan is None or not plan.step.saves:
+            return
+        try:
+            result = self._backend.run(plan.step)
+        except Exception:  # the backend has failed before
+            self._scheduler.give_up(plan)
+        else:
+            self._scheduler.apply(plan, result, self._clock())
 
     def _end_requests(self) -> None:
         self.waiters.wake()

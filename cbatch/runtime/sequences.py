@@ -99,7 +99,7 @@ class SequenceMaker:
         self._warn(driver)
         if self._schedule.policy == "shortest":
             # here, for the owner thread must not wait
-            self._batcher.prompts.prepare(driver)
+            self._batcher.prepare_prompt(driver)
         return driver
 
     def count_tokens(self, item: BatchPrompt, run_options: RunOptions) -> int:
@@ -110,7 +110,7 @@ class SequenceMaker:
     def checked(self, item: BatchPrompt, run_options: RunOptions) -> SequenceDriver:
         """Return the first sequence of a prompt, with its tokens. Raises as a run of the prompt would end."""
         driver, *_ = self.of_prompt(item, UNNAMED, run_options, 0.0, math.inf)
-        self._batcher.prompts.prepare(driver)
+        self._batcher.prepare_prompt(driver)
         if driver.refusal is not None:
             raise driver.refusal
         return driver

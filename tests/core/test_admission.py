@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.core.batcher import N_LOOK, N_OVERTAKEN_MAX, N_REFUSED_MAX
+from cbatch.core.batcher import N_REFUSED_MAX
 from cbatch.core.driver import Wait
+from cbatch.core.slots import N_LOOK, N_OVERTAKEN_MAX
 from cbatch.errors import PromptTooLongError, RequestFailedError
 from tests.helpers import (
     Rig,
@@ -130,7 +131,7 @@ def test_optimistic_lets_more_run_when_answers_are_shorter_than_their_caps() -> 
     one_step(rig)
     assert rig.stats.n_active_max == 2
     drive(rig)
-    assert rig.batcher.demand.ratio < 0.15
+    assert rig.books.demand.ratio < 0.15
     assert rig.stats.n_active_max >= 6
 
 
@@ -193,7 +194,7 @@ def test_long_queue_costs_a_plan_what_a_short_one_does(
         rig.submit(*(make_request(str(i), (1, 2, 3), max_tokens=3) for i in range(n)))
         for _ in range(4):
             step(rig)
-        n_visited.append(rig.batcher.n_visited)
+        n_visited.append(rig.n_visited)
     assert n_visited[0] == n_visited[1] <= 4 * 4 * N_LOOK  # plans, slots
 
 
@@ -203,7 +204,7 @@ def test_long_queue_behind_one_that_does_not_fit_is_not_looked_through() -> None
     rig.submit(*(make_request(str(i), max_tokens=30) for i in range(2_000)))
     for _ in range(5):
         one_step(rig)
-    assert rig.batcher.n_visited <= 6 * N_LOOK
+    assert rig.n_visited <= 6 * N_LOOK
 
 
 # ---- who never fits ----
@@ -242,7 +243,7 @@ def test_shortest_knows_on_submission_what_never_fits() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "shortest"])
 def test_prompt_without_a_token_is_refused(policy: str) -> None:
     rig = make_scheduler(policy=policy)
-    rig.batcher.prompts.tokenize = lambda *_: ()
+    rig.batcher._tokenize = lambda *_: ()
     rig.submit(make_request("bad", "x"))
     drive(rig)
     assert isinstance(rig.results["bad"].error, RequestFailedError)

@@ -8,9 +8,8 @@ from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
 from cbatch.core.parts import MovingWindow
 from cbatch.core.plan import KvCapabilities, Slot
-from cbatch.core.preemption import N_WORTH_MOVE, choose_mover, choose_victim, slot_of
-from cbatch.errors import LedgerError
-from tests.core.drivers import make_driver, make_running
+from cbatch.core.preemption import N_WORTH_MOVE, choose_mover, choose_victim
+from tests.core.drivers import make_running
 from tests.helpers import partitioned, recurrent, shared_pool
 
 
@@ -30,11 +29,6 @@ def lent(drivers: list[SequenceDriver | None], memory: KvCapabilities) -> KvLedg
         if driver is not None:
             ledger.add(ledger.lend(driver.slot), driver.n_computed)
     return ledger
-
-
-def test_one_without_a_slot_has_none_to_give() -> None:
-    with pytest.raises(LedgerError, match="has no slot"):
-        slot_of(make_driver())
 
 
 # ---- a victim ----

@@ -27,7 +27,7 @@ def rig_with(*regexes: str | None, n_slots: int = 1, **options: int) -> Rig:
 def test_one_that_waits_for_its_grammar_is_passed_and_runs_then() -> None:
     rig = rig_with("1", None, None)
     assert rig.drivers["0"].waits_for is Wait.COMPILE
-    assert (rig.batcher.n_held, rig.batcher.n_waiting, len(rig.batcher.compiles)) == (1, 2, 1)
+    assert (rig.batcher.n_held, rig.batcher.n_waiting, len(rig.batcher._builds)) == (1, 2, 1)
     drive(rig)
     assert [*rig.results] == ["1", "2", "0"]
     assert all(t % 2 for t in rig.results["0"].token_ids)
@@ -35,12 +35,12 @@ def test_one_that_waits_for_its_grammar_is_passed_and_runs_then() -> None:
 
 def test_equal_grammars_are_compiled_once_and_kept() -> None:
     rig = rig_with("1", "1", "0", n_slots=3)
-    assert rig.batcher.compiles.take_orders() == [ODD, Grammar("regex", "0")]
+    assert rig.batcher.take_wants() == [ODD, Grammar("regex", "0")]
     rig.compiling = [ODD, Grammar("regex", "0")]
     drive(rig)
     rig.submit(make_request("again", max_tokens=3, regex="1"))
     assert rig.drivers["again"].waits_for is None
-    assert rig.batcher.compiles.take_orders() == []
+    assert rig.batcher.take_wants() == []
     drive(rig)
     assert rig.results["again"].token_ids == rig.results["0"].token_ids
 
@@ -50,7 +50,7 @@ def test_grammar_unused_for_longest_is_compiled_again() -> None:
     drive(rig)
     rig.submit(make_request("old", regex="1", max_tokens=1))
     rig.submit(make_request("new", regex="0:9", max_tokens=1))
-    assert rig.batcher.compiles.take_orders() == [ODD]
+    assert rig.batcher.take_wants() == [ODD]
     rig.compiling = [ODD]
     drive(rig)
 
@@ -80,7 +80,7 @@ def test_bad_grammar_is_not_kept() -> None:
     rig = rig_with("x")
     drive(rig)
     rig.submit(make_request("again", regex="x"))
-    assert len(rig.batcher.compiles.take_orders()) == 1
+    assert len(rig.batcher.take_wants()) == 1
 
 
 @pytest.mark.parametrize("regex", ["1", "x"])
@@ -96,7 +96,7 @@ def test_cancel_while_compiling_ends_it_at_once(regex: str) -> None:
 
 def test_time_that_is_over_while_compiling_ends_it() -> None:
     rig = rig_with("1", None, timeout_s=1)
-    rig.batcher.compiles.take_orders()  # which nobody compiles
+    rig.batcher.take_wants()  # which nobody compiles
     drive(rig)
     assert isinstance(rig.results["0"].error, DeadlineError)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.core.demand import KvDemandEstimator
 from cbatch.core.scheduler import N_FAILURES_MAX
+from cbatch.core.slots import SlotPlan
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
 from tests.helpers import (
     Rig,
@@ -292,9 +292,9 @@ def test_as_many_failures_as_allowed_are_borne() -> None:
 def test_nobody_running_though_somebody_could_is_a_bug_that_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(KvDemandEstimator, "fits", lambda *_: False)
     rig = make_scheduler(2)
     rig.submit(make_request())
+    monkeypatch.setattr(SlotPlan, "can_admit", False)
     with pytest.raises(PlanError, match=r"0 run, 1 wait, 128 cells and 2 slots are free"):
         rig.scheduler.plan(0.0)
 
@@ -303,8 +303,10 @@ def test_somebody_running_who_is_not_computed_is_a_bug_that_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = make_scheduler(2)
-    monkeypatch.setattr(rig.scheduler, "_shares", lambda _: {})
     rig.submit(make_request())
+    rig.backend.interrupt()
+    step(rig)
+    monkeypatch.setattr(rig.scheduler, "_shares", lambda *_: {})
     with pytest.raises(PlanError, match="no progress: 1 run"):
         rig.scheduler.plan(0.0)
 
@@ -315,7 +317,6 @@ def test_cleared_request_stays_cleared_when_it_loses_its_cells() -> None:
     for _ in range(3):
         rig.backend.interrupt()
         step(rig)
-    rig.scheduler.admit(rig.now)
     for driver in rig.drivers.values():
         rig.batcher.drop_cells(driver)
     assert rig.scheduler.bisection.suspects() == []

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cbatch.backend.fake import FakeBackend, FakeVocab
-from cbatch.core.deadlines import Deadlines
 from cbatch.core.driver import SequenceDriver, Wait
+from cbatch.core.queue import Deadlines
 from cbatch.errors import DeadlineError
 from tests.helpers import (
     Rig,
@@ -104,7 +104,7 @@ def test_long_run_of_requests_with_deadlines_keeps_the_heap_short() -> None:
         rig.submit(make_request(str(i), max_tokens=1, timeout_s=1e6))
         step(rig)
     assert len(rig.results) == 300
-    assert len(rig.batcher.deadlines) <= 66
+    assert len(rig.batcher._deadlines) <= 66
 
 
 # ---- how it ends ----
@@ -148,7 +148,7 @@ def test_deadline_of_a_paused_one_in_its_slot_ends_it() -> None:
     rig.batcher.pause("a")
     drive(rig, before=lambda rig: rig.backend.interrupt())
     assert ends(rig) == {"a": ("timeout", 1), "b": ("length", 5)}
-    assert rig.batcher.ledger.n_lent == 0
+    assert rig.ledger.n_lent == 0
 
 
 def test_deadline_of_a_paused_one_without_a_slot_is_an_error() -> None:

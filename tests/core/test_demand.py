@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeVocab
-from cbatch.core.demand import N_PREEMPTED_MAX, KvDemandEstimator
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
+from cbatch.core.preemption import N_PREEMPTED_MAX, Demand, KvDemandEstimator
 from tests.helpers import make_request, shared_pool
 
 if TYPE_CHECKING:
@@ -18,8 +18,16 @@ if TYPE_CHECKING:
     from cbatch.response import FinishReason
 
 
-def demand(n_pool: int, *, is_optimistic: bool = False) -> KvDemandEstimator:
-    return KvDemandEstimator(KvLedger(4, 64, shared_pool(n_pool)), is_optimistic=is_optimistic)
+class Pool:
+    """What is expected of the requests of a pool, and the pool."""
+
+    def __init__(self, ledger: KvLedger, *, is_optimistic: bool) -> None:
+        self.ledger = ledger
+        self.estimator = KvDemandEstimator(ledger, is_optimistic=is_optimistic)
+
+
+def demand(n_pool: int, *, is_optimistic: bool = False) -> Pool:
+    return Pool(KvLedger(4, 64, shared_pool(n_pool)), is_optimistic=is_optimistic)
 
 
 def sequence(n_prompt: int, n_left: int, n_output: int = 0, **given: Any) -> SequenceDriver:
@@ -30,11 +38,11 @@ def sequence(n_prompt: int, n_left: int, n_output: int = 0, **given: Any) -> Seq
     return driver
 
 
-def fits_beside(
-    some: KvDemandEstimator, driver: SequenceDriver, running: Sequence[SequenceDriver | None]
-) -> bool:
-    some.begin(running)
-    return some.fits(driver)
+def fits_beside(pool: Pool, driver: SequenceDriver, running: Sequence[SequenceDriver]) -> bool:
+    found = Demand(pool.estimator)
+    for other in running:
+        found.join(other, other.n_computed)
+    return found.fits(driver, pool.ledger)
 
 
 def ended(reason: FinishReason, n_output: int, n_cap: int) -> SequenceDriver:
@@ -45,14 +53,14 @@ def ended(reason: FinishReason, n_output: int, n_cap: int) -> SequenceDriver:
 
 @pytest.mark.parametrize(("n_pool", "fits"), [(30, True), (29, False)])
 def test_reserve_fits_exactly_where_every_cap_does(n_pool: int, fits: bool) -> None:
-    load_followers = [sequence(4, 6), None, sequence(2, 5, n_output=3)]
+    load_followers = [sequence(4, 6), sequence(2, 5, n_output=3)]
     assert fits_beside(demand(n_pool), sequence(7, 3), load_followers) is fits
 
 
 @pytest.mark.parametrize(("n_pool", "fits"), [(19, True), (18, False)])
 def test_optimistic_counts_a_share_of_what_is_left(n_pool: int, fits: bool) -> None:
     some = demand(n_pool, is_optimistic=True)
-    some.ratio = 0.5
+    some.estimator.ratio = 0.5
     load_followers = sequence(4, 5, n_output=3, max_tokens=8)
     assert (
         fits_beside(some, sequence(4, 10, max_tokens=10), [load_followers]) is fits
@@ -85,10 +93,10 @@ def test_one_whose_window_is_over_wants_the_window(
 
 def test_what_is_left_in_a_slot_that_nobody_has_is_room() -> None:
     some = demand(30)
-    slot = some._ledger.lend()
-    some._ledger.add(slot, 20)
+    slot = some.ledger.lend()
+    some.ledger.add(slot, 20)
     assert not fits_beside(some, sequence(7, 4), [])
-    some._ledger.give_back(slot)
+    some.ledger.give_back(slot)
     assert fits_beside(some, sequence(7, 4), [])
 
 
@@ -102,54 +110,45 @@ def test_optimistic_counts_the_worst_case_after_too_many_preemptions() -> None:
     assert fits_beside(some, often, [])
 
 
-def test_who_joins_counts_as_who_ran_before() -> None:
-    some, driver = demand(30, is_optimistic=True), sequence(4, 20)
-    for often in (0, N_PREEMPTED_MAX):
-        driver.n_preempted = often
-        some.begin([None])
-        some.join(driver)
-        assert some.fits(sequence(4, 10)) is fits_beside(some, sequence(4, 10), [driver])
-
-
 def test_slots_with_cells_of_their_own_always_fit() -> None:
-    some = KvDemandEstimator(KvLedger(2, 64), is_optimistic=False)
+    some = Pool(KvLedger(2, 64), is_optimistic=False)
     assert fits_beside(some, sequence(60, 4), [sequence(60, 4)])
 
 
 def test_pool_of_every_slots_window_is_not_shared() -> None:
-    some = KvDemandEstimator(KvLedger(2, 64, shared_pool(128)), is_optimistic=False)
+    some = Pool(KvLedger(2, 64, shared_pool(128)), is_optimistic=False)
     assert fits_beside(some, sequence(60, 4), [sequence(60, 4)])
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_ratio_moves_towards_what_ended_by_itself(reason: FinishReason) -> None:
     some = demand(64, is_optimistic=True)
-    some.learn(ended(reason, 2, 10))
-    assert some.ratio == pytest.approx(0.7 - 0.5 / 32)
+    some.estimator.learn(ended(reason, 2, 10))
+    assert some.estimator.ratio == pytest.approx(0.7 - 0.5 / 32)
     for _ in range(500):
-        some.learn(ended(reason, 2, 10))
-    assert some.ratio == pytest.approx(0.2, abs=1e-3)
+        some.estimator.learn(ended(reason, 2, 10))
+    assert some.estimator.ratio == pytest.approx(0.2, abs=1e-3)
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout", "error"])
 def test_ratio_learns_nothing_from_what_was_cut_short(reason: FinishReason) -> None:
     some = demand(64, is_optimistic=True)
-    some.learn(ended(reason, 1, 10))
-    assert some.ratio == 0.7
+    some.estimator.learn(ended(reason, 1, 10))
+    assert some.estimator.ratio == 0.7
 
 
 def test_ratio_learns_nothing_from_a_prompt_alone() -> None:
     some = demand(64, is_optimistic=True)
     prompt = sequence(4, 0, max_tokens=9, prefill_only=True)
     prompt.finish("length", 0.0)
-    some.learn(prompt)
-    assert some.ratio == 0.7
+    some.estimator.learn(prompt)
+    assert some.estimator.ratio == 0.7
 
 
 def test_full_pool_raises_the_ratio_up_to_the_worst_case() -> None:
     some = demand(64, is_optimistic=True)
-    some.raise_ratio()
-    assert some.ratio == pytest.approx(0.82)
+    some.estimator.raise_ratio()
+    assert some.estimator.ratio == pytest.approx(0.82)
     for _ in range(9):
-        some.raise_ratio()
-    assert some.ratio == 1.0
+        some.estimator.raise_ratio()
+    assert some.estimator.ratio == 1.0

@@ -365,8 +365,6 @@ def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:
     driver.rewind()
     driver.take_over(2)
     assert (driver.n_cached, driver.n_reached) == (4, 5)
-    driver.lose_adopted()
-    assert (driver.n_cached, driver.n_reached) == (0, 0)
 
 
 # ---- a window that moves ----

@@ -281,9 +281,10 @@ class Trouble:
         return self.workload.faults[i]
 
     def _id(self, chunk: Chunk) -> str:
-        driver = self.rig.batcher.running[chunk.slot]
-        assert driver is not None
-        return driver.request.id
+        plan = self.rig.in_run
+        assert plan is not None
+        by_slot = {c.slot: d for c, d in zip(plan.step.chunks, plan.rows, strict=True)}
+        return by_slot[chunk.slot].request.id
 
     def _item(self, chunk: Chunk) -> Item:
         return self.workload.items[int(self._id(chunk).rstrip("+"))]
@@ -498,9 +499,10 @@ def short_limits(n_targets: int) -> Iterator[None]:
         yield
 
 
-def play(workload: Workload) -> tuple[Rig, list[Request]]:
+def play(workload: Workload, *, is_watched: bool = False) -> tuple[Rig, list[Request]]:
     """Run a workload to its end: arrivals, cancels and pauses by the number of plans."""
     rig, _, requests = build(workload)
+    rig.is_watched = is_watched
     todo = sorted(_happenings(rig, workload, requests), key=lambda happening: happening[0])
     for i_plan in range(todo[-1][0] + 1):
         while todo and todo[0][0] == i_plan:
@@ -665,3 +667,10 @@ def test_cuts_between_steps_change_no_token() -> None:
     assert {i: r.token_ids for i, r in cut.results.items()} == {
         i: r.token_ids for i, r in smooth.results.items()
     }
+
+
+@given(workloads())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_plan_twice_is_the_same_plan_and_changes_nothing(workload: Workload) -> None:
+    with short_limits(workload.n_targets):
+        play(workload, is_watched=True)  # which compares before and after each plan

@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.queue import DEFAULT_AGEING_S, length_and_age, make_queue
+from cbatch.core.queue import DEFAULT_AGEING_S, AdmissionQueue, length_and_age, make_policy
 from cbatch.engine_options import ScheduleOptions
 from tests.helpers import make_request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cbatch.core.queue import Queue
+    from cbatch.core.queue import Policy
 
 POLICIES = ("fcfs", "priority", "shortest", "round_robin")
 MOVES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.booleans()), max_size=60)
 """(seconds until it comes, priority or length, whether the first one leaves then)"""
 
 
-def queue(policy: str, ageing_s: float | None = None) -> Queue:
-    return make_queue(ScheduleOptions(policy=policy, ageing_s=ageing_s))  # type: ignore[arg-type]
+def queue(policy: str, ageing_s: float | None = None) -> Policy:
+    return make_policy(ScheduleOptions(policy=policy, ageing_s=ageing_s))  # type: ignore[arg-type]
 
 
 def waiting(
@@ -41,11 +41,11 @@ def numbers(drivers: Sequence[SequenceDriver]) -> list[int]:
     return [d.number for d in drivers]
 
 
-def order(queue: Queue) -> list[int]:
-    return numbers(queue.first(len(queue)))
+def order(queue: Policy) -> list[int]:
+    return numbers([*queue])
 
 
-def turns(queue: Queue, arrivals: Sequence[tuple[SequenceDriver, bool]]) -> Iterator[int]:
+def turns(queue: Policy, arrivals: Sequence[tuple[SequenceDriver, bool]]) -> Iterator[int]:
     """Yield the numbers in order of their turns: some are served while others still come."""
     for driver, is_served in arrivals:
         queue.add([driver])
@@ -55,8 +55,8 @@ def turns(queue: Queue, arrivals: Sequence[tuple[SequenceDriver, bool]]) -> Iter
         yield from _serve(queue)
 
 
-def _serve(queue: Queue) -> list[int]:
-    [first] = queue.first(1)
+def _serve(queue: Policy) -> list[int]:
+    first = next(iter(queue))
     queue.remove(first)
     return [first.number]
 
@@ -71,11 +71,10 @@ def test_equals_come_in_order_of_submission(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_first_of_more_than_there_are_is_all_of_them(policy: str) -> None:
     some = queue(policy)
-    assert some.first(3) == []
+    assert [*some] == []
     some.add([waiting(0), waiting(1)])
-    assert numbers(some.first(0)) == []
-    assert numbers(some.first(1)) == [0]
-    assert numbers(some.first(9)) == [0, 1]
+    assert numbers([*some])[:1] == [0]
+    assert numbers([*some]) == [0, 1]
     assert len(some) == 2
 
 
@@ -172,3 +171,39 @@ def test_shortest_passes_a_longer_one_until_it_has_waited_its_length() -> None:
     some.add(waiting(i, n_prompt=1) for i in range(1, 6))
     assert order(some) == [1, 2, 0, 3, 4, 5]
     assert length_and_age(waiting(3)) == length_and_age(waiting(0, n_prompt=4))
+
+
+# ---- those that come back, and those that are held ----
+
+
+def newcomers(n: int) -> list[SequenceDriver]:
+    return [waiting(i) for i in range(n)]
+
+
+@pytest.mark.parametrize("n", range(6))
+def test_preempted_come_first_the_oldest_first_and_then_the_queue(n: int) -> None:
+    queue, some = AdmissionQueue(ScheduleOptions()), newcomers(5)
+    queue.add(some[:3])
+    queue.put_back(some[4])
+    queue.put_back(some[3])
+    assert [*queue][:n] == [some[i] for i in (3, 4, 0, 1, 2)][:n]
+    assert len(queue) == 5
+
+
+@pytest.mark.parametrize("i", range(4))
+def test_one_is_taken_out_wherever_it_stands(i: int) -> None:
+    queue, some = AdmissionQueue(ScheduleOptions()), newcomers(4)
+    queue.add(some[:2])
+    for driver in some[2:]:
+        queue.put_back(driver)
+    queue.remove(some[i])
+    assert [*queue] == [some[j] for j in (2, 3, 0, 1) if j != i]
+
+
+def test_held_one_stands_nowhere_until_it_is_put_back() -> None:
+    queue, [driver] = AdmissionQueue(ScheduleOptions()), newcomers(1)
+    queue.hold(driver)
+    assert (queue.is_held(driver), queue.n_held, len(queue)) == (True, 1, 0)
+    queue.put_back(driver)
+    assert (queue.is_held(driver), queue.n_held, len(queue)) == (False, 0, 1)
+    assert not queue.unhold(driver)

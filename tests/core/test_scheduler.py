@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -18,6 +18,8 @@ from tests.helpers import (
     step,
 )
 
+T = TypeVar("T")
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -31,7 +33,7 @@ def sizes(plan: StepPlan) -> dict[int, int]:
     return {c.slot: len(c.tokens) for c in plan.chunks}
 
 
-def must(plan: StepPlan | None) -> StepPlan:
+def must(plan: T | None) -> T:
     assert plan is not None
     return plan
 
@@ -292,7 +294,7 @@ def test_failure_keeps_or_drops_the_cells_as_llama_cpp_does(code: int, n_compute
     step(rig)
     assert [rig.drivers[id].n_computed for id in "01"] == [n_computed] * 2
     assert [rig.drivers[id].n_output for id in "01"] == [1, 1]
-    plan = must(rig.scheduler.plan(rig.now))
+    plan = must(rig.scheduler.plan(rig.now)).step
     assert plan.clears == (() if n_computed else (0, 1))
     assert plan.trims == (((0, 4), (1, 4)) if code == 2 else ())
 

@@ -9,14 +9,16 @@ import pytest
 
 from cbatch.core.driver import Status, Wait
 from cbatch.core.plan import Slot
-from cbatch.core.sharing import MIN_SHARED_TOKENS, Source
+from cbatch.core.prefix import MIN_SHARED_TOKENS, Source
 from tests.helpers import (
     Rig,
     drive,
     found_in,
     make_request,
     make_scheduler,
+    park_paused,
     partitioned,
+    plan_of,
     recurrent,
     shared_pool,
     step,
@@ -44,6 +46,15 @@ def alike(n: int, first: int = 0, **options: Any) -> list[Request]:
     """Requests with `COMMON` and one token of their own."""
     said = {"max_tokens": 4, **options}
     return [make_request(str(i), [*COMMON, 100 + i], **said) for i in range(first, first + n)]
+
+
+def entered(rig: Rig) -> list[str]:
+    """The requests that get a slot with the next plan."""
+    rig.scheduler.prepare(rig.now)
+    plan = rig.scheduler.plan(rig.now)
+    assert plan is not None
+    assert plan.changes is not None
+    return [entry.driver.request.id for entry in plan.changes.entries]
 
 
 def drive_until(rig: Rig, id: str) -> None:
@@ -102,7 +113,7 @@ def test_gap_below_a_leader_is_left_to_those_that_follow_it() -> None:
     for _ in range(2):
         rig.backend.interrupt()
         step(rig)
-    assert rig.batcher.ledger.free_slots[0] == 0
+    assert rig.ledger.free_slots[0] == 0
     assert (rig.drivers["0"].slot, rig.drivers["1"].waits_for) == (1, Wait.LEADER)
 
 
@@ -147,11 +158,11 @@ def test_follower_that_is_cancelled_or_paused_is_no_longer_one() -> None:
     rig.submit(*alike(3))
     step(rig)
     rig.cancel("1")
-    assert len(rig.batcher.followers) == 1
+    assert len(rig.books.followers) == 1
     rig.batcher.pause("2")
     for _ in range(3):
         step(rig)
-    assert not len(rig.batcher.followers)
+    assert not len(rig.books.followers)
     assert rig.drivers["2"].status is Status.PAUSED
     rig.batcher.resume("2")
     drive(rig)
@@ -269,14 +280,16 @@ def test_newcomer_leaves_what_follows_its_prefix_where_it_can_copy(
 @pytest.mark.parametrize("n", [1, 2])
 def test_slots_that_are_copied_or_promised_to_followers_are_no_room_beside(n: int) -> None:
     rig = make_rig(4)
-    rig.submit(make_request("a"))
-    driver, batcher = rig.drivers["a"], rig.batcher
-    batcher.sharing.copied = {Slot(i): 50 for i in range(n)}
-    assert batcher._has_room_beside() is (n < 2)
-    batcher.sharing.copied = {}
-    for _ in range(n):
-        batcher.followers.add(driver, driver, 50)
-    assert batcher._has_room_beside() is (n < 2)
+    rig.submit(make_request("enters"), make_request("a"))
+    driver, slots = rig.drivers["a"], rig.batcher.slot_plan()
+    slots.cells.prefixes.copied = {Slot(i): 50 for i in range(n)}
+    assert slots._has_slot_to_spare() is (n < 2)
+    slots.cells.prefixes.copied = {}
+    for i in range(n):  # those that follow are not queued
+        rig.submit(make_request(str(i)))
+        rig.batcher.hold(rig.drivers[str(i)], Wait.LEADER)
+        rig.books.followers.add(rig.drivers[str(i)], driver, 50)
+    assert slots._has_slot_to_spare() is (n < 2)
 
 
 def test_newcomer_takes_no_slot_that_was_used_since_its_beginning_was() -> None:
@@ -333,7 +346,7 @@ def test_sets_of_adapters_that_are_gone_leave_no_index() -> None:
     for i in range(3):
         rig.submit(make_request(str(i), max_tokens=1, adapter={"a": 1 + i}))
         drive(rig)
-    assert [*rig.batcher.sharing._indexes] == [(("a", 3.0),)]
+    assert [*rig.books.cells.prefixes._indexes] == [(("a", 3.0),)]
 
 
 @pytest.mark.parametrize(("copy_s", "admitted"), [(10.0, ["1"]), (1.0, ["1", "2"])])
@@ -347,7 +360,7 @@ def test_no_more_is_copied_in_a_step_than_takes_as_long_as_decoding(
         step(rig)
     rig.scheduler.costs.learn_copy(50, copy_s)  # a step takes a second
     rig.submit(*alike(3, first=1))
-    assert [d.request.id for d in rig.scheduler.admit(rig.now)] == admitted
+    assert entered(rig) == admitted
 
 
 def test_memory_that_cannot_trim_goes_on_only_where_a_state_ends() -> None:
@@ -441,7 +454,7 @@ def test_pool_counts_shared_cells_once() -> None:
 
     def look(rig: Rig, _: object) -> None:
         nonlocal n_most
-        n_most = max(n_most, rig.batcher.ledger.n_used)
+        n_most = max(n_most, rig.ledger.n_used)
 
     drive(rig, after=look)
     assert rig.stats.n_active_max == 4
@@ -457,17 +470,17 @@ def test_pool_keeps_cells_that_the_same_plan_copies() -> None:
     plan = step(rig)
     assert plan is not None
     assert (plan.copies, plan.clears) == (((0, 1, 50),), ())
-    assert rig.batcher.ledger.n_cells[0] == len(LONG) + 1
+    assert rig.ledger.n_cells[0] == len(LONG) + 1
 
 
 def test_pool_keeps_cells_of_those_that_ended_until_somebody_needs_them() -> None:
     rig = make_rig(memory=shared_pool(128, can_copy=True), n_slots=4)
     rig.submit(make_request("a", COMMON, max_tokens=4), make_request("b", [7] * 30, max_tokens=4))
     drive(rig)
-    assert rig.batcher.ledger.n_used == 53 + 33
+    assert rig.ledger.n_used == 53 + 33
     rig.submit(make_request("c", [8] * 60, max_tokens=4))
     drive(rig)
-    assert rig.batcher.ledger.n_used == 33 + 63  # the oldest gave way
+    assert rig.ledger.n_used == 33 + 63  # the oldest gave way
     rig.submit(make_request("d", [7] * 30, max_tokens=4))
     drive(rig)
     assert rig.results["d"].usage.cached_tokens == 29
@@ -489,7 +502,7 @@ def test_cells_of_a_slot_that_nobody_has_are_room_that_its_heir_takes() -> None:
 
 def test_exact_pieces_are_passed_on_whole_and_output_never() -> None:
     rig = make_rig(n_slots=2, chunk_alignment=16)
-    sharing = rig.batcher.sharing
+    sharing = rig.books.cells.prefixes
     rig.submit(make_request("a", COMMON, max_tokens=20))
     drive(rig)
     longer = make_request("b", [*COMMON, *rig.results["a"].token_ids, 5], max_tokens=2)
@@ -517,8 +530,8 @@ def test_slot_of_the_index_follows_every_change_of_hands() -> None:
     for i in range(3):
         rig.submit(make_request(str(i), [i] * 20, max_tokens=3))
         drive(rig)
-    assert found_in(rig.batcher.sharing.index(), [2] * 20) == {Slot(0): 20}
-    assert found_in(rig.batcher.sharing.index(), [1] * 20) == {}
+    assert found_in(rig.books.cells.prefixes.index(), [2] * 20) == {Slot(0): 20}
+    assert found_in(rig.books.cells.prefixes.index(), [1] * 20) == {}
 
 
 def test_cells_that_the_same_plan_puts_back_are_no_source() -> None:
@@ -540,22 +553,28 @@ def test_cells_that_the_same_plan_puts_back_are_no_source() -> None:
     assert rig.results["b"].token_ids == tuple(rig.alone(second, 4))
 
 
-def test_start_over_gives_up_every_order_and_every_saved_cell() -> None:
+@pytest.mark.parametrize("has_run", [False, True])
+def test_run_that_was_broken_off_costs_its_cells_and_no_token(has_run: bool) -> None:
     rig = make_rig(n_slots=3)
     rig.submit(*alike(2, max_tokens=20))
     for _ in range(2):
         rig.backend.interrupt()
         step(rig)
     rig.batcher.pause("0")
-    rig.batcher.park_paused()
+    park_paused(rig)
     rig.backend.interrupt()
     step(rig)
     rig.batcher.resume("0")
     rig.submit(*alike(1, first=2, max_tokens=20))
-    rig.scheduler.admit(rig.now)  # a load and a copy that no plan has taken
-    rig.backend.run(rig.scheduler.start_over())
+    plan = plan_of(rig)  # with a load and a copy
+    assert plan is not None
+    assert plan.step.loads
+    assert plan.step.copies
+    if has_run:
+        rig.backend.run(plan.step)
+    rig.scheduler.give_up(plan)
+    step(rig)
     assert not rig.backend.saved
-    assert rig.backend.cells == [[], [], []]
     drive(rig)
     for request in alike(3, max_tokens=20):
         assert rig.results[request.id].token_ids == tuple(rig.alone(request, 20))
@@ -614,8 +633,8 @@ def test_slot_of_which_a_plan_copies_more_is_taken_over_by_nobody(
     rig.submit(make_request("a", COMMON, max_tokens=1))
     drive(rig)
     rig.submit(make_request("b", [*COMMON[:40], 7]))
-    rig.batcher.sharing.copied = {Slot(0): n_copied}
-    assert rig.batcher.sharing.best(rig.drivers["b"]) == found
+    rig.books.cells.prefixes.copied = {Slot(0): n_copied}
+    assert rig.books.cells.prefixes.best(rig.drivers["b"]) == found
 
 
 def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
@@ -623,7 +642,7 @@ def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
     rig.submit(make_request("a", [7] * 90, max_tokens=1))
     drive(rig)
     rig.submit(replace(make_request("b", [7] * 40), output=(7,) * 30))
-    assert rig.batcher.sharing.best(rig.drivers["b"]) == Source(Slot(0), 32)
+    assert rig.books.cells.prefixes.best(rig.drivers["b"]) == Source(Slot(0), 32)
 
 
 def test_slots_promised_to_followers_are_given_to_nobody() -> None:
@@ -645,14 +664,14 @@ def test_slot_that_a_plan_copies_from_is_given_to_nobody_in_it() -> None:
     assert plan.copies == ((1, 0, 50),)
     assert rig.drivers["f"].slot == 2
     drive(rig)
-    assert not rig.batcher.sharing.copied
+    assert not rig.books.cells.prefixes.copied
 
 
 def test_followers_slots_are_taken_already() -> None:
     rig = make_rig(n_batch=26)
     rig.submit(*alike(3))
     step(rig)
-    assert (len(rig.batcher.followers), rig.batcher.ledger.n_free_slots) == (2, 3)
+    assert (len(rig.books.followers), rig.ledger.n_free_slots) == (2, 3)
 
 
 def test_lost_load_takes_the_copies_of_its_plan_with_it() -> None:
@@ -662,7 +681,7 @@ def test_lost_load_takes_the_copies_of_its_plan_with_it() -> None:
     rig.backend.interrupt()
     step(rig)
     rig.batcher.pause("b")
-    rig.batcher.park_paused()
+    park_paused(rig)
     rig.backend.interrupt()
     step(rig)
     rig.batcher.resume("b")
@@ -677,7 +696,7 @@ def known_of(rig: Rig, id: str) -> int:
     """How many tokens of one and the same value the index knows in a sequence's slot."""
     slot = rig.drivers[id].slot
     assert slot is not None
-    return found_in(rig.batcher.sharing.index(), [5] * 64).get(slot, 0)
+    return found_in(rig.books.cells.prefixes.index(), [5] * 64).get(slot, 0)
 
 
 def test_moved_cells_that_come_back_are_no_beginning_behind_those_kept() -> None:
@@ -688,8 +707,10 @@ def test_moved_cells_that_come_back_are_no_beginning_behind_those_kept() -> None
     while not rig.drivers["a"].n_shifts:
         rig.backend.interrupt()
         step(rig)
+    rig.backend.interrupt()
+    step(rig)  # the cells follow
     rig.batcher.pause("a")
-    rig.batcher.park_paused()
+    park_paused(rig)
     step(rig)
     rig.batcher.resume("a")
     rig.backend.interrupt()
@@ -718,5 +739,5 @@ def test_few_of_many_saved_cells_are_none(
     rig = make_rig()
     prompt = [*range(n_shared), *range(200, 200 + n_prompt - n_shared)]
     rig.submit(make_request("a", prompt))
-    found = rig.batcher.sharing.n_usable(rig.drivers["a"], range(n_saved), n_saved)
+    found = rig.books.cells.prefixes.n_usable(rig.drivers["a"], range(n_saved), n_saved)
     assert found == n_usable

@@ -116,10 +116,11 @@ def one_step(rig: Rig) -> StepPlan:
 def bare_step(rig: Rig) -> StepPlan:
     """One step that need not compute all that the step has room for."""
     rig.backend.interrupt()
+    rig.scheduler.prepare(rig.now)
     plan = rig.scheduler.plan(rig.now)
     assert plan is not None
-    rig.scheduler.apply(plan, rig.backend.run(plan), rig.now)
-    return plan
+    rig.scheduler.apply(plan, rig.backend.run(plan.step), rig.now)
+    return plan.step
 
 
 def load(rig: Rig, n_prompt: int) -> tuple[list[int], list[float]]:

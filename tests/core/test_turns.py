@@ -23,8 +23,8 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import KvCapabilities
+    from cbatch.core.scheduler import Plan
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,22 @@ def fair(n_slots: int = 1, quantum: int | None = 2, memory: KvCapabilities | Non
 def watch_turns(rig: Rig) -> list[Turn]:
     """Return a list that grows with each turn."""
     turns: list[Turn] = []
-    admit = rig.batcher.admit
+    plan = rig.scheduler.plan
 
-    def watched(now: float, n_copied_max: int | None = None) -> list[SequenceDriver]:
-        admitted = admit(now, n_copied_max)
-        waiting = {id for id, d in rig.batcher.in_flight.items() if d.slot is None}
-        turns.extend(Turn(d.request.id, waiting, {*rig.running()}) for d in admitted)
-        return admitted
+    def watched(now: float) -> Plan | None:
+        planned = plan(now)
+        changes = planned.changes if planned else None
+        if changes is not None and planned not in seen:  # planning twice begins no turn
+            seen.append(planned)
+            admitted = {e.driver.request.id for e in changes.entries}
+            left = {leave.driver.request.id for leave in changes.leaves}
+            running = ({*rig.running()} - left) | admitted
+            waiting = rig.batcher.in_flight.keys() - running
+            turns.extend(Turn(e.driver.request.id, waiting, running) for e in changes.entries)
+        return planned
 
-    rig.batcher.admit = watched  # type: ignore[method-assign]
+    seen: list[Plan | None] = []
+    rig.scheduler.plan = watched  # type: ignore[method-assign]
     return turns
 
 

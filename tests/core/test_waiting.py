@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cbatch.core.driver import SequenceDriver, Status, Wait
-from cbatch.core.queue import FifoQueue
+from cbatch.core.queue import FifoPolicy
 from cbatch.errors import PromptTooLongError, RequestCancelledError
 from tests.helpers import (
     Rig,
@@ -120,7 +120,7 @@ def test_pause_of_a_held_one_takes_nobody_else_out_of_the_queue() -> None:
     rig.submit(*make_sequences(3, max_tokens=2))
     rig.batcher.hold(rig.drivers["0"], Wait.COMPILE)
     rig.batcher.pause("0")
-    assert [d.request.id for d in rig.batcher._line.first(3)] == ["1", "2"]
+    assert [d.request.id for d in rig.books.queue] == ["1", "2"]
 
 
 def test_resumed_one_still_waits_for_what_held_it() -> None:
@@ -142,8 +142,8 @@ def test_paused_one_keeps_slot_and_cells_while_nobody_needs_them() -> None:
     for _ in range(3):
         one_step(rig)
     assert [rig.drivers[id].n_output for id in "01"] == [1, 4]
-    assert (rig.drivers["0"].slot, rig.batcher.ledger.n_cells[0]) == (0, 4)
-    assert rig.batcher.n_paused_in_slots == 1
+    assert (rig.drivers["0"].slot, rig.ledger.n_cells[0]) == (0, 4)
+    assert rig.batcher.n_paused == 1
     assert rig.batcher.resume("0")
     drive(rig)
     assert rig.stats.n_recomputed_tokens == 0
@@ -255,6 +255,6 @@ def test_many_paused_in_a_long_queue_cost_those_behind_nothing() -> None:
         rig.batcher.pause(str(i))
     step(rig)
     assert [*rig.results] == ["999"]
-    assert rig.batcher.n_visited == 1
-    assert isinstance(rig.batcher._line._queue, FifoQueue)
+    assert rig.n_visited == 1
+    assert isinstance(rig.books.queue._policy, FifoPolicy)
     assert {d.status for d in rig.batcher.in_flight.values()} == {Status.PAUSED}

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cbatch.core.batcher import N_FETCHED_PER_SLOT, N_STORED_PER_SLOT
 from cbatch.core.driver import SequenceDriver, Wait
-from cbatch.core.sharing import MIN_SHARED_TOKENS
-from cbatch.core.waiting import _N_KNOWN_MAX, CacheEntry, CacheRef, PrefixWaiters
+from cbatch.core.prefix import MIN_SHARED_TOKENS
+from cbatch.core.scheduler import NOT_RUN
+from cbatch.core.slots import N_READ_PER_SLOT, N_STORED_PER_SLOT
+from cbatch.core.waiting import _N_FILES_MAX, CacheEntry, CacheRef, PrefixWaiters
 from cbatch.errors import CacheError
 from tests.helpers import (
     Rig,
@@ -55,7 +56,7 @@ def adopted(
     rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
     """Return which sequences get cells of the file, of which the first were read, and how many they begin with."""
-    _, adopted = rig.batcher.fetches.arrive(FETCH, found, n_read)
+    _, adopted = rig.books.reads.arrive(FETCH, found, n_read)
     return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
 
 
@@ -63,7 +64,7 @@ def arrive(
     rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
     """Do as `adopted`, and let all go on that waited; cells are put into the backend for those that get some."""
-    drivers, adopted = rig.batcher.fetches.arrive(FETCH, found, n_read)
+    drivers, adopted = rig.books.reads.arrive(FETCH, found, n_read)
     for _, key in adopted:
         rig.backend.import_state(
             key, np.array(FILE.tokens[:n_read], np.int64).view(np.uint8), n_read
@@ -118,7 +119,7 @@ def test_as_much_of_a_file_is_wanted_as_the_longest_common_beginning(
 ) -> None:
     rig = waiting(make_rig(), *(reader(f"{i}", n) for i, n in enumerate(n_shared)))
     n_wanted = max(n if n >= MIN_SHARED_TOKENS else 0 for n in n_shared)
-    assert rig.batcher.fetches.n_wanted(FETCH, FILE) == n_wanted
+    assert rig.books.reads.n_wanted(FETCH, FILE) == n_wanted
 
 
 # ---- one that is to load for all, and leaves ----
@@ -135,7 +136,7 @@ def with_file(n_slots: int = 4, **options: Any) -> Rig:
 
 def test_request_too_late_for_the_part_read_has_it_read_again() -> None:
     rig = waiting(with_file(), reader("early", 40), reader("as early", 40))
-    n_read = rig.batcher.fetches.n_wanted(FETCH, FILE)
+    n_read = rig.books.reads.n_wanted(FETCH, FILE)
     rig.fetching.clear()
     waiting(rig, reader("late", 100, cache_required=True))
     assert arrive(rig, n_read=n_read) == [("early", 40)]
@@ -170,22 +171,21 @@ def two_that_load(**options: Any) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("has_slot", [False, True])
-def test_requests_whose_cells_are_gone_after_ctrl_c_ask_again_or_compute(
-    has_slot: bool,
-) -> None:
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_requests_whose_cells_are_gone_after_ctrl_c_ask_again(has_plan: bool) -> None:
     rig = waiting(with_file(1), *(reader(f"{i}", 100, cache_required=True) for i in range(2)))
     settle_disk(rig)
-    if has_slot:
+    if has_plan:
+        rig.scheduler.prepare(rig.now)
         plan = rig.scheduler.plan(rig.now)
         assert plan is not None
-        assert plan.loads
-    rig.backend.run(rig.scheduler.start_over())
+        assert plan.step.loads
+        rig.backend.run(plan.step)
+        rig.scheduler.give_up(plan)
+        step(rig)
+        assert rig.fetching == [FETCH]
     drive(rig)
-    n_cached = sum(result.usage.cached_tokens for result in rig.results.values())
-    n_computed = rig.stats.n_prompt_tokens + rig.stats.n_recomputed_tokens
-    assert n_cached + n_computed == 2 * 120
-    assert (rig.results["0"].usage.cached_tokens == 0) is has_slot
+    assert [rig.results[id].usage.cached_tokens for id in "01"] == [119, 119]
 
 
 def test_request_with_cells_of_its_own_asks_for_none_when_another_leaves() -> None:
@@ -193,7 +193,7 @@ def test_request_with_cells_of_its_own_asks_for_none_when_another_leaves() -> No
     rig.cancel("0")
     drive(rig, before=lambda rig: rig.fetching and pytest.fail("it is read again"))
     assert rig.results["1"].usage.cached_tokens == 119
-    assert not rig.batcher.cells._saved
+    assert not rig.books.saved._saved
 
 
 def test_one_with_cells_of_its_own_is_not_refused_with_the_one_before() -> None:
@@ -226,7 +226,7 @@ def test_request_during_the_drop_of_an_unwanted_read_orders_it_again() -> None:
     rig = waiting(make_rig(), reader("left", 100))
     rig.cancel("left")
     rig.fetching.clear()
-    assert not rig.batcher.fetches.n_wanted(FETCH)  # so it is dropped
+    assert not rig.books.reads.n_wanted(FETCH)  # so it is dropped
     waiting(rig, reader("a", 100, cache_required=True))
     assert rig.fetching == []
     assert arrive(rig, None, 0) == []
@@ -249,7 +249,7 @@ def test_one_who_asks_after_a_read_that_nobody_wanted_gets_it_ordered() -> None:
 
 def test_file_known_to_be_of_no_use_is_not_ordered() -> None:
     rig = make_rig()
-    rig.batcher.fetches.learn(FETCH, FILE)
+    rig.books.reads.learn(FETCH, FILE)
     rig.submit(reader("a", 1))
     plan = step(rig)
     assert plan is not None
@@ -260,7 +260,7 @@ def test_file_known_to_be_of_no_use_is_not_ordered() -> None:
 
 def test_file_that_is_required_is_ordered_whatever_is_known_of_it() -> None:
     rig = make_rig()
-    rig.batcher.fetches.learn(FETCH, FILE)
+    rig.books.reads.learn(FETCH, FILE)
     waiting(rig, reader("a", 1, cache_required=True))
     assert rig.fetching == [FETCH]
 
@@ -272,21 +272,21 @@ def test_one_that_ran_before_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(reader("0", 100))
     driver = rig.drivers["0"]
-    assert rig.batcher.fetches.is_needed(driver)
+    assert rig.books.reads.is_needed(driver, rig.books.cells.prefixes)
     driver.clock.admitted_s = 0.0
-    assert not rig.batcher.fetches.is_needed(driver)
+    assert not rig.books.reads.is_needed(driver, rig.books.cells.prefixes)
 
 
 def test_one_whose_prompt_is_scored_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(reader("0", 100, prompt_logprobs=0))
-    assert not rig.batcher.fetches.is_needed(rig.drivers["0"])
+    assert not rig.books.reads.is_needed(rig.drivers["0"], rig.books.cells.prefixes)
 
 
 def test_one_that_goes_on_from_a_result_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(replace(reader("0", 100), output=(7,)))
-    assert not rig.batcher.fetches.is_needed(rig.drivers["0"])
+    assert not rig.books.reads.is_needed(rig.drivers["0"], rig.books.cells.prefixes)
 
 
 def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> None:
@@ -294,11 +294,13 @@ def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> N
     rig.submit(make_request("leader", range(9)), make_request("follower"))
     step(rig)
     leader = rig.drivers["leader"]
+    leader.rewind()
     followers.add(rig.drivers["follower"], leader, 6)
     for n_computed, n_left in [(0, 1), (2, 1), (4, 1), (4, 0)]:  # it has stopped
         leader.rewind(n_computed)
-        followers.take_released(())
-        assert len(followers) == n_left
+        over = followers.take_over()
+        assert (len(followers), len(over)) == (n_left, 1 - n_left)
+        followers.note_step(())
 
 
 def test_followers_of_other_adapters_stay_in_place_during_our_turn() -> None:
@@ -332,10 +334,10 @@ def test_others_pass_those_that_wait_for_files(keys: str) -> None:
 
 def test_no_more_wait_for_files_than_twice_the_slots() -> None:
     rig = make_rig(2)
-    n_most = 2 * N_FETCHED_PER_SLOT
+    n_most = 2 * N_READ_PER_SLOT
     rig.submit(*(reader(f"{i}", 9, f"{i}") for i in range(n_most + 3)))
     step(rig)
-    assert rig.batcher.fetches.n_waiting == len(rig.fetching) == n_most
+    assert len(rig.books.reads) == len(rig.fetching) == n_most
     assert rig.batcher.n_waiting == 3
     drive(rig)
 
@@ -346,13 +348,15 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
     rig.submit(*savers)
     for _ in range(60):  # nothing that is copied out is ever written
         settle_disk(rig)
+        rig.scheduler.prepare(rig.now)
         plan = rig.scheduler.plan(rig.now)
-        rig.fetching = [*iter(rig.batcher.fetches.take_order, None)]
         if plan is not None:
-            rig.scheduler.apply(plan, rig.backend.run(plan), rig.now)
+            result = rig.backend.run(plan.step) if plan.is_run else NOT_RUN
+            rig.scheduler.apply(plan, result, rig.now)
+        rig.fetching = rig.batcher.take_reads()
     n_most = N_STORED_PER_SLOT * n_slots
     assert (
-        n_most <= len(rig.batcher.storing) < n_most + n_slots
+        n_most <= rig.batcher.n_storing < n_most + n_slots
     )  # with those that ran when it was full
     store(rig)
     drive(rig)
@@ -360,8 +364,8 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
 
 
 def test_files_whose_tokens_are_remembered_are_the_last_few() -> None:
-    fetches = make_rig().batcher.fetches
-    for i in range(_N_KNOWN_MAX + 1):
+    fetches = make_rig().books.reads
+    for i in range(_N_FILES_MAX + 1):
         fetches.learn(CacheRef(str(i)), FILE)
-    assert len(fetches._known) == _N_KNOWN_MAX
+    assert len(fetches._known) == _N_FILES_MAX
     assert CacheRef("0") not in fetches._known

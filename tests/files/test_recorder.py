@@ -56,7 +56,7 @@ def test_what_is_computed_again_is_prefill() -> None:
     submit(loop, rig, *make_sequences(1, max_tokens=3))
     rig.backend.interrupt()
     loop.step()
-    [driver] = [d for d in rig.batcher.running if d is not None]
+    [driver] = rig.batcher.order()
     rig.batcher.drop_cells(driver)
     rig.backend.interrupt()
     loop.step()

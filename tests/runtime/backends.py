@@ -158,6 +158,11 @@ def batcher_of(engine: Engine) -> MultiRequestBatcher:
     return engine._parts.batcher
 
 
+def find_pool_full(engine: Engine) -> None:
+    """Have the next step make room, as after a step that found no free cell."""
+    engine._loop._scheduler._is_pool_full = True
+
+
 def is_threaded(engine: Engine) -> bool:
     return engine._threaded
 
@@ -168,7 +173,7 @@ def ids_in_flight(engine: Engine) -> list[str]:
 
 def check_books(engine: Engine) -> None:
     """Fail unless the books of cells and slots balance."""
-    engine._parts.batcher.ledger.check()
+    engine._parts.batcher._ledger.check()
 
 
 def in_owner(engine: Engine, work: Callable[[], T]) -> T:

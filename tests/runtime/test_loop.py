@@ -22,7 +22,7 @@ from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, in_
 
 if TYPE_CHECKING:
     from cbatch.backend.fake import FakeBackend
-    from cbatch.core.plan import StepPlan
+    from cbatch.core.scheduler import Plan
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ def make_loop(backend: FakeBackend, *, is_threaded: bool = True) -> LoopRig:
     made = LoopRig(loop, InFlight(loop, rig.batcher, time.perf_counter), backend, rig)
     plan = rig.scheduler.plan
 
-    def counted(now: float) -> StepPlan | None:
+    def counted(now: float) -> Plan | None:
         made.n_plans += 1
         return plan(now)
 
@@ -283,8 +283,8 @@ def test_interrupted_run_is_done_anew_with_its_clears_and_binds() -> None:
     with pytest.raises(KeyboardInterrupt):
         made.loop.pump()
     made.loop.pump()
-    restored, again = backend.plans
-    assert (restored.clears, [b.slot for b in restored.binds]) == ((0, 1), [0])
+    [again] = backend.plans
+    assert (again.clears, [b.slot for b in again.binds]) == ((0, 1), [0])
     assert [(c.slot, c.start) for c in again.chunks] == [(0, 0)]
     made.loop.close()
 
@@ -304,7 +304,7 @@ def test_failure_between_an_end_and_its_leaving_keeps_nobody_waiting(
 ) -> None:
     made = make_loop(GatedBackend(2, 64, 16), is_threaded=False)
 
-    def fail_once(driver: SequenceDriver) -> None:
+    def fail_once(driver: SequenceDriver, **_: bool) -> None:
         monkeypatch.undo()
         raise ValueError(f"{driver.request.id} cannot leave")
 
