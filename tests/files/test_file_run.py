@@ -855,6 +855,7 @@ CALL = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "options",
     [

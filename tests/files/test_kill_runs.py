@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 
 
+@pytest.mark.real
 def test_runs_that_exit_at_any_step_lose_double_and_mispair_nothing(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     seed = random.randrange(2**32)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+pytestmark = pytest.mark.real
+
 N_PASSES = 4
 N_ITEMS = 33
 
@@ -71,7 +73,6 @@ def kill_before_every_step(
     raise AssertionError
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("loss", LOSSES)
 def test_kill_before_every_step_leaves_what_can_go_on(quick_path: Path, loss: Loss) -> None:
     names = Counter[str]()
