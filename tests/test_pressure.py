@@ -286,7 +286,7 @@ def test_duplicate_id_is_refused_before_anybody_waits(by_hand: MakeEngine) -> No
     engine = by_hand(max_queue=0)
     engine.run(prompts("a"))
     engine.step()
-    with pytest.raises(Exception, match="unique"):
+    with pytest.raises(Exception, match="give each request its own id"):
         engine.run(prompts("b", "a"))
     assert books(engine) == (0, 1, ["a"])
 
