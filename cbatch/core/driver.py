@@ -232,11 +232,6 @@ class SequenceDriver:
         return len(self.tokens) - self.n_computed
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether one token of the output is pending, and nothing else."""
-        return self.n_pending == 1 and self.n_computed >= self.n_prompt
-
-    @property
     def n_output(self) -> int:
         """Tokens sampled so far."""
         return len(self.output)
@@ -302,16 +297,6 @@ class SequenceDriver:
     def n_shifts(self) -> int:
         """How often tokens were taken out of the window."""
         return self.window.n_shifts if self.window else 0
-
-    @property
-    def n_keep(self) -> int:
-        """Tokens that stay in a window that moves."""
-        return self.window.n_keep if self.window else 0
-
-    @property
-    def is_over_window(self) -> bool:
-        """Whether the next token has no place before others are taken out."""
-        return self.window is not None and len(self.tokens) > self.n_window
 
     @property
     def has_run(self) -> bool:
@@ -482,7 +467,7 @@ class SequenceDriver:
     # ---- a step ----
 
     def chunk(self, slot: Slot, start: int, n_tokens: int) -> Chunk:
-        """Return `n_tokens` tokens from `start` as a part of a plan; changes nothing."""
+        """Return `n_tokens` tokens from `start` as a part of a plan."""
         end, tokens = start + n_tokens, self.tokens
         part = (tokens[start],) if n_tokens == 1 else tokens[start:end]
         has_output = end == len(tokens) and self.n_cap > 0
@@ -566,7 +551,7 @@ class SequenceDriver:
         n_forced = len(guidance.forced)
         for i, token in enumerate(guidance.forced, 1):
             # a full window has no place for the rest: it is sampled under the grammar when the window has moved
-            if self.finish_reason is not None or self.is_over_window:
+            if self.finish_reason is not None or len(self.tokens) > self.n_window:
                 break
             self._append([token], now, is_last=guidance.is_complete and i == n_forced)
             self.clock.last_token_s = now

@@ -142,7 +142,9 @@ class PrefixCache:
     def enter(self, slot: Slot, driver: SequenceDriver) -> None:
         """Enter that a sequence has a slot, where its prompt will stand."""
         self.use(slot)
-        self._stand(slot, driver, driver.n_keep if driver.n_shifts else driver.n_prompt)
+        window = driver.window
+        n_known = window.n_keep if window and window.n_shifts else driver.n_prompt
+        self._stand(slot, driver, n_known)
 
     def use(self, slot: Slot) -> None:
         """Mark a slot as recently used, so that eviction takes others first."""
