@@ -338,22 +338,25 @@ class PrefixCache:
         return best if is_older or not self._ledger.n_cells[best] else source.slot
 
     def _best_place(self) -> Slot:
-        places = (slot for slot in self._ledger.free_slots if slot not in self.copied)
-        return min(places, key=self._place_rank)
+        """Return the free slot with most neighbours in use, for a gap costs a graph run; then where least is lost."""
+        running, n_cells, used_at = self._running, self._ledger.n_cells, self._used_at
+        last = len(running) - 1
+        ranks: list[tuple[int, int, Slot]] = []
+        for slot in self._ledger.free_slots:
+            if slot in self.copied:
+                continue
+            n_beside = 0
+            if not self._is_pool:
+                n_beside += slot > 0 and running[slot - 1] is not None
+                n_beside += slot < last and running[slot + 1] is not None
+            ranks.append((-n_beside, used_at[slot] if n_cells[slot] else 0, slot))
+        return min(ranks)[2]
 
     def _can_copy_retained(self, source: Source) -> bool:
         n_lost = self._ledger.n_cells[source.slot] - source.n_cells
         return (
             self._can_copy and n_lost >= MIN_SHARED_TOKENS and source.n_cells >= MIN_SHARED_TOKENS
         )
-
-    def _place_rank(self, slot: Slot) -> tuple[int, int, int]:
-        """Rank by neighbours in use, for a gap costs a graph run; then by what is lost; then by number."""
-        used_at = self._used_at[slot] if self._ledger.n_cells[slot] else 0
-        if self._is_pool:
-            return 0, used_at, slot
-        around = self._running[max(0, slot - 1) : slot + 2]
-        return around.count(None) - len(around), used_at, slot
 
     def _matches(self, driver: SequenceDriver) -> list[_Match]:
         """Return what the index has for a prompt, the most tokens in common first."""
