@@ -104,6 +104,21 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert [page.name for page in DOCS if f"docs/{page.name})" not in text_of("README.md")] == []
 
 
+def test_architecture_names_files_that_exist() -> None:
+    named = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.(?:py|cpp))`", text_of("docs/architecture.md"))
+    package = Path(cbatch.__file__).parent
+    roots = (package, ROOT)
+    assert len(named) > 20
+    assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
+
+
+def test_architecture_tells_a_decode_step_in_a_dozen_files() -> None:
+    """The files that it names are those that a step calls, but for small helpers."""
+    page = text_of("docs/architecture.md").split("## One step")[1].split("In a step that")[0]
+    told = dict.fromkeys(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.(?:py|cpp))`", page))
+    assert 10 <= len(told) <= 12
+
+
 def test_every_run_option_is_documented_with_its_default() -> None:
     documented = table("docs/options.md", "## Of a request")
     assert list(documented) == [f.name for f in fields(RunOptions)]
