@@ -482,7 +482,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
         is_full = len(rig.books.followers) + len(rig.books.reads) + n_holds
         is_full = is_full or bool(plan.copies and rig.copy_s)
         assert is_full or not (n_waiting and ledger.has_free_slot)
-    suspects = rig.scheduler.bisection.suspects()
+    suspects = rig.scheduler.bisection.suspects(leaves)
     if suspects:
         assert set(planned.rows) <= set(suspects)
         return

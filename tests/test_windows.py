@@ -540,11 +540,10 @@ def test_movers_in_a_pool_each_begin_with_the_file(any_way: Place) -> None:
 
 
 def full(engine: Engine, id: str, n_more: int = 0) -> None:
-    """Step until a window is full, its last token without a cell."""
-    driver = batcher_of(engine).in_flight.get(id)
-    while driver is None or driver.n_tokens != W + 1:
-        engine.step()
-        driver = batcher_of(engine).in_flight.get(id)
+    """Step until a window was full and has moved in the books, its cells not yet."""
+    batcher = batcher_of(engine)
+    while id not in batcher.in_flight or not batcher.in_flight[id].n_shifts:
+        assert engine.step()
     steps(engine, n_more)
 
 
@@ -586,7 +585,7 @@ def test_mover_preempted_at_the_border_goes_on(by_hand: Place, swap_mib: int) ->
     engine = by_hand.engine(
         2,
         W,
-        memory=pool(300),
+        memory=pool(250),
         kind=GatedBackend,
         schedule={"swap_mib": swap_mib, "admission": "optimistic"},
     )

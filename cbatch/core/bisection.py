@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cbatch.core.driver import SequenceDriver, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
 
 class FaultBisection:
@@ -20,10 +20,14 @@ class FaultBisection:
     def __init__(self) -> None:
         self._groups: list[dict[SequenceDriver, int]] = []  # with the cells that clear a suspect
 
-    def suspects(self) -> list[SequenceDriver]:
-        """Return the group to compute next, without any other sequence; empty where there is no suspect."""
+    def suspects(self, leaving: Container[SequenceDriver] = ()) -> list[SequenceDriver]:
+        """Return the group to compute next, without any other sequence; empty where there is no suspect.
+
+        Args:
+            leaving: sequences that lose their slots before that.
+        """
         for group in reversed(self._groups):
-            if suspects := [d for d, n in group.items() if _is_suspect(d, n)]:
+            if suspects := [d for d, n in group.items() if _is_suspect(d, n) and d not in leaving]:
                 return suspects
         return []
 

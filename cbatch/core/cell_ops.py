@@ -261,9 +261,14 @@ class SavedCells:
         return is_adopted
 
     def give_up(self, keys: Iterable[int]) -> list[SequenceDriver]:
-        """Give up saved cells: their tokens are pending again; return the sequences whose cells came from disk."""
+        """Give up saved cells: their tokens are pending again; return the sequences whose cells came from disk.
+
+        A key that was loaded already, by a plan that was half committed, is passed over.
+        """
         adopted = []
         for key in keys:
+            if key not in self._saved:
+                continue
             driver = self._saved[key][0]
             if self.take(key):
                 adopted.append(driver)

@@ -459,7 +459,7 @@ class SequenceDriver:
         self.saved_key, self.n_computed = key, n_cells
 
     def release_load_followers(self) -> None:
-        """Let the sequences ask for the file themselves that were to copy what this one does not load now."""
+        """Release the sequences that were to copy this one's cells from disk: each reads the file itself."""
         for other in self.load_followers:
             other.has_fetched = other.has_fetched and other.has_run
         self.load_followers = ()

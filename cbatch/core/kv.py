@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """Cells that belong to the same slots, all or none."""
+    """A run of cells that slots share as a whole: a slot has all of them or none."""
 
     n: int
     n_slots: int = 1

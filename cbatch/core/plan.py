@@ -28,9 +28,9 @@ class Binding:
 
     slot: Slot
     output_origin: int
-    """The position of the first output: a sampled token's position less this is the token's number in the output. The
-    generator is keyed by that number, so a sequence that is computed again draws the same tokens. Every token that was
-    taken out of the window moves the origin down by one, below 0 too."""
+    """The position of the first output token. The random generator is keyed by a token's number in the output, which is
+    its position minus this, so a sequence that is computed again draws the same tokens. Each token that is removed from
+    the window lowers the origin by one; it may be negative."""
     sampling: Sampling
     stop_tokens: tuple[int, ...]
     """Every token id that ends the sequence, the model's end-of-generation ids included unless ignored."""

@@ -247,7 +247,7 @@ class PrefixCache:
         return self._most(in_use, n_least, self._can_copy_from) or found
 
     def _last_used_first(self, match: _Match) -> list[Slot]:
-        """Return retained slots in the order in which to take one: others wait that left theirs before."""
+        """Return the free slots of a match, the most recently used first: waiting requests may continue the rest."""
         slots = [s for s in match.branch.left if s not in match.hidden]
         return sorted(slots, key=self._used_at.__getitem__, reverse=True)
 
@@ -269,7 +269,7 @@ class PrefixCache:
         return best
 
     def _can_take(self, slot: Slot, n_cells: int) -> bool:
-        """Whether a free slot may be taken: a common first token is not worth cells that may be wanted again."""
+        """Whether a free slot may be taken over: a short match does not justify losing many cells."""
         if n_cells < self.copied.get(slot, 0):
             return False
         return (
@@ -338,7 +338,10 @@ class PrefixCache:
         return best if is_older or not self._ledger.n_cells[best] else source.slot
 
     def _best_place(self) -> Slot:
-        """Return the free slot with most neighbours in use, for a gap costs a graph run; then where least is lost."""
+        """Return the best free slot: with the most neighbours in use, for a gap costs a graph run.
+
+        Among equals an empty slot comes first, then the least recently used.
+        """
         running, n_cells, used_at = self._running, self._ledger.n_cells, self._used_at
         last = len(running) - 1
         ranks: list[tuple[int, int, Slot]] = []

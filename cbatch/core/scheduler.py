@@ -34,7 +34,7 @@ DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
 
 MIXED_OVER_DECODE = 2.0
-"""A step that decodes for somebody who reads along may take so many times what it takes without prompts."""
+"""The longest time of a step with prompts while output is streamed, as a multiple of a step that only decodes."""
 
 N_PROMPT_MIN = 16
 """Prompt tokens that a step has room for whatever they cost: fewer are computed no faster on a CPU."""
@@ -150,11 +150,9 @@ class ContinuousBatchScheduler:
         if self._must_rebuild and self.batcher.in_flight:
             step = StepPlan((), binds=self._bindings(slots), is_rebuild=True, **slots.ops())
             return Plan(step, (), None, None, now, 0)
-        suspects = self.bisection.suspects()
         self._change_slots(slots)
-        rows: Sequence[SequenceDriver] = slots.rows()
-        if suspects:
-            rows = [d for d in suspects if not slots.has_left(d)] or rows
+        suspects = self.bisection.suspects(slots.leaving())
+        rows: Sequence[SequenceDriver] = suspects or slots.rows()
         rows, shares, turns = self._take_turn(rows, slots)
         chunks, drivers = self._chunks(shares, slots)
         ops, changes = slots.ops(), slots.changes()
@@ -204,7 +202,7 @@ class ContinuousBatchScheduler:
         n_waiting = self.batcher.n_waiting
         if self._quantum and n_waiting:
             self._end_turns(slots, n_waiting)
-        if self._is_pool and self._has_preempted(slots) and slots.rows():
+        if self._is_pool and self._free_cells_for_rows(slots) and slots.rows():
             return  # a sequence that just lost its cells would take them back
         if n_waiting and slots.can_admit:
             slots.admit(self._n_copied_max(slots))
@@ -227,8 +225,11 @@ class ContinuousBatchScheduler:
         order = self.batcher.order() if self._quantum else ()
         return [d for d in order if len(d.output) - d.n_before_turn >= self._quantum]
 
-    def _has_preempted(self, slots: SlotPlan) -> bool:
-        """Take back cells of a shared pool until each decoding row can have one; return whether a slot was taken."""
+    def _free_cells_for_rows(self, slots: SlotPlan) -> bool:
+        """Free cells until every decoding sequence can have one; return whether a slot was taken.
+
+        Slots that retain cells are emptied first.
+        """
         has_preempted = False
         if self._is_pool_full and not slots.make_room(slots.cells.ledger.n_pool):
             has_preempted = slots.preempt()

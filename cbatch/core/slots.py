@@ -138,9 +138,9 @@ class SlotPlan:
         rows = [d for d in self._order if d not in left and d not in self.placed]
         return sorted([*rows, *self.placed], key=lambda d: d.number)
 
-    def has_left(self, driver: SequenceDriver) -> bool:
-        """Whether a sequence leaves its slot."""
-        return any(leave.driver is driver for leave in self._leaves)
+    def leaving(self) -> list[SequenceDriver]:
+        """Return the sequences that leave their slots."""
+        return [leave.driver for leave in self._leaves]
 
     @property
     def n_waiting(self) -> int:
@@ -266,7 +266,7 @@ class SlotPlan:
     def admit(self, n_copied_max: int | None = None) -> None:
         """Give free slots to waiting sequences whose cells fit, in the order of the queue.
 
-        None is admitted behind whom more than `n_copied_max` cells are to be copied already.
+        Admission stops once the plan copies more than `n_copied_max` cells; the copy past the limit is still made.
         """
         candidates = _Candidates(self._books.queue, N_LOOK if self.cells.ledger.is_shared else 1)
         demand = self._demand()

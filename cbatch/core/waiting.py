@@ -61,7 +61,7 @@ class PrefixWaiters:
         self._followers[driver.number] = _Follower(driver, leader, n_cells)
 
     def note_step(self, adapters: AdapterSet) -> None:
-        """Note how far the leaders are before a step with `adapters`: a leader that it brings no further is stuck."""
+        """Record how far each leader is before a step with `adapters`: one that it does not advance is stuck."""
         for follower in self._followers.values():
             if follower.leader.request.adapters == adapters:
                 follower.n_before = follower.leader.n_computed
@@ -81,7 +81,10 @@ class PrefixWaiters:
 
 
 class Awaited(Generic[C, V]):
-    """Sequences that wait for something by its cause: each is asked for once for all, and what came of it is known."""
+    """Sequences that wait for a thing: a file or a grammar.
+
+    Each thing is asked for once, however many sequences wait for it; recent results are remembered.
+    """
 
     def __init__(self, n_known_max: int) -> None:
         self._n_known_max = n_known_max

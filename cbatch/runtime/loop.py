@@ -286,7 +286,7 @@ class Loop:
                 self._error, self._is_closed = error, True
                 self._end()
                 raise self._failure(error) from error
-            except BaseException:  # such as SystemExit from a function given to `record_steps`
+            except BaseException:  # such as Ctrl-C in the run
                 self._give_up_run()
                 raise
         return self._has_dozed()

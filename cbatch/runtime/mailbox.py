@@ -176,7 +176,7 @@ class Mailbox:
         self.end_feed(error)
 
     def end_late(self) -> None:
-        """Do to an item that came in as the feed ended what was done to the others: nothing, where they go on."""
+        """Cancel an item that arrived while its batch was being cancelled; where the batch goes on, nothing happens."""
         if self._end_late is not None:
             self._end_late(self)
 

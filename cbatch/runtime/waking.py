@@ -167,7 +167,9 @@ class Readers:
                 return
             raise
         if not has_worked and not is_ready():
-            raise EngineError(f"{self._n_open()} items are open but there is nothing to do")
+            raise EngineError(
+                f"{self._n_open()} requests have not ended, but the engine has no work left"
+            )
 
 
 async def do_to_end(work: Callable[[], object], hurry: Callable[[], object] | None = None) -> None:

@@ -449,7 +449,8 @@ def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) ->
         assert not rig.drivers[request.id].has_run
         return
     assert item.grammar != "x" or isinstance(result.error, PromptTooLongError)
-    n_least = 0 if options.prefill_only else 1
+    n_next = 1 + (0 if options.n_discard else len(request.output))  # one more than it goes on from
+    n_least = 0 if options.prefill_only else min(n_next, options.max_tokens or n_next)
     if options.strict_max_tokens and not (options.prefill_only or options.n_discard):
         n_least = options.max_tokens or 1
     if n_prompt + n_least > rig.backend.n_window:

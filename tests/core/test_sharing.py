@@ -553,8 +553,9 @@ def test_cells_that_the_same_plan_puts_back_are_no_source() -> None:
     assert rig.results["b"].token_ids == tuple(rig.alone(second, 4))
 
 
-@pytest.mark.parametrize("has_run", [False, True])
-def test_run_that_was_broken_off_costs_its_cells_and_no_token(has_run: bool) -> None:
+@pytest.mark.parametrize("n_done", [0, 1, 2])
+def test_run_that_was_broken_off_costs_its_cells_and_no_token(n_done: int) -> None:
+    """Before the backend ran it, before it was applied, and behind: where `apply` raises when it has committed."""
     rig = make_rig(n_slots=3)
     rig.submit(*alike(2, max_tokens=20))
     for _ in range(2):
@@ -570,8 +571,10 @@ def test_run_that_was_broken_off_costs_its_cells_and_no_token(has_run: bool) -> 
     assert plan is not None
     assert plan.step.loads
     assert plan.step.copies
-    if has_run:
-        rig.backend.run(plan.step)
+    if n_done:
+        result = rig.backend.run(plan.step)
+        if n_done == 2:
+            rig.scheduler.apply(plan, result, rig.now)
     rig.scheduler.give_up(plan)
     step(rig)
     assert not rig.backend.saved
