@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+
+import pytest
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.bench import constraints
 from cbatch.bench.constraints import Turn
 from cbatch.engine import Engine
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_each_round_has_a_free_and_a_bound_turn() -> None:
@@ -30,6 +28,7 @@ def test_summary_is_the_middle_and_the_range_of_each_rounds_ratio() -> None:
     assert (found["free_ms_step"], found["bound_ms_sample"]) == (2.0, 1.0)
 
 
+@pytest.mark.real
 def test_script_prints_a_line_for_each_constraint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,7 +95,7 @@ def test_reader_without_a_thread_steps_until_it_has_what_it_wants() -> None:
 
 def test_reader_without_a_thread_gives_up_where_there_is_nothing_to_do() -> None:
     box = Mailbox(2, Cancelled(), lambda: False)
-    with pytest.raises(EngineError, match="2 items are open"):
+    with pytest.raises(EngineError, match="2 requests have not ended"):
         box.wait(None)
     with pytest.raises(TimeoutError):
         Mailbox(1, Cancelled(), lambda: True).wait(0)
