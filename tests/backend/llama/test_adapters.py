@@ -495,7 +495,7 @@ import random, sys, pathlib
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.load.open_model import open_model
 from cbatch.errors import ModelLoadError
-from tests.backend.test_adapters import PROMPT, Context
+from tests.backend.llama.test_adapters import PROMPT, Context
 base, path, seed = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
 data, rng = path.read_bytes(), random.Random(seed)
 n_header = data.rindex(b".lora_b") + 40
