@@ -95,7 +95,7 @@ def test_host_gives_at_most_what_is_free_and_its_swap(system: Path) -> None:
 
 
 def test_mapping_of_a_real_model_is_found(test_model: Path) -> None:
-    n_others = free_memory._mapped(str(test_model))  # models that other tests have left to the collector
+    n_others = free_memory._mapped(str(test_model))  # which other tests have open
     with closing(open_model(test_model, use_extra_bufts=False)) as model:
         assert n_others + 0.9 * model.n_bytes < free_memory._mapped(str(test_model))
     assert free_memory._mapped(str(test_model)) == n_others
