@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, IntEnum
 from functools import partial
 from typing import Annotated, Any, NoReturn
@@ -19,7 +19,8 @@ from typer.core import TyperCommand, TyperGroup
 
 import cbatch
 from cbatch.cli.option_table import option
-from cbatch.cli.terminal import event_line, say, tell
+from cbatch.cli.terminal import discard, event_line, say, settle_stderr, tell
+from cbatch.errors import ConfigError
 from cbatch.files.places import stdout
 from cbatch.logs import FIELDS
 
@@ -169,6 +170,8 @@ class Group(TyperGroup):
                 return super().invoke(ctx)
         except (Exception, KeyboardInterrupt) as error:
             self._end(error, is_debugged=ctx.params["debug"], says_events=ctx.obj.says_events)
+        finally:
+            settle_stderr()
 
     @staticmethod
     def _end(error: BaseException, *, is_debugged: bool, says_events: bool = False) -> NoReturn:
@@ -187,6 +190,9 @@ class Group(TyperGroup):
             if is_debugged:
                 traceback.print_exception(error)
             say(f"cbatch: {words}")
+        if isinstance(error, OSError) and not error.filename:
+            with suppress(ConfigError):
+                leave_stdout()
         raise typer.Exit(code) from None
 
 
@@ -224,10 +230,8 @@ def write(text: str) -> None:
 
 
 def leave_stdout() -> None:
-    """Discard further output: the reader has left. Source: Python's docs, note on SIGPIPE in `signal`."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stdout().fileno())
-    os.close(null)
+    """Discard further output: the reader has left, or the disk is full."""
+    discard(stdout().fileno())
 
 
 def _show_version(is_asked: bool) -> None:

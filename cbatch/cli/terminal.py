@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -21,9 +22,28 @@ def say(line: str) -> None:
 
     Control characters are escaped: paths and names in errors may come from anywhere.
     """
+    escaped = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in line)
     with suppress(OSError):
-        escaped = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in line)
         typer.echo("".join(escaped), err=True)
+
+
+def settle_stderr() -> None:
+    """Discard messages that could not be written: Python would try once more at the end, and exit with 120."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:
+        discard(2)
+
+
+def discard(fd: int) -> None:
+    """Discard what is still to be written to a file: what Python's buffer holds would fail again at the end.
+
+    Source: Python's docs, note on SIGPIPE in `signal`.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, fd)
+    os.close(null)
 
 
 def event_line(kind: str, **values: Any) -> str:

@@ -37,11 +37,13 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full, whi
 
 
 def redirected(how: str, *args: object) -> Done:
-    """Run a command with redirections that the shell makes, such as `<&-`."""
+    """Run a command with redirections that the shell makes, such as `<&-`; its output is buffered, as by default."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         ["sh", "-c", f'exec "$0" -m cbatch.cli "$@" {how}', sys.executable, *map(str, args)],
         capture_output=True,
         cwd=CLI,
+        env=env,
         check=False,
     )
     return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
