@@ -320,8 +320,7 @@ class ContinuousBatchScheduler:
         """Empty retained slots for what the sequences of a step can use, and for the steps after it."""
         n_wanted, n_steps = 0, N_STEPS_MAX
         for driver in rows:
-            start = slots.placed[driver][1] if driver in slots.placed else driver.n_computed
-            n_wanted += len(driver.tokens) - start
+            n_wanted += len(driver.tokens) - slots.n_computed(driver)
             n_steps = min(n_steps, driver.n_room)
         slots.make_room(min(self._n_batch, n_wanted) + n_steps * len(rows))
 

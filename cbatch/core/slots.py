@@ -1,4 +1,4 @@
-"""What a plan does to slots: who leaves, who enters, who moves and who waits, decided against a view of the books."""
+"""What a plan does to slots: which sequences leave, enter, move and wait, decided against a view of the books."""
 
 from __future__ import annotations
 
@@ -292,10 +292,11 @@ class SlotPlan:
         demand = Demand(self._books.demand)
         for driver in self.running if self.cells.ledger.is_shared else ():
             if driver is not None:
-                demand.join(driver, self._n_computed(driver))
+                demand.join(driver, self.n_computed(driver))
         return demand
 
-    def _n_computed(self, driver: SequenceDriver) -> int:
+    def n_computed(self, driver: SequenceDriver) -> int:
+        """Return the cells of a sequence as the plan leaves them."""
         return self.placed[driver][1] if driver in self.placed else driver.n_computed
 
     def _fitting(
@@ -340,7 +341,7 @@ class SlotPlan:
             return True
         self._enter(driver, found.source, is_uncached=is_uncached)
         if self.cells.ledger.is_shared:
-            demand.join(driver, self._n_computed(driver))
+            demand.join(driver, self.n_computed(driver))
         return True
 
     def _enter(self, driver: SequenceDriver, source: Source | None, *, is_uncached: bool) -> None:
@@ -377,7 +378,7 @@ class _Candidates:
         self._next: list[SequenceDriver] = []
 
     def first(self) -> list[SequenceDriver]:
-        """Return the first of those that are left, as far as their prompts are tokens."""
+        """Return the next waiting sequences, as far as their prompts are tokens."""
         n_missing = self._n_look - len(self._next)
         for driver in islice(self._rest, n_missing):
             if not driver.is_prepared or driver.refusal is not None:

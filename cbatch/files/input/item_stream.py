@@ -228,7 +228,7 @@ class ItemStream:
         self._has_ended = self._arrivals is None or self._arrivals.has_ended
 
     def about(self) -> int | None:
-        """Estimate the number of items by the bytes of those that were read; None where it is unknown."""
+        """Estimate the number of items by the bytes of the items that were read; None where nothing tells."""
         n_bytes, n_read = self.source.n_bytes, self.source.n_bytes_read
         if self.n_items is not None or not n_bytes or not n_read:
             return self.n_items
