@@ -495,6 +495,7 @@ import random, sys, pathlib
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.load.open_model import open_model
 from cbatch.errors import ModelLoadError
+from tests.backend.damage import damaged
 from tests.backend.llama.test_adapters import PROMPT, Context
 base, path, seed = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
 data, rng = path.read_bytes(), random.Random(seed)
@@ -503,13 +504,7 @@ model = open_model(base)
 ctx = Context(model)
 n_refused = 0
 for i in range(400):
-    damaged = bytearray(data)
-    if i % 4 == 0:
-        del damaged[rng.choice([rng.randrange(n_header), rng.randrange(len(data))]):]
-    else:
-        for _ in range(rng.choice([1, 1, 2, 4])):
-            damaged[rng.randrange(n_header)] = rng.choice([0, 1, 6, 128, 255, rng.randrange(256)])
-    path.write_bytes(damaged)
+    path.write_bytes(damaged(data, n_header, rng, is_cut=i % 4 == 0))
     try:
         adapters = Adapters(model, {"a": path})
     except ModelLoadError:

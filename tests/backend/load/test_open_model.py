@@ -267,18 +267,13 @@ import random, sys, pathlib
 from cbatch.backend.llama.model import Placement
 from cbatch.backend.load.open_model import Watch, open_model
 from cbatch.errors import ModelLoadError
+from tests.backend.damage import damaged
 base, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 data, rng, path = base.read_bytes(), random.Random(seed), base.with_name(f"damaged-{seed}.gguf")
 n_header = data.rindex(b".weight") + 40
 n_refused = 0
 for i in range(250):
-    damaged = bytearray(data)
-    if i % 3 == 0:
-        del damaged[rng.choice([rng.randrange(n_header), rng.randrange(len(data))]):]
-    else:
-        for _ in range(rng.choice([1, 1, 2, 4])):
-            damaged[rng.randrange(n_header)] = rng.choice([0, 1, 6, 128, 255, rng.randrange(256)])
-    path.write_bytes(damaged)
+    path.write_bytes(damaged(data, n_header, rng, is_cut=i % 3 == 0))
     try:
         model = open_model(path)
         model.vocab.tokenize("H\\u00e9\\0llo <|im_end|>" + "".join(map(chr, range(400))))
