@@ -11,8 +11,8 @@ import pytest
 import cbatch
 from cbatch import BatchPrompt
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.sampler_bench import LlamaChain
 from cbatch.backend.load.open_model import open_model
+from cbatch.bench.sampler_bench import LlamaChain
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from cbatch.options import DRY_SEQUENCE_BREAKERS, GREEDY, RunOptions

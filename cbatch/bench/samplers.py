@@ -56,7 +56,7 @@ def figures(
 
 
 def _measure(model: LlamaModel, n_rows: int, n_steps: int, n_rounds: int) -> None:
-    from cbatch.backend.llama.sampler_bench import LogitRows  # llama_cpp is slow to import
+    from cbatch.bench.sampler_bench import LogitRows  # llama_cpp is slow to import
 
     options = EngineOptions(
         parallel=n_rows, ctx_per_seq=n_steps + 8, n_threads=2, n_batch=max(n_rows, 512)

@@ -120,7 +120,7 @@ class Turn:
 
 def run_loop(path: str, job: Job, kv: str, prompts: Prompts) -> Turn:
     """Run the job by the loop written by hand."""
-    from cbatch.backend.llama.bare import PrefixLoop  # llama_cpp is slow to import
+    from cbatch.bench.bare import PrefixLoop  # llama_cpp is slow to import
 
     def run(model: LlamaModel) -> float:
         with closing(PrefixLoop(model, EngineOptions.of(job.settings(kv)))) as loop:

@@ -50,7 +50,7 @@ def run_engine(path: str, n_rows: int, n_steps: int) -> Turn:
 
 def run_bare(path: str, n_rows: int, n_steps: int) -> Turn:
     """Decode `n_steps` tokens of each row with the bare loop."""
-    from cbatch.backend.llama.bare import BareLoop  # llama_cpp is slow to import
+    from cbatch.bench.bare import BareLoop  # llama_cpp is slow to import
 
     options = EngineOptions(parallel=n_rows, ctx_per_seq=n_steps + 8)
 

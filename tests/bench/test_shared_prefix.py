@@ -10,10 +10,10 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from cbatch.backend.llama.bare import PrefixLoop, suffix_rows
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench import shared_prefix
+from cbatch.bench.bare import PrefixLoop, suffix_rows
 from cbatch.bench.shared_prefix import Job, Prompts
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import EngineOptions

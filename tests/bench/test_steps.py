@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.backend.llama.bare import BareLoop
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench import steps
+from cbatch.bench.bare import BareLoop
 from cbatch.engine_options import EngineOptions
 
 if TYPE_CHECKING:

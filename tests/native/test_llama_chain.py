@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import Counter
 from contextlib import closing
@@ -9,13 +10,14 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import llama_cpp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.backend.llama.sampler_bench import LlamaChain
 from cbatch.backend.load.open_model import open_model
+from cbatch.bench.sampler_bench import LlamaChain
 from cbatch.core.plan import Binding, Slot
 from cbatch.options import DRY_SEQUENCE_BREAKERS, Sampling
 from tests.oracle import native_row
@@ -95,6 +97,9 @@ ROWS_WITH_BANS = st.builds(
     step=st.sampled_from([0.0, 0.5]),
     n_banned=st.sampled_from([0, 3, 2000]),
 )
+TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+"""llama.cpp's `llama_token_data`."""
+
 SHARES = st.sampled_from([0.05, 0.3, 0.5, 0.9, 0.95, 0.99])
 TEMPERATURES = st.sampled_from([0.3, 0.8, 1.0, 1.7])
 TOP_K = st.sampled_from([0, 1, 2, 40, 256, 257, 3000])
@@ -110,13 +115,26 @@ def ours(
     return found.token, dict(zip(ids.tolist(), p.tolist(), strict=True))
 
 
+def choice(chain: LlamaChain, logits: Logits) -> tuple[int, dict[int, float]]:
+    """Return the token that a chain chooses from a row, and every candidate's probability."""
+    data = np.zeros(len(logits), TOKEN_DATA)
+    data["id"], data["logit"] = np.arange(len(logits)), logits
+    pointer = ctypes.cast(data.ctypes.data, llama_cpp.llama_token_data_p)
+    array = llama_cpp.llama_token_data_array(pointer, len(logits), -1, False)
+    llama_cpp.llama_sampler_apply(chain.pointer, ctypes.byref(array))
+    start = ctypes.addressof(array.data.contents) - data.ctypes.data
+    left = data[start // TOKEN_DATA.itemsize :][: array.size]
+    found = dict(zip(left["id"].tolist(), left["p"].tolist(), strict=True))
+    return int(left["id"][array.selected]), found
+
+
 def theirs(
     logits: Logits, how: Sampling, history: Sequence[int] = (), **given: Any
 ) -> tuple[int, dict[int, float]]:
     """Return what llama.cpp chooses, and each candidate's probability where that is above 0."""
     with closing(LlamaChain(how, len(logits), **given)) as chain:
         chain.accept(history)
-        token, found = chain.apply(logits)
+        token, found = choice(chain, logits)
     return token, {i: p for i, p in found.items() if p > 0}
 
 

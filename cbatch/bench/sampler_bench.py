@@ -6,8 +6,6 @@ import ctypes
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.llama_backend import LlamaBackend
@@ -18,14 +16,11 @@ from cbatch.options import GREEDY
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
     from cbatch.options import Sampling
 
 _DECODE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, llama_cpp.llama_batch)
-_TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 class LogitRows:
@@ -114,44 +109,27 @@ class LlamaChain:
             vocab: `llama_vocab *`, where there are breakers.
             breakers: DRY's strings.
         """
-        self._n_vocab = n_vocab
-        self._chain = llama_cpp.llama_sampler_chain_init(
-            llama_cpp.llama_sampler_chain_default_params()
-        )
+        params = llama_cpp.llama_sampler_chain_default_params()
+        self.pointer: Any = llama_cpp.llama_sampler_chain_init(params)
+        """`llama_sampler *`; None once it is closed."""
         for sampler in (
             *_edits(sampling, n_vocab, vocab, breakers),
             *(_greedy() if sampling.temperature == 0 else _filters(sampling)),
         ):
-            llama_cpp.llama_sampler_chain_add(self._chain, sampler)
+            llama_cpp.llama_sampler_chain_add(self.pointer, sampler)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Add tokens to those that penalties and DRY see."""
         for token in tokens:
-            llama_cpp.llama_sampler_accept(self._chain, token)
-
-    def apply(self, logits: NDArray[np.float32]) -> tuple[int, dict[int, float]]:
-        """Return the token that is chosen from a row, and every candidate's probability.
-
-        Args:
-            logits: (n_vocab,) float32, read only.
-        """
-        data = np.zeros(self._n_vocab, _TOKEN_DATA)
-        data["id"], data["logit"] = np.arange(self._n_vocab), logits
-        pointer = ctypes.cast(data.ctypes.data, llama_cpp.llama_token_data_p)
-        array = llama_cpp.llama_token_data_array(pointer, self._n_vocab, -1, False)
-        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
-        start = ctypes.addressof(array.data.contents) - data.ctypes.data
-        left = data[start // _TOKEN_DATA.itemsize :][: array.size]
-        found = dict(zip(left["id"].tolist(), left["p"].tolist(), strict=True))
-        return int(left["id"][array.selected]), found
+            llama_cpp.llama_sampler_accept(self.pointer, token)
 
     def sample(self, ctx: Any, i_token: int) -> int:
         """Return what llama.cpp chooses from a row of a context; it joins what penalties and DRY see."""
-        return int(llama_cpp.llama_sampler_sample(self._chain, ctx, i_token))
+        return int(llama_cpp.llama_sampler_sample(self.pointer, ctx, i_token))
 
     def close(self) -> None:
         """Free the samplers; twice is harmless."""
-        chain, self._chain = self._chain, None
+        chain, self.pointer = self.pointer, None
         if chain is not None:
             llama_cpp.llama_sampler_free(chain)
 
