@@ -1,7 +1,7 @@
 """Checks of the values that callers give.
 
 Each check takes the value's name for errors, returns the value as a plain one (see `cbatch.plain`), and raises
-`ConfigError` with the name, the value and what it may be. None passes unless the check says otherwise.
+`ConfigError` with the name, the value and what it may be. None is refused unless the check says otherwise.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
-from functools import lru_cache
-from typing import Any, NoReturn, cast
+from dataclasses import field, fields
+from functools import cache, lru_cache
+from typing import Any, NoReturn
 
 from cbatch.errors import CBatchError, ConfigError, words_of
 from cbatch.plain import flag_of, int_of, list_of, number_of, plain_for_json, text_of, token_of
@@ -89,23 +89,32 @@ class reading:  # noqa: N801  # lower case, as context managers of the standard 
             raise ConfigError(f"{self._name} cannot be read: {words_of(error)}") from error
 
 
-def settle(options: object, check: Callable[..., object], name: str, *limits: object) -> None:
-    """Replace a value of frozen options by its checked one."""
-    with reading(name):
-        object.__setattr__(options, name, check(name, getattr(options, name), *limits))
+def checked(check: Callable[..., object], *limits: object, default: object = None) -> Any:
+    """Declare a field of frozen options, for `check_fields` to check by `check(name, value, *limits)`."""
+    return field(default=default, metadata={"check": check, "limits": limits})
 
 
-def refuse_none(options: Any) -> None:
-    """Refuse None for every option whose default is another value."""
-    for f in fields(options):
-        if f.default is not None and getattr(options, f.name) is None:
-            raise ConfigError(f"{f.name} must not be None")
+def check_fields(options: Any) -> None:
+    """Replace each value of frozen options by its checked one; None passes where it is the default."""
+    for name, is_optional, check, limits in _checks_of(options.__class__):
+        value = getattr(options, name)
+        if value is None and not is_optional:
+            raise ConfigError(f"{name} must not be None")
+        if value is not None and check is not None:
+            with reading(name):
+                object.__setattr__(options, name, check(name, value, *limits))
 
 
-def check_int(name: str, value: object, low: int, high: int) -> int | None:
+@cache
+def _checks_of(kind: Any) -> list[tuple[str, bool, Callable[..., object] | None, Any]]:
+    return [
+        (f.name, f.default is None, f.metadata.get("check"), f.metadata.get("limits"))
+        for f in fields(kind)
+    ]
+
+
+def check_int(name: str, value: object, low: int, high: int) -> int:
     """Return a whole number from `low` to `high`."""
-    if value is None:
-        return None
     number = int_of(value)
     if number is None:
         raise ConfigError(f"{name} must be a whole number, not {shown(value)}")
@@ -114,10 +123,8 @@ def check_int(name: str, value: object, low: int, high: int) -> int | None:
     return number
 
 
-def check_float(name: str, value: object, low: float, high: float) -> float | None:
+def check_float(name: str, value: object, low: float, high: float) -> float:
     """Return a finite number from `low` to `high`; a whole number stays one."""
-    if value is None:
-        return None
     number = number_of(value)
     if number is None or (isinstance(number, float) and not math.isfinite(number)):
         raise ConfigError(f"{name} must be a finite number, not {shown(value)}")
@@ -126,29 +133,19 @@ def check_float(name: str, value: object, low: float, high: float) -> float | No
     return number
 
 
-def check_number(name: str, value: object, low: float, high: float) -> float:
-    """Return a finite number from `low` to `high` as a float; None is refused."""
-    number = check_float(name, value, low, high)
-    if number is None:
-        raise ConfigError(f"{name} must be a number, not None")
-    return float(number)
-
-
 def check_seconds(name: str, value: object) -> float:
     """Return a span of seconds; infinite for None.
 
     Raises:
         ConfigError: not a number, or below 0.
     """
-    number = number_of(value)
-    if value is None or number == math.inf:
+    if value is None or number_of(value) == math.inf:
         return math.inf
-    check_float(name, value, 0.0, MAX_TIME_S)
-    return cast("float", number)
+    return check_float(name, value, 0.0, MAX_TIME_S)
 
 
 def check_wait(name: str, value: object) -> float | None:
-    """Return how many seconds to wait, 0 for a negative number; None for no limit.
+    """Return how many seconds to wait, 0 for a negative number; None, which is no limit, for None too.
 
     Raises:
         ConfigError: not a number.
@@ -162,35 +159,24 @@ def check_wait(name: str, value: object) -> float | None:
     return 0.0 if number < 0 else float(number)
 
 
-def check_bool(name: str, value: object) -> bool | None:
+def check_flag(name: str, value: object) -> bool:
     """Return a flag."""
     flag = flag_of(value)
-    if value is not None and flag is None:
+    if flag is None:
         raise ConfigError(f"{name} must be True or False, not {shown(value)}")
     return flag
 
 
-def check_flag(name: str, value: object) -> bool:
-    """Return a flag; None is refused."""
-    flag = check_bool(name, value)
-    if flag is None:
-        raise ConfigError(f"{name} must be True or False, not None")
-    return flag
-
-
-def check_choice(name: str, value: object, choices: Sequence[str | None]) -> str | None:
-    """Return a value that is one of `choices`, which may include None."""
+def check_choice(name: str, value: object, *choices: str) -> str:
+    """Return text that is one of `choices`."""
     text = text_of(value)
-    if text not in choices or (text is None and value is not None):
-        known = ", ".join(c for c in choices if c is not None)
-        raise ConfigError(f"{name} must be one of {known}, not {shown(value)}")
+    if text is None or text not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
     return text
 
 
-def check_text(name: str, value: object, n_most: int) -> str | None:
+def check_text(name: str, value: object, n_most: int) -> str:
     """Return text of 1 … `n_most` characters."""
-    if value is None:
-        return None
     text = text_of(value)
     if text is None or not 0 < len(text) <= n_most:
         raise ConfigError(f"{name} must be a string of 1 … {n_most} characters, not {shown(value)}")
@@ -199,7 +185,7 @@ def check_text(name: str, value: object, n_most: int) -> str | None:
 
 
 def check_string(name: str, value: object) -> str | None:
-    """Return text of any length."""
+    """Return text of any length; None for None."""
     text = text_of(value)
     if text is None and value is not None:
         raise ConfigError(f"{name} must be a string, not {shown(value)}")
@@ -208,10 +194,8 @@ def check_string(name: str, value: object) -> str | None:
     return text
 
 
-def strings_of(name: str, value: object) -> tuple[str, ...] | None:
+def strings_of(name: str, value: object) -> tuple[str, ...]:
     """Return the non-empty strings of `value`: an empty stop string would match everywhere."""
-    if value is None:
-        return None
     text = text_of(value)
     items = list_of(value) if text is None else [text]
     texts = [text_of(item) for item in items or ()]
@@ -243,7 +227,7 @@ def readable(path: str | os.PathLike[str]) -> str:
 
 
 def check_path(name: str, value: object) -> str:
-    """Return a path, with the home folder for `~`; None is refused."""
+    """Return a path, with the home folder for `~`."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else text_of(value)
     if not isinstance(path, str | bytes) or not _is_encodable(path):
         raise ConfigError(f"{name} must be a path, not {shown(value)}")
@@ -266,10 +250,8 @@ def check_keys(name: str, mapping: Mapping[str, Any], known: Sequence[str]) -> N
             raise ConfigError(f"{name} has the unknown key {key!r}; known are {', '.join(known)}")
 
 
-def token_ids(name: str, value: object) -> tuple[int, ...] | None:
+def token_ids(name: str, value: object) -> tuple[int, ...]:
     """Return a list, or an array, of token ids as a tuple."""
-    if value is None:
-        return None
     items = list_of(value)
     tokens = tuple(t for t in map(token_of, items or ()) if t is not None)
     if items is None or len(tokens) != len(items):
@@ -277,10 +259,8 @@ def token_ids(name: str, value: object) -> tuple[int, ...] | None:
     return tokens
 
 
-def json_object(name: str, value: object) -> str | None:
+def json_object(name: str, value: object) -> str:
     """Return a mapping, or the text of a JSON object, as `json_text` writes it."""
-    if value is None:
-        return None
     if (text := text_of(value)) is not None:
         return _json_object_of_text(name, text)
     if not isinstance(value, Mapping):
@@ -345,5 +325,4 @@ def json_text(name: str, value: Mapping[str, Any]) -> str:
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} cannot be written as JSON: {error}") from None
-    check_text(name, text, MAX_GRAMMAR_LENGTH)
-    return text
+    return check_text(name, text, MAX_GRAMMAR_LENGTH)

@@ -138,7 +138,7 @@ class Engine:
         self._opener = opener
         self._log = RequestLog(model_name)
         self._cache_dir = None if cache_dir is None else _folder(cache_dir)
-        self._cache_mib = check_int("cache_mib", cache_mib, 1, MAX_INT) or 1
+        self._cache_mib = check_int("cache_mib", cache_mib, 1, MAX_INT)
         self._made: _Parts | None = None
         self._opening = threading.RLock()
         self._is_closing = False

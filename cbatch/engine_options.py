@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from cbatch.checks import (
     MAX_INT,
     MAX_TIME_S,
-    check_bool,
     check_choice,
+    check_fields,
+    check_flag,
     check_float,
     check_int,
     check_path,
     check_string,
+    checked,
     reading,
-    refuse_none,
-    settle,
     shown,
 )
 from cbatch.errors import ConfigError, UnsupportedOptionError
@@ -37,6 +37,11 @@ CellType: TypeAlias = Literal[
     "f16", "f32", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
 """How keys or values are stored. Source: llama.cpp common/arg.cpp, kv_cache_types."""
+
+Kv: TypeAlias = Literal["auto", "partitioned", "unified"]
+Policy: TypeAlias = Literal["fcfs", "priority", "shortest", "round_robin"]
+SplitMode: TypeAlias = Literal["none", "layer", "row", "tensor"]
+RopeScaling: TypeAlias = Literal["none", "linear", "yarn", "longrope"]
 
 MAX_THREADS = 512
 """ggml ends the process where it cannot start a thread. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
@@ -66,31 +71,23 @@ class ScheduleOptions:
         ConfigError: a value of the wrong type, out of range, or at odds with another.
     """
 
-    policy: Literal["fcfs", "priority", "shortest", "round_robin"] = "fcfs"
-    quantum: int | None = None
-    ageing_s: float | None = None
-    admission: Literal["reserve", "optimistic"] | None = None
-    max_queue: int | None = None
-    when_full: Literal["wait", "reject"] | None = None
-    prefill_budget: int | None = None
-    prefill_chunk: int | None = None
-    itl_ms: float | None = None
-    swap_mib: int = 1024
-    share_prefixes: bool = True
+    policy: Policy = checked(check_choice, *get_args(Policy), default="fcfs")
+    quantum: int | None = checked(check_int, 1, MAX_INT)
+    ageing_s: float | None = checked(check_float, 1e-3, MAX_TIME_S)
+    admission: Literal["reserve", "optimistic"] | None = checked(
+        check_choice, "reserve", "optimistic"
+    )
+    max_queue: int | None = checked(check_int, 0, MAX_INT)
+    when_full: Literal["wait", "reject"] | None = checked(check_choice, "wait", "reject")
+    prefill_budget: int | None = checked(check_int, 1, MAX_INT)
+    prefill_chunk: int | None = checked(check_int, 1, MAX_INT)
+    itl_ms: float | None = checked(check_float, 1e-3, 1e9)
+    swap_mib: int = checked(check_int, 0, MAX_INT, default=1024)
+    share_prefixes: bool = checked(check_flag, default=True)
 
     def __post_init__(self) -> None:
         """Check every value, and options that contradict each other."""
-        refuse_none(self)
-        settle(self, check_choice, "policy", ("fcfs", "priority", "shortest", "round_robin"))
-        for name in ("quantum", "prefill_budget", "prefill_chunk"):
-            settle(self, check_int, name, 1, MAX_INT)
-        settle(self, check_int, "max_queue", 0, MAX_INT)
-        settle(self, check_int, "swap_mib", 0, MAX_INT)
-        settle(self, check_float, "ageing_s", 1e-3, MAX_TIME_S)
-        settle(self, check_float, "itl_ms", 1e-3, 1e9)
-        settle(self, check_bool, "share_prefixes")
-        settle(self, check_choice, "admission", (None, "reserve", "optimistic"))
-        settle(self, check_choice, "when_full", (None, "wait", "reject"))
+        check_fields(self)
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -145,57 +142,45 @@ class EngineOptions(ScheduleOptions):
         ConfigError: a value of the wrong type, out of range, or at odds with another.
     """
 
-    parallel: int | None = None
-    n_ctx: int | None = None
-    ctx_per_seq: int | None = None
-    memory_mib: int | None = None
-    kv: Literal["auto", "partitioned", "unified"] = "auto"
-    cache_type_k: CellType = "f16"
-    cache_type_v: CellType = "f16"
-    exact: bool = False
-    flash_attn: Literal["auto", "on", "off"] = "auto"
-    n_batch: int = 2048
-    n_ubatch: int = 512
-    n_threads: int | None = None
-    n_gpu_layers: int | None = None
-    offload_kqv: bool = True
-    split_mode: Literal["none", "layer", "row", "tensor"] | None = None
-    main_gpu: int | None = None
-    tensor_split: Sequence[float] | None = None
-    rpc_servers: Sequence[str] | None = None
-    rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None = None
-    rope_freq_base: float | None = None
-    rope_freq_scale: float | None = None
-    yarn_ext_factor: float | None = None
-    yarn_attn_factor: float | None = None
-    yarn_beta_fast: float | None = None
-    yarn_beta_slow: float | None = None
-    yarn_orig_ctx: int | None = None
-    use_mmap: bool = True
-    use_mlock: bool = False
-    chat_template: str | None = None
-    adapters: Mapping[str, str | os.PathLike[str]] | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-    cache_mib: int = 10_240
+    parallel: int | None = checked(check_int, 1, MAX_PARALLEL)
+    n_ctx: int | None = checked(check_int, 1, MAX_INT)
+    ctx_per_seq: int | None = checked(check_int, 1, MAX_INT)
+    memory_mib: int | None = checked(check_int, 1, MAX_INT)
+    kv: Kv = checked(check_choice, *get_args(Kv), default="auto")
+    cache_type_k: CellType = checked(check_choice, *get_args(CellType), default="f16")
+    cache_type_v: CellType = checked(check_choice, *get_args(CellType), default="f16")
+    exact: bool = checked(check_flag, default=False)
+    flash_attn: Literal["auto", "on", "off"] = checked(
+        check_choice, "auto", "on", "off", default="auto"
+    )
+    n_batch: int = checked(check_int, 1, 2**20, default=2048)
+    n_ubatch: int = checked(check_int, 1, 2**20, default=512)
+    n_threads: int | None = checked(check_int, 1, MAX_THREADS)
+    n_gpu_layers: int | None = checked(check_int, -1, MAX_INT)
+    offload_kqv: bool = checked(check_flag, default=True)
+    split_mode: SplitMode | None = checked(check_choice, *get_args(SplitMode))
+    main_gpu: int | None = checked(check_int, 0, MAX_INT)
+    tensor_split: Sequence[float] | None = checked(check_shares)
+    rpc_servers: Sequence[str] | None = checked(check_servers)
+    rope_scaling: RopeScaling | None = checked(check_choice, *get_args(RopeScaling))
+    rope_freq_base: float | None = checked(check_float, 1.0, 1e12)
+    rope_freq_scale: float | None = checked(check_float, 1e-6, 1e6)
+    yarn_ext_factor: float | None = checked(check_float, 0.0, 1e6)
+    yarn_attn_factor: float | None = checked(check_float, 0.0, 1e6)
+    yarn_beta_fast: float | None = checked(check_float, 0.0, 1e6)
+    yarn_beta_slow: float | None = checked(check_float, 0.0, 1e6)
+    yarn_orig_ctx: int | None = checked(check_int, 1, MAX_INT)
+    use_mmap: bool = checked(check_flag, default=True)
+    use_mlock: bool = checked(check_flag, default=False)
+    chat_template: str | None = checked(check_string)
+    adapters: Mapping[str, str | os.PathLike[str]] | None = checked(check_adapter_files)
+    cache_dir: str | os.PathLike[str] | None = checked(check_path)
+    cache_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
 
     def __post_init__(self) -> None:
         """Check all that can be checked without the model."""
-        ScheduleOptions.__post_init__(self)
-        settle(self, check_int, "parallel", 1, MAX_PARALLEL)
-        settle(self, check_int, "n_threads", 1, MAX_THREADS)
-        for name in ("n_ctx", "ctx_per_seq", "memory_mib", "cache_mib"):
-            settle(self, check_int, name, 1, MAX_INT)
-        settle(self, check_int, "n_gpu_layers", -1, MAX_INT)
-        settle(self, check_int, "n_batch", 1, 2**20)
-        settle(self, check_int, "n_ubatch", 1, 2**20)
-        settle(self, check_choice, "kv", ("auto", "partitioned", "unified"))
-        settle(self, check_choice, "flash_attn", ("auto", "on", "off"))
-        for name in ("cache_type_k", "cache_type_v"):
-            settle(self, check_choice, name, get_args(CellType))
-        for name in ("exact", "use_mmap", "use_mlock", "offload_kqv"):
-            settle(self, check_bool, name)
-        settle(self, check_string, "chat_template")
-        self._check_places()
+        super().__post_init__()
+        self._check_devices()
         self._check_rope()
         self._check_sizes()
         self._check_flash_attn()
@@ -229,14 +214,7 @@ class EngineOptions(ScheduleOptions):
         """Whether values are stored in blocks, which llama.cpp reads only with flash attention."""
         return is_quantised(self.cache_type_v)
 
-    def _check_places(self) -> None:
-        settle(self, check_choice, "split_mode", (None, "none", "layer", "row", "tensor"))
-        settle(self, check_int, "main_gpu", 0, MAX_INT)
-        settle(self, check_shares, "tensor_split")
-        settle(self, check_servers, "rpc_servers")
-        settle(self, check_adapter_files, "adapters")
-        if self.cache_dir is not None:
-            settle(self, check_path, "cache_dir")
+    def _check_devices(self) -> None:
         if self.tensor_split is not None and self.split_mode == "none":
             raise ConfigError(
                 f"tensor_split={list(self.tensor_split)} is for several devices, "
@@ -244,20 +222,12 @@ class EngineOptions(ScheduleOptions):
             )
 
     def _check_rope(self) -> None:
-        scalings = (None, "none", "linear", "yarn", "longrope")
-        settle(self, check_choice, "rope_scaling", scalings)
-        settle(self, check_float, "rope_freq_base", 1.0, 1e12)
-        settle(self, check_float, "rope_freq_scale", 1e-6, 1e6)
-        settle(self, check_int, "yarn_orig_ctx", 1, MAX_INT)
-        yarn = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
-        for name in yarn:
-            settle(self, check_float, name, 0.0, 1e6)
         if self.rope_scaling == "none" and self.rope_freq_scale is not None:
             raise ConfigError(
                 f"rope_freq_scale={self.rope_freq_scale} has no effect with rope_scaling='none': "
                 "use 'linear' or 'yarn', or leave it out"
             )
-        for name in (*yarn, "yarn_orig_ctx"):
+        for name in (f.name for f in fields(self) if f.name.startswith("yarn_")):
             if getattr(self, name) is not None and self.rope_scaling not in (None, "yarn"):
                 raise ConfigError(
                     f"{name}={getattr(self, name)} needs rope_scaling='yarn', not {self.rope_scaling!r}"

@@ -9,9 +9,9 @@ from functools import lru_cache
 
 from cbatch.checks import (
     MAX_KEY_LENGTH,
-    check_bool,
+    check_flag,
+    check_float,
     check_keys,
-    check_number,
     check_path,
     check_text,
     json_text,
@@ -55,7 +55,8 @@ def schema_of(response_format: str) -> str | None:
             'response_format of type "json_schema" needs {"json_schema": {"schema": {…}}}'
         )
     check_keys("response_format: json_schema", inner, ("name", "description", "schema", "strict"))
-    check_bool("response_format: strict", inner.get("strict"))
+    if inner.get("strict") is not None:
+        check_flag("response_format: strict", inner["strict"])
     return json_text("response_format: schema", inner["schema"])
 
 
@@ -73,12 +74,12 @@ def check_adapters(name: str, value: object) -> Mapping[str, float]:
 
 def _scale(adapter: str, value: object) -> float:
     check_text("an adapter's name", adapter, MAX_KEY_LENGTH)
-    return check_number(f"the scale of adapter {adapter!r}", value, -100.0, 100.0)
+    return float(check_float(f"the scale of adapter {adapter!r}", value, -100.0, 100.0))
 
 
 def check_dry_breakers(name: str, value: object) -> tuple[str, ...]:
     """Return the strings past which DRY does not look."""
-    strings = strings_of(name, value) or ()
+    strings = strings_of(name, value)
     if len(strings) > MAX_BREAKERS:
         raise ConfigError(f"{name} has {len(strings)} strings; at most {MAX_BREAKERS} are allowed")
     for text in strings:
@@ -115,28 +116,24 @@ def _token(name: str, key: object) -> int:
 def _bias(name: str, value: object) -> float:
     if number_of(value) == -math.inf:
         return -math.inf
-    return check_number(name, value, -1e4, 1e4)
+    return float(check_float(name, value, -1e4, 1e4))
 
 
-def check_shares(name: str, value: object) -> tuple[float, ...] | None:
+def check_shares(name: str, value: object) -> tuple[float, ...]:
     """Return the shares of a model that devices hold."""
-    if value is None:
-        return None
     items = list_of(value)
     if not items:
         raise ConfigError(
             f"{name} must be a list of numbers, one for each device, not {shown(value)}"
         )
-    shares = tuple(check_number(f"a share in {name}", share, 0.0, 1e6) for share in items)
+    shares = tuple(float(check_float(f"a share in {name}", share, 0.0, 1e6)) for share in items)
     if not any(shares):
         raise ConfigError(f"{name} has no share above 0: leave it out to split by free memory")
     return shares
 
 
-def check_servers(name: str, value: object) -> tuple[str, ...] | None:
+def check_servers(name: str, value: object) -> tuple[str, ...]:
     """Return the addresses of RPC servers."""
-    if value is None:
-        return None
     items = list_of(value)
     if not items:
         raise ConfigError(f"{name} must be a list of 'host:port', not {shown(value)}")
@@ -156,16 +153,12 @@ def _server(name: str, value: object) -> str:
     return text
 
 
-def check_adapter_files(name: str, value: object) -> dict[str, str] | None:
+def check_adapter_files(name: str, value: object) -> dict[str, str]:
     """Return adapters' files by name."""
-    if value is None:
-        return None
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a mapping of names to files, not {shown(value)}")
     files = {}
     for key, path in value.items():
         text = check_text(f"a name in {name}", key, MAX_KEY_LENGTH)
-        if text is None:
-            raise ConfigError(f"a name in {name} must be a string, not None")
         files[text] = check_path(f"the file of {name} {text!r}", path)
     return files

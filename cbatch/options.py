@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,15 +12,16 @@ from cbatch.checks import (
     MAX_GRAMMAR_LENGTH,
     MAX_INT,
     MAX_KEY_LENGTH,
-    check_bool,
     check_choice,
+    check_fields,
+    check_flag,
     check_float,
     check_int,
     check_seconds,
     check_text,
+    checked,
     json_object,
     reading,
-    settle,
     shown,
     strings_of,
     token_ids,
@@ -212,55 +213,57 @@ class RunOptions:
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    strict_max_tokens: bool | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop: bool | None = None
-    ignore_eos: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: Sequence[str] | None = None
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
+    strict_max_tokens: bool | None = checked(check_flag)
+    stop: str | Sequence[str] | None = checked(strings_of)
+    stop_token_ids: Sequence[int] | None = checked(token_ids)
+    include_stop: bool | None = checked(check_flag)
+    ignore_eos: bool | None = checked(check_flag)
+    temperature: float | None = checked(check_float, 0.0, 1e4)
+    top_k: int | None = checked(check_int, 0, MAX_INT)
+    top_p: float | None = checked(check_float, 0.0, 1.0)
+    min_p: float | None = checked(check_float, 0.0, 1.0)
+    typical_p: float | None = checked(check_float, 0.0, 1.0)
+    top_n_sigma: float | None = checked(check_float, -1.0, 1e3)
+    xtc_probability: float | None = checked(check_float, 0.0, 1.0)
+    xtc_threshold: float | None = checked(check_float, 0.0, 1.0)
+    repeat_penalty: float | None = checked(check_float, 0.01, 100.0)
+    repeat_last_n: int | None = checked(check_int, 0, MAX_LAST_N)
+    presence_penalty: float | None = checked(check_float, -100.0, 100.0)
+    frequency_penalty: float | None = checked(check_float, -100.0, 100.0)
+    dry_multiplier: float | None = checked(check_float, 0.0, 100.0)
+    dry_base: float | None = checked(check_float, 0.0, 100.0)
+    dry_allowed_length: int | None = checked(check_int, 0, MAX_INT)
+    dry_penalty_last_n: int | None = checked(check_int, 0, MAX_LAST_N)
+    dry_sequence_breakers: Sequence[str] | None = checked(check_dry_breakers)
+    logit_bias: Mapping[int, float] | None = checked(check_logit_bias)
+    seed: int | None = checked(check_int, 0, MAX_SEED)
+    n: int | None = checked(check_int, 1, MAX_CHOICES)
+    best_of: int | None = checked(check_int, 1, MAX_CHOICES)
     logprobs: bool | int | None = None
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echo: bool | None = None
-    priority: int | None = None
-    timeout_s: float | None = None
-    cache_key: str | None = None
-    save_cache: bool | None = None
-    cache_required: bool | None = None
-    prefill_only: bool | None = None
-    n_keep: int | None = None
-    n_discard: int | None = None
-    adapter: str | Mapping[str, float] | None = None
-    tools: Sequence[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    reasoning_format: Literal["auto", "none"] | None = None
-    skip_special_tokens: bool | None = None
-    json_schema: str | Mapping[str, Any] | None = None
-    response_format: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    grammar: str | None = None
+    top_logprobs: int | None = checked(check_int, 0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = checked(check_int, 0, MAX_LOGPROBS)
+    echo: bool | None = checked(check_flag)
+    priority: int | None = checked(check_int, -MAX_PRIORITY, MAX_PRIORITY)
+    timeout_s: float | None = checked(check_seconds)
+    cache_key: str | None = checked(check_text, MAX_KEY_LENGTH)
+    save_cache: bool | None = checked(check_flag)
+    cache_required: bool | None = checked(check_flag)
+    prefill_only: bool | None = checked(check_flag)
+    n_keep: int | None = checked(check_int, -1, MAX_INT)
+    n_discard: int | None = checked(check_int, 0, MAX_INT)
+    adapter: str | Mapping[str, float] | None = checked(check_adapters)
+    tools: Sequence[Tool] | None = checked(lambda _, value: check_tools(value))
+    tool_choice: ToolChoice | None = checked(lambda _, value: check_tool_choice(value))
+    parallel_tool_calls: bool | None = checked(check_flag)
+    chat_template_kwargs: Mapping[str, Any] | None = checked(
+        lambda _, value: check_template_kwargs(value)
+    )
+    reasoning_format: Literal["auto", "none"] | None = checked(check_choice, "auto", "none")
+    skip_special_tokens: bool | None = checked(check_flag)
+    json_schema: str | Mapping[str, Any] | None = checked(json_object)
+    response_format: str | Mapping[str, Any] | None = checked(json_object)
+    regex: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
+    grammar: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
     _copied: InitVar[_Copied | None] = None
     """In a copy by `dataclasses.replace`: the original's checked values, to find what the copy changes."""
 
@@ -282,10 +285,8 @@ class RunOptions:
                 )
             self._settle("max_tokens", self.max_completion_tokens)
             self._settle("max_completion_tokens", None)
+        check_fields(self)
         self._check_max_tokens()
-        for name, check, limits in _CHECKS:
-            if getattr(self, name) is not None:
-                self._check(name, check, *limits)
         self._check_choices()
         self._check_logprobs()
         self._check_structure()
@@ -311,9 +312,11 @@ class RunOptions:
             )
 
     def _check_max_tokens(self) -> None:
-        is_for_prompt = flag_of(self.echo) or self.prompt_logprobs is not None
+        if self.max_tokens is None:
+            return
+        n_least = 0 if self.echo or self.prompt_logprobs is not None else 1
         try:
-            self._check("max_tokens", check_int, 0 if is_for_prompt else 1, MAX_INT)
+            self._settle("max_tokens", check_int("max_tokens", self.max_tokens, n_least, MAX_INT))
         except ConfigError as error:
             if int_of(self.max_tokens) != 0:
                 raise
@@ -335,19 +338,13 @@ class RunOptions:
     def _check_logprobs(self) -> None:
         flag = flag_of(self.logprobs)
         if self.logprobs is not None and flag is None:
-            self._check("logprobs", check_int, 0, MAX_LOGPROBS)
+            n_top = check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
             if self.top_logprobs is None:
-                self._settle("top_logprobs", self.logprobs)
-            flag = True  # the number is in `top_logprobs`
+                self._settle("top_logprobs", n_top)
+            flag = True
         self._settle("logprobs", flag)
-        self._check("top_logprobs", check_int, 0, MAX_LOGPROBS)
         if self.top_logprobs and self.logprobs is False:
             raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
-
-    def _check(self, name: str, check: Callable[..., object], *limits: object) -> None:
-        """Replace a value that is given by its checked one."""
-        if getattr(self, name) is not None:
-            settle(self, check, name, *limits)
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -478,11 +475,9 @@ class RunOptions:
             banned: tokens that are never sampled, whatever `logit_bias` has for them.
         """
         given = {name: v for name in _SAMPLED if (v := getattr(self, name)) is not None}
-        known: dict[str, Any] = {**defaults, **given}
-        bias = tuple(
-            sorted({**(self.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}.items())
-        )
-        return Sampling(seed=seed, logit_bias=bias, **known)
+        bias = {**(self.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
+        known: dict[str, Any] = {**defaults, **given, "seed": seed}
+        return Sampling(**known | {"logit_bias": tuple(sorted(bias.items()))})
 
 
 def _name(given: object) -> str:
@@ -497,64 +492,7 @@ def _name(given: object) -> str:
     return name
 
 
-_SWITCHES = (
-    "strict_max_tokens",
-    "include_stop",
-    "ignore_eos",
-    "echo",
-    "save_cache",
-    "cache_required",
-    "prefill_only",
-    "parallel_tool_calls",
-    "skip_special_tokens",
-)
-_CHOICE_FLOATS = (
-    ("temperature", 0.0, 1e4),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("typical_p", 0.0, 1.0),
-    ("top_n_sigma", -1.0, 1e3),
-    ("xtc_probability", 0.0, 1.0),
-    ("xtc_threshold", 0.0, 1.0),
-    ("repeat_penalty", 0.01, 100.0),
-    ("presence_penalty", -100.0, 100.0),
-    ("frequency_penalty", -100.0, 100.0),
-    ("dry_multiplier", 0.0, 100.0),
-    ("dry_base", 0.0, 100.0),
-)
-_CHOICE_INTS = (
-    ("top_k", MAX_INT),
-    ("repeat_last_n", MAX_LAST_N),
-    ("dry_allowed_length", MAX_INT),
-    ("dry_penalty_last_n", MAX_LAST_N),
-)
-_Check: TypeAlias = "tuple[str, Callable[..., object], tuple[object, ...]]"
-_CHECKS: tuple[_Check, ...] = (
-    ("stop", strings_of, ()),
-    ("stop_token_ids", token_ids, ()),
-    ("seed", check_int, (0, MAX_SEED)),
-    *((name, check_float, (low, high)) for name, low, high in _CHOICE_FLOATS),
-    *((name, check_int, (0, most)) for name, most in _CHOICE_INTS),
-    ("dry_sequence_breakers", check_dry_breakers, ()),
-    ("logit_bias", check_logit_bias, ()),
-    ("priority", check_int, (-MAX_PRIORITY, MAX_PRIORITY)),
-    ("timeout_s", check_seconds, ()),
-    *((name, check_bool, ()) for name in _SWITCHES),
-    ("cache_key", check_text, (MAX_KEY_LENGTH,)),
-    ("n_keep", check_int, (-1, MAX_INT)),
-    ("n_discard", check_int, (0, MAX_INT)),
-    ("adapter", check_adapters, ()),
-    ("tools", lambda _, value: check_tools(value), ()),
-    ("tool_choice", lambda _, value: check_tool_choice(value), ()),
-    ("chat_template_kwargs", lambda _, value: check_template_kwargs(value), ()),
-    ("reasoning_format", check_choice, ((None, "auto", "none"),)),
-    ("n", check_int, (1, MAX_CHOICES)),
-    ("best_of", check_int, (1, MAX_CHOICES)),
-    ("prompt_logprobs", check_int, (0, MAX_LOGPROBS)),
-    *((name, json_object, ()) for name in ("json_schema", "response_format")),
-    *((name, check_text, (MAX_GRAMMAR_LENGTH,)) for name in ("regex", "grammar")),
-)
-"""Every option that is checked by itself, in the order of checking: the first wrong value is reported."""
-_SAMPLED = tuple(name for name, *_ in (*_CHOICE_FLOATS, *_CHOICE_INTS))
+_SAMPLED = tuple(f.name for f in fields(Sampling) if f.name in RunOptions.__annotations__)
+"""Options that are values of `Sampling` as they are."""
 _NAMES = frozenset(f.name for f in fields(RunOptions))
 _EMPTY = RunOptions()

@@ -242,7 +242,7 @@ def estimate_file(
         ConfigError: a wrong setting, or the input cannot be read.
         EngineError: the model cannot be loaded.
     """
-    n_drawn = check_int("n_sample", n_sample, 1, MAX_INT) or N_SAMPLE
+    n_drawn = check_int("n_sample", n_sample, 1, MAX_INT)
     most_s = check_seconds("sample_s", sample_s)
     asked, load_settings = split_settings(settings)
     defaults = RunOptions.of(options)

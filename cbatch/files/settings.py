@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import (
+    check_fields,
     check_flag,
     check_int,
     check_seconds,
     check_string,
-    refuse_none,
-    settle,
+    checked,
     shown,
 )
 from cbatch.engine import Engine, load
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 MAX_WINDOW = 65_536
 """Most items of a window: more would not be ordered better."""
-
-_FILES = ("errors", "report", "trace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,41 +58,31 @@ class FileOptions:
         ConfigError: a value of the wrong type or out of range.
     """
 
-    format: str = "auto"
-    output_format: str | None = None
-    template: str | None = None
-    system: str | None = None
-    is_raw: bool = False
-    errors: Path | None = None
-    limit: int | None = None
-    shuffle: bool = False
-    shuffle_seed: int = 0
-    strict: bool = False
-    retry_errors: bool = False
-    adopt: bool = False
-    force: bool = False
-    window: int | None = None
-    max_time_s: float | None = None
-    report: Path | None = None
-    trace: Path | None = None
+    format: str = checked(check_string, default="auto")
+    output_format: str | None = checked(check_string)
+    template: str | None = checked(check_string)
+    system: str | None = checked(check_string)
+    is_raw: bool = checked(check_flag, default=False)
+    errors: Path | None = checked(file_of)
+    limit: int | None = checked(check_int, 1, 2**63 - 1)
+    shuffle: bool = checked(check_flag, default=False)
+    shuffle_seed: int = checked(check_int, -MAX_SEED, MAX_SEED, default=0)
+    strict: bool = checked(check_flag, default=False)
+    retry_errors: bool = checked(check_flag, default=False)
+    adopt: bool = checked(check_flag, default=False)
+    force: bool = checked(check_flag, default=False)
+    window: int | None = checked(check_int, 1, MAX_WINDOW)
+    max_time_s: float | None = checked(check_seconds)
+    report: Path | None = checked(file_of)
+    trace: Path | None = checked(file_of)
 
     def __post_init__(self) -> None:
         """Check the values."""
-        refuse_none(self)
-        for name in ("format", "output_format", "template", "system"):
-            settle(self, check_string, name)
-        for name in ("is_raw", "shuffle", "strict", "retry_errors", "force", "adopt"):
-            settle(self, check_flag, name)
+        check_fields(self)
         if self.adopt and self.force:
             raise ConfigError(
                 "adopt keeps the records that are there, and force may replace them: give one of them"
             )
-        settle(self, check_int, "limit", 1, 2**63 - 1)
-        settle(self, check_int, "window", 1, MAX_WINDOW)
-        settle(self, check_int, "shuffle_seed", -MAX_SEED, MAX_SEED)
-        for name, check in (("max_time_s", check_seconds), *((n, file_of) for n in _FILES)):
-            if getattr(self, name) is not None:
-                settle(self, check, name)
 
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, Any]]:
