@@ -2,7 +2,7 @@
 
 import logging
 
-from cbatch.core.stats import EngineStats, StepRecord, StepRow
+from cbatch.core.stats import EngineStats
 from cbatch.engine import Engine, load
 from cbatch.errors import (
     CacheError,
@@ -38,6 +38,7 @@ from cbatch.response import (
     ToolCall,
     Usage,
 )
+from cbatch.runtime.step_record import StepRecord, StepRow
 
 __version__ = "0.1.0"
 

@@ -67,10 +67,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cbatch.backend import Backend
-    from cbatch.core.stats import StepRecord
     from cbatch.progress import View
     from cbatch.response import BatchResult
     from cbatch.runtime.cache_io import Post
+    from cbatch.runtime.step_record import StepRecord
     from cbatch.runtime.submit import Run
 
 

@@ -21,7 +21,6 @@ from cbatch.backend.fake import (
 from cbatch.core.batcher import N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
-from cbatch.core.output import result_of, take_chunk
 from cbatch.core.plan import Binding, KvCapabilities, Slot, StepPlan
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.request import Request
@@ -33,6 +32,7 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
 from cbatch.options import Breakers, RunOptions
+from cbatch.runtime.output import result_of, take_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,6 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.scheduler import N_FAILURES_MAX
-from cbatch.core.stats import StepRecord
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
@@ -33,6 +32,7 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.response import BatchResponse
+from cbatch.runtime.step_record import StepRecord
 from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
 from tests.runtime.backends import (
     PATIENCE_S,

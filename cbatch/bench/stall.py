@@ -20,9 +20,9 @@ from cbatch.messages import BatchPrompt
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from cbatch.core.stats import StepRecord
     from cbatch.engine import Engine
     from cbatch.response import BatchResponse
+    from cbatch.runtime.step_record import StepRecord
 
 N_AROUND = 32
 """Steps of decoding before the newcomer comes, and its output: few, so that 1 % of all gaps is less than one step."""

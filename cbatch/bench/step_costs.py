@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from cbatch.core.stats import StepRecord
     from cbatch.engine import Engine
+    from cbatch.runtime.step_record import StepRecord
 
 Points = tuple[tuple[int, float], ...]
 

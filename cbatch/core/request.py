@@ -1,4 +1,4 @@
-"""One request: what was asked, when it passed its stations, and what its result goes on from."""
+"""One request: what was asked, and when it passed its stations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cbatch.response import Timings
 if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet, Breakers, Grammar, RunOptions, Sampling
-    from cbatch.response import FinishReason, TokenLogprob, Usage
+    from cbatch.response import TokenLogprob
 
 
 MAX_OUTPUT = 2**31 - 1
@@ -119,14 +119,3 @@ def _rate(n_tokens: int, start_s: float | None, end_s: float | None) -> float | 
     if start_s is None or end_s is None or end_s <= start_s or n_tokens < 1:
         return None
     return n_tokens / (end_s - start_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a result comes from, to go on from it: kept apart, for a caller may change the result."""
-
-    request: Request
-    number: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    usage: Usage

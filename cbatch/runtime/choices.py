@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cbatch.core.request import Origin
 from cbatch.errors import EngineError
 from cbatch.response import BatchOutputChunk, BatchResult, Usage
+from cbatch.runtime.output import Origin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,36 +1,26 @@
-"""What a step brought, told to others: output to mailboxes, requests that ended to the log, the step to a recorder."""
+"""What a step brought, told to others: output to mailboxes, requests that ended to the log."""
 
 from __future__ import annotations
 
-from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, TypeAlias
 
-from cbatch.core.output import result_of, take_chunk
-from cbatch.core.plan import FREE
-from cbatch.core.stats import StepRecord, StepRow
 from cbatch.errors import RequestFailedError, words_of
 from cbatch.logs import Log
 from cbatch.response import BatchOutputChunk, BatchResult
-from cbatch.runtime.choices import Choices, display_id
+from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import refused
+from cbatch.runtime.output import result_of, take_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import Chunk, GrammarStep, StepPlan, StepResult
-    from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
+    from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.mailbox import Mailbox
 
 Parcel: TypeAlias = tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]
 """What is delivered at once: chunks, and results with their places in the batch."""
-
-Seen: TypeAlias = tuple[tuple[StepRow, ...], int]
-"""The rows of a run and the cells in use, as they were before it is applied."""
-
-UNSEEN: Seen = ((), 0)
-"""Stands for a run that nobody records."""
 
 _log = Log("cbatch")
 
@@ -120,54 +110,3 @@ def _ms(seconds: float | None) -> float | None:
 
 def _rate(per_second: float | None) -> float | None:
     return None if per_second is None else round(per_second, 2)
-
-
-# ---- the recorder ----
-
-
-def seen_in(plan: Plan, result: StepResult, n_cells: int) -> Seen:
-    """Return what a record tells of a run's sequences. Before the run is applied: they may leave their slots then."""
-    tokens = result.tokens or repeat(())  # a step that failed may have none
-    rows = (
-        _row(chunk, driver, sampled, result.grammar_steps.get(chunk.slot, FREE))
-        for chunk, driver, sampled in zip(plan.step.chunks, plan.rows, tokens, strict=False)
-    )
-    return tuple(rows), n_cells
-
-
-def _row(
-    chunk: Chunk, driver: SequenceDriver, sampled: Sequence[int], guidance: GrammarStep
-) -> StepRow:
-    n_known = max(driver.n_prompt, driver.n_reached)
-    return StepRow(
-        slot=chunk.slot,
-        id=display_id(driver.request.id),
-        n_tokens=len(chunk.tokens),
-        n_prefill=max(0, min(len(chunk.tokens), n_known - chunk.start)),
-        n_sampled=len(sampled) + len(guidance.forced),
-    )
-
-
-def record_of(
-    plan: StepPlan, result: StepResult, n_waiting: int, times: tuple[float, ...], seen: Seen
-) -> StepRecord:
-    """Return the record of a step; `times` is when it began and when each of its phases ended."""
-    phases = [end - start for start, end in pairwise(times)]
-    return StepRecord(
-        start_s=times[0],
-        n_rows=len(plan.chunks),
-        n_steps=result.n_steps,
-        n_tokens=sum(len(c.tokens) for c in plan.chunks),
-        n_waiting=n_waiting,
-        code=result.code,
-        admit_s=phases[0],
-        build_s=phases[1],
-        run_s=phases[2],
-        decode_s=result.decode_s,
-        sample_s=result.sample_s,
-        apply_s=phases[3],
-        deliver_s=phases[4],
-        rows=seen[0],
-        first_s=result.first_s,
-        n_cells=seen[1],
-    )

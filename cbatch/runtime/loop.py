@@ -15,8 +15,9 @@ from cbatch.interrupts import Latch, Postponed, Sleepers
 from cbatch.logs import Log
 from cbatch.runtime.cache_io import CellTransfers
 from cbatch.runtime.commands import Command, Commands, FairLock
-from cbatch.runtime.delivery import UNSEEN, deliver, record_of, seen_in
+from cbatch.runtime.delivery import deliver
 from cbatch.runtime.mailbox import refused
+from cbatch.runtime.step_record import UNSEEN, record_of, seen_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
-    from cbatch.core.stats import StepRecord
     from cbatch.options import Breakers, Grammar
     from cbatch.runtime.cache_io import CacheIo, Post
     from cbatch.runtime.compiler import Compiler
-    from cbatch.runtime.delivery import Seen
     from cbatch.runtime.in_flight import Route
+    from cbatch.runtime.step_record import Seen, StepRecord
 
     MakeCacheIo = Callable[[Post], CacheIo]
     MakeCompiler = Callable[[Post], Compiler]

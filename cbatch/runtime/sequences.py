@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend, Vocab
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.request import Origin
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt
     from cbatch.options import Grammar
     from cbatch.response import BatchResult
+    from cbatch.runtime.output import Origin
 
 
 UNNAMED = "-"

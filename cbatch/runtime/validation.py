@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from cbatch.checks import MAX_INT, shown
 from cbatch.core.plan import N_TARGETS_MAX
-from cbatch.core.request import Origin
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.plain import int_of, is_a
 from cbatch.response import BatchResult, TokenLogprob
+from cbatch.runtime.output import Origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.bench import stall
 from cbatch.bench.stall import step_gaps
-from cbatch.core.stats import StepRecord
+from cbatch.runtime.step_record import StepRecord
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,6 @@ import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeVocab
 from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
-from cbatch.core.output import result_of, take_chunk
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, N_TARGETS_MAX, Chunk, Slot, TokenLogprobs
 from cbatch.errors import (
     PromptTooLongError,
@@ -19,6 +18,7 @@ from cbatch.errors import (
     RequestFailedError,
     SequenceStateError,
 )
+from cbatch.runtime.output import result_of, take_chunk
 from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_driver, make_running
 from tests.helpers import make_request
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.stats import EngineStats, Percentiles, StepRecord
+from cbatch.core.stats import EngineStats, Percentiles
 from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
+from cbatch.runtime.step_record import StepRecord
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.budget import StepCosts
-from cbatch.core.output import result_of
+from cbatch.runtime.output import result_of
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
 if TYPE_CHECKING:

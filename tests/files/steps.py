@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cbatch.core.stats import StepRecord, StepRow
 from cbatch.response import BatchResult, FinishReason, Timings, Usage
+from cbatch.runtime.step_record import StepRecord, StepRow
 
 if TYPE_CHECKING:
     from cbatch.errors import CBatchError

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cbatch.core.stats import StepRecord
+    from cbatch.runtime.step_record import StepRecord
 
 ADDED = ["response", "finish_reason", "error", "prompt_tokens", "completion_tokens"]
 

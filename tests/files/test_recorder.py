@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.core.plan import StepResult
-from cbatch.core.stats import StepRecord, StepRow
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError, GrammarError, PromptTooLongError
 from cbatch.files.report.recorder import (
@@ -28,6 +27,7 @@ from cbatch.files.report.recorder import (
 )
 from cbatch.files.report.spans import GAP_S, SlotSpans, Span, SpanStore
 from cbatch.runtime.loop import Loop
+from cbatch.runtime.step_record import StepRecord, StepRow
 from tests.core.test_percentiles import submit
 from tests.files.steps import decode, prefill, result_of, run_of
 from tests.helpers import Rig, make_scheduler, make_sequences

@@ -15,7 +15,7 @@ from tests.files.steps import decode, prefill, run_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cbatch.core.stats import StepRecord
+    from cbatch.runtime.step_record import StepRecord
 
 Event = dict[str, Any]
 

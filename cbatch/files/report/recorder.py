@@ -14,8 +14,8 @@ from cbatch.files.units import cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cbatch.core.stats import StepRecord
     from cbatch.response import BatchResult
+    from cbatch.runtime.step_record import StepRecord
 
 N_BUCKETS = 512
 """Most points of a curve: twice what a page is wide enough for."""

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from cbatch.core.stats import StepRecord
     from cbatch.engine import Engine
     from cbatch.files.input.item import Item
     from cbatch.files.settings import FileOptions
     from cbatch.files.work import OnEnded
     from cbatch.response import BatchResult
+    from cbatch.runtime.step_record import StepRecord
 
 
 class Recording:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cbatch.core.stats import StepRecord, StepRow
+    from cbatch.runtime.step_record import StepRecord, StepRow
 
 GAP_S = 0.02
 """Most seconds between two runs of one span: about a run of several steps."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
 
-    from cbatch.core.stats import StepRecord
     from cbatch.files.report.spans import Change, Span
+    from cbatch.runtime.step_record import StepRecord
 
 FLUSH_S = 1.0
 """Most seconds that a killed process loses."""

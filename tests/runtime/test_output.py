@@ -9,10 +9,10 @@ import pytest
 
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.output import result_of, take_chunk
 from cbatch.core.plan import Slot
 from cbatch.errors import SequenceStateError
 from cbatch.response import TokenLogprob
+from cbatch.runtime.output import result_of, take_chunk
 from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_driver, make_running
 from tests.helpers import make_request
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from cbatch.chat.answers import Answer
-from cbatch.core.request import Origin
 from cbatch.errors import SequenceStateError
 from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob, ToolCall, Usage
 from cbatch.tools import call_id
@@ -19,6 +18,19 @@ if TYPE_CHECKING:
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import TokenLogprobs
+    from cbatch.core.request import Request
+    from cbatch.response import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a result comes from, to go on from it: kept apart, for a caller may change the result."""
+
+    request: Request
+    number: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
 
 
 def take_chunk(driver: SequenceDriver) -> BatchOutputChunk | None:

@@ -1,0 +1,132 @@
+"""One run and where its time went, as `Engine.record_steps` tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise, repeat
+from typing import TYPE_CHECKING, TypeAlias
+
+from cbatch.core.plan import FREE
+from cbatch.runtime.choices import display_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.core.plan import Chunk, GrammarStep, StepPlan, StepResult
+    from cbatch.core.scheduler import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """What one sequence did in a run."""
+
+    slot: int
+    id: str
+    """Its request's; of several choices `a[0]`, `a[1]`, …"""
+    n_tokens: int
+    """Tokens of its chunk, in the first step."""
+    n_prefill: int
+    """Of these, prompt tokens and tokens that were computed before: more than 0 in prefill, 0 in decode."""
+    n_sampled: int
+    """New tokens of the output, of all steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One run and where its time went, in seconds; for `Engine.record_steps`.
+
+    The phases follow each other: admit, build, run (decode and sample are parts of it), apply, deliver.
+    """
+
+    start_s: float
+    """Of the engine's clock."""
+    n_rows: int
+    n_steps: int
+    n_tokens: int
+    """Of the first step; each further one has a token a row."""
+    n_waiting: int
+    code: int
+    admit_s: float
+    build_s: float
+    run_s: float
+    decode_s: float
+    sample_s: float
+    apply_s: float
+    deliver_s: float
+    rows: tuple[StepRow, ...] = ()
+    """In ascending order of slot."""
+    first_s: float = 0.0
+    """The first step's part of `decode_s` and `sample_s`."""
+    n_cells: int = 0
+    """Cells in use before the run, prefixes that are kept included."""
+
+    @property
+    def first_ran_s(self) -> float:
+        """When its first step was over, by the engine's clock."""
+        return min(self.start_s + self.admit_s + self.build_s + self.first_s, self.ran_s)
+
+    @property
+    def ran_s(self) -> float:
+        """When the run was over and its tokens were there, by the engine's clock."""
+        return self.start_s + self.admit_s + self.build_s + self.run_s
+
+    @property
+    def end_s(self) -> float:
+        """When its output was delivered, by the engine's clock."""
+        return self.ran_s + self.apply_s + self.deliver_s
+
+
+Seen: TypeAlias = tuple[tuple[StepRow, ...], int]
+"""The rows of a run and the cells in use, as they were before it is applied."""
+
+UNSEEN: Seen = ((), 0)
+"""Stands for a run that nobody records."""
+
+
+def seen_in(plan: Plan, result: StepResult, n_cells: int) -> Seen:
+    """Return what a record tells of a run's sequences. Before the run is applied: they may leave their slots then."""
+    tokens = result.tokens or repeat(())  # a step that failed may have none
+    rows = (
+        _row(chunk, driver, sampled, result.grammar_steps.get(chunk.slot, FREE))
+        for chunk, driver, sampled in zip(plan.step.chunks, plan.rows, tokens, strict=False)
+    )
+    return tuple(rows), n_cells
+
+
+def _row(
+    chunk: Chunk, driver: SequenceDriver, sampled: Sequence[int], guidance: GrammarStep
+) -> StepRow:
+    n_known = max(driver.n_prompt, driver.n_reached)
+    return StepRow(
+        slot=chunk.slot,
+        id=display_id(driver.request.id),
+        n_tokens=len(chunk.tokens),
+        n_prefill=max(0, min(len(chunk.tokens), n_known - chunk.start)),
+        n_sampled=len(sampled) + len(guidance.forced),
+    )
+
+
+def record_of(
+    plan: StepPlan, result: StepResult, n_waiting: int, times: tuple[float, ...], seen: Seen
+) -> StepRecord:
+    """Return the record of a step; `times` is when it began and when each of its phases ended."""
+    phases = [end - start for start, end in pairwise(times)]
+    return StepRecord(
+        start_s=times[0],
+        n_rows=len(plan.chunks),
+        n_steps=result.n_steps,
+        n_tokens=sum(len(c.tokens) for c in plan.chunks),
+        n_waiting=n_waiting,
+        code=result.code,
+        admit_s=phases[0],
+        build_s=phases[1],
+        run_s=phases[2],
+        decode_s=result.decode_s,
+        sample_s=result.sample_s,
+        apply_s=phases[3],
+        deliver_s=phases[4],
+        rows=seen[0],
+        first_s=result.first_s,
+        n_cells=seen[1],
+    )
