@@ -88,7 +88,7 @@ class Sampling:
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = 64
     dry_breakers: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-    """Token sequences that end a repetition: `Vocab.breakers` of `dry_sequence_breakers`."""
+    """Token sequences that end a repetition: `Vocab.dry_breakers` of `dry_sequence_breakers`."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, bias), ascending tokens."""
 
@@ -110,7 +110,7 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
-class Breakers:
+class DryBreakers:
     """DRY's strings; finding their token sequences takes a pass over the whole vocabulary."""
 
     strings: tuple[str, ...]
@@ -421,11 +421,11 @@ class RunOptions:
             schema = schema_of(str(self.response_format))
         return None if schema is None else Grammar("json_schema", str(schema))
 
-    def breakers(self, sampling: Sampling) -> Breakers | None:
+    def dry_breakers(self, sampling: Sampling) -> DryBreakers | None:
         """Return the strings that end a repetition; None where `sampling`, which is complete, has no DRY."""
         strings = self.dry_sequence_breakers
         known = DRY_SEQUENCE_BREAKERS if strings is None else tuple(strings)
-        return Breakers(known) if sampling.has_dry and known else None
+        return DryBreakers(known) if sampling.has_dry and known else None
 
     @property
     def adapters(self) -> AdapterSet:

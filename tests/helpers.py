@@ -31,7 +31,7 @@ from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
-from cbatch.options import Breakers, RunOptions
+from cbatch.options import DryBreakers, RunOptions
 from cbatch.runtime.output import result_of, take_chunk
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Rig:
     disk: dict[CacheRef, tuple[CacheEntry, NDArray[np.uint8]]] = field(default_factory=dict)
     storing: list[tuple[SequenceDriver, CacheEntry | None]] = field(default_factory=list)
     fetching: list[CacheRef] = field(default_factory=list)
-    compiling: list[Grammar | Breakers] = field(default_factory=list)
+    compiling: list[Grammar | DryBreakers] = field(default_factory=list)
     n_planned: int = 0
     """Waiting sequences that plans have looked at."""
     is_watched: bool = False
@@ -385,8 +385,8 @@ def settle_compiled(rig: Rig) -> None:
     for want in wants:
         found: object
         try:
-            if isinstance(want, Breakers):
-                found = rig.backend.vocab.breakers(want.strings)
+            if isinstance(want, DryBreakers):
+                found = rig.backend.vocab.dry_breakers(want.strings)
             else:
                 found = rig.backend.grammars.compile(want)
         except GrammarError as error:

@@ -15,7 +15,7 @@ import pytest
 
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError, RequestError, UnsupportedOptionError
-from cbatch.options import GREEDY, MAX_SEED, Breakers, Grammar, RunOptions, Sampling
+from cbatch.options import GREEDY, MAX_SEED, DryBreakers, Grammar, RunOptions, Sampling
 
 
 @pytest.mark.parametrize(
@@ -245,11 +245,11 @@ def test_breakers_are_looked_for_only_where_dry_is_on() -> None:
         {"dry_multiplier": 1, "dry_sequence_breakers": []},
     ):
         options = RunOptions.of(off)
-        assert options.breakers(options.sampling({}, 0)) is None
+        assert options.dry_breakers(options.sampling({}, 0)) is None
     on = RunOptions(dry_multiplier=1)
-    assert on.breakers(on.sampling({}, 0)) == Breakers(("\n", ":", '"', "*"))
+    assert on.dry_breakers(on.sampling({}, 0)) == DryBreakers(("\n", ":", '"', "*"))
     own = RunOptions(dry_multiplier=1, dry_sequence_breakers=["x"])
-    assert own.breakers(own.sampling({}, 0)) == Breakers(("x",))
+    assert own.dry_breakers(own.sampling({}, 0)) == DryBreakers(("x",))
 
 
 @pytest.mark.parametrize(

@@ -302,11 +302,11 @@ class GatedVocab(FakeVocab):
         self.entered, self.go = threading.Event(), threading.Event()
         self.asked: list[tuple[str, ...]] = []
 
-    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         self.entered.set()
         assert self.go.wait(PATIENCE_S)
         self.asked.append(tuple(strings))
-        return super().breakers(strings)
+        return super().dry_breakers(strings)
 
 
 class Recorder(FakeBackend):
@@ -352,7 +352,7 @@ def test_request_with_dry_and_a_grammar_waits_for_both() -> None:
 
 def test_breakers_that_cannot_be_found_fail_their_request_alone() -> None:
     class Panicking(GatedVocab):
-        def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
             raise MemoryError("no room")
 
     vocab = Panicking()

@@ -68,7 +68,7 @@ class Vocab(Protocol):
             RequestFailedError: there is no template, or it refuses these messages.
         """
 
-    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of tokens that DRY takes for these strings: `Sampling.dry_breakers`.
 
         The first call may take a second or so; results are kept.

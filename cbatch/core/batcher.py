@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cbatch.core.slots import Entry, Leave, Move, SlotChanges
     from cbatch.core.waiting import CacheEntry
     from cbatch.errors import CacheError
-    from cbatch.options import Breakers, Grammar
+    from cbatch.options import DryBreakers, Grammar
 
 Tokenize = Callable[[BatchPrompt, RunOptions], Sequence[int]]
 
@@ -252,12 +252,12 @@ class MultiRequestBatcher:
         driver.waits_for = Wait.COMPILE
         return True
 
-    def take_wants(self) -> list[Grammar | Breakers]:
+    def take_wants(self) -> list[Grammar | DryBreakers]:
         """Return what is to be compiled for sequences that wait for it; each once."""
         return self._builds.take_asked()
 
     def take_compiled(
-        self, want: Grammar | Breakers, found: object | GrammarError, now: float
+        self, want: Grammar | DryBreakers, found: object | GrammarError, now: float
     ) -> None:
         """Take what compiling brought: the sequences that waited for it are queued, or end where it failed."""
         if isinstance(found, GrammarError):

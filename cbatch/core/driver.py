@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cbatch.core.plan import GrammarStep, Slot, TokenLogprobs
     from cbatch.core.request import Request
     from cbatch.errors import CacheError, CBatchError
-    from cbatch.options import Breakers, Grammar, Sampling
+    from cbatch.options import DryBreakers, Grammar, Sampling
     from cbatch.response import FinishReason
 
 
@@ -191,7 +191,7 @@ class SequenceDriver:
     """Whether cells on disk were asked for."""
     load_followers: tuple[SequenceDriver, ...] = ()
     """Sequences that wait to copy from this one what it loads from disk."""
-    compiled: dict[Grammar | Breakers, Any] = field(default_factory=dict)
+    compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)
     """What was compiled of `Request.to_compile`."""
     saved_key: int | None = None
     """The key of its cells in host memory, while it has no slot."""
@@ -358,11 +358,11 @@ class SequenceDriver:
         self.warnings += warnings
 
     @property
-    def lacks(self) -> tuple[Grammar | Breakers, ...]:
+    def lacks(self) -> tuple[Grammar | DryBreakers, ...]:
         """What has to be compiled before it can run, and is not yet."""
         return tuple(want for want in self.request.to_compile if want not in self.compiled)
 
-    def equip(self, want: Grammar | Breakers, made: Any) -> None:
+    def equip(self, want: Grammar | DryBreakers, made: Any) -> None:
         """Take what compiling `want` made."""
         self.compiled[want] = made
 
@@ -414,7 +414,7 @@ class SequenceDriver:
 
     @property
     def _sampling(self) -> Sampling:
-        sampling, breakers = self.request.sampling, self.request.breakers
+        sampling, breakers = self.request.sampling, self.request.dry_breakers
         if breakers is None or breakers not in self.compiled:
             return sampling
         return replace(sampling, dry_breakers=self.compiled[breakers])

@@ -11,7 +11,7 @@ from cbatch.response import Timings
 
 if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
-    from cbatch.options import AdapterSet, Breakers, Grammar, RunOptions, Sampling
+    from cbatch.options import AdapterSet, DryBreakers, Grammar, RunOptions, Sampling
     from cbatch.response import TokenLogprob
 
 
@@ -47,13 +47,13 @@ class Request:
     """The number of the earlier request's sequence."""
     grammar: Grammar | None = None
     """What the output must match."""
-    breakers: Breakers | None = None
+    dry_breakers: DryBreakers | None = None
     """Strings past which DRY looks for no repetition."""
 
     @property
-    def to_compile(self) -> tuple[Grammar | Breakers, ...]:
+    def to_compile(self) -> tuple[Grammar | DryBreakers, ...]:
         """What has to be compiled before its sequence can run."""
-        return tuple(want for want in (self.grammar, self.breakers) if want is not None)
+        return tuple(want for want in (self.grammar, self.dry_breakers) if want is not None)
 
     def cap(self, n_prompt: int, n_window: int) -> tuple[int, list[str]]:
         """Return the most tokens of output for a prompt of `n_prompt` tokens, with a warning where more are asked for.

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from cbatch.core.cell_ops import SavedCells
     from cbatch.core.prefix import PrefixCache
     from cbatch.core.request import Request
-    from cbatch.options import AdapterSet, Breakers, Grammar
+    from cbatch.options import AdapterSet, DryBreakers, Grammar
 
-    Want = Grammar | Breakers
+    Want = Grammar | DryBreakers
 
 C = TypeVar("C", bound="Hashable")
 V = TypeVar("V")

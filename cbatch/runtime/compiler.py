@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from cbatch.errors import GrammarError
-from cbatch.options import Breakers, Grammar
+from cbatch.options import DryBreakers, Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend
     from cbatch.runtime.cache_io import Post
 
-    Want = Grammar | Breakers
+    Want = Grammar | DryBreakers
     Then = Callable[[Want, object], object]
     """Takes what was wanted and the result of compiling it: a constraint, tokens, or a `GrammarError`."""
 
@@ -76,8 +76,8 @@ class Compiler:
 
     def _compiled(self, want: Want) -> object:
         try:
-            if isinstance(want, Breakers):
-                return self._backend.vocab.breakers(want.strings)
+            if isinstance(want, DryBreakers):
+                return self._backend.vocab.dry_breakers(want.strings)
             return self._backend.grammars.compile(want)
         except GrammarError as error:
             return error

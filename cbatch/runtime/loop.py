@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
-    from cbatch.options import Breakers, Grammar
+    from cbatch.options import DryBreakers, Grammar
     from cbatch.runtime.cache_io import CacheIo, Post
     from cbatch.runtime.compiler import Compiler
     from cbatch.runtime.in_flight import Route
@@ -148,7 +148,7 @@ class Loop:
             for want in self._scheduler.batcher.take_wants():
                 self._compiler.compile(want, self._take_compiled)
 
-    def _take_compiled(self, want: Grammar | Breakers, found: object) -> None:
+    def _take_compiled(self, want: Grammar | DryBreakers, found: object) -> None:
         self._scheduler.batcher.take_compiled(want, found, self._clock())
 
     # ---- from other threads ----
@@ -215,7 +215,7 @@ class Loop:
         timeout = min(max(0.0, until_s - self._clock()), _LONGEST_SLEEP_S)
         self.waiters.wait_for(lambda: self._is_closed or is_ready(), timeout)
 
-    def compiled(self, want: Grammar | Breakers) -> object:
+    def compiled(self, want: Grammar | DryBreakers) -> object:
         """Return what compiling something brings, as a request that wants it is told. From any thread; waits.
 
         Raises:

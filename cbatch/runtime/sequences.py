@@ -139,7 +139,7 @@ class SequenceMaker:
             options.n_prompt_logprobs,
             owner=self.owner,
             grammar=grammar,
-            breakers=options.breakers(sampling),
+            dry_breakers=options.dry_breakers(sampling),
         )
 
     def _warn(self, driver: SequenceDriver) -> None:

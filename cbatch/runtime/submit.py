@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt, Prompt
-    from cbatch.options import Breakers, Grammar, RunOptions
+    from cbatch.options import DryBreakers, Grammar, RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.in_flight import InFlight, Route
     from cbatch.runtime.loop import Loop
@@ -97,7 +97,7 @@ class Submitter:
                 raise GrammarError(*wrong)
         return driver.n_given
 
-    def _compile(self, want: Grammar | Breakers) -> tuple[str, str] | None:
+    def _compile(self, want: Grammar | DryBreakers) -> tuple[str, str] | None:
         """Compile a structure; return None, or the option and the compiler's words where that fails."""
         found = self._loop.compiled(want)
         return (found.kind, found.reason) if isinstance(found, GrammarError) else None

@@ -356,7 +356,7 @@ def test_dry_gives_llama_cpps_probabilities(
         dry_base=base,
         dry_allowed_length=allowed,
         dry_penalty_last_n=last_n,
-        dry_breakers=vocab.breakers(breakers),
+        dry_breakers=vocab.dry_breakers(breakers),
         repeat_penalty=1.1,
     )
     logits = make_row(vocab.n_vocab, seed, 1.0, 0.0, 0)

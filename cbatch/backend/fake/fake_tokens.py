@@ -56,7 +56,7 @@ class FakeVocab:
         """Return the bytes of the text."""
         return list(text.encode("utf-8", "replace"))
 
-    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the bytes of each string."""
         return tuple(tuple(self.tokenize(text)) for text in strings)
 

@@ -188,7 +188,7 @@ class LlamaVocab:
         """
         return self.tokenize(self._chat.render(messages, variables))
 
-    def breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of tokens that DRY takes for these strings; see `cbatch.backend.Vocab`."""
         return self._breakers.find(strings)
 

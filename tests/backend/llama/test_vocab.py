@@ -94,13 +94,13 @@ def test_text_that_needs_more_room_than_guessed_is_tokenized_whole(vocab: LlamaV
 
 
 def test_breakers_are_the_tokens_that_hold_a_string_or_begin_it(vocab: LlamaVocab) -> None:
-    found = vocab.breakers(["\n"])
+    found = vocab.dry_breakers(["\n"])
     assert (5 + 0x0A,) in found
     assert all(b"\n" in vocab.piece(token) for token, *_ in found)
-    long = vocab.breakers(["ab"])
+    long = vocab.dry_breakers(["ab"])
     assert any(head == 5 + ord("a") and tail for head, *tail in long)
-    assert vocab.breakers([]) == vocab.breakers([""]) == ()
-    assert vocab.breakers(["\n"]) is found
+    assert vocab.dry_breakers([]) == vocab.dry_breakers([""]) == ()
+    assert vocab.dry_breakers(["\n"]) is found
 
 
 def test_control_tokens_add_no_bytes(vocab: LlamaVocab) -> None:
