@@ -40,7 +40,7 @@ def _events() -> str:
 
 
 def _waits() -> str:
-    intro = "A waiting sequence may wait for something besides a slot:"
+    intro = "A sequence that waits for one of these is held outside the queue:"
     head = [
         "| cause | what it waits for | what ends the wait | which may pass |",
         "|---|---|---|---|",

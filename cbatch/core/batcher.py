@@ -498,8 +498,6 @@ class MultiRequestBatcher:
         return [driver for driver in entered if driver is not None]
 
     def _commit_waits(self, changes: SlotChanges) -> None:
-        for driver in changes.short:
-            driver.waits_for = Wait.CELLS
         for driver, n_more in changes.overtaken:
             driver.n_overtaken += n_more
         for hold in changes.holds:

@@ -102,45 +102,30 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
 
 
 class Wait(_Word):
-    """What a waiting sequence waits for, besides a slot."""
+    """What a waiting sequence is held for, outside the queue."""
 
     COMPILE = "compile", "its grammar, or what DRY needs of the vocabulary"
     LEADER = "leader", "another sequence that computes the same prefix"
     CACHE = "cache", "its cells, which are read from disk"
-    RESTORE = "restore", "its cells, which stand in host memory or have to be computed again"
-    CELLS = "cells", "room in a shared pool"
 
 
 @dataclass(frozen=True, slots=True)
 class WaitRule:
-    """What ends a wait, and which sequences may pass meanwhile; held ones stand outside the queue."""
+    """What ends a wait, and which sequences may pass meanwhile."""
 
     end: str
     passing: str
-    is_held: bool = False
 
 
 WAITS: dict[Wait, WaitRule] = {
-    Wait.COMPILE: WaitRule(
-        "it is compiled; where it cannot be, the request ends", "every one", is_held=True
-    ),
+    Wait.COMPILE: WaitRule("it is compiled; where it cannot be, the request ends", "every one"),
     Wait.LEADER: WaitRule(
         "the other has computed it, makes no progress, or leaves its slot",
         "every one, as long as a slot stays free for it",
-        is_held=True,
     ),
     Wait.CACHE: WaitRule(
         "they are read; where they cannot be, they are computed, or `cache_required` ends the request",
         "every one",
-        is_held=True,
-    ),
-    Wait.RESTORE: WaitRule(
-        "its turn: before the queue, the oldest first; in `round_robin` at the end of the queue",
-        "those before it",
-    ),
-    Wait.CELLS: WaitRule(
-        "others end, or need less than was expected",
-        "the three behind it that fit, sixteen in all; then it holds up every one behind it",
     ),
 }
 """Every cause of waiting."""
@@ -306,7 +291,7 @@ class SequenceDriver:
     @property
     def is_held(self) -> bool:
         """Whether it waits outside the queue, for something that its turn does not bring."""
-        return self.waits_for is not None and WAITS[self.waits_for].is_held
+        return self.waits_for is not None
 
     def own_alignment(self, chunk_alignment: int) -> int:
         """Return the alignment of this prompt's chunks, which is smaller than `chunk_alignment` where it is scored."""
@@ -379,7 +364,7 @@ class SequenceDriver:
     def preempt(self) -> None:
         """Leave the slot and wait for another."""
         self._move(Event.PREEMPT)
-        self.slot, self.waits_for = None, Wait.RESTORE
+        self.slot = None
 
     def pause(self) -> None:
         """Stop where it is: out of the queue, or in its slot with its cells."""
@@ -392,8 +377,6 @@ class SequenceDriver:
     def requeue(self) -> None:
         """Wait for a slot, after a pause."""
         self._move(Event.REQUEUE)
-        if not self.is_held:
-            self.waits_for = Wait.RESTORE if self.has_run else None
 
     def binding(self, slot: Slot) -> Binding:
         """Return what the backend must know of this sequence in `slot`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from cbatch.core.driver import SequenceDriver, Status, Wait
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.preemption import Demand, choose_mover, choose_victim
 
 if TYPE_CHECKING:
@@ -97,8 +97,6 @@ class SlotChanges:
     leaves: tuple[Leave, ...]
     entries: tuple[Entry, ...]
     holds: tuple[Hold, ...]
-    short: tuple[SequenceDriver, ...]
-    """Sequences that do not fit for want of cells."""
     overtaken: tuple[tuple[SequenceDriver, int], ...]
     """How many more passed a sequence that was first."""
     move: Move | None
@@ -123,7 +121,6 @@ class SlotPlan:
         self._entries: list[Entry] = []
         self._holds: dict[SequenceDriver, Hold] = {}
         self._n_new_followers = 0
-        self._short: dict[SequenceDriver, None] = {}
         self._overtaken: dict[SequenceDriver, int] = {}
         self._move: Move | None = None
         self._next_key, self._n_saved_bytes = books.saved.next_key, books.saved.n_bytes
@@ -177,13 +174,12 @@ class SlotPlan:
     def changes(self) -> SlotChanges | None:
         """Return all changes as a value, None where there is none."""
         has_view = self.cells is not self._books.cells
-        if not (has_view or self._holds or self._short or self._overtaken):
+        if not (has_view or self._holds or self._overtaken):
             return None
         return SlotChanges(
             tuple(self._leaves),
             tuple(self._entries),
             tuple(self._holds.values()),
-            tuple(self._short),
             tuple(self._overtaken.items()),
             self._move,
             self.cells.prefixes.changes() if has_view else None,
@@ -310,8 +306,6 @@ class SlotPlan:
                 if driver is not head:
                     self._overtaken[head] = self._overtaken.get(head, 0) + 1
                 return driver, found
-            if driver.waits_for is not Wait.CELLS:
-                self._short[driver] = None
             if head.n_overtaken + self._overtaken.get(head, 0) >= N_OVERTAKEN_MAX:
                 break
         return None

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.batcher import N_REFUSED_MAX
-from cbatch.core.driver import Wait
 from cbatch.core.slots import N_LOOK, N_OVERTAKEN_MAX
 from cbatch.errors import PromptTooLongError, RequestFailedError
 from tests.helpers import (
@@ -163,7 +162,6 @@ def test_head_that_has_been_passed_enough_holds_up_all_behind_it() -> None:
     rig.submit(small(0))
     one_step(rig)
     assert rig.running() == ["runs"]
-    assert rig.drivers["big"].waits_for is Wait.CELLS
 
 
 def test_head_that_fits_at_last_goes_before_those_behind_it() -> None:

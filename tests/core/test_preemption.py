@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.core.driver import Status, Wait
+from cbatch.core.driver import Status
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.slots import N_OVERTAKEN_MAX
 from tests.helpers import (
@@ -88,7 +88,6 @@ def test_pool_that_is_full_takes_the_cells_of_the_younger() -> None:
     assert preempted(rig) == {"1": 1}
     assert rig.drivers["0"].n_computed == 9  # 8 + 8 were full, and it went on in the same step
     assert rig.drivers["1"].status is Status.WAITING
-    assert rig.drivers["1"].waits_for is Wait.RESTORE
 
 
 def test_victim_has_computed_least_and_is_not_the_oldest() -> None:
