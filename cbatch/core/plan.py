@@ -47,9 +47,12 @@ class Binding:
     """With a constraint: the output so far, which it has followed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
-    """The part of one sequence in this step: `tokens` stand at positions `start`, `start + 1`, …"""
+    """The part of one sequence in this step: `tokens` stand at positions `start`, `start + 1`, …
+
+    Nothing changes one. It is not frozen: a step makes one a row, and a frozen one takes four times as long to make.
+    """
 
     slot: Slot
     start: int

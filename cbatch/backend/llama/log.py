@@ -41,7 +41,8 @@ class LlamaLog:
         self._ring = self._lib.cbatch_log_init(n_bytes)
         if self._ring is None:
             raise MemoryError("no memory for llama.cpp's log")
-        self._buffer = ctypes.create_string_buffer(n_bytes)
+        self._buffer, self._n_dropped = ctypes.create_string_buffer(n_bytes), ctypes.c_int64()
+        self._sizes = len(self._buffer), ctypes.byref(self._n_dropped)
         self._lock = threading.Lock()
         self._n_users = 0
         self._level, self._partial = logging.INFO, b""
@@ -83,20 +84,21 @@ class LlamaLog:
     def drain(self) -> list[str]:
         """Pass new lines to the logger `cbatch.llama`; return the warnings and errors of them."""
         with self._lock:
-            lines = list(self._take_lines())
+            n = self._lib.cbatch_log_drain(self._ring, self._buffer, *self._sizes)
+            if not n:  # as after nearly every step
+                return []
+            lines = list(self._lines(n))
             found = [line for level, line in lines if level >= logging.WARNING]
             self._recent.extend(found)
         for level, line in lines:
             self._log.write(level, "%s", line)
         return found
 
-    def _take_lines(self) -> Iterator[tuple[int, str]]:
-        n_dropped = ctypes.c_int64()
-        n = self._lib.cbatch_log_drain(
-            self._ring, self._buffer, len(self._buffer), ctypes.byref(n_dropped)
-        )
-        if n_dropped.value:
-            yield logging.WARNING, f"{n_dropped.value} older lines of llama.cpp's log were dropped"
+    def _lines(self, n: int) -> Iterator[tuple[int, str]]:
+        """Yield the complete lines of the first `n` bytes of the buffer."""
+        if self._n_dropped.value:
+            dropped = f"{self._n_dropped.value} older lines of llama.cpp's log were dropped"
+            yield logging.WARNING, dropped
         for level, text in _records(ctypes.string_at(self._buffer, n)):
             yield from self._join(level, text)
 
