@@ -19,8 +19,9 @@ from cbatch.backend.fake import (
     StepCost,
 )
 from cbatch.core.batcher import N_REFUSED_MAX, MultiRequestBatcher
-from cbatch.core.driver import SequenceDriver, Status
+from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
+from cbatch.core.lifecycle import Status
 from cbatch.core.plan import Binding, KvCapabilities, Slot, StepPlan
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.request import Request

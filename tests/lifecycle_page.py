@@ -1,11 +1,11 @@
-"""The part of docs/lifecycle.md that the table in core/driver.py makes: `python -m tests.lifecycle_page` writes it."""
+"""The part of docs/lifecycle.md that core/lifecycle.py makes: `python -m tests.lifecycle_page` writes it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from cbatch.core.driver import TRANSITIONS, WAITS, Event, Status, Wait
+from cbatch.core.lifecycle import TRANSITIONS, WAITS, Event, Status, Wait
 
 PAGE = Path(__file__).parent.parent / "docs" / "lifecycle.md"
 SECTION = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- /table -->)", re.DOTALL)

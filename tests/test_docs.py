@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import cbatch
 from cbatch.cli import app
-from cbatch.core.driver import WAITS, Wait
+from cbatch.core.lifecycle import WAITS, Wait
 from cbatch.engine_options import EngineOptions
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions, Sampling

@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from cbatch.core.cell_ops import SavedCells, SlotCells
-from cbatch.core.driver import SequenceDriver, Status, Wait
+from cbatch.core.lifecycle import Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from cbatch.core.cell_ops import Stored
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import KvCapabilities, StepPlan
     from cbatch.core.slots import Entry, Leave, Move, SlotChanges

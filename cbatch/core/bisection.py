@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import SequenceDriver, Status
+from cbatch.core.lifecycle import Status
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
+
+    from cbatch.core.driver import SequenceDriver
 
 
 class FaultBisection:

@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import Status
+from cbatch.core.lifecycle import Status
 from cbatch.core.prefix_index import PrefixIndex, n_common
 
 if TYPE_CHECKING:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from cbatch.core.driver import SequenceDriver, Status
+from cbatch.core.lifecycle import Status
 from cbatch.core.preemption import Demand, choose_mover, choose_victim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.core.cell_ops import CellOps, SavedCells, SlotCells
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import Slot
     from cbatch.core.preemption import KvDemandEstimator
     from cbatch.core.prefix import PrefixChanges, PrefixMatch, Source

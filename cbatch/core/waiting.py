@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from cbatch.core.driver import SequenceDriver, Status
+from cbatch.core.lifecycle import Status
 from cbatch.core.prefix import MIN_SHARED_TOKENS
 from cbatch.errors import CacheError
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
     from cbatch.core.cell_ops import SavedCells
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.prefix import PrefixCache
     from cbatch.core.request import Request
     from cbatch.options import AdapterSet, DryBreakers, Grammar

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
+from cbatch.core.lifecycle import Status
 from cbatch.core.parts import MovingWindow
 from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.preemption import N_WORTH_MOVE, choose_mover, choose_victim
 from tests.core.drivers import make_running
 from tests.helpers import partitioned, recurrent, shared_pool
+
+if TYPE_CHECKING:
+    from cbatch.core.driver import SequenceDriver
 
 
 def at(slot: int, n_computed: int = 9, **given: int | Status | MovingWindow) -> SequenceDriver:

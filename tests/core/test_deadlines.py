@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cbatch.backend.fake import FakeBackend, FakeVocab
-from cbatch.core.driver import SequenceDriver, Wait
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.lifecycle import Wait
 from cbatch.core.queue import Deadlines
 from cbatch.errors import DeadlineError
 from tests.helpers import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.core.driver import Status, Wait
+from cbatch.core.lifecycle import Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import MIN_SHARED_TOKENS, Source
 from tests.helpers import (

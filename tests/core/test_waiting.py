@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.core.driver import SequenceDriver, Status, Wait
+from cbatch.core.driver import SequenceDriver
+from cbatch.core.lifecycle import Status, Wait
 from cbatch.core.queue import FifoPolicy
 from cbatch.errors import PromptTooLongError, RequestCancelledError
 from tests.helpers import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cbatch.core.driver import SequenceDriver, Wait
+from cbatch.core.lifecycle import Wait
 from cbatch.core.prefix import MIN_SHARED_TOKENS
 from cbatch.core.scheduler import NOT_RUN
 from cbatch.core.slots import N_READ_PER_SLOT, N_STORED_PER_SLOT
@@ -27,6 +27,7 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
 
 FETCH = CacheRef("k")
