@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,7 +24,6 @@ from cbatch.files.places import file_of
 from cbatch.files.preview import why_refused
 from cbatch.files.report.recording import Recording
 from cbatch.files.settings import FileOptions, check_engine, engine_for, split_settings
-from cbatch.files.window import Window
 from cbatch.files.work import RunContext, Work
 from cbatch.options import RunOptions
 from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
@@ -37,11 +35,7 @@ if TYPE_CHECKING:
     from cbatch.files.input.item_stream import Paths
     from cbatch.files.outcome import RunSummary
     from cbatch.files.work import Ended, Ledger, OnEnded
-    from cbatch.progress import Counts, View
-    from cbatch.response import BatchResult, Reader
-
-N_WINDOW_PER_SLOT = 8
-"""Items read ahead for each slot, besides the four a slot that the engine reads itself."""
+    from cbatch.progress import View
 
 _OF_OUTPUT = ("output_format", "errors", "retry_errors", "adopt", "force", "report", "trace")
 """Options that have no effect without an output."""
@@ -87,75 +81,71 @@ def run_file(
     defaults, view = RunOptions.of(options), _view(progress)
     place = file_of("output", output)
     _check_calls(on_result, stop)
-    check_places(place, asked, [*_model_file(model), *_adapter_files(load_settings)])
-    job = _Job(
-        asked, view, Recording(asked, view.say), stop or Stopper(), on_result, engine is None
-    )
-    with ExitStack() as stack:
-        stream, target = _opened(stack, source, place, asked)
-        if job.is_own_engine:
-            view.say(f"loading {model or 'the model that ships inside'}")
-        n_ahead = asked.window or N_LOOKED_AHEAD
-        lent = engine_for(
-            engine,
-            model,
-            load_settings,
-            lambda: stream.look_ahead(defaults, n_ahead),
-            threaded=stream.is_piped,  # else the engine would stop while the pipe is silent
-        )
-        summary = _run(job, stack.enter_context(lent), stream, target, defaults, model)
-    if summary.is_complete:
-        target.finish(summary.n_items)
-    if summary.ending in ("asked", "now"):
-        job.recording.tell()
-        raise Interrupted(summary)
-    job.recording.check()
+    models = [check_path("model", model)] if isinstance(model, str | os.PathLike) else []
+    adapters = [str(path) for path in (load_settings.get("adapters") or {}).values()]
+    check_places(place, asked, [*models, *adapters])
+    with Recording(asked, view.say) as recording:
+        run = _Run(asked, defaults, view, recording, stop or Stopper(), on_result)
+        with ExitStack() as stack:
+            stream, target = _opened(stack, source, place, asked)
+            if engine is None:
+                view.say(f"loading {model or 'the model that ships inside'}")
+            n_ahead = asked.window or N_LOOKED_AHEAD
+            lent = engine_for(
+                engine,
+                model,
+                load_settings,
+                lambda: stream.look_ahead(defaults, n_ahead),
+                threaded=stream.is_piped,  # else the engine would stop while the pipe is silent
+            )
+            summary = run.of(
+                stack.enter_context(lent), stream, target, model, is_own_engine=engine is None
+            )
+        if summary.is_complete:
+            target.finish(summary.n_items)
+        if summary.ending in ("asked", "now"):
+            raise Interrupted(summary)
     return summary
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """What a run over a file was asked for."""
+class _Run:
+    """A run with an output, as it was asked for."""
 
     asked: FileOptions
+    defaults: RunOptions
     view: View
     recording: Recording
     stop: Stopper
     on_result: OnEnded | None
-    is_own_engine: bool
 
-
-def _run(
-    job: _Job,
-    engine: Engine,
-    stream: ItemStream,
-    target: Target,
-    defaults: RunOptions,
-    model: object,
-) -> RunSummary:
-    """Run the items of an open input, with the outputs open meanwhile."""
-    asked, view, options = job.asked, job.view, run_options_of(engine, defaults)
-    if asked.strict:
-        stream.check(lambda item: why_refused(item, engine, options))
-    settings = _settings_of(engine, stream, target, options, asked)
-    digests = _digests(engine, options)
-    origin = _origin(stream, target.path, digests)
-    is_forced, retry_errors = asked.force, asked.retry_errors
-    with target.opened(settings, origin, force=is_forced, retry_errors=retry_errors) as ledger:
-        context = RunContext(ledger, target.encoder, digests, options, model_name(model))
-        work = _work(stream, context, asked, job.stop, engine, is_own=job.is_own_engine)
-        for line in (*ledger.notes, *_resumed(ledger)):
-            view.say(line)
-        title = ", ".join(readable(Path(name).name) for name in stream.source.paths[:3])
-        with (
-            job.recording.of(engine, title, settings, job.on_result) as on_ended,
-            _shown(view, work, stream, engine),
-            job.stop,
-        ):
-            summary = work.run(engine, asked.max_time_s, on_ended)
-        for line in _left_over(ledger) if summary.is_complete else ():
-            view.say(line)
-    return summary
+    def of(
+        self, engine: Engine, stream: ItemStream, target: Target, model: Any, *, is_own_engine: bool
+    ) -> RunSummary:
+        """Run the items of an open input, with the outputs open meanwhile."""
+        asked, view, options = self.asked, self.view, run_options_of(engine, self.defaults)
+        if asked.strict:
+            stream.check(lambda item: why_refused(item, engine, options))
+        settings = _settings_of(engine, stream, target, options, asked)
+        digests = _digests(engine, options)
+        origin, is_forced = _origin(stream, target.path, digests), asked.force
+        with target.opened(
+            settings, origin, force=is_forced, retry_errors=asked.retry_errors
+        ) as ledger:
+            context = RunContext(ledger, target.encoder, digests, options, model_name(model))
+            work = Work(stream, context, engine, asked, self.stop, is_own_engine=is_own_engine)
+            for line in (*ledger.notes, *_resumed(ledger)):
+                view.say(line)
+            title = ", ".join(readable(Path(name).name) for name in stream.source.paths[:3])
+            with (
+                self.recording.of(engine, title, settings, self.on_result) as on_ended,
+                _shown(view, work, engine),
+                self.stop,
+            ):
+                summary = work.run(on_ended)
+            for line in _left_over(ledger) if summary.is_complete else ():
+                view.say(line)
+        return summary
 
 
 def stream_file(
@@ -191,49 +181,36 @@ def stream_file(
     stream = ItemStream(source, asked)
     nowhere = PipedOutput(None)
     context = RunContext(nowhere, Encoder(), _digests(engine, settled), settled, model_name(None))
-    work = _work(stream, context, asked, Stopper(), engine, is_own=False)
-    return FileStream(engine, work, asked.max_time_s, (stream, nowhere))
+    work = Work(stream, context, engine, asked, Stopper(), is_own_engine=False)
+    return FileStream(work, stream, nowhere)
 
 
 class FileStream:
     """Pairs of an item and its result, None where the item has an error; see `stream_file`. Iterate once."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        work: Work,
-        max_time_s: float | None,
-        open_things: tuple[ItemStream, PipedOutput],
-    ) -> None:
-        self._engine, self._work, self._max_time_s = engine, work, max_time_s
+    def __init__(self, work: Work, *opened: ItemStream | PipedOutput) -> None:
+        self._work = work
         self._open = ExitStack()
-        for thing in open_things:
+        for thing in opened:
             self._open.callback(thing.close)
 
     def __iter__(self) -> Iterator[Ended]:
         """Yield each pair."""
-        with self._open, closing(self._start()) as results:
+        with self._open, closing(self._work.start().as_completed()) as results:
             for result in results:
                 yield from self._work.take(result, gives_left=True)
-            yield from ((item, None) for item in self._work.take_refused())
-            self._check_engine()
+            yield from self._work.take_refused()
+            self._work.check_engine()
 
     async def __aiter__(self) -> AsyncIterator[Ended]:
         """Yield each pair, in an event loop."""
-        with self._open, closing(self._start()) as results:
+        with self._open, closing(self._work.start().as_completed()) as results:
             async for result in results:
                 for ended in self._work.take(result, gives_left=True):
                     yield ended
-            for item in self._work.take_refused():
-                yield item, None
-            self._check_engine()
-
-    def _check_engine(self) -> None:
-        if self._work.is_cut_off:
-            self._engine.stats()  # raises if the engine was closed
-
-    def _start(self) -> Reader[BatchResult]:
-        return self._work.start(self._engine, self._max_time_s).as_completed()
+            for ended in self._work.take_refused():
+                yield ended
+            self._work.check_engine()
 
 
 def _opened(
@@ -258,28 +235,6 @@ def _origin(stream: ItemStream, output: Path, digests: Digests) -> Origin:
         return [(item_key(item), digests(item)) for item in stream.peek()]
 
     return Origin(stream.source.paths, output, look, is_at_hand=stream.is_at_hand)
-
-
-def _work(
-    stream: ItemStream,
-    context: RunContext,
-    asked: FileOptions,
-    stop: Stopper,
-    engine: Engine,
-    *,
-    is_own: bool,
-) -> Work:
-    window = Window(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
-    prefix = "" if is_own else f"{secrets.token_hex(4)}-"  # other runs may use the engine too
-    return Work(
-        stream.items,
-        context,
-        window,
-        stop,
-        limit=asked.limit,
-        prefix=prefix,
-        is_dry=stream.is_dry,
-    )
 
 
 def _view(progress: bool | View) -> View:
@@ -309,25 +264,13 @@ def _left_over(ledger: Ledger) -> Iterator[str]:
 
 
 @contextmanager
-def _shown(view: View, work: Work, stream: ItemStream, engine: Engine) -> Iterator[None]:
+def _shown(view: View, work: Work, engine: Engine) -> Iterator[None]:
     """Show the progress for the length of the block."""
-
-    def counts() -> Counts:
-        return work.counts(stream.about())
-
     if isinstance(view, SilentView):  # no thread for a view that shows nothing
         yield
         return
-    with closing(Progress(view, counts, engine.stats, engine.stats(), engine.parallel)):
+    with closing(Progress(view, work.counts, engine.stats, engine.stats(), engine.parallel)):
         yield
-
-
-def _adapter_files(settings: Mapping[str, Any]) -> list[str]:
-    return [str(path) for path in (settings.get("adapters") or {}).values()]
-
-
-def _model_file(model: Any) -> list[str]:
-    return [check_path("model", model)] if isinstance(model, str | os.PathLike) else []
 
 
 def _settings_of(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -35,10 +35,14 @@ class Entry:
     """Estimated characters of the prompt and of the longest answer."""
     number: int = 0
     """In order of arrival."""
-    is_taken: bool = False
+
+    @property
+    def rank(self) -> _Rank:
+        """The place in a group: the longest last, of equally long items the first that arrived."""
+        return self.n_chars, -self.number, self
 
 
-_Heap: TypeAlias = "list[tuple[int, int, Entry]]"
+_Rank: TypeAlias = "tuple[int, int, Entry]"
 
 
 class Window:
@@ -57,75 +61,52 @@ class Window:
             max_chars: most characters of all items; an empty window takes any item.
         """
         self._n_max, self._max_chars = n_max, max_chars
-        self._groups: dict[Hashable, _Heap] = {}
-        self._arrivals: deque[Entry] = deque()
-        self._n_arrived = self._n_given = self._n_chars = self._n = self._n_gone = 0
+        self._waiting: OrderedDict[int, Entry] = OrderedDict()  # by number
+        self._groups: dict[Hashable, list[_Rank]] = {}  # each sorted
+        self._n_arrived = self._n_given = self._n_chars = 0
         self._is_ending = False
 
     def __len__(self) -> int:
-        return self._n
+        return len(self._waiting)
 
     @property
     def has_room(self) -> bool:
         """Whether another item may be added."""
-        return not self._n or (self._n < self._n_max and self._n_chars < self._max_chars)
+        return not self._waiting or (len(self) < self._n_max and self._n_chars < self._max_chars)
 
     def add(self, entry: Entry) -> None:
         """Add an item."""
         entry.number = self._n_arrived
-        key = None if self._is_ending else beginning(entry.prompt)
-        heappush(self._groups.setdefault(key, []), (-entry.n_chars, entry.number, entry))
-        self._arrivals.append(entry)
+        insort(self._groups.setdefault(self._key(entry), []), entry.rank)
+        self._waiting[entry.number] = entry
         self._n_arrived += 1
-        self._n += 1
         self._n_chars += entry.n_chars
 
     def end(self) -> None:
         """Note the end of the input: from now on the longest of all is next."""
-        if not self._is_ending:
-            self._is_ending = True
-            rest: _Heap = [waiting for heap in self._groups.values() for waiting in heap]
-            heapify(rest)
-            self._groups = {None: rest} if rest else {}
+        self._is_ending = True
+        self._groups = {None: sorted(entry.rank for entry in self._waiting.values())}
 
     def take(self) -> Entry:
         """Remove and return the next item; IndexError where the window is empty."""
-        entry = self._late() or self._first()
-        entry.is_taken = True
-        self._n -= 1
+        if not self._waiting:
+            raise IndexError("the window is empty")
+        oldest = next(iter(self._waiting.values()))
+        if self._n_given - oldest.number >= 2 * self._n_max:
+            entry, key = oldest, self._key(oldest)
+            del self._groups[key][bisect_left(self._groups[key], entry.rank)]
+        else:
+            key = next(iter(self._groups))
+            entry = self._groups[key].pop()[2]
+        if not self._groups[key]:
+            del self._groups[key]
+        del self._waiting[entry.number]
         self._n_given += 1
         self._n_chars -= entry.n_chars
         return entry
 
-    def _late(self) -> Entry | None:
-        """Return an item that was passed too often; it stays in its heap until it is popped there."""
-        arrivals = self._arrivals
-        while arrivals and arrivals[0].is_taken:
-            arrivals.popleft()
-        if not arrivals or self._n_given - arrivals[0].number < 2 * self._n_max:
-            return None
-        self._n_gone += 1
-        if self._n_gone > self._n_max:
-            self._forget_gone()
-        return arrivals.popleft()
-
-    def _forget_gone(self) -> None:
-        """Remove from the heaps the items that were taken out of turn."""
-        kept = {key: [w for w in heap if not w[2].is_taken] for key, heap in self._groups.items()}
-        self._groups = {key: heap for key, heap in kept.items() if heap}
-        for heap in self._groups.values():
-            heapify(heap)
-        self._n_gone = 0
-
-    def _first(self) -> Entry:
-        while self._groups:
-            key, heap = next(iter(self._groups.items()))
-            entry = heappop(heap)[2]
-            if not heap:
-                del self._groups[key]
-            if not entry.is_taken:
-                return entry
-        raise IndexError("the window is empty")
+    def _key(self, entry: Entry) -> Hashable:
+        return None if self._is_ending else beginning(entry.prompt)
 
 
 def beginning(prompt: BatchPrompt) -> Hashable:

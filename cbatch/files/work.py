@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from contextlib import closing
 from copy import copy
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from cbatch.errors import EngineError, RequestCancelledError
 from cbatch.files.input.item import duplicate, in_own_words, item_key, label, rival_key
@@ -25,13 +25,19 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.files.input.item import Item
+    from cbatch.files.input.item_stream import ItemStream
     from cbatch.files.outcome import Stopper
     from cbatch.files.output.encoders import Encoder
     from cbatch.files.output.identity import Digests
-    from cbatch.files.output.journal import Claim
+    from cbatch.files.output.journal import Journal
+    from cbatch.files.output.target import PipedOutput
+    from cbatch.files.settings import FileOptions
     from cbatch.messages import BatchPrompt
     from cbatch.progress import Ending
     from cbatch.response import BatchResponse, BatchResult, Reader
+
+    Ledger: TypeAlias = "Journal | PipedOutput"
+    """Takes records, and knows which items have one."""
 
     Ended: TypeAlias = "tuple[Item, BatchResult | None]"
     """An item that ended, and its result; None where the item has an error."""
@@ -39,33 +45,11 @@ if TYPE_CHECKING:
     OnEnded: TypeAlias = "Callable[[Item, BatchResult | None], object]"
     """Called with each item that ended; the result is None where the item has an error."""
 
+N_WINDOW_PER_SLOT = 8
+"""Items read ahead for each slot, besides the four a slot that the engine reads itself."""
+
 N_COMMIT = 64
 """Most records that are written together, where several results are ready at once."""
-
-
-class Ledger(Protocol):
-    """Takes records and knows which items have one; see `Journal`."""
-
-    n_done: int
-    n_failed: int
-    notes: tuple[str, ...]
-
-    def claim(
-        self, id: str, digest: bytes, number: int, rival: str | None = None, *, place: str = ""
-    ) -> Claim:
-        """Return what to do with an item."""
-
-    def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
-        """Keep a record for the next `commit`."""
-
-    def commit(self) -> None:
-        """Write the records that were added."""
-
-    def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
-        """Remove records that were not claimed; return their number."""
-
-    def set_unclaimed_aside(self) -> int:
-        """Order records that were not claimed behind all others; return their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +73,16 @@ class RunContext:
 
 @dataclass(eq=False, slots=True)
 class Tally:
-    """The counts of a run so far; see `RunSummary`."""
+    """The counts of a run so far, by the names of `RunSummary`."""
 
     n_items: int = 0
-    n_started: int = 0
     n_done: int = 0
     n_failed: int = 0
     n_before: int = 0
     n_failed_before: int = 0
-    n_given_back: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-
-    @property
-    def n_settled(self) -> int:
-        """Items that have a record."""
-        return self.n_done + self.n_before
 
 
 class Work:
@@ -116,37 +93,36 @@ class Work:
 
     def __init__(
         self,
-        items: Iterator[Item],
+        stream: ItemStream,
         context: RunContext,
-        window: Window,
+        engine: Engine,
+        asked: FileOptions,
         stop: Stopper,
         *,
-        limit: int | None = None,
-        prefix: str = "",
-        is_dry: Callable[[], bool] = lambda: False,
+        is_own_engine: bool,
     ) -> None:
         """Read nothing yet.
 
         Args:
-            items: of the input.
+            stream: the items of the input.
             context: turns items into records.
-            window: orders the items.
+            engine: runs the items.
+            asked: options of the run.
             stop: whether to read no more items.
-            limit: most items to run.
-            prefix: of the ids that the engine uses.
-            is_dry: returns whether reading the next item would wait: then the window is not filled.
+            is_own_engine: whether nobody else uses the engine, so that ids of the run need no prefix.
         """
         self.tally = Tally()
         self.has_read_all = False
-        self._items, self._context, self._window, self._stop = items, context, window, stop
-        self._limit = math.inf if limit is None else limit
-        self._prefix, self._is_dry = prefix, is_dry
+        self._stream, self._context, self._engine, self._stop = stream, context, engine, stop
+        self._window = Window(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
+        self._limit, self._max_time_s = asked.limit or math.inf, asked.max_time_s
+        self._prefix = "" if is_own_engine else f"{secrets.token_hex(4)}-"
         self._running: dict[str, Entry] = {}
-        self._refused: list[Item] = []
-        self._n_added = 0
+        self._refused: list[Ended] = []
+        self._n_started = self._n_given_back = self._n_added = 0
         self._start_s, self._ends_s = 0.0, math.inf
         self._ended: Ending | None = None
-        self._is_at_limit = False
+        self._is_reading = True
         self._lock = threading.Lock()
         self._created = int(time.time())
 
@@ -168,31 +144,26 @@ class Work:
         return prompt
 
     def _fill(self) -> None:
-        while self._window.has_room and not self.has_read_all and not self._stop.is_asked:
-            is_dry = self._is_dry()
-            if self.tally.n_started >= self._limit:
-                self._is_at_limit = self._is_at_limit or is_dry or self._has_more()
-            if self._is_at_limit:
-                self._window.end()
+        """Read items until the window is full, or until an item would have to wait for the next."""
+        while self._window.has_room and self._is_reading and not self._stop.is_asked:
+            is_dry = self._stream.is_dry()
+            if self._n_started >= self._limit:  # which is no reason to end where no item is left
+                self._end_reading(
+                    has_read_all=not is_dry and next(self._stream.items, None) is None
+                )
+            elif is_dry and len(self._window):
                 return
-            if len(self._window) and is_dry:
-                return
-            item = next(self._items, None)
-            if item is None:
-                self.has_read_all = True
-                self._window.end()
+            elif (item := next(self._stream.items, None)) is None:
+                self._end_reading(has_read_all=True)
             else:
                 with self._stop.guarded(), self._lock:
-                    self._take_in(item)
+                    self._claim(item)
 
-    def _has_more(self) -> bool:
-        """Whether the input has another item, which stays in it: a limit that leaves no item is no reason to end."""
-        item = next(self._items, None)
-        if item is not None:
-            self._items = chain((item,), self._items)
-        return item is not None
+    def _end_reading(self, *, has_read_all: bool) -> None:
+        self.has_read_all, self._is_reading = has_read_all, False
+        self._window.end()
 
-    def _take_in(self, item: Item) -> None:
+    def _claim(self, item: Item) -> None:
         tally, context = self.tally, self._context
         tally.n_items += 1
         digest = context.digests(item)
@@ -206,7 +177,7 @@ class Work:
         elif item.prompt is None:
             self._refuse(item, digest)
         else:
-            tally.n_started += 1
+            self._n_started += 1
             options = RunOptions.of(item.prompt.options)
             n_chars = length(item.prompt, options)
             self._window.add(Entry(item, item.prompt, digest, n_chars))
@@ -214,24 +185,21 @@ class Work:
     def _refuse(self, item: Item, digest: bytes) -> None:
         assert item.error is not None  # an item without a prompt has an error
         self._add(item, digest, self._context.encoder.error(item, item.error), is_error=True)
-        self._refused.append(item)
+        self._refused.append((item, None))
 
     # ---- out ----
 
-    def start(self, engine: Engine, max_time_s: float | None = None) -> BatchResponse:
+    def start(self) -> BatchResponse:
         """Let the engine begin; give its results to `take`."""
+        seconds, options = self._max_time_s, self._context.options
         self._start_s = time.perf_counter()
-        self._ends_s = math.inf if max_time_s is None else self._start_s + max_time_s
-        return engine.run(self.prompts(), options=self._context.options, max_time_s=max_time_s)
+        self._ends_s = math.inf if seconds is None else self._start_s + seconds
+        return self._engine.run(self.prompts(), options=options, max_time_s=seconds)
 
-    def run(
-        self, engine: Engine, max_time_s: float | None = None, on_ended: OnEnded | None = None
-    ) -> RunSummary:
+    def run(self, on_ended: OnEnded | None = None) -> RunSummary:
         """Run all items; return when each has its record, or when the run is stopped.
 
         Args:
-            engine: runs the items.
-            max_time_s: seconds for all items; others get no record.
             on_ended: called with each item that ended.
 
         Raises:
@@ -239,17 +207,16 @@ class Work:
             RequestCancelledError: items were cancelled through the engine.
             CBatchError, OSError: the input cannot be read, or a record cannot be written.
         """
-        response = self.start(engine, max_time_s)
+        response = self.start()
         self._stop.on_ask = response.wind_down
         ending: Ending | None = None
         try:
             with closing(response.as_completed()) as results:
                 self._take_all(response, results, on_ended or _tell_nobody)
-            if self.is_cut_off:
-                engine.stats()  # raises if the engine was closed
-                n_left = self.tally.n_given_back
+            self.check_engine()
+            if self._is_cut_off:
                 raise RequestCancelledError(
-                    f"{n_left:,} items were cancelled and have no record: run it again to continue"
+                    f"{self._n_given_back:,} items were cancelled and have no record: run it again to continue"
                 )
         except KeyboardInterrupt:
             if not self._stop.is_now:
@@ -259,14 +226,23 @@ class Work:
             self._stop.on_ask = None
             with self._stop.guarded():
                 self.commit()
-        summary = self.summary(ending)
+        summary = self._summary(ending)
         self._ended = summary.ending
         return summary
 
+    def check_engine(self) -> None:
+        """Check, after the last result, that no item is left because the engine was closed.
+
+        Raises:
+            EngineClosedError: the engine was closed.
+        """
+        if self._is_cut_off:
+            self._engine.stats()
+
     @property
-    def is_cut_off(self) -> bool:
-        """Whether items were cancelled or the engine was closed; to be used after the last result."""
-        is_all = self.has_read_all and self.tally.n_items == self.tally.n_settled
+    def _is_cut_off(self) -> bool:
+        """Whether items were cancelled or the engine was closed."""
+        is_all = self.has_read_all and self.tally.n_items == self._n_settled
         return self._ending() == "done" and not is_all
 
     def _take_all(
@@ -282,8 +258,8 @@ class Work:
                 ended = self.take(result)
             for pair in ended:
                 on_ended(*pair)
-        for item in self.take_refused():
-            on_ended(item, None)
+        for pair in self.take_refused():
+            on_ended(*pair)
 
     def take(self, result: BatchResult, *, gives_left: bool = False) -> list[Ended]:
         """Add the record of a result; return the items that ended since the last call, those with an error too.
@@ -295,13 +271,13 @@ class Work:
         Raises:
             EngineError: the engine failed, not the item.
         """
-        ended: list[Ended] = [(i, None) for i in self.take_refused()]
+        ended = self.take_refused()
         with self._lock:
             entry = self._running.pop(result.id)
             if isinstance(result.error, EngineError):
                 raise result.error
             if self._is_left(entry, result):
-                self.tally.n_given_back += 1
+                self._n_given_back += 1
                 return [*ended, _named(entry, result)] if gives_left else ended
             self._count(result)
             if result.error is not None:
@@ -315,7 +291,7 @@ class Work:
             self.commit()
         return [*ended, _named(entry, result)]
 
-    def take_refused(self) -> list[Item]:
+    def take_refused(self) -> list[Ended]:
         """Return the items with an error since the last call."""
         with self._lock:  # another thread may be reading
             refused, self._refused = self._refused, []
@@ -351,16 +327,16 @@ class Work:
 
     # ---- how far ----
 
-    def counts(self, n_about: int | None) -> Counts:
-        """Return the progress; `n_about` is the estimated number of items."""
-        tally = self.tally
+    def counts(self) -> Counts:
+        """Return the progress."""
+        tally, n_about = self.tally, self._stream.about()
         if n_about is not None and self._limit < math.inf:
             n_about = min(n_about, tally.n_before + int(self._limit))
         return Counts(
             tally.n_items if self.has_read_all else None,
-            tally.n_settled,
+            self._n_settled,
             tally.n_failed + tally.n_failed_before,
-            tally.n_given_back,
+            self._n_given_back,
             n_about,
             tally.n_before,
             self._ended,
@@ -369,26 +345,22 @@ class Work:
     def _ending(self) -> Ending:
         if self._stop.is_asked:
             return "asked"
-        if time.perf_counter() >= self._ends_s and (
-            self.tally.n_given_back or not self.has_read_all
-        ):
+        is_whole = self.has_read_all and not self._n_given_back
+        if time.perf_counter() >= self._ends_s and not is_whole:
             return "time"
-        return "limit" if self.tally.n_started >= self._limit and not self.has_read_all else "done"
+        return "limit" if self._n_started >= self._limit and not self.has_read_all else "done"
 
-    def summary(self, ending: Ending | None = None) -> RunSummary:
+    @property
+    def _n_settled(self) -> int:
+        """Items that have a record."""
+        return self.tally.n_done + self.tally.n_before
+
+    def _summary(self, ending: Ending | None) -> RunSummary:
         """Return the counts, and why the run ended."""
-        tally = self.tally
         return RunSummary(
             ending or self._ending(),
-            n_items=tally.n_items,
-            n_done=tally.n_done,
-            n_failed=tally.n_failed,
-            n_before=tally.n_before,
-            n_failed_before=tally.n_failed_before,
-            n_left=tally.n_items - tally.n_settled,
-            prompt_tokens=tally.prompt_tokens,
-            output_tokens=tally.output_tokens,
-            cached_tokens=tally.cached_tokens,
+            **asdict(self.tally),
+            n_left=self.tally.n_items - self._n_settled,
             elapsed_s=time.perf_counter() - self._start_s,
         )
 

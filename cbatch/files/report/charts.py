@@ -1,4 +1,4 @@
-"""Charts of a report: slots, a curve over time, a distribution. Places are computed here; `charts.html` draws them."""
+"""Charts of a report: slots, a curve over time, a distribution. Scales are computed here; `charts.html` draws."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from cbatch.files.units import clock, count, duration, percent, short, tick_step, ticks, time_step
+import numpy as np
+
+from cbatch.files.units import clock, count, duration, short, tick_step, ticks, time_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from cbatch.core.stats import Percentiles
     from cbatch.files.report.spans import Part, Span
@@ -41,63 +43,44 @@ class Axis:
         return [(self.x(self.zero_s + t), clock(t, step)) for t in found]
 
 
-class Bar(NamedTuple):
-    """A rectangle, and the text that it shows under the pointer."""
-
-    x: float
-    y: float
-    width: float
-    words: str
-    style: str = ""
-
-
 # ---- slots ----
 
 N_COLORS = 6
 _SLOTS_HEIGHT = 400.0
 _LOWEST_ROW, _HIGHEST_ROW = 3.0, 22.0
-_SLOTS_TOP = 4.0
 
 
 class SlotChart:
     """The picture of continuous batching in a stretch of time: a row for each slot, a bar for each request in it."""
 
-    left, top, width = LEFT, _SLOTS_TOP, WIDTH
+    left, top, width = LEFT, 4.0, WIDTH
 
     def __init__(self, part: Part, n_slots: int, zero_s: float) -> None:
-        """Compute the places; labels count from `zero_s`."""
+        """Compute the scales; labels count from `zero_s`."""
+        self.n_slots = n_slots
         self.axis = Axis(part.start_s, part.end_s, zero_s)
-        self.stretch = _stretch(part, zero_s)
+        self.stretch = self.stretch_of(part)
         self.title = f"Timeline of {n_slots} slots, {self.stretch}"
         self._row = row = min(_HIGHEST_ROW, max(_LOWEST_ROW, _SLOTS_HEIGHT / n_slots))
         self.bar_height = row - (2.0 if row >= 8 else 1.0)
-        self.height = self.top + row * n_slots + 24
-        self.bottom = self.top + row * n_slots + 2
-        self.lane_width = self.axis.x(part.end_s) - LEFT
-        self.lanes = [self._y(slot) for slot in range(n_slots)]
-        every = 1 << math.ceil(math.log2(max(1.0, 14 / row)))  # numbers for which there is room
-        middle = self.bar_height / 2 + 4
-        self.numbers = [(slot, self._y(slot) + middle) for slot in range(0, n_slots, every)]
+        self.bottom = self.y(n_slots) + 2
+        self.height = self.bottom + 22
+        self.number_step = 1 << math.ceil(math.log2(max(1.0, 14 / row)))
+        """Slots from one number to the next for which there is room."""
         self.bars = [
-            self._bar(span, color)
+            (span, color)
             for span, color in zip(part.spans, colors(part.spans), strict=True)
             if span.end_s > part.start_s and span.start_s < part.end_s
         ]
 
-    def _y(self, slot: int) -> float:
+    def y(self, slot: int) -> float:
+        """Return the place of a slot's row."""
         return self.top + self._row * slot
 
-    def _bar(self, span: Span, color: int) -> Bar:
-        kind, tokens = ("prefill", "prompt") if span.is_prefill else ("decode", "output")
-        stretch = _stretch(span, self.axis.zero_s)
-        words = f"{span.id}\nslot {span.slot}, {kind}: {count(span.n_tokens)} {tokens} tokens\n{stretch}"
-        x = self.axis.x(span.start_s)
-        width = max(0.5, self.axis.x(span.end_s) - x)
-        return Bar(x, self._y(span.slot), width, words, f"{kind[0]}{color}")
-
-
-def _stretch(part: Part | Span, zero_s: float) -> str:
-    return f"{duration(part.start_s - zero_s)} to {duration(part.end_s - zero_s)}"
+    def stretch_of(self, part: Part | Span) -> str:
+        """Return the beginning and the end of a stretch of time."""
+        zero_s = self.axis.zero_s
+        return f"{duration(part.start_s - zero_s)} to {duration(part.end_s - zero_s)}"
 
 
 def colors(spans: Sequence[Span]) -> list[int]:
@@ -132,38 +115,37 @@ class CurveChart:
     def __init__(
         self,
         name: str,
-        note: str,
+        mean: float,
         points: Sequence[tuple[float, float]],
         axis: Axis,
         color: str,
-        limit: float | None = None,
+        limit: float | None,
     ) -> None:
-        """Compute the places.
+        """Compute the scales.
 
         Args:
             name: of the values.
-            note: in words, what they come to.
-            points: (seconds, value): each value holds until the next, the last until the axis ends.
+            mean: of the values.
+            points: (seconds, value), at least one: each value holds until the next, the last until the axis ends.
             axis: of the times.
             color: of the curve.
             limit: the largest possible value, which is the top of the chart.
         """
-        self.name, self.note, self.axis, self.color = name, note, axis, color
-        self.title = f"{name} over time: {note}"
-        most = limit or max((value for _, value in points), default=0.0) or 1.0
-        step = tick_step(most, 4)
-        self._ceiling = most if limit else step * math.ceil(most / step - 1e-9)
+        self.name, self.axis, self.color = name, axis, color
+        most = max(value for _, value in points)
+        self.note = f"mean {count(mean)}, most {count(most)}"
+        self.title = f"{name} over time: {self.note}"
+        highest = limit or most or 1.0
+        step = tick_step(highest, 4)
+        self._ceiling = highest if limit else step * math.ceil(highest / step - 1e-9)
         self.levels = [(self._y(v), short(v)) for v in _levels(self._ceiling, step, limit)]
-        self.path = self._path(points)
+        (start_s, value), *later = points
+        moves = [f"H{axis.x(t):.1f}V{self._y(v):.1f}" for t, v in later]
+        start = f"{axis.x(start_s):.1f} {self._y(value):.1f}"
+        self.path = f"{start}{''.join(moves)}H{axis.x(axis.end_s):.1f}"
 
     def _y(self, value: float) -> float:
         return self.bottom - (self.bottom - self.top) * min(1.0, value / self._ceiling)
-
-    def _path(self, points: Sequence[tuple[float, float]]) -> str:
-        x = self.axis.x
-        moves = [f"{x(t):.1f} {self._y(v):.1f}" for t, v in points[:1]]
-        moves += [f"H{x(t):.1f}V{self._y(v):.1f}" for t, v in points[1:]]
-        return "".join(moves) + f"H{x(self.axis.end_s):.1f}"
 
 
 def _levels(ceiling: float, step: float, limit: float | None) -> list[float]:
@@ -182,14 +164,12 @@ _N_BARS = 44
 """About the number of bars: each is a whole number of the buckets that were counted."""
 
 
-class PercentileMark(NamedTuple):
-    """A line at a percentile, whose label is to its left or its right."""
+class TimeBar(NamedTuple):
+    """The number of times between two."""
 
-    percent: int
-    seconds: float
-    x: float
-    y: float
-    is_left: bool
+    start_s: float
+    end_s: float
+    n: int
 
 
 class DistributionChart:
@@ -199,63 +179,47 @@ class DistributionChart:
     top, bottom = 46.0, 154.0
 
     def __init__(self, name: str, note: str, times: Percentiles, color: str) -> None:
-        """Compute the places of at least one time."""
+        """Compute the scales of at least one time."""
         self.name = self.title = name
-        self.note, self.color = note, color
+        self.note, self.color, self.n = note, color, times.n
         pieces = _joined_buckets(times)
-        self._low, self._high = math.log(pieces[0][0]), math.log(pieces[-1][1])
-        most = max(n for _, _, n in pieces)
-        self.bars = [self._bar(*piece, most, times.n) for piece in pieces if piece[2]]
-        self.decades = self._decades()
-        self.percentiles = _percentile_marks(times, self._x, self.width)
+        self._low, self._high = math.log(pieces[0].start_s), math.log(pieces[-1].end_s)
+        self._most = max(piece.n for piece in pieces)
+        self.bars = [piece for piece in pieces if piece.n]
+        self.percentiles = [(p, times.at(p) or 1.0) for p in _PERCENTILES]
+        self.is_left = self.x(self.percentiles[-1][1]) > self.width - _LABEL
+        """Whether labels are to the left of their lines, so that they have room."""
+        if self.is_left:  # labels are in rows, so that no line runs through a label
+            self.percentiles.reverse()
 
-    def _x(self, seconds: float) -> float:
+    def x(self, seconds: float) -> float:
+        """Return the place of a time."""
         share = (math.log(seconds) - self._low) / (self._high - self._low)
         return self.left + (self.right - self.left) * share
 
-    def _bar(self, start_s: float, end_s: float, n: int, most: int, n_all: int) -> Bar:
-        words = f"{duration(start_s)} to {duration(end_s)}: {count(n)} ({percent(n, n_all)})"
-        x = self._x(start_s)
-        y = self.bottom - (self.bottom - self.top) * n / most
-        return Bar(x, y, max(0.6, self._x(end_s) - x - 1), words)
+    def y(self, n: int) -> float:
+        """Return the upper edge of a bar."""
+        return self.bottom - (self.bottom - self.top) * n / self._most
 
-    def _decades(self) -> list[tuple[float, float, str]]:
-        """Return ticks at 1, 2, 5 × 10ⁿ, at 1 alone where these would be many: places of line and label, and label."""
+    def is_label_left(self, seconds: float) -> bool:
+        """Whether the label of a percentile is to the left of its line."""
+        return self.is_left and self.x(seconds) > _LABEL
+
+    def decades(self) -> list[float]:
+        """Return the times of ticks: 1, 2, 5 × 10ⁿ, or 1 × 10ⁿ alone where these would be many."""
         first, last = math.floor(self._low / math.log(10)), math.ceil(self._high / math.log(10))
         sizes = (1,) if last - first > 4 else (1, 2, 5)
         values = [m * 10.0**i for i in range(first, last + 1) for m in sizes]
-        return [
-            (x := self._x(v), min(max(x, 20.0), self.width - 22), duration(v))
-            for v in values
-            if self._low <= math.log(v) <= self._high
-        ]
+        return [v for v in values if self._low <= math.log(v) <= self._high]
 
 
-def _joined_buckets(times: Percentiles) -> list[tuple[float, float, int]]:
+def _joined_buckets(times: Percentiles) -> list[TimeBar]:
     """Return the counted buckets joined to pieces of one width, empty ones between them included."""
-    found = times.buckets()
-    width = math.log(found[0][1] / found[0][0])
-    first = round(math.log(found[0][0]) / width)
-    n_wide = round(math.log(found[-1][1] / found[0][0]) / width)
-    n_join = max(1, round(n_wide / _N_BARS))
-    counts = [0] * (n_wide // n_join + 1)
-    for start, _, n in found:
-        counts[(round(math.log(start) / width) - first) // n_join] += n
-    while len(counts) > 1 and not counts[-1]:
-        counts.pop()
-    edges = [math.exp(width * (first + i * n_join)) for i in range(len(counts) + 1)]
-    return list(zip(edges, edges[1:], counts, strict=False))
-
-
-def _percentile_marks(
-    times: Percentiles, x: Callable[[float], float], width: float
-) -> list[PercentileMark]:
-    """Return a mark for each percentile; labels are in rows so that no line runs through a label."""
-    places = [(p, times.at(p) or 1.0) for p in _PERCENTILES]
-    is_left = x(places[-1][1]) > width - _LABEL
-    if is_left:
-        places.reverse()
-    return [
-        PercentileMark(p, seconds, x(seconds), 10.0 + 13 * i, is_left and x(seconds) > _LABEL)
-        for i, (p, seconds) in enumerate(places)
-    ]
+    starts, ends, counts = np.array(times.buckets()).T
+    width = math.log(ends[0] / starts[0])
+    n_buckets = round(math.log(ends[-1] / starts[0]) / width)
+    n_join = max(1, round(n_buckets / _N_BARS))
+    n_pieces = math.ceil(n_buckets / n_join)
+    edges = starts[0] * np.exp(width * n_join * np.arange(n_pieces + 1))
+    joined, _ = np.histogram(np.sqrt(starts * ends), edges, weights=counts)
+    return [TimeBar(*bar) for bar in zip(edges, edges[1:], map(round, joined), strict=False)]

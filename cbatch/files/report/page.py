@@ -8,7 +8,7 @@ import platform
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import cbatch
 from cbatch.errors import ConfigError
@@ -19,15 +19,12 @@ from cbatch.files.units import count, duration, percent
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from cbatch.core.stats import Percentiles
     from cbatch.files.report.recorder import Bucket, RunRecorder
-
-    Value = Callable[[Bucket, float], float]
 
 N_POINTS = 170
 """Points of a curve: six pixels each."""
 
-_GENERATOR = '<meta name="generator" content="cbatch">'
+_GENERATOR = b'<meta name="generator" content="cbatch">'
 _N_BEGINNING = 256
 """The template has the generator in these first bytes of a page."""
 
@@ -39,7 +36,7 @@ def is_report(path: Path) -> bool:
     """Whether a file is a report, or empty, so that another one may replace it."""
     with path.open("rb") as file:
         beginning = file.read(_N_BEGINNING)
-    return not beginning or _GENERATOR.encode() in beginning
+    return not beginning or _GENERATOR in beginning
 
 
 def write_report(
@@ -100,14 +97,12 @@ def report_page(
         title=title,
         now=now,
         date=now.strftime("%d %B %Y, %H:%M %Z").lstrip("0").rstrip(),
+        n_slots=recorder.n_slots,
         steps=recorder.steps,
         results=recorder.results,
-        numbers=_throughput_numbers(recorder) + _latency_numbers(recorder),
         timeline=_timeline(recorder),
         curves=_curves(recorder),
         distributions=_distributions(recorder),
-        spent=_time_spent(recorder),
-        errors=sorted(recorder.results.errors.items(), key=lambda error: -error[1].n),
         settings=settings,
         machine=facts,
     )
@@ -117,72 +112,34 @@ def _px(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-class _Number(NamedTuple):
-    name: str
-    value: str
-    unit: str
-    detail: str
-
-
-def _throughput_numbers(recorder: RunRecorder) -> list[_Number]:
-    steps, results = recorder.steps, recorder.results
-    total_s = steps.total_s or 1e-9
-    cached = percent(results.n_cached, results.n_prompt)
-    failed = f"{count(results.n_failed)} failed" if results.n_failed else "none failed"
-    return [
-        _Number("Items", count(results.n_done), "", failed),
-        _Number(
-            "Output", count(steps.n_output / total_s), "tok/s", f"{count(steps.n_output)} tokens"
-        ),
-        _Number(
-            "Prompts", count(steps.n_prompt / total_s), "tok/s", f"{count(steps.n_prompt)} tokens"
-        ),
-        _Number("From cache", cached, "", f"of prompt tokens, in {count(results.n_hits)} items"),
-        _Number(_SLOTS, count(steps.mean_slots), f"of {recorder.n_slots}", "on average"),
-    ]
-
-
-def _latency_numbers(recorder: RunRecorder) -> list[_Number]:
-    named = (
-        ("First token", recorder.results.ttft_s),
-        ("Next token", recorder.steps.itl_s),
-        ("In the queue", recorder.results.queue_s),
-    )
-    return [_median(name, times) for name, times in named]
-
-
-def _median(name: str, times: Percentiles) -> _Number:
-    value, _, unit = duration(times.at(50)).partition(" ")
-    return _Number(name, value, unit, f"median; p99 {duration(times.at(99))}")
-
-
 def _timeline(recorder: RunRecorder) -> list[SlotChart]:
     zero_s = recorder.steps.start_s or 0.0
     return [SlotChart(p, recorder.n_slots, zero_s) for p in recorder.steps.spans.parts()]
 
 
-_CURVES: tuple[tuple[str, str, Value], ...] = (
-    ("Output tokens per second", "blue", lambda work, s: work.n_output / s),
-    ("Prompt tokens per second", "violet", lambda work, s: work.n_prompt / s),
-    (_SLOTS, "teal", lambda work, s: work.slots_s / s),
-    ("Requests waiting for a slot", "amber", lambda work, s: work.waiting_s / s),
-    ("Cells in use, kept prompts included", "rose", lambda work, s: work.cells_s / s),
+_CURVES: tuple[tuple[str, str, Callable[[Bucket], float]], ...] = (
+    ("Output tokens per second", "blue", lambda work: work.n_output),
+    ("Prompt tokens per second", "violet", lambda work: work.n_prompt),
+    (_SLOTS, "teal", lambda work: work.slots_s),
+    ("Requests waiting for a slot", "amber", lambda work: work.waiting_s),
+    ("Cells in use, kept prompts included", "rose", lambda work: work.cells_s),
 )
+"""Name, color, and the figure that is divided by seconds."""
 
 
 def _curves(recorder: RunRecorder) -> list[CurveChart]:
     steps = recorder.steps
-    pieces = steps.buckets.joined(N_POINTS)
+    pieces = steps.work.joined(N_POINTS)
     axis = Axis(0.0, steps.total_s)
     charts = []
-    for name, color, value in _CURVES if pieces else ():
-        points = [(start_s, value(work, seconds)) for start_s, seconds, work in pieces]
-        mean = sum(value(work, steps.total_s) for _, _, work in pieces)
-        if name == _SLOTS:
-            mean = steps.mean_slots
-        note = f"mean {count(mean)}, most {count(max(v for _, v in points))}"
-        limit = recorder.n_slots if name == _SLOTS else None
-        charts.append(CurveChart(name, note, points, axis, color, limit))
+    for name, color, figure in _CURVES if pieces else ():
+        points = [(start_s, figure(work) / seconds) for start_s, seconds, work in pieces]
+        is_slots = name == _SLOTS
+        mean = sum(figure(work) for _, _, work in pieces) / steps.total_s
+        limit = recorder.n_slots if is_slots else None
+        charts.append(
+            CurveChart(name, steps.mean_slots if is_slots else mean, points, axis, color, limit)
+        )
     return charts
 
 
@@ -196,33 +153,6 @@ def _distributions(recorder: RunRecorder) -> list[DistributionChart]:
         for name, unit, color, times in named
         if times.n
     ]
-
-
-_PHASES = {
-    "decode": ("Decoding", "llama.cpp computes"),
-    "sample": ("Sampling", "choosing the next tokens"),
-    "plan": ("Planning", "admission, and what each step computes"),
-    "border": ("Calls", "around decoding and sampling"),
-    "apply": ("Results", "taking in what was sampled"),
-    "deliver": ("Delivery", "handing out text and results"),
-    "idle": ("Idle", "nothing to compute, between runs"),
-}
-
-
-class _Spent(NamedTuple):
-    kind: str
-    name: str
-    detail: str
-    seconds: float
-
-
-def _time_spent(recorder: RunRecorder) -> list[_Spent]:
-    """Return the parts of the computing thread's time."""
-    steps = recorder.steps
-    if not steps.total_s:
-        return []
-    spent = {**steps.phases, "idle": max(0.0, steps.total_s - sum(steps.phases.values()))}
-    return [_Spent(kind, *_PHASES[kind], seconds) for kind, seconds in spent.items()]
 
 
 # ---- the machine ----

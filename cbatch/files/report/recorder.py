@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from cbatch.files.report.spans import SlotSpans, SpanStore
 from cbatch.files.units import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from cbatch.response import BatchResult
     from cbatch.runtime.step_record import StepRecord
@@ -36,9 +36,6 @@ N_MESSAGE = 300
 """Characters of an error's message."""
 
 OTHER = "other"
-
-PHASES = ("decode", "sample", "plan", "border", "apply", "deliver")
-"""Parts of a run: `plan` is admission and building, `border` the other time of the call into the backend."""
 
 
 def tee(*recorders: Callable[[StepRecord], object]) -> Callable[[StepRecord], None]:
@@ -73,52 +70,49 @@ class Bucket:
 _FIGURES = tuple(f.name for f in fields(Bucket))
 
 
-class Buckets:
+class WorkOverTime:
     """Time in buckets of one width, which doubles when there are too many."""
 
     def __init__(self, n_max: int = N_BUCKETS, width_s: float = FIRST_WIDTH_S) -> None:
         self.width_s = width_s
         self.end_s = 0.0
         """End of the last entry."""
-        self._n_max, self._buckets = n_max, list[Bucket]()
-
-    def __iter__(self) -> Iterator[Bucket]:
-        return iter(self._buckets)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
+        self.buckets: list[Bucket] = []
+        self._n_max = n_max
 
     def add(self, start_s: float, end_s: float, work: Bucket) -> None:
         """Spread work evenly over a time, in seconds from the beginning."""
         self._reach(end_s)
-        i, i_end = self._index(start_s), self._index(end_s)
-        if i == i_end:
-            self._buckets[i].add(work)
+        first, last = self._index(start_s), self._index(end_s)
+        if first == last:
+            self.buckets[first].add(work)
             return
-        length_s = end_s - start_s
-        while i <= i_end:
+        for i in range(first, last + 1):
             from_s, to_s = max(start_s, i * self.width_s), min(end_s, (i + 1) * self.width_s)
-            self._buckets[i].add(work, max(0.0, to_s - from_s) / length_s)
-            i += 1
+            self.buckets[i].add(work, max(0.0, to_s - from_s) / (end_s - start_s))
 
     def joined(self, n_max: int) -> list[tuple[float, float, Bucket]]:
         """Return (start, seconds, work) of at most `n_max` pieces of time, of one width but for the last."""
-        n_join = -(-len(self._buckets) // n_max) or 1
+        n_join = -(-len(self.buckets) // n_max) or 1
         width_s = self.width_s * n_join
         pieces: list[tuple[float, float, Bucket]] = []
-        for i in range(0, len(self._buckets), n_join):
+        for i in range(0, len(self.buckets), n_join):
             start_s, work = i * self.width_s, Bucket()
-            for bucket in self._buckets[i : i + n_join]:
+            seconds = min(width_s, self.end_s - start_s)
+            if pieces and seconds < width_s / 2:  # too short for a rate: part of the piece before
+                start_s, before_s, work = pieces.pop()
+                seconds += before_s
+            for bucket in self.buckets[i : i + n_join]:
                 work.add(bucket)
-            pieces.append((start_s, min(width_s, self.end_s - start_s), work))
-        return _without_stump(pieces, width_s)
+            pieces.append((start_s, seconds, work))
+        return pieces
 
     def _reach(self, end_s: float) -> None:
         self.end_s = max(self.end_s, end_s)
         while self._index(end_s) >= self._n_max:
             self._halve()
-        n_missing = self._index(end_s) + 1 - len(self._buckets)
-        self._buckets += [Bucket() for _ in range(n_missing)]
+        n_missing = self._index(end_s) + 1 - len(self.buckets)
+        self.buckets += [Bucket() for _ in range(n_missing)]
 
     def _index(self, time_s: float) -> int:
         return max(0, int(time_s / self.width_s))
@@ -126,21 +120,9 @@ class Buckets:
     def _halve(self) -> None:
         """Join neighbours."""
         self.width_s *= 2
-        for left, right in zip(self._buckets[::2], self._buckets[1::2], strict=False):
+        for left, right in zip(self.buckets[::2], self.buckets[1::2], strict=False):
             left.add(right)
-        del self._buckets[1::2]
-
-
-def _without_stump(
-    pieces: list[tuple[float, float, Bucket]], width_s: float
-) -> list[tuple[float, float, Bucket]]:
-    """Join a last piece that is too short for a rate to the one before it. Mutates `pieces`."""
-    if len(pieces) > 1 and pieces[-1][1] < width_s / 2:
-        _, stump_s, stump = pieces.pop()
-        start_s, seconds, work = pieces.pop()
-        work.add(stump)
-        pieces.append((start_s, seconds + stump_s, work))
-    return pieces
+        del self.buckets[1::2]
 
 
 @dataclass(eq=False, slots=True)
@@ -151,18 +133,13 @@ class ErrorKind:
     n: int = 0
 
 
-def _in_short(message: str) -> str:
-    """Return a message in one line, cut where it is long."""
-    return cut(" ".join(message[: 4 * N_MESSAGE].split()), N_MESSAGE)
-
-
 class ResultBooks:
     """The results of a run, in numbers."""
 
     def __init__(self) -> None:
         self.n_done = self.n_failed = self.n_hits = 0
-        self.n_prompt = self.n_output = self.n_cached = 0
-        self.queue_s, self.ttft_s, self.total_s = Percentiles(), Percentiles(), Percentiles()
+        self.n_prompt = self.n_cached = 0
+        self.queue_s, self.ttft_s = Percentiles(), Percentiles()
         self.finish_reasons: Counter[str] = Counter()
         self.errors: dict[str, ErrorKind] = {}
 
@@ -170,10 +147,8 @@ class ResultBooks:
         """Count a result."""
         usage, timings = result.usage, result.timings
         self.n_prompt += usage.prompt_tokens
-        self.n_output += usage.completion_tokens
         self.n_cached += usage.cached_tokens
         self.n_hits += usage.cached_tokens > 0
-        self.total_s.add(timings.total_s)
         if timings.ttft_s is not None:
             self.queue_s.add(timings.queue_s)
             self.ttft_s.add(timings.ttft_s)
@@ -190,8 +165,8 @@ class ResultBooks:
         self.finish_reasons["error"] += 1
         if kind not in self.errors and len(self.errors) >= N_KINDS:
             kind, message = OTHER, ""
-        known = self.errors.setdefault(kind, ErrorKind(_in_short(message)))
-        known.n += 1
+        line = " ".join(message[: 4 * N_MESSAGE].split())
+        self.errors.setdefault(kind, ErrorKind(cut(line, N_MESSAGE))).n += 1
 
 
 class StepBooks:
@@ -200,12 +175,12 @@ class StepBooks:
     def __init__(self, n_slots: int) -> None:
         self.start_s: float | None = None
         self.end_s = 0.0
-        self.buckets = Buckets()
+        self.work = WorkOverTime()
         self.spans = SpanStore(min(N_SPANS, N_SPANS_PER_SLOT * n_slots))
         self.itl_s = Percentiles()
         self.n_runs = self.n_steps = self.n_failed_steps = 0
-        self.n_prompt = self.n_output = self.n_active_max = self.n_active_steps = 0
-        self.phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.n_prompt = self.n_output = self.n_active_steps = 0
+        self.phases: defaultdict[str, float] = defaultdict(float)
         self._slots, self._n_tracked = SlotSpans(), 8 * n_slots
         self._last_token_s: dict[str, float] = {}
 
@@ -238,11 +213,7 @@ class StepBooks:
         self.n_failed_steps += record.code != 0
         self.n_prompt += n_prompt
         self.n_output += n_output
-        self.n_active_max = max(self.n_active_max, record.n_rows)
         self.n_active_steps += record.n_rows * record.n_steps
-        self._count_time(record, n_prompt, n_output)
-
-    def _count_time(self, record: StepRecord, n_prompt: int, n_output: int) -> None:
         start_s = record.start_s - (self.start_s or 0.0)
         seconds = record.end_s - record.start_s
         work = Bucket(
@@ -252,7 +223,7 @@ class StepBooks:
             waiting_s=seconds * record.n_waiting,
             cells_s=seconds * record.n_cells,
         )
-        self.buckets.add(start_s, start_s + seconds, work)
+        self.work.add(start_s, start_s + seconds, work)
         for phase, phase_s in phases(record).items():
             self.phases[phase] += phase_s
 
@@ -304,7 +275,15 @@ class RunRecorder:
 
 
 def phases(record: StepRecord) -> dict[str, float]:
-    """Return the seconds of each of `PHASES` in a run."""
-    run_s = max(0.0, record.run_s - record.decode_s - record.sample_s)
-    times = (record.decode_s, record.sample_s, record.admit_s + record.build_s, run_s)
-    return dict(zip(PHASES, (*times, record.apply_s, record.deliver_s), strict=True))
+    """Return the seconds of each part of a run.
+
+    `plan` is admission and building, `border` the other time of the call into the backend.
+    """
+    return {
+        "decode": record.decode_s,
+        "sample": record.sample_s,
+        "plan": record.admit_s + record.build_s,
+        "border": max(0.0, record.run_s - record.decode_s - record.sample_s),
+        "apply": record.apply_s,
+        "deliver": record.deliver_s,
+    }

@@ -23,41 +23,49 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Records a run for its report and its trace."""
+    """Records a run for its report and its trace.
+
+    A report that cannot be written is an error at the end of the block, after everything else is done; where another
+    error ends the block, it is a message.
+    """
 
     def __init__(self, asked: FileOptions, say: Callable[[str], object]) -> None:
         """Record nothing yet; messages for people go to `say`."""
         self._asked, self._say = asked, say
         self._failure: ConfigError | None = None
 
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._failure is None:
+            return
+        if error is None:
+            raise self._failure
+        self._say(str(self._failure))
+
     @contextmanager
     def of(
         self, engine: Engine, title: str, settings: Mapping[str, str], on_ended: OnEnded | None
     ) -> Iterator[OnEnded | None]:
-        """Record the block, and lend it the function to call with each item that ended.
-
-        A report that cannot be written is no error here: see `check`.
+        """Record an inner block, and lend it the function to call with each item that ended.
 
         Raises:
             ConfigError: the trace cannot be written.
         """
-        try:
-            with ExitStack() as stack:
-                recorders: list[Callable[[StepRecord], object]] = []
-                if self._asked.trace is not None:
-                    recorders.append(stack.enter_context(_traced(self._asked.trace, self._say)))
-                if self._asked.report is not None:
-                    recorder = RunRecorder(engine.parallel)
-                    recorders.append(recorder)
-                    stack.callback(self._write, self._asked.report, recorder, title, settings)
-                    on_ended = _telling(recorder, on_ended)
-                if recorders:
-                    stack.callback(engine.record_steps, None)
-                    engine.record_steps(tee(*recorders))
-                yield on_ended
-        except BaseException:
-            self.tell()
-            raise
+        with ExitStack() as stack:
+            recorders: list[Callable[[StepRecord], object]] = []
+            if self._asked.trace is not None:
+                recorders.append(stack.enter_context(_traced(self._asked.trace, self._say)))
+            if self._asked.report is not None:
+                recorder = RunRecorder(engine.parallel)
+                recorders.append(recorder)
+                stack.callback(self._write, self._asked.report, recorder, title, settings)
+                on_ended = _telling(recorder, on_ended)
+            if recorders:
+                stack.callback(engine.record_steps, None)
+                engine.record_steps(tee(*recorders))
+            yield on_ended
 
     def _write(
         self, path: Path, recorder: RunRecorder, title: str, settings: Mapping[str, str]
@@ -66,20 +74,6 @@ class Recording:
             write_report(path, recorder, title=title, settings=settings)
         except ConfigError as error:
             self._failure = error
-
-    def check(self) -> None:
-        """Raise the error of the report, after everything else is done.
-
-        Raises:
-            ConfigError: the report could not be written.
-        """
-        if self._failure is not None:
-            raise self._failure
-
-    def tell(self) -> None:
-        """Say the error of the report, where another error will be raised."""
-        if self._failure is not None:
-            self._say(str(self._failure))
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class TraceWriter:
             raise ConfigError(
                 f"the trace cannot be written to {path}: {error.strerror or error}; give another place"
             ) from error
-        self._append(_track(_ENGINE, "engine"))
+        self._write(_track(_ENGINE, "engine"))
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -83,32 +83,26 @@ class TraceWriter:
 
     def __call__(self, record: StepRecord) -> None:
         """Write a run of steps; do nothing after `close`."""
-        if self._file.closed:
-            return
         if self._zero_s is None:
             self._zero_s = record.start_s
         now = self._clock()
         is_due = now - self._flushed_s >= FLUSH_S
         if is_due:
             self._flushed_s = now
-        self._append(self._events(record), is_flushed=is_due)
+        self._write(self._events(record), is_flushed=is_due)
 
     def close(self) -> None:
         """End all spans and the file, after recording has ended. Twice is harmless; `error` tells of a failure."""
+        ends = (e for change in self._spans.end_all() for e in self._change(change))
+        self._write(ends, "\n]\n")
+        self._close()
+
+    def _write(self, events: Iterable[_Event], end: str = "", *, is_flushed: bool = False) -> None:
         if self._file.closed:
             return
-        self._append(e for change in self._spans.end_all() for e in self._change(change))
-        if not self._file.closed:
-            self._write("\n]\n")
-            self._close()
-
-    def _append(self, events: Iterable[_Event], *, is_flushed: bool = False) -> None:
         text = "".join(",\n" + json.dumps(e, separators=(",", ":")) for e in events)
-        self._write(text, is_flushed=is_flushed)
-
-    def _write(self, text: str, *, is_flushed: bool = False) -> None:
         try:
-            self._file.write(text)
+            self._file.write(text + end)
             if is_flushed:
                 self._file.flush()
         except OSError as error:
