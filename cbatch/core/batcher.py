@@ -347,7 +347,6 @@ class MultiRequestBatcher:
             self._queue.remove(driver)
             self._queue.hold(driver)
         driver.pause()
-        driver.release_load_followers()
         self._n_changes += 1
         return True
 
@@ -385,7 +384,6 @@ class MultiRequestBatcher:
             has_cells: whether its slot still holds what the ledger says.
         """
         del self.in_flight[driver.request.id]
-        driver.release_load_followers()
         if driver.status is Status.STORING:
             self._store(driver, has_cells=has_cells)
         else:
@@ -546,8 +544,6 @@ class MultiRequestBatcher:
             driver.rewind()
             return driver if is_adopted else None
         driver.take_over(entry.n_cells)
-        if key is not None:
-            driver.load_followers = ()
         return None
 
     def _commit_move(self, move: Move) -> None:
@@ -596,7 +592,6 @@ class MultiRequestBatcher:
         self._saved.end_stores((), are_all_lost=True)
         for driver in self._saved.give_up(loaded):
             driver.has_fetched = False
-            driver.release_load_followers()
         self._cells.saves = []
         self._cells.forgets += [*loaded, *saved]
         self.lose_cells()

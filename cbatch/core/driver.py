@@ -73,8 +73,6 @@ class SequenceDriver:
     window: MovingWindow | None = None
     has_fetched: bool = False
     """Whether cells on disk were asked for."""
-    load_followers: tuple[SequenceDriver, ...] = ()
-    """Sequences that wait to copy from this one what it loads from disk."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)
     """What was compiled of `Request.to_compile`."""
     saved_key: int | None = None
@@ -339,12 +337,6 @@ class SequenceDriver:
     def adopt(self, key: int, n_cells: int) -> None:
         """Wait with `n_cells` cells that were read from disk and stand in host memory under `key`."""
         self.saved_key, self.n_computed = key, n_cells
-
-    def release_load_followers(self) -> None:
-        """Release the sequences that were to copy this one's cells from disk: each reads the file itself."""
-        for other in self.load_followers:
-            other.has_fetched = other.has_fetched and other.has_run
-        self.load_followers = ()
 
     # ---- a step ----
 

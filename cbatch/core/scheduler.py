@@ -439,10 +439,6 @@ class ContinuousBatchScheduler:
         for driver in unloaded:
             options = driver.request.options
             error = CacheError(options.cache_key or "", "llama.cpp cannot take these cells")
-            for other in driver.load_followers:
-                if other.status is Status.WAITING:
-                    other.proceed_uncached(error)
-            driver.load_followers = ()
             if options.cache_required:
                 driver.finish("error", now, error)
                 self.batcher.retire(driver)

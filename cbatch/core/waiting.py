@@ -195,8 +195,7 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
 
         Returns:
             The sequences that waited for it, which go on now, and those of them for which the backend is to get these
-            cells, with the key. One that begins as far into the file as one before it copies from that, where it can.
-            One that came during the read and could use more than was read asks again when its turn comes.
+            cells, with the key. The others look again at their turn: they copy from one that has entered, or ask again.
         """
         drivers = self._arrived(ref)
         if isinstance(found, CacheEntry):
@@ -214,23 +213,28 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
     def _adopt(
         self, ref: CacheRef, found: CacheEntry, drivers: Sequence[SequenceDriver], n_read: int
     ) -> Iterator[tuple[SequenceDriver, int]]:
-        """Yield the sequences that get cells of their own; others have some, copy from one before, or go without."""
-        loader, n_most = None, 0
+        """Yield the sequences that get cells of their own.
+
+        One for which they are in memory, or will be when another has loaded its own, looks again at its turn.
+        """
+        n_loaded = 0
         for driver in drivers:
             n_cells = self._n_usable(driver, found)
             can_share = self._prefixes.can_share(driver)
-            if driver.status is not Status.WAITING or n_cells > n_read:  # it asks at its next turn
+            is_late = driver.status is not Status.WAITING or n_cells > n_read
+            can_copy = (
+                can_share
+                and min(n_cells, n_loaded) >= MIN_SHARED_TOKENS
+                and n_cells < n_loaded + MIN_SHARED_TOKENS
+            )
+            if is_late or can_copy or self._is_in_memory(driver, found, self._prefixes):
                 driver.has_fetched = False
             elif not n_cells:
                 driver.proceed_uncached(_no_beginning(ref, found))
-            elif self._is_in_memory(driver, found, self._prefixes):
-                continue
-            elif can_share and loader is not None and n_cells < n_most + MIN_SHARED_TOKENS:
-                loader.load_followers += (driver,)
             else:
                 yield driver, self._saved.adopt(driver, n_cells)
                 if can_share:
-                    loader, n_most = driver, n_cells
+                    n_loaded = n_cells
 
     def n_wanted(self, ref: CacheRef, found: CacheEntry | None = None) -> int:
         """Return how many of a file's cells are wanted; before it is read, how many sequences want it. From any thread.

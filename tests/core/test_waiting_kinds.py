@@ -206,6 +206,33 @@ def test_one_with_cells_of_its_own_is_not_refused_with_the_one_before() -> None:
     assert rig.results["1"].usage.cached_tokens == 119
 
 
+def test_followers_of_one_whose_load_fails_read_the_file_themselves() -> None:
+    n_swaps = count()
+    rig = with_file(4, swap=lambda _: next(n_swaps) > 0)
+    requests = [reader(f"{i}", 100, cache_required=True) for i in range(3)]
+    waiting(rig, *requests)
+    drive(rig)
+    assert isinstance(rig.results["0"].error, CacheError)
+    assert [rig.results[id].usage.cached_tokens >= 100 for id in "12"] == [True, True]
+
+
+def test_followers_whose_cells_can_never_be_loaded_end_with_an_error_each() -> None:
+    rig = with_file(4, swap=lambda _: False)
+    requests = [reader(f"{i}", 100, cache_required=True) for i in range(3)]
+    waiting(rig, *requests)
+    drive(rig)
+    assert [type(rig.results[id].error) for id in "012"] == [CacheError] * 3
+
+
+def test_followers_take_over_what_one_computes_whose_load_has_failed() -> None:
+    rig = with_file(4, swap=lambda _: False)
+    others = [reader(f"{i}", 100, cache_required=True) for i in "12"]
+    waiting(rig, reader("0", 100), *others)
+    drive(rig)
+    assert "cannot take these cells" in rig.results["0"].warnings[0]
+    assert [rig.results[id].usage.cached_tokens >= 100 for id in "12"] == [True, True]
+
+
 def test_one_that_is_paused_when_the_file_comes_loads_it_for_nobody() -> None:
     rig = waiting(make_rig(), *(reader(f"{i}", 100) for i in range(3)))
     rig.batcher.pause("0")
@@ -218,7 +245,6 @@ def test_those_beside_one_that_has_loaded_ask_for_nothing_when_it_ends() -> None
     rig = waiting(with_file(2), *requests[:4])
     rig.submit(*requests[4:])
     step(rig)
-    assert not rig.drivers["0"].load_followers
     drive(rig, after=lambda rig, _: rig.fetching and pytest.fail("it is read again"))
     assert [rig.results[r.id].usage.cached_tokens >= 100 for r in requests] == [True] * 6
 
