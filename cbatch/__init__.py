@@ -30,7 +30,6 @@ from cbatch.options import RunOptions
 from cbatch.response import (
     BatchError,
     BatchOutputChunk,
-    BatchResponse,
     BatchResult,
     FinishReason,
     Timings,
@@ -38,6 +37,7 @@ from cbatch.response import (
     ToolCall,
     Usage,
 )
+from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.step_record import StepRecord, StepRow
 
 __version__ = "0.1.0"

@@ -49,7 +49,7 @@ from cbatch.messages import (
 )
 from cbatch.options import RunOptions
 from cbatch.progress import Progress, check_view, choose_view, closing_line
-from cbatch.response import BatchResponse
+from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.delivery import RequestLog
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.runtime.cache_io import Post
     from cbatch.runtime.step_record import StepRecord
-    from cbatch.runtime.submit import Run
 
 
 Exactness = Callable[[], str]
@@ -373,12 +372,12 @@ class Engine:
         if is_source(prompts):
             with reading("prompts"):
                 source = iter(cast("Iterable[Prompt]", prompts))
-            run = self._parts.submitter.feed(source, run_options, ends_s, self._mailbox)
+            mailbox = self._parts.submitter.feed(source, run_options, ends_s, self._mailbox)
         else:
-            run = self._parts.submitter.queue(
+            mailbox = self._parts.submitter.queue(
                 as_prompts(prompts), run_options, ends_s, self._mailbox
             )
-        return BatchResponse(run.ids, run.mailbox, self._show(run, view, before))
+        return BatchResponse(mailbox, self._show(mailbox, view, before))
 
     def submit(
         self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
@@ -403,8 +402,7 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         self._loop.check_open()
-        run = self._parts.submitter.extend(result, n_tokens, self._mailbox)
-        return BatchResponse(run.ids, run.mailbox, None)
+        return BatchResponse(self._parts.submitter.extend(result, n_tokens, self._mailbox))
 
     def cancel(self, id: str) -> bool:
         """Cancel one request: it ends with its partial text, or with an error where it never ran.
@@ -490,11 +488,13 @@ class Engine:
         self._parts.submitter.fill()
         return self._loop.pump()
 
-    def _show(self, run: Run, progress: bool | View, before: EngineStats | None) -> Progress | None:
+    def _show(
+        self, mailbox: Mailbox, progress: bool | View, before: EngineStats | None
+    ) -> Progress | None:
         if not progress or before is None:
             return None
         view = choose_view(closing_line) if progress is True else progress
-        return Progress(view, run.mailbox.items.counts, self.stats, before, self.parallel)
+        return Progress(view, mailbox.items.counts, self.stats, before, self.parallel)
 
     def _snapshot(self) -> EngineStats:
         batcher, stats = self._parts.batcher, self._parts.stats.copy()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from cbatch.core.plan import StepPlan
     from cbatch.options import AdapterSet
-    from cbatch.response import BatchOutputChunk, BatchResponse, BatchResult
+    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.batch_response import BatchResponse
 
 DEFAULTS = {"temperature": 0, "ignore_eos": True, "seed": 1, "max_tokens": 6}
 ENDLESS = 10**6

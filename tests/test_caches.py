@@ -67,7 +67,8 @@ if TYPE_CHECKING:
     from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet
-    from cbatch.response import BatchResponse, BatchResult
+    from cbatch.response import BatchResult
+    from cbatch.runtime.batch_response import BatchResponse
 
 SAVED: dict[str, Any] = {"cache_key": "k", "save_cache": True}
 READ: dict[str, Any] = {"cache_key": "k"}

@@ -26,7 +26,8 @@ from tests.runtime.backends import GatedBackend, ids_in_flight
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.response import BatchOutputChunk, BatchResponse, BatchResult
+    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.batch_response import BatchResponse
 
 N_STEPS = 24
 """Within which everything comes and is cancelled, paused and resumed."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.messages import Prompt
-    from cbatch.response import BatchResponse
+    from cbatch.runtime.batch_response import BatchResponse
 
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 CAPS = (3, 9, 5, 2, 7, 4)

@@ -35,7 +35,7 @@ from tests.runtime.backends import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.response import BatchResponse
+    from cbatch.runtime.batch_response import BatchResponse
 
 N_SLOTS = 2
 N_AHEAD = N_AHEAD_PER_SLOT * N_SLOTS

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from cbatch.core.plan import StepPlan, StepResult
-    from cbatch.response import BatchResponse
+    from cbatch.runtime.batch_response import BatchResponse
 
 
 @pytest.fixture(scope="module")

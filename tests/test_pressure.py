@@ -31,7 +31,7 @@ from cbatch.errors import (
     RequestCancelledError,
 )
 from cbatch.messages import BatchPrompt
-from cbatch.response import BatchResponse
+from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.step_record import StepRecord
 from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
 from tests.runtime.backends import (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.plan import Binding
     from cbatch.options import Grammar
-    from cbatch.response import BatchResponse
+    from cbatch.runtime.batch_response import BatchResponse
 
 THINK, THINK_END, CALL, CALL_END = 300, 301, 302, 303
 CONTROLS = {

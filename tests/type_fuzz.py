@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from random import Random
 
-    from cbatch.response import BatchResponse, BatchResult
+    from cbatch.response import BatchResult
+    from cbatch.runtime.batch_response import BatchResponse
 
 PATIENCE_S = 60.0
 """A case that takes longer hangs."""
@@ -291,7 +292,7 @@ def drain(w: World, response: BatchResponse) -> None:
         else:
             check(response.results(timeout=PATIENCE_S, return_errors=True))
     except Exception as error:
-        if error is not response._mailbox.source_error:  # which a generator's own error is
+        if error is not response._mailbox.items.error:  # which a generator's own error is
             raise
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from cbatch.engine import Engine
-    from cbatch.response import BatchResponse
+    from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import StepRecord
 
 N_AROUND = 32

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.engine import Engine
-    from cbatch.response import BatchResponse
+    from cbatch.runtime.batch_response import BatchResponse
 
 Read: TypeAlias = Callable[["BatchResponse"], Awaitable[int]]
 Way: TypeAlias = Callable[["Engine", "Sequence[BatchPrompt]", Read], Awaitable[int]]

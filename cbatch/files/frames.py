@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from cbatch.files.input.item import Item
     from cbatch.messages import BatchPrompt
     from cbatch.options import RunOptions
-    from cbatch.response import BatchResponse, BatchResult
+    from cbatch.response import BatchResult
+    from cbatch.runtime.batch_response import BatchResponse
 
 T = TypeVar("T")
 

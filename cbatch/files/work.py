@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from cbatch.files.settings import FileOptions
     from cbatch.messages import BatchPrompt
     from cbatch.progress import Ending
-    from cbatch.response import BatchResponse, BatchResult, Reader
+    from cbatch.response import BatchResult
+    from cbatch.runtime.batch_response import BatchResponse, Reader
 
     Ledger: TypeAlias = "Journal | PipedOutput"
     """Takes records, and knows which items have one."""

@@ -85,6 +85,7 @@ class InFlight:
         with HeldBack():
             check_own(list(routes), self.routes)  # a handler may have taken one meanwhile
             self.routes.update(routes)
+        mailbox.ids.update(enumerate(ids, first_place))
         self._savers.update(savers)
 
     def _checked_savers(self, drivers: Sequence[SequenceDriver]) -> dict[str, str]:

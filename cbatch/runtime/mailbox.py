@@ -30,7 +30,7 @@ def refused(
 class Mailbox:
     """Delivery of one batch. The owner never waits here; a reader may.
 
-    Until a reader asks for chunks (`is_streamed`), an item is delivered once, when it has ended. The batch has
+    Until a reader of chunks is made (`is_streamed`), an item is delivered once, when it has ended. The batch has
     `n_items`, or is fed with one item after the other; see `Feed`.
     """
 
@@ -57,9 +57,9 @@ class Mailbox:
         self.is_streamed = False
         self.items = items = Items(n_items, n_ahead)
         self.ids: dict[int, str] = {}
-        """Of a fed batch, the ids of items that `next_result` has not given out, by place."""
+        """The items' ids by place; of a fed batch those that `take_result` has not given out."""
         self.given: dict[str, Any] = {}
-        """The same ids, to look them up."""
+        """Of a fed batch the same ids, to look them up."""
         self.feed: object | None = None  # which lives as long as somebody may read
         self._in_flight, self._log, self._engine = in_flight, log, engine
         self._is_fed = n_ahead is not None
@@ -68,7 +68,7 @@ class Mailbox:
         self._chunks: deque[BatchOutputChunk] = deque()
         self._completed: deque[int] = deque()  # places
         # not through self: a batch without a reader is freed at once, and its engine with it
-        self._readers = Readers(pump, lambda: items.n_open)
+        self.readers = Readers(pump, lambda: items.n_open)
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
@@ -88,31 +88,9 @@ class Mailbox:
                 self._completed.append(i)
             if results:  # at last: a reader that finds no item open takes what is there
                 self.items.end([result for _, result in results])
-        self._readers.wake()
+        self.readers.wake()
 
-    # ---- for readers; see `Inbox` ----
-
-    def next_chunk(self) -> BatchOutputChunk | None:
-        """Wait for the next chunk; None when every item has ended and been given out."""
-        self.is_streamed = True
-        self._readers.wait(self._has_chunk)
-        return self._take_chunk()
-
-    async def next_chunk_async(self) -> BatchOutputChunk | None:
-        """Do as `next_chunk` does, in an event loop."""
-        self.is_streamed = True
-        await self._readers.wait_async(self._has_chunk)
-        return self._take_chunk()
-
-    def next_result(self) -> BatchResult | None:
-        """Wait for the next result in order of completion; None after the last."""
-        self._readers.wait(self._has_result)
-        return self._take_result()
-
-    async def next_result_async(self) -> BatchResult | None:
-        """Do as `next_result` does, in an event loop."""
-        await self._readers.wait_async(self._has_result)
-        return self._take_result()
+    # ---- for readers; see `BatchResponse` ----
 
     def wait(self, timeout: float | None, n_most: int | None = None) -> list[BatchResult]:
         """Wait for every item, or for one more than `n_most`, and return the results in input order.
@@ -122,7 +100,7 @@ class Mailbox:
         """
         self._gather()
         items, n_enough = self.items, math.inf if n_most is None else n_most
-        if not self._readers.wait(lambda: items.n_all > n_enough or items.have_ended, timeout):
+        if not self.readers.wait(lambda: items.n_all > n_enough or items.have_ended, timeout):
             raise TimeoutError(
                 f"{items.n_open} of {items.n_all} items had not ended after {timeout} s"
             )
@@ -131,18 +109,13 @@ class Mailbox:
     async def wait_async(self) -> list[BatchResult]:
         """Do as `wait` does, in an event loop."""
         self._gather()
-        await self._readers.wait_async(lambda: self.items.have_ended)
+        await self.readers.wait_async(lambda: self.items.have_ended)
         return [self._results[i] for i in sorted(self._results)]
 
     @property
     def n_unread(self) -> int:
-        """Results that `next_result` returns without waiting."""
+        """Results that `take_result` returns without waiting."""
         return len(self._completed)
-
-    @property
-    def source_error(self) -> BaseException | None:
-        """What reading the prompts raised."""
-        return self.items.error
 
     def cancel(self) -> int:
         """Cancel the items that have not ended, read no more of them; return how many."""
@@ -158,7 +131,7 @@ class Mailbox:
 
     def leave(self) -> None:
         """Cancel the items that have not ended. Does not wait: their slots are free before the next plan."""
-        if self._readers.is_their_process and not self.items.have_ended:
+        if self.readers.is_their_process and not self.items.have_ended:
             self.break_off()
             self._in_flight.cancel_batch_soon(self)
 
@@ -166,9 +139,9 @@ class Mailbox:
 
     def end_feed(self, error: BaseException | None = None) -> None:
         """Expect no more items; `error` is what reading them raised. Twice is harmless. From any thread."""
-        if self.items.is_fed and self._readers.is_their_process and self.items.end_feed(error):
+        if self.items.is_fed and self.readers.is_their_process and self.items.end_feed(error):
             self.feed = None
-            self._readers.wake()
+            self.readers.wake()
 
     def break_off(self, error: BaseException | None = None) -> None:
         """End the feed of a batch whose items are all cancelled now; else as `end_feed`."""
@@ -181,18 +154,21 @@ class Mailbox:
             self._end_late(self)
 
     def _gather(self) -> None:
-        if self.items.is_fed and self._readers.is_their_process:
+        if self.items.is_fed and self.readers.is_their_process:
             self.items.gather()
 
     # ---- what is given out ----
 
-    def _has_chunk(self) -> bool:
+    def has_chunk(self) -> bool:
+        """Whether `take_chunk` need not be waited for."""
         return bool(self._chunks) or self.items.have_ended
 
-    def _has_result(self) -> bool:
+    def has_result(self) -> bool:
+        """Whether `take_result` need not be waited for."""
         return bool(self._completed) or self.items.have_ended
 
-    def _take_chunk(self) -> BatchOutputChunk | None:
+    def take_chunk(self) -> BatchOutputChunk | None:
+        """Return the next chunk; None where every item has ended and been given out."""
         if not self._chunks:
             self._check_source()
             return None
@@ -201,7 +177,8 @@ class Mailbox:
             self.items.give_out(1)
         return chunk
 
-    def _take_result(self) -> BatchResult | None:
+    def take_result(self) -> BatchResult | None:
+        """Return the next result in order of completion; None after the last."""
         if not self._completed:
             self._check_source()
             return None

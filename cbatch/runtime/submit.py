@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections import ChainMap
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.backend import Backend
     from cbatch.core.batcher import MultiRequestBatcher
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt, Prompt
     from cbatch.options import DryBreakers, Grammar, RunOptions
     from cbatch.response import BatchResult
-    from cbatch.runtime.in_flight import InFlight, Route
+    from cbatch.runtime.ids import RequestId
+    from cbatch.runtime.in_flight import InFlight
     from cbatch.runtime.loop import Loop
 
     MakeMailbox = Callable[[int, int | None], Mailbox]
@@ -51,16 +51,6 @@ CANCELLED_EARLY = "cancel_all() ended the batch before all prompts were read"
 
 _N_CHECKED = 64
 """Structures for which the outcome of compiling is kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One call of `Engine.run`; `ids` by place, for a generator's prompts those that were not given out."""
-
-    options: RunOptions
-    mailbox: Mailbox
-    ids: Collection[str]
-    ends_s: float = math.inf
 
 
 class Submitter:
@@ -108,7 +98,7 @@ class Submitter:
         options: RunOptions,
         ends_s: float,
         make_mailbox: MakeMailbox,
-    ) -> Run:
+    ) -> Mailbox:
         """Submit a batch; nothing is queued where it raises. See `Engine.run`."""
         now = time.perf_counter()
         with self._in_flight.undone_if_it_raises() as routes:
@@ -120,12 +110,12 @@ class Submitter:
                     )
                     for i, (prompt, id) in enumerate(zip(prompts, ids, strict=True))
                 ]
-                run = Run(options, make_mailbox(len(ids), None), ids, ends_s)
-                self._in_flight.add(routes, run.mailbox, ids, items)
+                mailbox = make_mailbox(len(ids), None)
+                self._in_flight.add(routes, mailbox, ids, items)
             self._submit([driver for item in items for driver in item], is_fed=False)
-        return run
+        return mailbox
 
-    def extend(self, result: BatchResult, n_tokens: int, make_mailbox: MakeMailbox) -> Run:
+    def extend(self, result: BatchResult, n_tokens: int, make_mailbox: MakeMailbox) -> Mailbox:
         """Submit a request that continues a result. See `Engine.extend`."""
         origin = origin_of(result, self.sequences.owner)
         n_tokens = check_extension(result, n_tokens)
@@ -135,10 +125,10 @@ class Submitter:
                 check_own((id,), self._in_flight.routes)
                 request = extended(origin, id, result, n_tokens, now)
                 driver = self.sequences.of_request(request, now)
-                run = Run(request.options, make_mailbox(1, None), [id])
-                self._in_flight.add(routes, run.mailbox, [id], [[driver]])
+                mailbox = make_mailbox(1, None)
+                self._in_flight.add(routes, mailbox, [id], [[driver]])
             self._submit([driver], is_fed=False)
-        return run
+        return mailbox
 
     def feed(
         self,
@@ -146,54 +136,51 @@ class Submitter:
         options: RunOptions,
         ends_s: float,
         make_mailbox: MakeMailbox,
-    ) -> Run:
+    ) -> Mailbox:
         """Submit prompts as they are read from `source`, until the source or the batch ends."""
         mailbox = make_mailbox(0, self._n_ahead)
-        run = Run(options, mailbox, mailbox.ids.values(), ends_s)
         if ends_s < math.inf:
             self._loop.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
-        feed = mailbox.feed = Feed(source, mailbox, partial(self._put, run))
+        feed = mailbox.feed = Feed(source, mailbox, partial(self._put, mailbox, options, ends_s))
         self._feeds[next(self._n_feeds)] = feed
         self._loop.check_open()  # the loop may have ended before it knew of this feed
         if self._is_threaded:
             feed.start()
-        return run
+        return mailbox
 
-    def _put(self, run: Run, item: Any) -> None:
+    def _put(self, mailbox: Mailbox, options: RunOptions, ends_s: float, item: Any) -> None:
         """Queue one prompt that was read; a refused one ends at once, with its error."""
-        place = run.mailbox.items.expect()
+        place = mailbox.items.expect()
         if place is None:  # the batch was ended while this prompt was read
             return
         try:
             with self._in_flight.undone_if_it_raises() as routes:
-                self._submit(self._named(routes, run, item, place), is_fed=True)
+                with self._submitting:
+                    prompt, id = self._named(mailbox, item, place)
+                    drivers = self.sequences.of_prompt(
+                        prompt, id, options, time.perf_counter(), ends_s
+                    )
+                    self._in_flight.add(routes, mailbox, [id], [drivers], place)
+                self._submit(drivers, is_fed=True)
         except Exception as error:
-            run.mailbox.deliver(*refused(run.mailbox.ids[place], place, _as_failure(error)))
+            mailbox.deliver(*refused(mailbox.ids[place], place, _as_failure(error)))
             if isinstance(error, EngineClosedError):
-                run.mailbox.end_feed(error)
+                mailbox.end_feed(error)
         # the batch may have been ended meanwhile, too early for this item to be cancelled with the others
-        run.mailbox.end_late()
+        mailbox.end_late()
 
-    def _named(
-        self, routes: dict[str, Route], run: Run, item: Any, place: int
-    ) -> list[SequenceDriver]:
-        """Return the sequences of a prompt that was read; their routes are in flight, and in `routes`."""
-        ids, given = run.mailbox.ids, run.mailbox.given
-        with self._submitting:
-            taken = ChainMap(given, self._in_flight.routes)
-            id = self._ids.automatic(taken)
-            try:
-                prompt = as_prompt(item)
-                if prompt.id is not None:
-                    check_own((prompt.id,), taken)
-                    id = own_id(prompt.id)
-                drivers = self.sequences.of_prompt(
-                    prompt, id, run.options, time.perf_counter(), run.ends_s
-                )
-                self._in_flight.add(routes, run.mailbox, [id], [drivers], place)
-                return drivers
-            finally:
-                ids[place], given[id] = id, None
+    def _named(self, mailbox: Mailbox, item: Any, place: int) -> tuple[BatchPrompt, RequestId]:
+        """Return what was read as a prompt, with its id; the mailbox has an id also where this raises."""
+        taken = ChainMap(mailbox.given, self._in_flight.routes)
+        id = self._ids.automatic(taken)
+        try:
+            prompt = as_prompt(item)
+            if prompt.id is not None:
+                check_own((prompt.id,), taken)
+                id = own_id(prompt.id)
+            return prompt, id
+        finally:
+            mailbox.ids[place], mailbox.given[id] = id, None
 
     def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
         """Submit sequences whose routes are set; may wait for room in the queue, so not under a lock."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.engine import Engine
-    from cbatch.response import BatchResponse, BatchResult
+    from cbatch.response import BatchResult
+    from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.mailbox import Mailbox
 
 T = TypeVar("T")

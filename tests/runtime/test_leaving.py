@@ -26,7 +26,7 @@ from tests.runtime.backends import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cbatch.response import BatchResponse
+    from cbatch.runtime.batch_response import BatchResponse
 
 ENDLESS = {"ignore_eos": True}
 LONG = 100_000  # a window that no test waits to see filled

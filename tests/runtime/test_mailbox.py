@@ -8,6 +8,7 @@ import pytest
 
 from cbatch.errors import EngineClosedError, EngineError
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
+from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.mailbox import Mailbox
 from tests.runtime.backends import PATIENCE_S, Cancelled, in_thread
 
@@ -30,7 +31,7 @@ def test_results_come_in_input_order_and_in_order_of_completion() -> None:
     box.deliver([], [(1, result("b"))])
     box.deliver([], [(0, result("a"))])
     assert [r.id for r in box.wait(0)] == ["a", "b"]
-    assert [r.id for r in iter(box.next_result, None)] == ["b", "a"]
+    assert [r.id for r in BatchResponse(box).as_completed()] == ["b", "a"]
     assert [r.id for r in box.wait(0)] == ["a", "b"]
 
 
@@ -39,9 +40,10 @@ def test_chunks_come_once_and_then_none() -> None:
     assert not box.is_streamed
     box.deliver([chunk("a", "x")], [])
     box.deliver([chunk("a", "y", is_last=True)], [(0, result("a"))])
-    assert [c.text for c in iter(box.next_chunk, None)] == ["x", "y"]
+    chunks = iter(BatchResponse(box))
+    assert [c.text for c in chunks] == ["x", "y"]
     assert box.is_streamed
-    assert box.next_chunk() is None
+    assert list(chunks) == []
 
 
 def test_reader_waits_until_something_is_delivered() -> None:
@@ -49,7 +51,7 @@ def test_reader_waits_until_something_is_delivered() -> None:
 
     def read() -> list[str]:
         started.set()
-        return [c.text for c in iter(box.next_chunk, None)]
+        return [c.text for c in BatchResponse(box)]
 
     wait = in_thread(read)
     assert started.wait(PATIENCE_S)
@@ -59,7 +61,10 @@ def test_reader_waits_until_something_is_delivered() -> None:
 
 def test_one_delivery_wakes_all_readers() -> None:
     box = mailbox(1)
-    waits = [in_thread(lambda: box.wait(PATIENCE_S)), in_thread(box.next_result)]
+    waits = [
+        in_thread(lambda: box.wait(PATIENCE_S)),
+        in_thread(lambda: next(BatchResponse(box).as_completed())),
+    ]
     box.deliver([], [(0, result("a"))])
     assert [r.id for r in waits[0]()] == ["a"]
     assert waits[1]().id == "a"
@@ -86,9 +91,8 @@ def test_reader_without_a_thread_steps_until_it_has_what_it_wants() -> None:
         return True
 
     box = Mailbox(1, Cancelled(), pump)
-    first = box.next_chunk()
-    assert first is not None
-    assert (first.text, n_steps) == ("1", 1)
+    chunks = iter(BatchResponse(box))
+    assert (next(chunks).text, n_steps) == ("1", 1)
     assert [r.id for r in box.wait(None)] == ["a"]
     assert n_steps == 3
 

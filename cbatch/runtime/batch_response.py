@@ -1,0 +1,232 @@
+"""The response of a batch in flight: gives out chunks as they come, and results."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from cbatch.checks import check_flag, check_wait
+from cbatch.errors import ConfigError
+from cbatch.response import BatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from cbatch.progress import Progress
+    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.mailbox import Mailbox
+
+T = TypeVar("T")
+
+
+class Reader(Generic[T]):
+    """Iterates over a batch, with `for` or `async for`; gives out each chunk or result once.
+
+    Leaving before the end cancels the items that have not ended: by `break`, an exception in the loop's body, a
+    cancelled task, `close`, or by dropping the reader.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        has_next: Callable[[], bool],
+        take: Callable[[], T | None],
+        end: Callable[[], None],
+    ) -> None:
+        """Make one.
+
+        Args:
+            mailbox: of the batch.
+            has_next: whether `take` need not be waited for.
+            take: returns the next one; None after the last.
+            end: is called once, after the last or when the reader is left.
+        """
+        self._mailbox, self._has_next, self._take, self._end = mailbox, has_next, take, end
+        self._has_ended = False
+
+    def __iter__(self) -> Reader[T]:
+        return self
+
+    def __aiter__(self) -> Reader[T]:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            if not self._has_ended:
+                self._mailbox.readers.wait(self._has_next)
+            taken = self._taken()
+        except BaseException:
+            self.close()
+            raise
+        if taken is None:
+            raise StopIteration
+        return taken
+
+    async def __anext__(self) -> T:
+        try:
+            if not self._has_ended:
+                await self._mailbox.readers.wait_async(self._has_next)
+            taken = self._taken()
+        except BaseException:
+            self.close()
+            raise
+        if taken is None:
+            raise StopAsyncIteration
+        return taken
+
+    def _taken(self) -> T | None:
+        taken = None if self._has_ended else self._take()
+        if taken is None:
+            self._finish()
+        return taken
+
+    def close(self) -> None:
+        """Leave. Twice is harmless, and so is leaving after the end."""
+        if not self._has_ended:
+            self._mailbox.leave()
+            self._finish()
+
+    async def aclose(self) -> None:
+        """Leave, for `contextlib.aclosing`."""
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._has_ended:
+            self._mailbox.leave()  # but not `end`, which may wait, and this may run in any thread
+
+    def _finish(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._end()
+
+
+class BatchResponse:
+    """A batch in flight. `ids` are known at once, in input order; each means its own request only, see `Engine.cancel`.
+
+    Ids of a generator's prompts are known as these are read, and forgotten as `as_completed` gives out results.
+
+    Iterate for chunks as they come (`for`, `async for`), call `results()`, or `await` it. One reader at a time; a
+    chunk is given out once. Leaving an iteration early cancels the batch; see `Reader`. A generator's prompts are not
+    read on once this object and its readers are dropped.
+    """
+
+    def __init__(self, mailbox: Mailbox, display: Progress | None = None) -> None:
+        """Make one; `display` is closed when a reader is done."""
+        self._mailbox, self._display = mailbox, display
+
+    def __del__(self) -> None:
+        if hasattr(self, "_mailbox"):  # else Ctrl-C struck as it was made
+            self._mailbox.end_feed()
+
+    def __repr__(self) -> str:
+        return f"<BatchResponse of {len(self._mailbox.ids)} items>"
+
+    @property
+    def ids(self) -> list[str]:
+        """The items' ids, in input order."""
+        return list(self._mailbox.ids.values())
+
+    def __iter__(self) -> Reader[BatchOutputChunk]:
+        return self._chunks()
+
+    def __aiter__(self) -> Reader[BatchOutputChunk]:
+        return self._chunks()
+
+    def __await__(self) -> Generator[Any, None, list[BatchResult]]:
+        """Wait for every item, as `results()` does. A task that is cancelled here cancels the batch."""
+        return self._gather().__await__()
+
+    def as_completed(self) -> Reader[BatchResult]:
+        """Return an iterator, for `for` or `async for`, over the results in order of completion, failed ones too.
+
+        A generator's results are forgotten as they are given out, so that memory does not grow.
+        """
+        box = self._mailbox
+        return Reader(box, box.has_result, box.take_result, self._close_display)
+
+    def results(
+        self, *, timeout: float | None = None, return_errors: bool = False
+    ) -> list[BatchResult]:
+        """Wait for every item and return the results in input order.
+
+        Ctrl-C cancels this batch and leaves the engine usable.
+
+        Args:
+            timeout: most seconds to wait; the batch goes on after a TimeoutError.
+            return_errors: return failed items in place instead of raising.
+
+        Raises:
+            BatchError: an item failed, or reading the prompts did; all results are attached.
+            TimeoutError: not every item ended in time.
+        """
+        returns_errors = check_flag("return_errors", return_errors)
+        return self._checked(self._wait(timeout), return_errors=returns_errors)
+
+    def result(self, *, timeout: float | None = None) -> BatchResult:
+        """Wait for the item of a batch of one; the item's own error is raised, not a BatchError.
+
+        Raises:
+            ConfigError: the batch has more than one item.
+            TimeoutError: it did not end in time.
+        """
+        results = self._wait(timeout, n_most=1)
+        n_items = len(self._mailbox.ids)
+        if n_items <= 1:
+            results = self._checked(results, return_errors=True)
+        if n_items != 1 or len(results) != 1:  # a generator's may have been given out
+            raise ConfigError(
+                f"result() is for a batch of one; this one has {n_items}: use results()"
+            )
+        if results[0].error is not None:
+            raise results[0].error
+        return results[0]
+
+    def cancel(self) -> int:
+        """Cancel every item of this batch that has not ended; return how many.
+
+        A generator's prompts are not read on: the batch ends behind those that were read.
+        """
+        return self._mailbox.cancel()
+
+    def wind_down(self) -> None:
+        """Cancel every item of this batch that never had a slot, and read no more. Does not wait."""
+        self._mailbox.wind_down()
+
+    @property
+    def n_unread(self) -> int:
+        """Results that `as_completed` gives out without waiting."""
+        return self._mailbox.n_unread
+
+    def _wait(self, timeout: float | None, n_most: int | None = None) -> list[BatchResult]:
+        try:
+            return self._mailbox.wait(check_wait("timeout", timeout), n_most)
+        except KeyboardInterrupt:
+            self._mailbox.cancel()
+            self._close_display()
+            raise
+
+    def _chunks(self) -> Reader[BatchOutputChunk]:
+        box = self._mailbox
+        box.is_streamed = True
+        return Reader(box, box.has_chunk, box.take_chunk, self._close_display)
+
+    async def _gather(self) -> list[BatchResult]:
+        try:
+            results = await self._mailbox.wait_async()
+        except BaseException:
+            self._mailbox.leave()
+            self._close_display()
+            raise
+        return self._checked(results)
+
+    def _checked(
+        self, results: list[BatchResult], *, return_errors: bool = False
+    ) -> list[BatchResult]:
+        self._close_display()
+        error = self._mailbox.items.error
+        if error is not None or (not return_errors and any(r.error for r in results)):
+            raise BatchError(results, error) from error
+        return results
+
+    def _close_display(self) -> None:
+        if self._display is not None:
+            self._display.close()
