@@ -24,6 +24,7 @@ from cbatch.files.input.item import item_key
 from cbatch.files.input.source import open_source
 from cbatch.files.output.identity import Digests
 from cbatch.files.output.journal import Journal
+from cbatch.files.output.opening import OutputSpec
 from cbatch.files.output.target import encoder
 from cbatch.files.work import N_COMMIT
 from cbatch.options import RunOptions
@@ -67,7 +68,7 @@ def write_requests(path: Path, n: int) -> None:
 
 def copy_alone(source: Path, output: Path) -> None:
     """Parse, validate, claim and answer every item without an engine."""
-    with closing(open_source(source)) as items, Journal.open(output, settings={}) as journal:
+    with closing(open_source(source)) as items, Journal(OutputSpec(output, {})) as journal:
         write, digest_of = encoder("openai", items), Digests(RunOptions(), "none")
         for i, item in enumerate(items, 1):
             digest = digest_of(item)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
@@ -88,17 +88,16 @@ def _adopt_file(manifest: Manifest, row: FileRow, adopter: Adopter) -> int:
     """Insert the records of a file; return the number of lines that are not kept."""
     if not row.path.is_file():
         return 0
-    n_left = end = 0
+    n_left = 0
     found = list[tuple[object, ...]]()
     with (
-        closing(RecordFile(row)),
+        closing(RecordFile(manifest, row)),  # which locks the file
         row.path.open("rb") as file,
-    ):  # the first locks the file
+    ):
         for start, line, known in _records(file, row.path, adopter):
             if known is None:
                 n_left += 1
                 continue
-            end = start + len(line)
             record = manifest.last_record() + len(found) + 1
             key = record_key(key_of_id(known.id, has_rows=adopter.has_rows))
             # the number is behind all others until an item claims the record
@@ -108,7 +107,7 @@ def _adopt_file(manifest: Manifest, row: FileRow, adopter: Adopter) -> int:
                 _put(manifest, found)
         _put(manifest, found)
     with manifest.transaction(is_durable=True):
-        manifest.put_file(replace(row, size=end))
+        manifest.put_file(row)
     return n_left
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from cbatch.files.output.journal import Journal
+from cbatch.files.output.opening import OutputSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,10 +46,16 @@ def asked(i_pass: int, n_items: int) -> Iterator[Asked]:
 
 def open_journal(folder: Path, *, has_errors: bool = True, **more: Any) -> Journal:
     """Open the journal of a folder."""
-    more.setdefault("settings", SETTINGS)
-    more.setdefault("header", HEADER)
     errors = folder / "errors" if has_errors else None
-    return Journal.open(folder / "out", errors=errors, **more)
+    return journal_of(folder / "out", **{"header": HEADER, "errors": errors, **more})
+
+
+def journal_of(output: Path, **more: Any) -> Journal:
+    """Open the journal of an output."""
+    spec = {"settings": SETTINGS, **more}
+    names = spec.keys() & {f.name for f in fields(OutputSpec)}
+    of_spec = {name: spec.pop(name) for name in names}
+    return Journal(OutputSpec(output, **of_spec), **spec)
 
 
 def run_pass(

@@ -22,7 +22,15 @@ from cbatch.files.output import durable as disk
 from cbatch.files.output.journal import Journal, duplicate_key
 from cbatch.files.output.manifest import Manifest, record_key
 from cbatch.files.output.sorting import sort_in_place
-from tests.files.journals import HEADER, SETTINGS, asked, open_journal, records, run_pass
+from tests.files.journals import (
+    HEADER,
+    SETTINGS,
+    asked,
+    journal_of,
+    open_journal,
+    records,
+    run_pass,
+)
 from tests.profiles import examples
 
 if TYPE_CHECKING:
@@ -475,13 +483,11 @@ def test_second_journal_by_another_name_is_refused(tmp_path: Path) -> None:
         os.link(tmp_path / "out", tmp_path / "hard")
         for name in ("link", "hard"):
             with pytest.raises(ConfigError, match=r"another run is writing to it|no manifest"):
-                Journal.open(tmp_path / name, settings=SETTINGS, header=HEADER)
+                journal_of(tmp_path / name, header=HEADER)
         with pytest.raises(ConfigError, match="another run is writing to it"):
-            Journal.open(tmp_path / "hard", settings=SETTINGS, header=HEADER, force=True)
+            journal_of(tmp_path / "hard", header=HEADER, force=True)
         with pytest.raises(ConfigError, match=r"errors: another run is writing to it"):
-            Journal.open(
-                tmp_path / "new", errors=tmp_path / "errors", settings=SETTINGS, header=HEADER
-            )
+            journal_of(tmp_path / "new", errors=tmp_path / "errors", header=HEADER)
 
 
 def test_refused_journal_leaves_no_manifest(tmp_path: Path) -> None:
@@ -499,7 +505,7 @@ def test_refused_journal_holds_no_lock(tmp_path: Path) -> None:
     (tmp_path / "errors").unlink()
     errors = tmp_path / "errors"
     with (
-        Journal.open(tmp_path / "other", errors=errors, settings=SETTINGS, header=HEADER),
+        journal_of(tmp_path / "other", errors=errors, header=HEADER),
         pytest.raises(ConfigError, match="errors: another run"),
     ):
         open_journal(tmp_path, force=True)
@@ -594,9 +600,7 @@ def test_outputs_and_manifest_may_be_moved_together(tmp_path: Path) -> None:
     assert records(new) == before
     (new / "out").rename(new / "other")
     (new / "out.manifest").rename(new / "other.manifest")
-    with Journal.open(
-        new / "other", errors=new / "errors", settings=SETTINGS, header=HEADER
-    ) as journal:
+    with journal_of(new / "other", errors=new / "errors", header=HEADER) as journal:
         assert {journal.claim(item.id, item.digest, item.number) for item in asked(0, 40)} == {
             "done",
             "failed",
@@ -717,26 +721,26 @@ def test_lines_added_before_the_first_record_are_refused(tmp_path: Path) -> None
 
 def test_output_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a directory: give a file"):
-        Journal.open(tmp_path, settings=SETTINGS)
+        journal_of(tmp_path)
 
 
 def test_output_in_no_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "out", tmp_path / "no" / "more" / "out"):
         with pytest.raises(ConfigError, match=rf"the folder {path.parent} does not exist"):
-            Journal.open(path, settings=SETTINGS)
+            journal_of(path)
 
 
 def test_output_that_is_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/null"), tmp_path / "pipe"):
         with pytest.raises(ConfigError, match=r"is not a regular file, so no later run"):
-            Journal.open(path, settings=SETTINGS)
+            journal_of(path)
 
 
 def test_link_is_followed_to_one_manifest(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real/out")
-    with Journal.open(tmp_path / "link", settings=SETTINGS, header=HEADER) as journal:
+    with journal_of(tmp_path / "link", header=HEADER) as journal:
         write(journal, "a", "b")
     with open_journal(tmp_path / "real", has_errors=False) as journal:
         assert journal.claim("a", DIGEST, 1) == "done"
@@ -751,7 +755,7 @@ def test_link_is_followed_to_one_manifest(tmp_path: Path) -> None:
 def test_errors_in_the_output_or_manifest_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "link").symlink_to("out")
     with pytest.raises(ConfigError, match=r"is the output or its manifest: give another file"):
-        Journal.open(tmp_path / "out", errors=tmp_path / name, settings=SETTINGS)
+        journal_of(tmp_path / "out", errors=tmp_path / name)
 
 
 def test_folder_without_permission_is_refused(

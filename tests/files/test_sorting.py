@@ -14,11 +14,9 @@ import pytest
 
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files.output import durable as disk
-from cbatch.files.output import sorting as sort
-from cbatch.files.output.journal import Journal
 from cbatch.files.output.manifest import Manifest
 from cbatch.files.output.sorting import Sorted, sort_in_place, sort_to
-from tests.files.journals import HEADER, SETTINGS, open_journal, records, run_pass
+from tests.files.journals import HEADER, journal_of, open_journal, records, run_pass
 from tests.files.machine import LOSSES, Loss, Machine
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ def test_sort_of_a_sorted_file_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = fill(tmp_path, [1, 2, 3])
-    monkeypatch.setattr(sort, "rewrite", lambda *args: pytest.fail("it is sorted"))
+    monkeypatch.setattr(disk, "create", lambda *args: pytest.fail("it is sorted"))
     assert sort_in_place(out)[out] == Sorted(3)
 
 
@@ -210,7 +208,7 @@ app(sys.argv[2:])
 def test_sort_on_a_full_disk_says_one_line_and_loses_nothing(
     tmp_path: Path, n_most: int, target: str | None
 ) -> None:
-    with Journal.open(tmp_path / "out", settings=SETTINGS) as journal:
+    with journal_of(tmp_path / "out") as journal:
         for number in range(200, 0, -1):
             journal.claim(str(number), DIGEST, number)
             record = f"{number} {'x' * 10_000}\n".encode()
@@ -373,7 +371,7 @@ def test_output_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_records_larger_than_a_buffer_are_copied_whole(tmp_path: Path) -> None:
-    with Journal.open(tmp_path / "out", settings=SETTINGS) as journal:
+    with journal_of(tmp_path / "out") as journal:
         for number in (2, 1, 3):
             journal.claim(str(number), DIGEST, number)
             record = str(number).encode() * (3 * 2**20) + b"\n"

@@ -8,20 +8,18 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cbatch.files.output.identity import placed
-from cbatch.files.output.manifest import GONE, INSERT, NUMBERED, record_key
-from cbatch.files.output.opening import Wanted, closing_all, open_outputs, put_away
-from cbatch.files.output.rewriting import rewrite
+from cbatch.files.output.manifest import DELETE, GONE, INSERT, NUMBERED, record_key
+from cbatch.files.output.opening import open_outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator
 
-    from cbatch.files.output.identity import Origin
-    from cbatch.files.output.opening import Opened
+    from cbatch.files.output.opening import OutputSpec
 
 SYNC_S = 5.0
 """Seconds between two syncs: a loss of power costs the records since the last one."""
@@ -30,7 +28,6 @@ _N_MOVED = 1024
 """Moved items that are collected before they are renumbered together."""
 
 _FIND = "SELECT record, digest, number, file, is_error FROM records WHERE key = ?"
-_DELETE = "DELETE FROM records WHERE record = ?"
 _ANY_DOUBLE = "SELECT 1 FROM records WHERE key >= x'FE' AND key < x'FF' LIMIT 1"
 _SET_ASIDE = "UPDATE records SET number = number | ? WHERE record = ?"
 _SLICE = "SELECT key, record, file, is_error FROM records WHERE key > ? AND key < ? ORDER BY key LIMIT 4096"
@@ -84,25 +81,34 @@ class Journal:
 
     def __init__(
         self,
-        found: Opened,
+        spec: OutputSpec,
         *,
-        retry_errors: bool,
-        clock: Callable[[], float],
-        sync_s: float,
+        retry_errors: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        sync_s: float = SYNC_S,
     ) -> None:
-        """Take over open outputs; see `Journal.open`."""
-        self.notes = tuple(found.notes)
-        self._found = found
-        self._manifest, self._outputs = found.manifest, found.outputs
+        """Continue the files of an earlier run, or begin them; they are locked until `close`.
+
+        Args:
+            spec: of the files.
+            retry_errors: whether an item whose record is an error is "new".
+            clock: in seconds, for syncs.
+            sync_s: seconds between two syncs.
+
+        Raises:
+            ConfigError, OutputError: see `open_outputs`.
+        """
+        self._outputs = outputs = open_outputs(spec)
+        self._manifest, self.notes = outputs.manifest, tuple(outputs.notes)
         self._retry_errors = retry_errors
         self._clock, self._sync_s = clock, sync_s
         self._sync_at = clock() + sync_s
         self._lock = threading.RLock()
         self._is_closed = False
-        counts = [found.manifest.count(output.row.file) for output in found.outputs]
+        counts = [self._manifest.count(file.row.file) for file in outputs.files]
         self.n_failed = sum(count.n_errors for count in counts)
         self.n_done = sum(count.n_records for count in counts) - self.n_failed
-        self._last_record = found.manifest.last_record()
+        self._last_record = self._manifest.last_record()
         self._marks = _Marks()
         self._claims: dict[int, tuple[bytes, _Found | None]] = {}
         self._claimed_keys: set[bytes] = set()
@@ -110,43 +116,7 @@ class Journal:
         self._superseded: list[_Found] = []
         self._moved: list[tuple[int, int]] = []
         self._with_gaps: set[int] = set()
-        self._has_doubles = found.manifest.execute(_ANY_DOUBLE).fetchone() is not None
-
-    @classmethod
-    def open(  # noqa: PLR0913  # the arguments of a run, each by its name
-        cls,
-        output: Path,
-        *,
-        errors: Path | None = None,
-        settings: Mapping[str, str],
-        origin: Origin | None = None,
-        header: bytes = b"",
-        force: bool = False,
-        retry_errors: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        sync_s: float = SYNC_S,
-    ) -> Journal:
-        """Continue the files of an earlier run, or begin them; they are locked until `close`.
-
-        Args:
-            output: for records.
-            errors: for records of errors; None: the output.
-            settings: must be the same as those of the earlier run, for people. With another "output format" no run can
-                continue, even by force.
-            origin: the input; None: not compared.
-            header: the first bytes of both files.
-            force: continue although settings differ; begin anew where that is impossible.
-            retry_errors: whether an item whose record is an error is "new".
-            clock: in seconds, for syncs.
-            sync_s: seconds between two syncs.
-
-        Raises:
-            ConfigError: another run has the output open; other settings or another input; a file was changed, or is
-                not of cbatch; it cannot be written.
-            OutputError: the disk is full.
-        """
-        found = open_outputs(Wanted(output, errors, settings, origin, header, force))
-        return cls(found, retry_errors=retry_errors, clock=clock, sync_s=sync_s)
+        self._has_doubles = self._manifest.execute(_ANY_DOUBLE).fetchone() is not None
 
     def __enter__(self) -> Journal:
         return self
@@ -225,7 +195,7 @@ class Journal:
             key, found = self._claims.pop(number)
             if found is not None:
                 self._superseded.append(found)
-            output = self._outputs[-1 if is_error else 0]
+            output = self._outputs.files[-1 if is_error else 0]
             start = output.add(record)
             self._last_record += 1
             place = (output.row.file, start, len(record), zlib.crc32(record))
@@ -244,17 +214,16 @@ class Journal:
                 self._sync()
 
     def _write(self) -> None:
-        rows = [output.write() for output in self._outputs]
+        for file in self._outputs.files:
+            file.write()
         with self._manifest.transaction():
-            self._manifest.execute_many(_DELETE, [(f.record,) for f in self._superseded])
+            self._manifest.execute_many(DELETE, [(f.record,) for f in self._superseded])
             self._manifest.execute_many(INSERT, self._added)
             self._manifest.execute_many(
                 "UPDATE records SET number = ? WHERE record = ?", self._moved
             )
-            for row in rows:
-                self._manifest.put_file(row)
-        for output, row in zip(self._outputs, rows, strict=True):
-            output.committed(row)
+        for file in self._outputs.files:
+            file.committed()
         self._count()
 
     def _count(self) -> None:
@@ -275,13 +244,11 @@ class Journal:
     def _sync(self) -> None:
         """Wait until the committed records are on disk."""
         self._manifest.check_there()
-        rows = [output.sync() for output in self._outputs]
-        if rows != [output.row for output in self._outputs]:
+        synced = [file.row for file in self._outputs.files if file.sync()]
+        if synced:
             with self._manifest.transaction(is_durable=True):
-                for row in rows:
+                for row in synced:
                     self._manifest.put_file(row)
-            for output, row in zip(self._outputs, rows, strict=True):
-                output.row = row
             self._manifest.fold()
         self._sync_at = self._clock() + self._sync_s
 
@@ -327,7 +294,7 @@ class Journal:
 
     def _drop(self, rows: list[tuple[int, int, int]]) -> None:
         with self._manifest.transaction():
-            self._manifest.execute_many(_DELETE, [(record,) for record, *_ in rows])
+            self._manifest.execute_many(DELETE, [(record,) for record, *_ in rows])
         n_failed = sum(is_error for *_, is_error in rows)
         self.n_failed -= n_failed
         self.n_done -= len(rows) - n_failed
@@ -343,16 +310,16 @@ class Journal:
             if self._is_closed:
                 return
             self._is_closed = True
-            with closing_all(self._found):
+            with closing(self._outputs):
                 self._finish()
 
     def _finish(self) -> None:
         self.commit()
         self._sync()
-        for output in self._outputs:
-            if output.row.file in self._with_gaps:
-                rewrite(self._manifest, output)
-        put_away(self._found)
+        for file in self._outputs.files:
+            if file.row.file in self._with_gaps:
+                file.rewrite()
+        self._outputs.put_away()
 
 
 def duplicate_key(key: bytes, number: int) -> bytes:

@@ -70,6 +70,8 @@ _SCHEMA = (
 INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 """Insert a record, in place of one with the same key."""
 
+DELETE = "DELETE FROM records WHERE record = ?"
+
 NUMBERED = (b"\0", b"\0:")
 """The range of the keys of items without an id; see `item_key`."""
 
@@ -78,11 +80,7 @@ _LONG_ID = 24
 
 
 class LostError(ConfigError):
-    """There are records without a manifest that fits them."""
-
-
-class ManifestError(LostError):
-    """This cbatch cannot use the manifest; it may be replaced."""
+    """There is no manifest that fits the records: it may be made again, or replaced together with them."""
 
     def __init__(self, what: str, ways_out: str) -> None:
         """Keep the problem, for people."""
@@ -90,14 +88,14 @@ class ManifestError(LostError):
         super().__init__(f"{what}: {ways_out}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FileRow:
     """A row of `files`; see its columns."""
 
     file: int
     path: Path
     header: bytes
-    size: int | None = None
+    size: int = 0
     synced: int = 0
     is_open: bool = True
     is_replaced: bool = False
@@ -126,11 +124,10 @@ class Manifest:
 
         Raises:
             ConfigError: another run has it open, or it cannot be opened.
-            ManifestError: it is damaged, of a newer version, or no manifest.
+            LostError: it is damaged, of a newer version, or no manifest.
         """
         self.path, self._output, self._home = path, output, home or path
         self.is_new = False
-        self._read = set[sqlite3.Cursor]()
         with self._refused():
             self._create()
             self._db = sqlite3.connect(
@@ -185,7 +182,7 @@ class Manifest:
         application, version = self._pragma("application_id"), self._pragma("user_version")
         if application == _APPLICATION:
             if version > _VERSION:
-                raise ManifestError(
+                raise LostError(
                     f"{self._home}: is of version {version}, and this cbatch knows {_VERSION}",
                     "update cbatch, give another output, or replace it (--force)",
                 )
@@ -246,7 +243,7 @@ class Manifest:
 
         Raises:
             OutputError: it cannot be written.
-            ManifestError: it is damaged.
+            LostError: it is damaged.
         """
         try:
             return self._db.execute(statement, values)
@@ -254,16 +251,14 @@ class Manifest:
             raise self._failed(error) from error
 
     def rows(self, statement: str, *values: object) -> Generator[Any]:
-        """Yield the rows of one statement one by one, until `close`; errors as of `execute`."""
-        cursor = self.execute(statement, *values)
-        self._read.add(cursor)
+        """Yield the rows of one statement one by one; errors as of `execute`.
+
+        A generator that is not read to its end is to be closed before the manifest, which stays locked else.
+        """
         try:
-            for row in cursor:  # noqa: UP028  # `yield from` would close the cursor of a closed manifest
-                yield row
+            yield from self.execute(statement, *values)
         except sqlite3.DatabaseError as error:
             raise self._failed(error) from error
-        finally:
-            self._read.discard(cursor)
 
     def execute_many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """Run one statement for each row; errors as of `execute`."""
@@ -314,9 +309,7 @@ class Manifest:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        """Close the file and release the lock, even with rows unread."""
-        for cursor in self._read:
-            cursor.close()
+        """Close the file and release the lock."""
         self._db.close()
 
     def _failed(self, error: sqlite3.DatabaseError) -> OutputError | ConfigError:
@@ -344,7 +337,7 @@ class Manifest:
     def files(self) -> dict[int, FileRow]:
         """Return the outputs by number."""
         found = self.rows(
-            "SELECT file, path, header, size, synced, is_open, is_replaced FROM files"
+            "SELECT file, path, header, size, synced, is_open, is_replaced FROM files WHERE size IS NOT NULL"
         )
         return {
             file: FileRow(file, self._absolute(path), *rest[:3], *map(bool, rest[3:]))
@@ -425,8 +418,8 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _damaged(path: Path, problem: object) -> ManifestError:
-    return ManifestError(
+def _damaged(path: Path, problem: object) -> LostError:
+    return LostError(
         f"{path}: is damaged, or no manifest of cbatch ({problem})",
         "put it back, have it made again of JSON lines (--adopt), give another output, or replace it with its output "
         "(--force)",

@@ -1,4 +1,10 @@
-"""A file of records: committed bytes, records to be written, and checks for changes by other programs."""
+"""A file of records: committed bytes, records to be written, checks for changes by other programs, and rewriting.
+
+A kill may come at any moment of a rewriting, and only the output and its manifest may be copied afterwards. The new
+version is whole on disk, as a part beside the output, before the manifest notes that it replaces the output; until that
+is done, the manifest has the old and the new start of each record. The next opening of the manifest finishes the
+replacement, or keeps the old output if the part is gone.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +12,64 @@ import fcntl
 import os
 import stat
 import zlib
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import TYPE_CHECKING, Literal
 
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
-from cbatch.files.output.manifest import GONE
+from cbatch.files.output.manifest import DELETE, GONE, LostError
 from cbatch.files.places import check_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterable, Iterator
     from pathlib import Path
 
     from cbatch.files.output.manifest import FileRow, Manifest
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-_PIECE = 2**20
+_BUFFER = 2**20
 _N_SAMPLES = 32
 """Records, besides the first and the last, that are read again before a run continues: an editor changes some."""
 
 CUT_OFF = "DELETE FROM records WHERE file = ? AND start + size > ?"
 _BEHIND = "SELECT record, start, size, crc FROM records WHERE file = ? AND start + size > ?"
-_SAMPLES = (
-    "SELECT start, size, crc, number FROM records WHERE file = ? ORDER BY start LIMIT 1",
-    "SELECT start, size, crc, number FROM records WHERE file = ? ORDER BY start DESC LIMIT 1",
-    # A fixed sample that is spread evenly. Source: Knuth's multiplicative hashing.
-    "SELECT start, size, crc, number FROM records WHERE file = ? "
-    f"ORDER BY record * 2654435761 % 4294967291 LIMIT {_N_SAMPLES}",
+_SAMPLES = tuple(
+    f"SELECT start, size, crc, number FROM records WHERE file = ? ORDER BY {order}"
+    for order in (
+        "start LIMIT 1",
+        "start DESC LIMIT 1",
+        # A fixed sample that is spread evenly. Source: Knuth's multiplicative hashing.
+        f"record * 2654435761 % 4294967291 LIMIT {_N_SAMPLES}",
+    )
 )
+_MOVED = (
+    "SELECT moved.start, records.size, records.crc FROM moved JOIN records USING (record) "
+    "WHERE records.file = ? AND moved.start != records.start"
+)
+_MOVE = (
+    "UPDATE records SET start = (SELECT start FROM moved WHERE moved.record = records.record) "
+    "WHERE file = ?"
+)
+
+Order = Literal["start", "number"]
+"""That of the file, or that of the items."""
 
 
 class RecordFile:
-    """An open file of records.
+    """An open file of records, locked until it is closed.
 
-    [0, size) is committed    [size, size + n_added) is added, in memory only
+    [0, row.size) is committed    [row.size, row.size + n_added) is added, in memory only
+
+    Attributes:
+        row: the file in the manifest.
     """
 
-    def __init__(self, row: FileRow, mode: int = disk.ANYBODY) -> None:
+    def __init__(self, manifest: Manifest, row: FileRow, mode: int = disk.ANYBODY) -> None:
         """Open or create the file, and lock it.
 
         Args:
+            manifest: of its records.
             row: the file in the manifest.
             mode: permission bits of a new file, before the user's mask.
 
@@ -54,10 +77,10 @@ class RecordFile:
             ConfigError: another run has it open.
             OutputError: it cannot be opened.
         """
-        self.row = row
-        self.n_added = 0
+        self.row, self.path, self._manifest = row, row.path, manifest
         self._added: list[bytes] = []
-        self._is_ahead = False  # whether bytes behind `size` may be ours, not committed yet
+        self._n_added = 0
+        self._is_ahead = False  # whether bytes behind the committed ones may be ours
         self._open(mode)
 
     def _open(self, mode: int = disk.ANYBODY) -> None:
@@ -71,79 +94,50 @@ class RecordFile:
                 f"{self.path}: another run is writing to it: wait for its end, or give another file"
             ) from error
 
-    def reopen(self) -> None:
-        """Open the file that has replaced this one."""
-        os.close(self._fd)
-        self._open()
-
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
-    @property
-    def path(self) -> Path:
-        """Of the file."""
-        return self.row.path
-
-    @property
-    def part(self) -> Path:
-        """Of the file's next version."""
-        return part_of(self.path)
-
-    @property
-    def size(self) -> int:
-        """Committed bytes."""
-        return self.row.size or 0
-
     # ---- writing ----
-
-    def begin(self) -> None:
-        """Make it a file of its header alone, on disk."""
-        with told(self.path):
-            self.part.unlink(missing_ok=True)
-            disk.truncate(self._fd, 0)
-            disk.write_at(self._fd, self.row.header, 0)
-            disk.sync(self._fd)
-        n_bytes = len(self.row.header)
-        self.row = replace(self.row, size=n_bytes, synced=n_bytes)
 
     def add(self, record: bytes) -> int:
         """Keep a record for the next `write`; return its start."""
-        start = self.size + self.n_added
+        start = self.row.size + self._n_added
         self._added.append(record)
-        self.n_added += len(record)
+        self._n_added += len(record)
         return start
 
-    def write(self) -> FileRow:
-        """Write the records that were added; return the row to commit. After an error all records are kept.
+    def write(self) -> None:
+        """Write the records that were added; they are kept until `committed`.
 
         Raises:
-            OutputError: it cannot be written, or another program has changed the file.
+            OutputError: the file cannot be written, or another program has changed it.
         """
         if self._added:
             self._check_untouched()
             self._is_ahead = True
             with told(self.path):
-                disk.write_at(self._fd, b"".join(self._added), self.size)
-        return replace(self.row, size=self.size + self.n_added)
+                disk.write_at(self._fd, b"".join(self._added), self.row.size)
 
-    def committed(self, row: FileRow) -> None:
-        """Note that the manifest has this row now."""
-        self.row = row
+    def committed(self) -> None:
+        """Note that the manifest has the records that were written."""
+        self.row.size += self._n_added
         self._added.clear()
-        self.n_added, self._is_ahead = 0, False
+        self._n_added, self._is_ahead = 0, False
 
-    def sync(self) -> FileRow:
-        """Wait until the committed bytes are on disk; return the row to commit.
+    def sync(self) -> bool:
+        """Wait until the committed bytes are on disk; return whether they were not, so that `row` has changed.
 
         Raises:
-            OutputError: it cannot be written, or another program has changed the file.
+            OutputError: the file cannot be written, or another program has changed it.
         """
         self._check_untouched()
-        if self.row.synced < self.size:
-            with told(self.path):
-                disk.sync(self._fd)
-        return replace(self.row, synced=self.size)
+        if self.row.synced == self.row.size:
+            return False
+        with told(self.path):
+            disk.sync(self._fd)
+        self.row.synced = self.row.size
+        return True
 
     def _check_untouched(self) -> None:
         """Check that no other program has removed the file, replaced it, cut it off or added to it.
@@ -152,7 +146,7 @@ class RecordFile:
             OutputError: one has.
         """
         status = os.fstat(self._fd)
-        n_more = status.st_size - self.size
+        n_more = status.st_size - self.row.size
         if not status.st_nlink:
             problem = "was removed while the run wrote there, and its records with it"
         elif not self._is_at_its_place(status):
@@ -177,55 +171,173 @@ class RecordFile:
 
     # ---- checking ----
 
-    def grown(self) -> str | None:
-        """Return a description of bytes that were added after a run had closed the file, or None."""
-        n_more = os.fstat(self._fd).st_size - self.size
-        return f"{n_more:,} bytes were added" if n_more > 0 and not self.row.is_open else None
+    def check(self) -> int:
+        """Forget records that are not whole, in a transaction of the caller; return their number.
 
-    def drop_torn(self, manifest: Manifest) -> int:
-        """Forget the records that are not whole, in a transaction of the caller; return their number."""
-        n_cut = manifest.execute(CUT_OFF, self.row.file, os.fstat(self._fd).st_size).rowcount
-        behind = manifest.rows(_BEHIND, self.row.file, self.row.synced)
-        torn = [(record,) for record, *place in behind if not is_whole(self._fd, *place)]
-        manifest.execute_many("DELETE FROM records WHERE record = ?", torn)
+        Raises:
+            LostError: another program has changed the file, as far as a sample of records shows.
+        """
+        row, manifest = self.row, self._manifest
+        n_bytes = os.fstat(self._fd).st_size
+        if n_bytes > row.size and not row.is_open:
+            raise _changed_error(self.path, f"{n_bytes - row.size:,} bytes were added")
+        n_cut = manifest.execute(CUT_OFF, row.file, n_bytes).rowcount
+        behind = manifest.rows(_BEHIND, row.file, row.synced)
+        torn = [(record,) for record, *place in behind if not _is_whole(self._fd, *place)]
+        manifest.execute_many(DELETE, torn)
         [end] = manifest.execute(
-            "SELECT max(start + size) FROM records WHERE file = ?", self.row.file
+            "SELECT max(start + size) FROM records WHERE file = ?", row.file
         ).fetchone()
-        size = max(end or 0, len(self.row.header))
-        self.row = replace(self.row, size=size, synced=min(size, self.row.synced), is_open=True)
+        row.size = end or len(row.header)
+        row.synced = min(row.size, row.synced)
+        row.is_open = True
+        if end and (problem := _change(self._fd, row, manifest)):
+            raise _changed_error(self.path, problem)
+        manifest.put_file(row)
         return n_cut + len(torn)
 
-    def changed(self, manifest: Manifest) -> str | None:
-        """Return a description of a change by another program, as far as a sample of records shows one, or None."""
-        return changed(self._fd, self.row, manifest)
+    def repair(self) -> None:
+        """Cut off bytes that are not committed, remove superseded records; without records, begin with the header."""
+        n_header, n_bytes = len(self.row.header), self._manifest.count(self.row.file).n_bytes
+        with told(self.path):
+            if n_bytes and os.fstat(self._fd).st_size != self.row.size:
+                disk.truncate(self._fd, self.row.size)
+            if not n_bytes and os.pread(self._fd, n_header + 1, 0) != self.row.header:
+                disk.truncate(self._fd, 0)
+                disk.write_at(self._fd, self.row.header, 0)
+                disk.sync(self._fd)
+                self.row.synced = n_header
+        if n_header + n_bytes != self.row.size:
+            self.rewrite()
 
-    def cut(self) -> None:
-        """Cut off bytes that are not committed; without records, begin again."""
-        n_bytes = os.fstat(self._fd).st_size
-        if self.size == len(self.row.header) != n_bytes:
-            self.begin()
-        elif n_bytes != self.size:
-            with told(self.path):
-                disk.truncate(self._fd, self.size)
+    # ---- rewriting ----
 
-    def pieces(self, start: int, size: int) -> Iterator[bytes]:
-        """Yield these bytes piece by piece."""
-        return _pieces(self._fd, start, size)
+    def rewrite(self, order: Order = "start") -> None:
+        """Rewrite the file without superseded records, the others in an order."""
+        part = part_of(self.path)
+        with told(part):
+            try:
+                self._write_part(part, order)
+            except OSError:
+                part.unlink(missing_ok=True)
+                raise
+        self.row.is_replaced = True
+        with self._manifest.transaction(is_durable=True):
+            self._manifest.put_file(self.row)
+        self._manifest.fold()
+        finish(self._manifest, self.row)
+        os.close(self._fd)
+        self._open()
+
+    def _write_part(self, part: Path, order: Order) -> None:
+        """Write the part, and a table of the start of each record in it."""
+        with self._manifest.transaction():
+            self._manifest.execute("DROP TABLE IF EXISTS moved")
+            self._manifest.execute(
+                "CREATE TABLE moved (record INTEGER PRIMARY KEY, start INTEGER NOT NULL)"
+            )
+            places = self._places(order)
+            self._manifest.execute_many("INSERT INTO moved VALUES (?, ?)", places)
+        fd = disk.create(part)
+        try:
+            disk.take_access(fd, self.path)
+            with closing(self.pieces(order)) as pieces:
+                write_all(fd, pieces)
+        finally:
+            os.close(fd)
+
+    def _places(self, order: Order) -> Iterator[tuple[int, int]]:
+        start = len(self.row.header)
+        for record, _, size in self._records(order):
+            yield record, start
+            start += size
+
+    def _records(self, order: Order) -> Generator[tuple[int, int, int]]:
+        """Yield number, start and size of every record; SQLite sorts them, on disk where they are many."""
+        return self._manifest.rows(
+            f"SELECT record, start, size FROM records WHERE file = ? ORDER BY {order}, record",
+            self.row.file,
+        )
+
+    def is_sorted(self) -> bool:
+        """Whether the records are in the order of their items."""
+        last = -1
+        for _, start, _ in self._records("number"):
+            if start < last:
+                return False
+            last = start
+        return True
+
+    def pieces(self, order: Order) -> Generator[bytes]:
+        """Yield the header and the records in an order, adjacent records in one piece."""
+        yield self.row.header
+        begin = end = 0
+        for _, start, size in self._records(order):
+            if start != end or end - begin > _BUFFER:
+                yield from _pieces(self._fd, begin, end - begin)
+                begin = start
+            end = start + size
+        yield from _pieces(self._fd, begin, end - begin)
 
 
-def changed(fd: int, row: FileRow, manifest: Manifest) -> str | None:
-    """Return a description of a change in a file, as far as a sample of records shows one, or None."""
-    n_header = len(row.header)
-    if (row.size or 0) > n_header and os.pread(fd, n_header, 0) != row.header:
+def finish(manifest: Manifest, row: FileRow) -> None:
+    """Finish a `rewrite` whose part is whole; else remove the part."""
+    part = part_of(row.path)
+    with told(row.path):
+        if not row.is_replaced:
+            part.unlink(missing_ok=True)
+            return
+        if part.exists():
+            disk.replace(part, row.path)
+        is_done = _is_as_moved(manifest, row, row.path)
+    row.is_replaced = False
+    if is_done:
+        row.size = row.synced = len(row.header) + manifest.count(row.file).n_bytes
+    with manifest.transaction(is_durable=True):
+        if is_done:
+            manifest.execute(_MOVE, row.file)
+        manifest.execute("DROP TABLE moved")
+        manifest.put_file(row)
+    manifest.fold()
+
+
+def fits(manifest: Manifest, row: FileRow, path: Path) -> bool:
+    """Whether a file has the records of a row, as far as a sample shows."""
+    if not manifest.count(row.file).n_records or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        is_as_before = _change(file.fileno(), row, manifest) is None
+    return is_as_before or (row.is_replaced and _is_as_moved(manifest, row, path))
+
+
+def _is_as_moved(manifest: Manifest, row: FileRow, path: Path) -> bool:
+    """Whether a file is the new version: a copy without the part is the old version."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return all(_is_whole(file.fileno(), *place) for place in manifest.rows(_MOVED, row.file))
+
+
+def _change(fd: int, row: FileRow, manifest: Manifest) -> str | None:
+    """Return a description of a change in a file with records, as far as a sample of them shows one, or None."""
+    if os.pread(fd, len(row.header), 0) != row.header:
         return "its beginning is not as it was written"
     for statement in _SAMPLES:
         for start, size, crc, number in manifest.rows(statement, row.file):
-            if not is_whole(fd, start, size, crc):
+            if not _is_whole(fd, start, size, crc):
                 return f"the bytes from {start:,} on are not the record of item {number % GONE:,}"
     return None
 
 
-def is_whole(fd: int, start: int, size: int, crc: int) -> bool:
+def _changed_error(path: Path, problem: str) -> LostError:
+    return LostError(
+        f"{path}: was changed since cbatch wrote it: {problem}",
+        "put it back as it was, have its JSON lines adopted as they are (--adopt), give another output, or start again "
+        "(--force); for the order of the input there is `cbatch sort`",
+    )
+
+
+def _is_whole(fd: int, start: int, size: int, crc: int) -> bool:
     """Whether a file has this record at this place."""
     found, n_read = 0, 0
     for piece in _pieces(fd, start, size):
@@ -235,9 +347,22 @@ def is_whole(fd: int, start: int, size: int, crc: int) -> bool:
 
 def _pieces(fd: int, start: int, size: int) -> Iterator[bytes]:
     end = start + size
-    while start < end and (piece := os.pread(fd, min(_PIECE, end - start), start)):
+    while start < end and (piece := os.pread(fd, min(_BUFFER, end - start), start)):
         yield piece
         start += len(piece)
+
+
+def write_all(fd: int, pieces: Iterable[bytes]) -> None:
+    """Write pieces to an empty file, and sync it."""
+    block, start = bytearray(), 0
+    for piece in pieces:
+        block += piece
+        if len(block) >= _BUFFER:
+            disk.write_at(fd, bytes(block), start)
+            start += len(block)
+            block.clear()
+    disk.write_at(fd, bytes(block), start)
+    disk.sync(fd)
 
 
 def part_of(path: Path) -> Path:

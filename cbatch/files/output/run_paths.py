@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from cbatch.errors import ConfigError
 from cbatch.files.output.durable import told
 from cbatch.files.output.manifest import (
+    LostError,
     Manifest,
-    ManifestError,
     files_of_manifest,
     manifest_of,
     remove_manifest,
 )
-from cbatch.files.output.record_file import part_of
-from cbatch.files.output.rewriting import fits
+from cbatch.files.output.record_file import fits, part_of
 from cbatch.files.places import check_place, is_dash, is_stdout_at, real, status_of
 from cbatch.files.report.page import is_report
 from cbatch.files.report.trace import is_trace
@@ -68,7 +67,7 @@ def bring_manifest(name: Path) -> Path:
     home, left = manifest_of(output), manifest_at(name)
     if left != home:
         is_ours = False
-        with suppress(ManifestError):
+        with suppress(LostError):
             is_ours = _brought(left, output, home)
         if not is_ours and home.is_symlink():  # it leads to the manifest of another output
             home.unlink()
@@ -79,7 +78,7 @@ def _brought(left: Path, output: Path, home: Path) -> bool:
     """Return whether a manifest fits an output; copy it to `home` then, and keep it for another copy of the output."""
     with closing(Manifest(left, output)) as manifest:
         row = manifest.files().get(0)
-        if row is None or not manifest.count(0).n_records or not fits(manifest, row, output):
+        if row is None or not fits(manifest, row, output):
             return False
         with told(home):
             manifest.copy(home)

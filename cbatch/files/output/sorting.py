@@ -15,9 +15,8 @@ from cbatch.files.file_formats import check_name, is_columnar
 from cbatch.files.input.item import bytes_of, scratch
 from cbatch.files.input.source import names_of, open_source
 from cbatch.files.output.durable import mode_of, told, whole
-from cbatch.files.output.opening import OUTPUT_FORMAT, closing_all, put_away, reopened
-from cbatch.files.output.record_file import check_file
-from cbatch.files.output.rewriting import copied, in_order, rewrite, write_all
+from cbatch.files.output.opening import OUTPUT_FORMAT, reopened
+from cbatch.files.output.record_file import check_file, write_all
 from cbatch.files.output.run_paths import manifest_at, records_at
 from cbatch.files.places import check_apart, check_new, file_of, real
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.files.output.manifest import Manifest
-    from cbatch.files.output.record_file import RecordFile
 
 
 _NOTHING_TO_SORT = (
@@ -73,13 +71,11 @@ def sort_in_place(output: Path) -> dict[Path, Sorted]:
     output = file_of("output", output)
     if is_columnar(output):
         return {output: _in_columns(output)}
-    found = reopened(output)
-    with closing_all(found):
-        for file in found.outputs:
-            if not _is_sorted(in_order(found.manifest, file, "number")):
-                rewrite(found.manifest, file, "number")
-        put_away(found)
-        return {f.path: _counts(found.manifest, f.row.file) for f in found.outputs}
+    with reopened(output) as outputs:
+        for file in outputs.files:
+            if not file.is_sorted():
+                file.rewrite("number")
+        return {f.path: _counts(outputs.manifest, f.row.file) for f in outputs.files}
 
 
 def _counts(manifest: Manifest, file: int) -> Sorted:
@@ -95,18 +91,8 @@ def _in_columns(output: Path) -> Sorted:
         )
     if not manifest_at(records_at(output)).is_file():
         raise ConfigError(f"{output}: {_NOTHING_TO_SORT}")
-    found = reopened(records_at(output))
-    with closing_all(found):
-        return _counts(found.manifest, 0)
-
-
-def _is_sorted(records: Iterator[tuple[int, int, int]]) -> bool:
-    last = -1
-    for _, start, _ in records:
-        if start < last:
-            return False
-        last = start
-    return True
+    with reopened(records_at(output)) as outputs:
+        return _counts(outputs.manifest, 0)
 
 
 def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool = False) -> Sorted:
@@ -165,18 +151,10 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
         if by:
             yield stack.enter_context(_by_ids(output, by))
             return
-        found = reopened(output)
-        stack.enter_context(closing_all(found))
-        file = found.outputs[0]
-        records = stack.enter_context(closing(in_order(found.manifest, file, "number")))
-        format = found.manifest.settings().get(OUTPUT_FORMAT, "")
-        yield Records(_counts(found.manifest, 0), _all_of(file, records), format)
-        put_away(found)
-
-
-def _all_of(file: RecordFile, records: Iterator[tuple[int, int, int]]) -> Iterator[bytes]:
-    yield file.row.header
-    yield from copied(file, records)
+        outputs = stack.enter_context(reopened(output))
+        pieces = stack.enter_context(closing(outputs.files[0].pieces("number")))
+        format = outputs.manifest.settings().get(OUTPUT_FORMAT, "")
+        yield Records(_counts(outputs.manifest, 0), pieces, format)
 
 
 # ---- without a manifest ----

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -18,6 +17,7 @@ from cbatch.files.output.encoders import CsvEncoder, ObjectEncoder, TraceableEnc
 from cbatch.files.output.journal import Journal
 from cbatch.files.output.json_answers import CbatchEncoder, OpenAIEncoder
 from cbatch.files.output.manifest import LostError
+from cbatch.files.output.opening import OutputSpec
 from cbatch.files.output.run_paths import (
     is_file_place,
     manifest_at,
@@ -120,7 +120,7 @@ class Target:
         """Open the outputs for the length of the block.
 
         Raises:
-            ConfigError, OutputError: see `Journal.open`.
+            ConfigError, OutputError: see `open_outputs`.
         """
         if self.is_pipe:
             with self._piped() as pipe:
@@ -140,24 +140,14 @@ class Target:
         force: bool,
         retry_errors: bool,
     ) -> Journal:
-        open_journal = partial(
-            Journal.open,
-            self.records,
-            errors=self.errors,
-            settings=settings,
-            origin=origin,
-            header=self.encoder.header(),
-            force=force,
-            retry_errors=retry_errors,
-        )
+        spec = OutputSpec(self.records, settings, self.errors, origin, self.encoder.header(), force)
         try:
-            return open_journal()
+            return Journal(spec, retry_errors=retry_errors)
         except LostError:
             if self.adopter is None:
                 raise
-        noted = {**settings, **(origin.noted() if origin else {})}
-        note = adopt(list(filter(None, (self.path, self.errors))), noted, self.adopter)
-        journal = open_journal()
+        note = adopt(spec.paths, spec.noted(), self.adopter)
+        journal = Journal(spec, retry_errors=retry_errors)
         journal.notes = (note, *journal.notes)
         return journal
 
