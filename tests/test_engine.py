@@ -71,7 +71,7 @@ def fake_backend(parallel: int) -> FakeBackend:
 
 
 def real_backend(path: Path, parallel: int) -> RecordingBackend:
-    model = open_model(path, use_extra_bufts=False)
+    model = open_model(path, EngineOptions(exact=True))
     backend = RecordingBackend(
         model, EngineOptions(parallel=parallel, ctx_per_seq=256, exact=True, n_threads=1)
     )

@@ -92,7 +92,7 @@ class Exact:
 
 @pytest.fixture(scope="module", params=["q8_0", "q4_0"])
 def exact(request: pytest.FixtureRequest, synth: SynthFactory) -> Iterator[Exact]:
-    model = open_model(synth("exact", type=request.param), use_extra_bufts=False)
+    model = open_model(synth("exact", type=request.param), EngineOptions(exact=True))
     steppers: list[RecordingStepper] = []
 
     def make_stepper(ctx: Any, **sizes: Any) -> RecordingStepper:

@@ -43,14 +43,12 @@ class Placement:
         split_mode: "none" for one device, "layer", "row" or "tensor" for several.
         main_gpu: the device that holds all layers with "none".
         tensor_split: shares of the devices.
-        rpc_servers: "host:port" of ggml's RPC servers, whose devices come before local ones.
     """
 
     n_gpu_layers: int | None = None
     split_mode: str | None = None
     main_gpu: int | None = None
     tensor_split: Sequence[float] | None = None
-    rpc_servers: Sequence[str] = ()
 
 
 class Context(Protocol):

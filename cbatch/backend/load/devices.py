@@ -1,10 +1,9 @@
-"""The devices that ggml knows other than the CPU, with their free memory, and RPC servers that lend devices."""
+"""The free memory of the devices that ggml knows other than the CPU, and RPC servers that lend devices."""
 
 from __future__ import annotations
 
 import ctypes
 import socket
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
@@ -24,7 +23,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_dev_count": (_size,),
     "ggml_backend_dev_get": (_pointer, _size),
     "ggml_backend_dev_type": (ctypes.c_int, _pointer),
-    "ggml_backend_dev_name": (_text, _pointer),
     "ggml_backend_dev_memory": (None, _pointer, _pointer, _pointer),
     "ggml_backend_dev_backend_reg": (_pointer, _pointer),
     "ggml_backend_reg_name": (_text, _pointer),
@@ -34,16 +32,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device that can hold layers, and its free bytes."""
-
-    name: str
-    n_free: int
-
-
-def list_devices() -> list[Device]:
-    """Return the devices that llama.cpp puts layers on, in its order; none where it knows the CPU alone.
+def free_on_devices() -> list[int]:
+    """Return the free bytes of each device that llama.cpp puts layers on, in its order; none with the CPU alone.
 
     Source: src/llama.cpp, llama_prepare_model_devices: servers, then GPUs; without GPUs those that
     share the host's memory.
@@ -55,7 +45,7 @@ def list_devices() -> list[Device]:
     servers = [h for kind, is_server, h in kinds if kind == _GPU and is_server]
     gpus = [h for kind, is_server, h in kinds if kind == _GPU and not is_server]
     shared = [h for kind, _, h in kinds if kind == _SHARED_GPU]
-    return [_device(h) for h in (*servers, *(gpus or shared))]
+    return [_n_free(h) for h in (*servers, *(gpus or shared))]
 
 
 def add_servers(servers: Sequence[str]) -> None:
@@ -99,10 +89,10 @@ def _register(server: str) -> None:
     _ggml("ggml_backend_register", added)
 
 
-def _device(handle: Any) -> Device:
+def _n_free(handle: Any) -> int:
     n_free, n_total = _size(), _size()
     _ggml("ggml_backend_dev_memory", handle, ctypes.byref(n_free), ctypes.byref(n_total))
-    return Device(_ggml("ggml_backend_dev_name", handle).decode(), n_free.value)
+    return n_free.value
 
 
 def _is_server(handle: Any) -> bool:

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.backend.load.devices import list_devices
+from cbatch.backend.load.devices import free_on_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.backend.load.devices import Device
     from cbatch.engine_options import EngineOptions
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A memory that holds a share of every cell."""
-
-    n_free: int | None
-    """Bytes; None where the system does not tell."""
-    share: float
 
 
 def free_for_cells(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0) -> int | None:
@@ -37,34 +26,32 @@ def free_for_cells(model: LlamaModel, options: EngineOptions, *, n_unloaded: int
         options: whether cells are on the devices of their layers.
         n_unloaded: bytes of weights that are not in memory yet.
     """
-    places = _places(model, options)
-    known = [(p.n_free, p.share) for p in places if p.share and p.n_free is not None]
-    return min(
-        (max(0, int((n_free - n_unloaded * share) / share)) for n_free, share in known),
-        default=None,
-    )
-
-
-def _places(model: LlamaModel, options: EngineOptions) -> list[Place]:
-    devices = list_devices() if options.offload_kqv else []
-    chosen = _chosen(devices, model)
-    on_devices = _share_on_devices(model) if chosen else 0.0
-    places = [Place(host_free(model.name), 1 - on_devices)]
-    split = model.placement.tensor_split
-    if not split:  # llama.cpp splits by free memory, so that all devices are full at the same time
-        return [*places, Place(sum(d.n_free for d in chosen), on_devices)]
-    shares = [*split, *[0.0] * len(chosen)][: len(chosen)]
-    n_all = sum(shares) or 1.0
-    return places + [
-        Place(d.n_free, on_devices * share / n_all) for d, share in zip(chosen, shares, strict=True)
+    found = [
+        max(0, int((n_free - n_unloaded * share) / share))
+        for n_free, share in _shares(model, options)
+        if share and n_free is not None
     ]
+    return min(found, default=None)
 
 
-def _chosen(devices: Sequence[Device], model: LlamaModel) -> Sequence[Device]:
-    if model.placement.split_mode != "none":
-        return devices
-    i_main = model.placement.main_gpu or 0
-    return devices[i_main : i_main + 1]
+def share_on_host(model: LlamaModel, options: EngineOptions) -> float:
+    """Return the share of each cell that is in the host's memory."""
+    return _shares(model, options)[0][1]
+
+
+def _shares(model: LlamaModel, options: EngineOptions) -> list[tuple[int | None, float]]:
+    """Return the free bytes of the host and of each device, None where unknown, with the share of a cell there."""
+    placement, devices = model.placement, free_on_devices() if options.offload_kqv else []
+    if placement.split_mode == "none":
+        i_main = placement.main_gpu or 0
+        devices = devices[i_main : i_main + 1]
+    on_devices = _share_on_devices(model) if devices else 0.0
+    host = (host_free(model.name), 1 - on_devices)
+    if not placement.tensor_split:  # llama.cpp fills all devices at the same time
+        return [host, (sum(devices), on_devices)]
+    split = [*placement.tensor_split, *[0.0] * len(devices)][: len(devices)]
+    n_all = sum(split) or 1.0
+    return [host, *((n, on_devices * part / n_all) for n, part in zip(devices, split, strict=True))]
 
 
 def _share_on_devices(model: LlamaModel) -> float:
@@ -80,49 +67,40 @@ def host_free(path: str) -> int | None:
 
     Cached files count as free, on the machine and in a control group, except for mapped weights.
     """
-    known = [n for n in (_machine_free(), _group_free()) if n is not None]
-    return max(0, min(known) - _mapped(path)) if known else None
+    n_free = _n_free()
+    return None if n_free is None else max(0, n_free - _mapped(path))
 
 
 def host_most() -> int | None:
     """Return the most bytes that the host can give this process: mapped weights may be dropped, and swap used."""
-    known = [n for n in (_machine_free(), _group_free()) if n is not None]
-    return min(known) + _swap_free() if known else None
+    n_free = _n_free()
+    return (
+        None if n_free is None else n_free + _counts(_PROC / "meminfo").get("SwapFree:", 0) * 1024
+    )
 
 
-def share_on_host(model: LlamaModel, options: EngineOptions) -> float:
-    """Return the share of each cell that is in the host's memory."""
-    return _places(model, options)[0].share
-
-
-def _swap_free() -> int:
-    try:
-        return _fields(_PROC / "meminfo").get("SwapFree:", 0) * 1024
-    except OSError:
-        return 0
+def _n_free() -> int | None:
+    """Return the bytes that the machine and its control groups leave; None where the system does not tell."""
+    known = [*_limits()] if (n_free := _machine_free()) is None else [n_free, *_limits()]
+    return min(known, default=None)
 
 
 def _machine_free() -> int | None:
-    with suppress(OSError, ValueError, KeyError):
-        kib = _fields(_PROC / "meminfo")["MemAvailable:"]
+    if (kib := _counts(_PROC / "meminfo").get("MemAvailable:")) is not None:
         return kib * 1024
     with suppress(AttributeError, OSError, ValueError):  # macOS and Windows do not tell
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
-def _group_free() -> int | None:
-    """Return the bytes that the control groups of this process leave; None without a limit."""
-    return min(_limits(), default=None)
-
-
 def _limits() -> Iterator[int]:
+    """Yield the bytes that each control group around this process leaves; none without a limit."""
     # Source: Linux Documentation/admin-guide/cgroup-v2.rst, memory.max, memory.current, memory.stat
     for group in _groups():
         with suppress(OSError, ValueError):
             n_most = int((group / "memory.max").read_text())  # "max" is no number and no limit
             n_taken = int((group / "memory.current").read_text())
-            counts = _fields(group / "memory.stat")
+            counts = _counts(group / "memory.stat")
             n_of_files = counts.get("inactive_file", 0) + counts.get("active_file", 0)
             yield max(0, n_most - n_taken + n_of_files)
 
@@ -139,23 +117,19 @@ def _groups() -> Iterator[Path]:
 
 def _mapped(path: str) -> int:
     """Return the bytes of model files that are mapped into this process."""
-    try:
-        lines = (_PROC / "self/maps").read_text().splitlines()
-    except OSError:
-        return 0
-    own = os.path.realpath(path)
-    fields = (line.split(maxsplit=5) for line in lines)
-    return sum(
-        _span(f[0]) for f in fields if len(f) == 6 and (f[5] == own or f[5].endswith(".gguf"))
-    )
+    own, n_bytes = os.path.realpath(path), 0
+    with suppress(OSError):
+        for line in (_PROC / "self/maps").read_text().splitlines():
+            addresses, *_, file = line.split(maxsplit=5)
+            if file == own or file.endswith(".gguf"):
+                start, end = addresses.split("-")
+                n_bytes += int(end, 16) - int(start, 16)
+    return n_bytes
 
 
-def _span(addresses: str) -> int:
-    start, _, end = addresses.partition("-")
-    return int(end, 16) - int(start, 16)
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Return the numbers of a file by the names before them, a line each."""
-    words = (line.split() for line in path.read_text().splitlines())
+def _counts(path: Path) -> dict[str, int]:
+    """Return the numbers of a file by the names before them, a line each; none where the file cannot be read."""
+    words: list[list[str]] = []
+    with suppress(OSError):
+        words = [line.split() for line in path.read_text().splitlines()]
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}

@@ -7,7 +7,6 @@ here.
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
@@ -37,8 +36,9 @@ def check_file(path: Path) -> None:
     except DamagedError as error:
         raise ModelLoadError(f"{path}: {error}") from error
     if header is not None:
-        for reason in chain.from_iterable(rule(header) for rule in _RULES):
-            raise ModelLoadError(f"{path}: {reason}")
+        for rule in _RULES:
+            for reason in rule(header):
+                raise ModelLoadError(f"{path}: {reason}")
 
 
 # ---- rules: each yields what is wrong with a header ----
@@ -81,27 +81,18 @@ def _layers(header: Header) -> Iterator[str]:
 
 def _experts(header: Header) -> Iterator[str]:
     n_experts, n_used = header.count("expert_count"), header.count("expert_used_count")
-    n_groups, n_used_groups = (
-        header.count("expert_group_count"),
-        header.count("expert_group_used_count"),
-    )
+    n_groups, n_in_use = header.count("expert_group_count"), header.count("expert_group_used_count")
     if header.architecture.startswith("hunyuan") and n_experts <= 1:
         return  # llama.cpp overrides what these files say
-    if not (_experts_fit(n_experts, n_used) and _groups_fit(n_experts, n_groups, n_used_groups)):
+    experts_fit = n_used <= n_experts <= _MAX_EXPERTS and (n_experts > 0) == (n_used > 0)
+    groups_fit = n_groups < max(n_experts, 1)
+    if n_groups > 1:
+        groups_fit = groups_fit and n_experts % n_groups == 0 and 0 < n_in_use < n_groups
+    if not (experts_fit and groups_fit):
         yield (
             f"is damaged: {n_used} of {n_experts} experts, "
-            f"{n_used_groups} of {n_groups} groups cannot be; {AGAIN}"
+            f"{n_in_use} of {n_groups} groups cannot be; {AGAIN}"
         )
-
-
-def _experts_fit(n_experts: int, n_used: int) -> bool:
-    return n_used <= n_experts <= _MAX_EXPERTS and (n_experts > 0) == (n_used > 0)
-
-
-def _groups_fit(n_experts: int, n_groups: int, n_used: int) -> bool:
-    if n_groups > 1 and (n_experts % n_groups or not 0 < n_used < n_groups):
-        return False
-    return n_groups < max(n_experts, 1)
 
 
 def _rope_and_norm(header: Header) -> Iterator[str]:
@@ -135,12 +126,9 @@ def _vocabulary(header: Header) -> Iterator[str]:
     for token, kind in zip(header.tokens, types, strict=False):
         if kind == _BYTE_TOKEN and (len(token) < 3 or tokenizer == "bert"):
             yield f"is damaged: token {token!r} cannot stand for a byte; {AGAIN}"
-    if tokenizer == "llama" and not all(_has_byte(pieces, byte) for byte in range(256)):
+    bytes_of_text = ({f"<0x{byte:02X}>".encode(), bytes([byte])} for byte in range(256))
+    if tokenizer == "llama" and any(map(pieces.isdisjoint, bytes_of_text)):
         yield "is damaged: it has no token for some bytes, and llama.cpp ends when it meets one"
-
-
-def _has_byte(pieces: set[bytes], byte: int) -> bool:
-    return f"<0x{byte:02X}>".encode() in pieces or bytes([byte]) in pieces
 
 
 _RULES: tuple[Callable[[Header], Iterator[str]], ...] = (

@@ -6,7 +6,7 @@ import os
 from contextlib import closing, contextmanager
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.adapters import Adapters
@@ -16,8 +16,7 @@ from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import has_states
-from cbatch.backend.llama.model import LlamaModel, Placement
-from cbatch.backend.load.open_model import Watch, open_model, shipped_model
+from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import BITWISE, probe
 from cbatch.backend.load.sizing import check_fits, find_room, settle
 from cbatch.backend.threads import run_in_fresh_thread
@@ -27,13 +26,15 @@ from cbatch.interrupts import Postponed
 from cbatch.logs import Log
 from cbatch.messages import LookAhead
 
-_log = Log("cbatch")
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.load.sizing import Room
     from cbatch.engine_options import EngineOptions
+
+T = TypeVar("T")
+_log = Log("cbatch")
 
 
 def load_backend(
@@ -73,15 +74,18 @@ def describe_model(
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: more cells than llama.cpp can count.
     """
+    return _until_struck(partial(_describe, model, options, asks_probe))
+
+
+def _until_struck(work: Callable[[Callable[[], bool]], T]) -> T:
+    """Do `work` in a thread that ends, with a function that says whether a signal has struck, such as Ctrl-C."""
     with Postponed() as signals:
-        is_stopped = partial(getattr, signals, "has_struck")
-        return run_in_fresh_thread(partial(_describe, model, options, asks_probe, is_stopped))
+        return run_in_fresh_thread(partial(work, partial(getattr, signals, "has_struck")))
 
 
 def _describe(
     model: Any, options: EngineOptions, asks_probe: bool, is_stopped: Callable[[], bool]
 ) -> dict[str, Any]:
-    model = _checked(model)
     opened = _opened(model, options, is_stopped, has_weights=asks_probe)
     with opened as loaded, closing(loaded):
         room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
@@ -133,7 +137,6 @@ def _load(
     look_ahead: LookAhead | None,
     is_stopped: Callable[[], bool],
 ) -> tuple[LlamaBackend, Callable[[], str]]:
-    model = _checked(model)
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     start_s = perf_counter()
@@ -143,34 +146,31 @@ def _load(
         check_fits(loaded, settled, room)
         backend, ask = _make_backend(loaded, settled, is_stopped)
         if _log.has_info:
-            _log.tell("loaded", **_facts(loaded, settled, room, backend), load_s=_since(start_s))
+            _log_load(loaded, settled, room, backend, round(perf_counter() - start_s, 3))
         return backend, ask
 
 
-def _facts(
-    loaded: LlamaModel, options: EngineOptions, room: Room, backend: LlamaBackend
-) -> dict[str, object]:
-    """Return what the log tells of a loaded model."""
-    sizes = _sizes(loaded, options, room)
-    return {
-        "model": readable(loaded.name),
-        "architecture": loaded.architecture,
-        "file_type": loaded.file_type,
-        "weight_bytes": loaded.n_bytes,
-        "slots": backend.n_slots,
-        "window": backend.n_window,
-        "cells": sizes["n_cells"],
-        "kv": backend.memory.kind,
-        "cache_type_k": options.cache_type_k,
-        "cache_type_v": options.cache_type_v,
-        "memory_bytes": sizes["n_memory_bytes"],
-        "batch": backend.n_batch,
-        "threads": backend.n_threads,
-    }
-
-
-def _since(start_s: float) -> float:
-    return round(perf_counter() - start_s, 3)
+def _log_load(
+    loaded: LlamaModel, options: EngineOptions, room: Room, backend: LlamaBackend, load_s: float
+) -> None:
+    n_cells = context_cells(loaded, options)
+    _log.tell(
+        "loaded",
+        model=readable(loaded.name),
+        architecture=loaded.architecture,
+        file_type=loaded.file_type,
+        weight_bytes=loaded.n_bytes,
+        slots=backend.n_slots,
+        window=backend.n_window,
+        cells=n_cells,
+        kv=backend.memory.kind,
+        cache_type_k=options.cache_type_k,
+        cache_type_v=options.cache_type_v,
+        memory_bytes=room.footprint and room.footprint.of(options.n_slots, n_cells),
+        batch=backend.n_batch,
+        threads=backend.n_threads,
+        load_s=load_s,
+    )
 
 
 def _checked(model: object) -> object:
@@ -198,14 +198,7 @@ def _opened(
     log.install()
     try:
         loaded = open_model(
-            model,
-            placement=_placement(options),
-            use_mmap=options.use_mmap,
-            use_mlock=options.use_mlock,
-            use_extra_bufts=False if options.exact else None,
-            has_weights=has_weights,
-            chat_template=options.chat_template,
-            watch=Watch(recent_errors=log.drain, is_stopped=is_stopped),
+            _checked(model), options, has_weights=has_weights, is_stopped=is_stopped
         )
         try:
             yield loaded
@@ -216,20 +209,10 @@ def _opened(
         log.remove()
 
 
-def _placement(options: EngineOptions) -> Placement:
-    return Placement(
-        n_gpu_layers=options.n_gpu_layers,
-        split_mode=options.split_mode,
-        main_gpu=options.main_gpu,
-        tensor_split=options.tensor_split,
-        rpc_servers=options.rpc_servers or (),
-    )
-
-
 def _make_backend(
     loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
 ) -> tuple[LlamaBackend, Callable[[], str]]:
-    ask: Callable[[], str] = partial(_ask, loaded, options)
+    ask: Callable[[], str] = partial(_until_struck, partial(probe, loaded, options))
     if options.exact:
         found = probe(loaded, options, is_stopped)
         if found != BITWISE:
@@ -241,9 +224,3 @@ def _make_backend(
     except BaseException:
         adapters.close()
         raise
-
-
-def _ask(loaded: LlamaModel, options: EngineOptions) -> str:
-    with Postponed() as signals:
-        is_stopped = partial(getattr, signals, "has_struck")
-        return run_in_fresh_thread(partial(probe, loaded, options, is_stopped))

@@ -7,25 +7,24 @@ import hashlib
 import json
 import os
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp, short_spins
 from cbatch.backend.llama.chat_template import parse_override
+from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import LlamaModel, Placement, read_metadata
 from cbatch.backend.load.amx import AMX_ADVICE, has_sound_amx
-from cbatch.backend.load.devices import add_servers, list_devices
+from cbatch.backend.load.devices import add_servers, free_on_devices
 from cbatch.backend.load.gguf_check import check_file
 from cbatch.backend.threads import once
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
 from cbatch.interrupts import Postponed
 from cbatch.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    RecentErrors = Callable[[], list[str]]
 
 FOLDER = Path(__file__).parents[2] / "models"
 CHAT = "chat.gguf"
@@ -40,113 +39,95 @@ _UNPOOLED = tuple(
     str(kind % 2**32)
     for kind in (llama_cpp.LLAMA_POOLING_TYPE_NONE, llama_cpp.LLAMA_POOLING_TYPE_UNSPECIFIED)
 )
-_log = Log("cbatch")
+# By `use_mmap` and `use_mlock`. Source: llama-cpp-python's `Llama.__init__`.
+_LOAD_MODES = {
+    (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
+    (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
+    (True, False): llama_cpp.LLAMA_LOAD_MODE_MMAP,
+    (True, True): llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
+}
 _N_QUOTED = 3  # lines: llama.cpp logs the cause first, then that loading failed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
-    """What a caller passes to follow and stop a load.
-
-    Args:
-        recent_errors: returns llama.cpp's last error lines, for messages.
-        is_stopped: called for each tensor; once it is true, loading ends.
-    """
-
-    recent_errors: RecentErrors | None = None
-    is_stopped: Callable[[], bool] = bool
+_DEFAULTS = EngineOptions()
+_log = Log("cbatch")
 
 
 def open_model(
     model: str | os.PathLike[str] | llama_cpp.Llama,
+    options: EngineOptions = _DEFAULTS,
     *,
-    placement: Placement | None = None,
-    use_mmap: bool = True,
-    use_mlock: bool = False,
-    use_extra_bufts: bool | None = None,
     has_weights: bool = True,
-    chat_template: str | None = None,
-    watch: Watch | None = None,
+    is_stopped: Callable[[], bool] = bool,
 ) -> LlamaModel:
     """Load a GGUF file, or borrow the model of a `llama_cpp.Llama`.
 
     Args:
         model: the file (of a split model, the first one), or the `Llama`, taken as it was loaded.
-        placement: which devices hold it; None: llama.cpp's choice.
-        use_mmap: map the file instead of reading it.
-        use_mlock: keep the weights in memory.
-        use_extra_bufts: whether weights are repacked for the CPU; None: llama.cpp's default.
+        options: where the weights are put, the chat template, and `exact`, for which weights are not repacked.
         has_weights: read the weights; nothing can be computed without.
-        chat_template: "chatml" or Jinja, instead of the model's own.
-        watch: see `Watch`.
+        is_stopped: called for each tensor; once it is true, loading ends.
 
     Raises:
         ModelLoadError: no such file, damaged, refused by llama.cpp, or unable to generate text.
         ConfigError: `chat_template` does not compile, or this llama-cpp-python cannot do the placement.
     """
-    template = None if chat_template is None else parse_override(chat_template)
+    template = None if options.chat_template is None else parse_override(options.chat_template)
     if isinstance(model, llama_cpp.Llama):
         return _borrow(model, template)
     path = Path(model)
     check_file(path)
     _init_backend()
-    params = _params(
-        use_mmap=use_mmap,
-        use_mlock=use_mlock,
-        use_extra_bufts=use_extra_bufts,
-        has_weights=has_weights,
-    )
-    placement = placement or Placement()
-    place(params, placement)
-    watch = watch or Watch()
+    params = llama_cpp.llama_model_default_params()
+    params.no_alloc = not has_weights
+    params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+    if has_weights:
+        params.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
+        if options.exact or not _may_repack():
+            params.use_extra_bufts = False
+    place(params, options)
     params.progress_callback = llama_cpp.llama_progress_callback(
-        lambda share, data: not watch.is_stopped()
+        lambda share, data: not is_stopped()
     )
     pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
-    if not pointer and watch.is_stopped():
-        raise ModelLoadError(f"{path}: loading was broken off")
     if not pointer:
-        raise ModelLoadError(_refusal(path, watch.recent_errors))
-    return _checked(pointer, str(path), placement=placement, template=template)
-
-
-def _params(
-    *, use_mmap: bool, use_mlock: bool, use_extra_bufts: bool | None, has_weights: bool
-) -> Any:
-    params = llama_cpp.llama_model_default_params()
-    params.load_mode = _load_mode(
-        use_mmap=use_mmap and has_weights, use_mlock=use_mlock and has_weights
+        raise ModelLoadError(f"{path}: {'loading was broken off' if is_stopped() else _refusal()}")
+    placement = Placement(
+        n_gpu_layers=options.n_gpu_layers,
+        split_mode=options.split_mode,
+        main_gpu=options.main_gpu,
+        tensor_split=options.tensor_split,
     )
-    params.no_alloc = not has_weights
-    if use_extra_bufts is None and has_weights and not has_sound_amx(shipped_model()):
+    return _checked(pointer, str(path), placement, template)
+
+
+def _may_repack() -> bool:
+    """Whether llama.cpp may repack weights for the CPU; warn where its AMX code does not allow it."""
+    is_sound = has_sound_amx(shipped_model())
+    if not is_sound:
         _log.warn("%s", AMX_ADVICE)
-        use_extra_bufts = False
-    if use_extra_bufts is not None:
-        params.use_extra_bufts = use_extra_bufts
-    return params
+    return is_sound
 
 
-def place(params: Any, placement: Placement) -> None:
-    """Write a placement into `llama_model_params`; register its servers. Warn where no device takes layers.
+def place(params: Any, options: EngineOptions) -> None:
+    """Write into `llama_model_params` where a model is put; register the servers. Warn where no device takes layers.
 
     Raises:
         ConfigError: more shares than llama.cpp has devices for, or see `add_servers`.
     """
-    add_servers(placement.rpc_servers)
-    if placement.n_gpu_layers and not list_devices():
+    add_servers(options.rpc_servers or ())
+    if options.n_gpu_layers and not free_on_devices():
         _log.warn(
             "n_gpu_layers=%d has no effect: llama.cpp sees no device but the CPU; "
             "llama-cpp-python has to be built for the GPU",
-            placement.n_gpu_layers,
+            options.n_gpu_layers,
         )
-    if placement.n_gpu_layers is not None:
-        params.n_gpu_layers = placement.n_gpu_layers
-    if placement.split_mode is not None:
-        params.split_mode = _SPLIT_MODES[placement.split_mode]
-    if placement.main_gpu is not None:
-        params.main_gpu = placement.main_gpu
-    if placement.tensor_split is not None:
-        params.tensor_split = _shares(placement.tensor_split)
+    if options.n_gpu_layers is not None:
+        params.n_gpu_layers = options.n_gpu_layers
+    if options.split_mode is not None:
+        params.split_mode = _SPLIT_MODES[options.split_mode]
+    if options.main_gpu is not None:
+        params.main_gpu = options.main_gpu
+    if options.tensor_split is not None:
+        params.tensor_split = _shares(options.tensor_split)
 
 
 def _shares(shares: Sequence[float]) -> Any:
@@ -159,23 +140,22 @@ def _shares(shares: Sequence[float]) -> Any:
 
 
 def _borrow(llama: Any, template: str | None) -> LlamaModel:
-    pointer = llama._model.model
+    pointer, name, params = llama._model.model, str(llama.model_path), llama.model_params
     if pointer is None:
-        raise ModelLoadError(f"{llama.model_path}: this llama_cpp.Llama is closed")
-    if llama.model_params.vocab_only or llama.model_params.no_alloc:
-        what = "vocab_only" if llama.model_params.vocab_only else "no_alloc"
+        raise ModelLoadError(f"{name}: this llama_cpp.Llama is closed")
+    if params.vocab_only or params.no_alloc:
+        what = "vocab_only" if params.vocab_only else "no_alloc"
         raise ModelLoadError(
-            f"{llama.model_path}: this llama_cpp.Llama was loaded with {what}=True: it has no weights to compute with"
+            f"{name}: this llama_cpp.Llama was loaded with {what}=True: it has no weights to compute with"
         )
-    if llama.model_params.use_extra_bufts and not has_sound_amx(shipped_model()):
-        raise ModelLoadError(f"{llama.model_path}: give its path instead of a Llama: {AMX_ADVICE}")
-    model = _checked(
-        pointer,
-        str(llama.model_path),
-        placement=_placement_of(llama.model_params),
-        owner=llama,
-        template=template,
+    if params.use_extra_bufts and not has_sound_amx(shipped_model()):
+        raise ModelLoadError(f"{name}: give its path instead of a Llama: {AMX_ADVICE}")
+    placement = Placement(
+        n_gpu_layers=params.n_gpu_layers,
+        split_mode={mode: name for name, mode in _SPLIT_MODES.items()}.get(params.split_mode),
+        main_gpu=params.main_gpu,
     )
+    model = _checked(pointer, name, placement, template, owner=llama)
     # the stack calls its last callback first: before the model is freed
     llama._model._exit_stack.callback(_give_up, weakref.ref(model))
     return model
@@ -188,21 +168,8 @@ def _give_up(borrowed: weakref.ref[LlamaModel]) -> None:
             model.give_up()
 
 
-def _placement_of(params: Any) -> Placement:
-    return Placement(
-        n_gpu_layers=params.n_gpu_layers,
-        split_mode={mode: name for name, mode in _SPLIT_MODES.items()}.get(params.split_mode),
-        main_gpu=params.main_gpu,
-    )
-
-
 def _checked(
-    pointer: Any,
-    name: str,
-    *,
-    placement: Placement,
-    template: str | None,
-    owner: object = None,
+    pointer: Any, name: str, placement: Placement, template: str | None, *, owner: object = None
 ) -> LlamaModel:
     """Return the model if it can generate text; otherwise free it, unless it is borrowed."""
     reason = _why_not_generative(pointer)
@@ -231,29 +198,18 @@ def _why_not_generative(pointer: Any) -> str | None:
     return None
 
 
-def _refusal(path: Path, recent_errors: RecentErrors | None) -> str:
-    lines = recent_errors() if recent_errors is not None else []
-    if lines:
-        return f"{path}: llama.cpp refuses it: {' | '.join(lines[-_N_QUOTED:])}"
-    return (
-        f"{path}: llama.cpp refuses it: the file is damaged, of an architecture that this "
-        "llama-cpp-python does not know, or too large for the memory; see llama.cpp's log"
+def _refusal() -> str:
+    reason = " | ".join(llama_log().drain()[-_N_QUOTED:]) or (
+        "the file is damaged, of an architecture that this llama-cpp-python does not know, or too large for the "
+        "memory; see llama.cpp's log"
     )
+    return f"llama.cpp refuses it: {reason}"
 
 
 @once
 def _init_backend() -> None:
     with short_spins():  # some builds load the CPU backend here, and OpenMP with it
         llama_cpp.llama_backend_init()
-
-
-def _load_mode(*, use_mmap: bool, use_mlock: bool) -> int:
-    """Source: llama-cpp-python's `Llama.__init__`."""
-    if use_mmap:
-        return int(
-            llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK if use_mlock else llama_cpp.LLAMA_LOAD_MODE_MMAP
-        )
-    return int(llama_cpp.LLAMA_LOAD_MODE_MLOCK if use_mlock else llama_cpp.LLAMA_LOAD_MODE_NONE)
 
 
 def shipped_model(folder: Path = FOLDER) -> Path:

@@ -8,7 +8,8 @@ bit.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -42,14 +43,6 @@ _N_DECODED = 2
 _N_LEAST = 16  # smallest window to try; smaller ones exist in unified memory alone
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One way of computing that gave other bits than computing alone."""
-
-    way: str
-    difference: float
-
-
 def probe(model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool) -> str:
     """Return `bitwise`, or `not guaranteed: reason`, for this model under these settings.
 
@@ -67,27 +60,28 @@ def probe(model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bo
         return f"not guaranteed: the probe could not run: {error}"
     if finding is None:
         return BITWISE if options.exact else _NOT_ASKED
-    cause = _cause(finding, model, options)
-    return (
-        f"not guaranteed: logits change {finding.way} (by up to {finding.difference:.2g}): {cause}"
-    )
+    way, difference = finding
+    cause = _cause(way, model, options)
+    return f"not guaranteed: logits change {way} (by up to {difference:.2g}): {cause}"
 
 
 def _first_finding(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
-) -> Finding | None:
-    backend = LlamaBackend(model, options, owns_model=False)
-    try:
+) -> tuple[str, float] | None:
+    """Return the first way of computing that changes the bits, and by how much; None where none does."""
+    with closing(LlamaBackend(model, options, owns_model=False)) as backend:
         n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up
-        return next(_Probe(backend, n_window, is_stopped).findings(), None)
-    finally:
-        backend.close()
+        for way, alone, found in _Probe(backend, n_window, is_stopped).ways():
+            for a, b in zip(alone, found, strict=True):
+                if a.tobytes() != b.tobytes():
+                    return way, float(np.max(np.abs(a - b)))
+    return None
 
 
-def _cause(finding: Finding, model: LlamaModel, options: EngineOptions) -> str:
+def _cause(way: str, model: LlamaModel, options: EngineOptions) -> str:
     if options.kv == "unified":
         return "in unified KV the place of a cell changes the rounding"
-    if finding.way.startswith("with the width"):
+    if way.startswith("with the width"):
         is_plain = model.file_type.startswith(("q8_0", "q4_0", "q4_1", "q5_0", "q5_1"))
         if is_plain and not options.exact:
             return "repacked weights or flash attention compute some rows of a step differently"
@@ -116,59 +110,57 @@ class _Probe:
             for i in range(backend.n_slots)
         ]
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield every way of computing that changes the bits, those that are found fast first."""
+    def ways(self) -> Iterator[tuple[str, list[Logits], list[Logits]]]:
+        """Yield each way of computing, the fast ones first, with the logits computed alone and in this way."""
         alone = self._alone(self._tokens)
         for width in (w for w in WIDTHS if w <= self._backend.n_slots):
+            way = f"with the width of a step ({width} rows against 1)"
             for i_ours in {0, width // 2, width - 1}:
-                company = [self._others[i] for i in range(width)]
+                company = self._others[:width]
                 company[i_ours] = self._tokens
-                yield from _compare(
-                    f"with the width of a step ({width} rows against 1)",
-                    alone,
-                    self._in_company(company, i_ours),
-                )
-        yield from _compare(
-            "when prompts are merged into one step", alone, self._merged(self._tokens)
-        )
+                yield way, alone, self._in_company(company, i_ours)
+        yield "when prompts are merged into one step", alone, self._merged(self._tokens)
         if not self._backend.chunk_alignment:
             for n_chunk in (1, 3, 33, 64):
                 way = f"when a prompt is computed in chunks of {n_chunk}"
-                yield from _compare(way, alone, self._alone(self._tokens, n_chunk))
+                yield way, alone, self._alone(self._tokens, n_chunk)
             way = "when tokens are computed again as a prompt"
-            yield from _compare(way, alone[-1:], self._again(self._tokens))
+            yield way, alone[-1:], self._again(self._tokens)
         if len(self._long) > len(self._tokens):
             alone = self._alone(self._long)
-            yield from _compare("when long prompts share a step", alone, self._merged(self._long))
+            yield "when long prompts share a step", alone, self._merged(self._long)
 
     def _alone(self, tokens: Sequence[int], n_chunk: int = 0) -> list[Logits]:
         """Compute a sequence alone in slot 0, its prompt in chunks of `n_chunk` tokens if not 0."""
-        self._clear()
-        return [self._prefill(Slot(0), tokens, n_chunk), *self._decode([tokens], 0)]
+        return self._in_company([tokens], 0, n_chunk)
 
-    def _in_company(self, company: Sequence[Sequence[int]], i_ours: int) -> list[Logits]:
+    def _in_company(
+        self, company: Sequence[Sequence[int]], i_ours: int, n_chunk: int = 0
+    ) -> list[Logits]:
         """Compute the prompts one after another, then decode all of them together, one row each."""
         self._clear()
-        logits = [self._prefill(Slot(i), tokens) for i, tokens in enumerate(company)]
+        logits = [
+            self._prefill(Slot(i), tokens[:-_N_DECODED], n_chunk)
+            for i, tokens in enumerate(company)
+        ]
         return [logits[i_ours], *self._decode(company, i_ours)]
 
     def _merged(self, tokens: Sequence[int]) -> list[Logits]:
         """Compute the sequence's prompt in one step with as many others as fit, in the slot above theirs."""
         self._clear()
-        n_batch = self._backend.n_batch
-        n_first = min(len(tokens) - _N_DECODED, self._backend.chunk_alignment or n_batch // 2)
+        prompt, n_batch = tokens[:-_N_DECODED], self._backend.n_batch
+        n_first = min(len(prompt), self._backend.chunk_alignment or n_batch // 2)
         company = self._fitting(n_batch - n_first)
-        ours = Slot(len(company))
+        i_ours, is_whole = len(company), n_first == len(prompt)
         chunks = [
             Chunk(Slot(i), 0, other[:-_N_DECODED], has_output=True)
             for i, other in enumerate(company)
         ]
-        is_whole = n_first == len(tokens) - _N_DECODED
-        chunks.append(Chunk(ours, 0, tokens[:n_first], has_output=is_whole))
-        first = self._run(chunks, len(company))
+        chunks.append(Chunk(Slot(i_ours), 0, prompt[:n_first], has_output=is_whole))
+        first = self._run(chunks, i_ours)
         if not is_whole:
-            first = self._prefill(ours, tokens, start=n_first)
-        return [first, *self._decode([*company, tokens], len(company))]
+            first = self._prefill(Slot(i_ours), prompt, start=n_first)
+        return [first, *self._decode([*company, tokens], i_ours)]
 
     def _fitting(self, n_tokens: int) -> list[list[int]]:
         """Return the first of the other sequences whose prompts have at most `n_tokens` tokens in total; never all."""
@@ -179,17 +171,15 @@ class _Probe:
     def _again(self, tokens: Sequence[int]) -> list[Logits]:
         """Compute prompt and decoded tokens as one prompt, as after a preemption."""
         self._clear()
-        return [self._prefill(Slot(0), [*tokens, *[0] * _N_DECODED])]
+        return [self._prefill(Slot(0), tokens)]
 
     def _prefill(
-        self, slot: Slot, tokens: Sequence[int], n_chunk: int = 0, start: int = 0
+        self, slot: Slot, prompt: Sequence[int], n_chunk: int = 0, start: int = 0
     ) -> Logits:
-        n_prompt = len(tokens) - _N_DECODED
         n_chunk = n_chunk or self._backend.chunk_alignment or self._backend.n_batch
-        for i in range(start, n_prompt, n_chunk):
-            end = min(i + n_chunk, n_prompt)
-            chunk = Chunk(slot, i, tokens[i:end], has_output=end == n_prompt)
-            logits = self._run([chunk], 0)
+        for i in range(start, len(prompt), n_chunk):
+            is_last = i + n_chunk >= len(prompt)
+            logits = self._run([Chunk(slot, i, prompt[i : i + n_chunk], has_output=is_last)], 0)
         return logits
 
     def _decode(self, company: Sequence[Sequence[int]], i_ours: int) -> list[Logits]:
@@ -218,11 +208,3 @@ class _Probe:
         slots = [Slot(i) for i in range(self._backend.n_slots)]
         binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
         self._backend.run(StepPlan((), clears=tuple(slots), binds=binds))
-
-
-def _compare(way: str, alone: Sequence[Logits], found: Sequence[Logits]) -> Iterator[Finding]:
-    """Yield a finding where the bits differ."""
-    for a, b in zip(alone, found, strict=True):
-        if a.tobytes() != b.tobytes():
-            yield Finding(way, float(np.max(np.abs(a - b))))
-            return

@@ -5,6 +5,7 @@ Sizes that the options set are kept; the others follow from the bytes of a cell 
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -98,11 +99,8 @@ class Room:
         """Return the widest window of which `n_slots` slots fit: `n_most` or a multiple of `N_PAD`; 0 for none."""
         if self.holds(n_slots, n_most):
             return n_most
-        low, high = 0, n_most // N_PAD + 1  # multiples of N_PAD: `low` fits, `high` does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.holds(n_slots, middle * N_PAD) else (low, middle)
-        return low * N_PAD
+        widths = range(N_PAD, n_most + 1, N_PAD)
+        return N_PAD * bisect(widths, False, key=lambda width: not self.holds(n_slots, width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +126,17 @@ def settle(
         ModelLoadError: not even one slot of the smallest window fits.
     """
     demand = read_profile(model.vocab, look_ahead) if look_ahead else WorkloadProfile()
-    kv = _kv(model, options, demand)
+    kv = choose_kv(options, demand, has_states=has_states(model))
     if options.n_ctx is not None:
         return replace(options, parallel=options.n_slots, kv=kv)
-    if options.ctx_per_seq is not None:
-        wanted = Sizes(options.n_slots, options.ctx_per_seq)
-        sizes = _as_many(options.parallel, options.ctx_per_seq, room)
-    else:
-        wanted = Sizes(options.n_slots, wanted_window(demand, trained_window(model, options)))
-        sizes = choose_sizes(options.parallel, wanted.n_window, room)
+    n_window = options.ctx_per_seq or wanted_window(demand, trained_window(model, options))
+    wanted = Sizes(options.n_slots, n_window)
+    sizes = choose_sizes(options.parallel, n_window, room, is_fixed=bool(options.ctx_per_seq))
     _tell(sizes, wanted, room)
-    return _with(options, sizes, kv)
+    if kv == "unified" and options.ctx_per_seq is None:  # a request may take more than its share
+        n_cells = padded(sizes.n_slots * sizes.n_window)
+        return replace(options, parallel=sizes.n_slots, n_ctx=n_cells, kv=kv)
+    return replace(options, parallel=sizes.n_slots, ctx_per_seq=sizes.n_window, kv=kv)
 
 
 def find_room(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0) -> Room:
@@ -183,27 +181,25 @@ def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
         )
 
 
-def choose_sizes(parallel: int | None, n_window: int, room: Room) -> Sizes:
-    """Return the slots and the window of a context where no option sets the window.
+def choose_sizes(
+    parallel: int | None, n_window: int, room: Room, *, is_fixed: bool = False
+) -> Sizes:
+    """Return the slots and the window of a context.
 
     Args:
         parallel: slots that an option sets: then the window becomes smaller; None: the number of slots does.
         n_window: the window that is wanted.
         room: the free memory.
+        is_fixed: whether an option sets the window, which is kept then, and tried even where it does not fit.
 
     Raises:
         ModelLoadError: nothing fits; the message has the numbers.
     """
-    n_slots = _as_many(parallel, n_window, room).n_slots
-    n_fitting = room.most_window(n_slots, n_window)
+    n_slots = parallel or room.most_slots(n_window, DEFAULT_PARALLEL) or 1
+    n_fitting = n_window if is_fixed else room.most_window(n_slots, n_window)
     if not n_fitting:
         raise ModelLoadError(_refusal(n_slots, room))
     return Sizes(n_slots, n_fitting)
-
-
-def _as_many(parallel: int | None, n_window: int, room: Room) -> Sizes:
-    """Return the slots that an option sets, or as many as fit, at least one."""
-    return Sizes(parallel or room.most_slots(n_window, DEFAULT_PARALLEL) or 1, n_window)
 
 
 def wanted_window(demand: WorkloadProfile, n_trained: int) -> int:
@@ -228,16 +224,13 @@ def trained_window(model: LlamaModel, options: EngineOptions) -> int:
 
 
 def choose_kv(
-    n_common: float, n_cells: float, *, can_share_pool: bool
+    options: EngineOptions, demand: WorkloadProfile, *, has_states: bool
 ) -> Literal["partitioned", "unified"]:
-    """Return the kind of memory that is faster for prompts with common beginnings.
-
-    Args:
-        n_common: tokens that a prompt shares with the beginning of another, on average.
-        n_cells: tokens of a prompt with its output, on average.
-        can_share_pool: whether the model and the options allow unified memory.
-    """
-    is_much = n_common >= max(COMMON_FOR_UNIFIED, SHARE_FOR_UNIFIED * n_cells)
+    """Return the kind of memory: the option's, or else one pool where prompts have much in common and may share it."""
+    if options.kv != "auto":
+        return options.kv
+    can_share_pool = not (options.exact or has_states)
+    is_much = demand.n_common >= max(COMMON_FOR_UNIFIED, SHARE_FOR_UNIFIED * demand.n_cells)
     return "unified" if can_share_pool and is_much else "partitioned"
 
 
@@ -281,25 +274,6 @@ def _tokens(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[
         return prompt.tokens or vocab.render(prompt.messages or (), options.template_variables)
     except CBatchError:  # the request of this prompt will report it
         return ()
-
-
-def _kv(
-    model: LlamaModel, options: EngineOptions, demand: WorkloadProfile
-) -> Literal["partitioned", "unified"]:
-    if options.kv != "auto":
-        return options.kv
-    can_share_pool = not (options.exact or has_states(model))
-    return choose_kv(demand.n_common, demand.n_cells, can_share_pool=can_share_pool)
-
-
-def _with(
-    options: EngineOptions, sizes: Sizes, kv: Literal["partitioned", "unified"]
-) -> EngineOptions:
-    """Return the options with these sizes; in unified memory a request may take more than its share of the cells."""
-    if kv == "unified" and options.ctx_per_seq is None:
-        n_cells = padded(sizes.n_slots * sizes.n_window)
-        return replace(options, parallel=sizes.n_slots, n_ctx=n_cells, kv=kv)
-    return replace(options, parallel=sizes.n_slots, ctx_per_seq=sizes.n_window, kv=kv)
 
 
 def _tell(sizes: Sizes, wanted: Sizes, room: Room) -> None:

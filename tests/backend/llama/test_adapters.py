@@ -17,6 +17,7 @@ import pytest
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load.open_model import open_model
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 from tests.backend.lora import ALL, ALPHA, write_lora
 
@@ -46,7 +47,7 @@ def quiet_llama() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(test_model: Path) -> Iterator[LlamaModel]:
     """Return the model that ships inside, loaded for exact settings."""
-    with closing(open_model(test_model, use_extra_bufts=False)) as opened:
+    with closing(open_model(test_model, EngineOptions(exact=True))) as opened:
         yield opened
 
 
@@ -116,11 +117,11 @@ def adapters(
 
 
 @pytest.mark.parametrize("flash_attn", [0, 1])
-@pytest.mark.parametrize("use_extra_bufts", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
 def test_adapter_changes_the_logits_and_without_it_they_are_the_models(
-    test_model: Path, files: dict[str, Path], flash_attn: int, use_extra_bufts: bool
+    test_model: Path, files: dict[str, Path], flash_attn: int, exact: bool
 ) -> None:
-    model = open_model(test_model, use_extra_bufts=use_extra_bufts)
+    model = open_model(test_model, EngineOptions(exact=exact))
     ctx, adapters = Context(model, flash_attn=flash_attn), Adapters(model, files)
     base = ctx.logits(PROMPT)
     adapters.use(ctx.pointer, (("one", 1.0),))

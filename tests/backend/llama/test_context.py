@@ -40,7 +40,7 @@ PROMPT = cbatch.BatchPrompt(
 
 @pytest.fixture(scope="module")
 def model(synth: SynthFactory) -> Iterator[LlamaModel]:
-    with closing(open_model(synth("test"), use_extra_bufts=False)) as opened:
+    with closing(open_model(synth("test"), EngineOptions(exact=True))) as opened:
         yield opened
 
 
@@ -271,7 +271,7 @@ def test_borrowed_model_is_where_its_owner_put_it(test_model: Path) -> None:
 
 def test_model_without_its_weights_tells_all_but_computes_nothing(test_model: Path) -> None:
     with (
-        closing(open_model(test_model, has_weights=False, use_mlock=True)) as told,
+        closing(open_model(test_model, EngineOptions(use_mlock=True), has_weights=False)) as told,
         closing(open_model(test_model)) as whole,
     ):
         for name in ("n_ctx_train", "n_bytes", "n_layers", "metadata", "integers"):

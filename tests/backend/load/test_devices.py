@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
-from cbatch.backend.llama.model import Placement
 from cbatch.backend.load import devices
-from cbatch.backend.load.devices import Device, add_servers, list_devices
+from cbatch.backend.load.devices import add_servers, free_on_devices
 from cbatch.backend.load.open_model import open_model, place
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -24,20 +24,19 @@ CPU, GPU, SHARED_GPU = 0, 1, 2
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what makes ggml have these devices: names by kind and whether a server lends them."""
+    """Return what makes ggml have these devices: the kind of each, and whether a server lends it."""
 
-    def have(*found: tuple[str, int, bool]) -> None:
+    def have(*found: tuple[int, bool]) -> None:
         def ggml(name: str, *args: Any) -> Any:
             if name == "ggml_backend_dev_memory":
                 args[1]._obj.value = 100 + args[0]
             answers: dict[str, Callable[..., Any]] = {
                 "ggml_backend_dev_count": lambda: len(found),
                 "ggml_backend_dev_get": lambda i: i,
-                "ggml_backend_dev_type": lambda i: found[i][1],
-                "ggml_backend_dev_name": lambda i: found[i][0].encode(),
+                "ggml_backend_dev_type": lambda i: found[i][0],
                 "ggml_backend_dev_memory": lambda *args: None,
                 "ggml_backend_dev_backend_reg": lambda i: i,
-                "ggml_backend_reg_name": lambda i: b"RPC" if found[i][2] else b"CUDA",
+                "ggml_backend_reg_name": lambda i: b"RPC" if found[i][1] else b"CUDA",
             }
             return answers[name](*args)
 
@@ -57,31 +56,31 @@ def port() -> Iterator[int]:
 def test_servers_come_first_and_shared_memory_only_without_others(
     pretend: Callable[..., None],
 ) -> None:
-    cpu, shared = ("CPU", CPU, False), ("Vulkan0", SHARED_GPU, False)
-    pretend(cpu, ("CUDA0", GPU, False), shared, ("RPC0", GPU, True))
-    assert list_devices() == [Device("RPC0", 103), Device("CUDA0", 101)]
-    pretend(cpu, shared, ("RPC0", GPU, True))
-    assert [d.name for d in list_devices()] == ["RPC0", "Vulkan0"]
+    cpu, shared = (CPU, False), (SHARED_GPU, False)
+    pretend(cpu, (GPU, False), shared, (GPU, True))
+    assert free_on_devices() == [103, 101]
+    pretend(cpu, shared, (GPU, True))
+    assert free_on_devices() == [102, 101]
 
 
 def test_signatures_are_those_of_the_library() -> None:
     n = devices._ggml("ggml_backend_dev_count")
     assert n >= 1
     first = devices._ggml("ggml_backend_dev_get", 0)
-    assert devices._device(first).name
+    assert devices._n_free(first) >= 0
     assert devices._is_server(first) is False
     assert not devices._ggml("ggml_backend_reg_by_name", b"none")
 
 
 @pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")
 def test_build_without_gpus_has_no_devices() -> None:
-    assert list_devices() == []
+    assert free_on_devices() == []
 
 
 @pytest.mark.skipif(llama_cpp.llama_supports_rpc(), reason="this build has RPC")
 def test_servers_without_rpc_are_refused_with_the_build_that_has_it(test_model: Path) -> None:
     with pytest.raises(ConfigError, match="-DGGML_RPC=on"):
-        open_model(test_model, placement=Placement(rpc_servers=("localhost:50052",)))
+        open_model(test_model, EngineOptions(rpc_servers=("localhost:50052",)))
 
 
 def test_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
@@ -134,7 +133,9 @@ def test_server_is_registered_by_the_backend_s_own_function(
 
 def test_placement_reaches_llama_s_parameters() -> None:
     params = llama_cpp.llama_model_default_params()
-    place(params, Placement(n_gpu_layers=3, split_mode="row", main_gpu=1, tensor_split=(1.0, 3.0)))
+    place(
+        params, EngineOptions(n_gpu_layers=3, split_mode="row", main_gpu=1, tensor_split=(1.0, 3.0))
+    )
     assert (params.n_gpu_layers, params.split_mode, params.main_gpu) == (3, 2, 1)
     n_most = llama_cpp.llama_max_devices()
     assert list(params.tensor_split[:n_most]) == [1.0, 3.0, *[0.0] * (n_most - 2)]
@@ -145,19 +146,19 @@ def test_layers_for_no_device_are_said_in_the_log(
     pretend: Callable[..., None], caplog: pytest.LogCaptureFixture, n_layers: int
 ) -> None:
     params = llama_cpp.llama_model_default_params()
-    pretend(("CPU", CPU, False), ("CUDA0", GPU, False))
-    place(params, Placement(n_gpu_layers=n_layers))
-    pretend(("CPU", CPU, False))
-    place(params, Placement(n_gpu_layers=0))
-    place(params, Placement())
+    pretend((CPU, False), (GPU, False))
+    place(params, EngineOptions(n_gpu_layers=n_layers))
+    pretend((CPU, False))
+    place(params, EngineOptions(n_gpu_layers=0))
+    place(params, EngineOptions())
     assert not caplog.records
-    place(params, Placement(n_gpu_layers=n_layers))
+    place(params, EngineOptions(n_gpu_layers=n_layers))
     assert f"n_gpu_layers={n_layers} has no effect" in caplog.text
 
 
 def test_placement_of_nothing_is_llama_s_own() -> None:
     params, default = (llama_cpp.llama_model_default_params() for _ in range(2))
-    place(params, Placement())
+    place(params, EngineOptions())
     for name in ("n_gpu_layers", "split_mode", "main_gpu"):
         assert getattr(params, name) == getattr(default, name)
     assert not params.tensor_split
@@ -174,4 +175,4 @@ def test_more_shares_than_devices_are_refused() -> None:
     n_most = llama_cpp.llama_max_devices()
     params = llama_cpp.llama_model_default_params()
     with pytest.raises(ConfigError, match=f"{n_most + 1} shares, llama.cpp knows up to {n_most}"):
-        place(params, Placement(tensor_split=[1.0] * (n_most + 1)))
+        place(params, EngineOptions(tensor_split=[1.0] * (n_most + 1)))

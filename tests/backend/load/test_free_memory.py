@@ -10,7 +10,6 @@ import pytest
 
 from cbatch.backend.llama.model import Placement
 from cbatch.backend.load import free_memory
-from cbatch.backend.load.devices import Device
 from cbatch.backend.load.free_memory import free_for_cells, host_free, host_most, share_on_host
 from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import EngineOptions
@@ -96,7 +95,7 @@ def test_host_gives_at_most_what_is_free_and_its_swap(system: Path) -> None:
 
 def test_mapping_of_a_real_model_is_found(test_model: Path) -> None:
     n_others = free_memory._mapped(str(test_model))  # which other tests have open
-    with closing(open_model(test_model, use_extra_bufts=False)) as model:
+    with closing(open_model(test_model, EngineOptions(exact=True))) as model:
         assert n_others + 0.9 * model.n_bytes < free_memory._mapped(str(test_model))
     assert free_memory._mapped(str(test_model)) == n_others
 
@@ -123,9 +122,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """Return what sets the free bytes of the host and of devices."""
 
     def have(host: int | None, *devices: int) -> None:
-        found = [Device(f"GPU{i}", n) for i, n in enumerate(devices)]
         monkeypatch.setattr(free_memory, "host_free", lambda path: host)
-        monkeypatch.setattr(free_memory, "list_devices", lambda: found)
+        monkeypatch.setattr(free_memory, "free_on_devices", lambda: list(devices))
 
     return have
 

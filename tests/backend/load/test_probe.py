@@ -33,7 +33,7 @@ Touch = Callable[[Sequence["Chunk"], "Slot"], bool]
 @pytest.fixture(scope="module")
 def model(test_model: Path) -> Iterator[LlamaModel]:
     llama_log().install()
-    opened = open_model(test_model, use_extra_bufts=False)
+    opened = open_model(test_model, EngineOptions(exact=True))
     yield opened
     opened.close()
     llama_log().remove()

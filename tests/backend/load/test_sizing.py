@@ -251,11 +251,15 @@ def test_common_prefixes_are_counted_once_per_request_that_reuses_them(
 
 
 def test_one_pool_is_for_much_in_common_where_it_may_be() -> None:
+    def chosen(n_common: float, n_cells: float, *, has_states: bool = False) -> str:
+        demand = WorkloadProfile(n_common=n_common, n_cells=n_cells)
+        return choose_kv(EngineOptions(), demand, has_states=has_states)
+
     n = COMMON_FOR_UNIFIED
-    assert choose_kv(n, 1.5 * n, can_share_pool=True) == "unified"
-    assert choose_kv(n, 1.5 * n + 1, can_share_pool=True) == "partitioned"
-    assert choose_kv(n - 1, n, can_share_pool=True) == "partitioned"
-    assert choose_kv(n, n, can_share_pool=False) == "partitioned"
+    assert chosen(n, 1.5 * n) == "unified"
+    assert chosen(n, 1.5 * n + 1) == "partitioned"
+    assert chosen(n - 1, n) == "partitioned"
+    assert chosen(n, n, has_states=True) == "partitioned"
 
 
 def test_look_ahead_of_other_things_is_refused() -> None:
