@@ -34,6 +34,7 @@ from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
 from cbatch.options import DryBreakers, RunOptions
 from cbatch.runtime.output import result_of, take_chunk
+from tests.oracle.fake_streams import stream_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -139,7 +140,7 @@ class Rig:
             constraint=constraint_of(request),
         )
         if not request.options.n_discard:
-            return self.backend.expected(tokens, binding, n_output, request.adapters)
+            return stream_alone(self.backend, tokens, binding, n_output, request.adapters)
         return self._alone_in_a_moving_window(request, tokens, n_output)
 
     def _alone_in_a_moving_window(
@@ -166,7 +167,7 @@ class Rig:
                 constraint=constraint,
                 output=tuple(output),
             )
-            found = self.backend.expected(context, binding, 1, request.adapters)
+            found = stream_alone(self.backend, context, binding, 1, request.adapters)
             if not found:  # the constraint cannot be followed
                 break
             context += found

@@ -17,6 +17,7 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
 from cbatch.options import Sampling
 from cbatch.response import BatchError
+from tests.oracle.fake_streams import stream_alone
 from tests.runtime.backends import PATIENCE_S, backend_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def expected(
 ) -> tuple[int, ...]:
     """What a prompt gives with nobody beside it and nothing kept."""
     binding = Binding(Slot(0), len(tokens), Sampling(seed=seed), (), tuple(tokens))
-    return tuple(FakeBackend(1).expected(tokens, binding, n, adapters))
+    return tuple(stream_alone(FakeBackend(1), tokens, binding, n, adapters))
 
 
 def can_all(n_cells: int) -> KvCapabilities:

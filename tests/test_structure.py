@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from cbatch.core.plan import Binding, Chunk
+    from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.options import Grammar
 
 PERSON = structure_runs.SCHEMAS[0]
@@ -317,9 +317,9 @@ class Recorder(FakeBackend):
         self.vocab = vocab
         self.bound: list[tuple[tuple[int, ...], ...]] = []
 
-    def _bind(self, bindings: Sequence[Binding]) -> None:
-        self.bound += [b.sampling.dry_breakers for b in bindings]
-        super()._bind(bindings)
+    def run(self, plan: StepPlan) -> StepResult:
+        self.bound += [b.sampling.dry_breakers for b in plan.binds]
+        return super().run(plan)
 
 
 def test_first_request_with_dry_holds_up_neither_its_caller_nor_others() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import cbatch
 from cbatch import BatchPrompt, ConfigError, Engine, GrammarError, UnsupportedOptionError
-from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeGrammars, FakeMatcher
+from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeGrammars
 from cbatch.cli.demo import write_result
 from tests import call_runs
 from tests.test_tools import NAMED, TIME, USER, WEATHER
@@ -46,14 +46,7 @@ class Speaker(FakeBackend):
         self.vocab.template = template
         self.vocab.controls = CONTROLS
 
-    def _token(
-        self,
-        state: int,
-        history: Sequence[int],
-        binding: Binding,
-        n_cells: int,
-        matcher: FakeMatcher | None = None,
-    ) -> int:
+    def next_token(self, state: int, history: Sequence[int], binding: Binding, n_cells: int) -> int:
         self.interrupt()  # one step a run
         i = n_cells - binding.output_origin
         return self.said[i] if i < len(self.said) else END_TOKEN

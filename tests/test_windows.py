@@ -12,6 +12,7 @@ from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.options import Sampling
+from tests.oracle.fake_streams import stream_alone
 from tests.places import (
     ENDLESS,
     Place,
@@ -54,7 +55,7 @@ def moving(
         binding = Binding(
             Slot(0), len(context) - len(output), Sampling(seed=seed), (), (*tokens, *output)
         )
-        output += backend.expected(context, binding, 1)
+        output += stream_alone(backend, context, binding, 1)
         context.append(output[-1])
     return tuple(output)
 

@@ -35,6 +35,7 @@ from tests.helpers import (
     step,
     tokenize,
 )
+from tests.oracle.fake_streams import scores_alone
 from tests.profiles import examples
 
 if TYPE_CHECKING:
@@ -403,7 +404,7 @@ def check_prompt_logprobs(rig: Rig, request: Request, item: Item, result: BatchR
         return
     told = [*map(_raw, filter(None, found))]
     n_shown = n_top if item.prompt_logprobs is None else item.prompt_logprobs
-    wanted = rig.backend.expected_scores(item.prompt, n_shown, request.adapters)
+    wanted = scores_alone(rig.backend, item.prompt, n_shown, request.adapters)
     assert told == wanted[: len(told)]
     assert found[0] is None
     assert list(found[len(told) + 1 :]) == [None] * (len(wanted) - len(told))
@@ -424,7 +425,7 @@ def without_echo(rig: Rig, request: Request, item: Item, result: BatchResult) ->
     if result.logprobs is not None:
         n_top = request.n_logprobs or 0
         assert [t.token_id for t in result.logprobs[:n]] == list(item.prompt)
-        wanted = (None, *rig.backend.expected_scores(item.prompt, n_top, request.adapters))
+        wanted = (None, *scores_alone(rig.backend, item.prompt, n_top, request.adapters))
         found = result.prompt_logprobs or (None,) * n
         for told, known, score in zip(result.logprobs, found, wanted, strict=False):
             assert _raw(told) == score if known else math.isnan(told.logprob)

@@ -15,6 +15,7 @@ from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError, RequestFailedError
+from tests.oracle.fake_streams import scores_alone
 from tests.runtime.backends import GatedBackend, all_results
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def figures(told: Sequence[TokenLogprob | None] | None) -> list[Any]:
 
 def wanted(backend: FakeBackend, text: str, n_top: int) -> list[Any]:
     tokens = backend.vocab.tokenize(text)
-    scores = backend.expected_scores(tokens, n_top)
+    scores = scores_alone(backend, tokens, n_top)
     return [None, *((t, s.logprob, list(s.top)) for t, s in zip(tokens[1:], scores, strict=True))]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +22,6 @@ from cbatch.backend.fake.fake_tokens import (
     fake_score,
     matcher_of,
     mix,
-    state_after,
     tag_of,
 )
 from cbatch.core.plan import (
@@ -83,6 +81,15 @@ _NO_FAULTS = Faults()
 _NO_COST = StepCost()
 
 
+@dataclass(slots=True)
+class _Bound:
+    """What is known of the sequence that a slot is bound with."""
+
+    binding: Binding
+    history: History
+    matcher: FakeMatcher | None
+
+
 class FakeBackend:
     """Implements `Backend` over lists; `faults` brings every return code of `llama_decode`.
 
@@ -119,8 +126,9 @@ class FakeBackend:
         self.chunk_alignment = 0
         self.memory = memory or KvCapabilities("partitioned", n_slots * n_window)
         self.vocab = FakeVocab(n_vocab)
-        self._start = seed * 2 + 1
-        self._kv = FakeCells(n_slots, n_window, self.memory, self._start, faults.swap)
+        self.start = seed * 2 + 1
+        """The state of an empty slot; see `state_after`."""
+        self._kv = FakeCells(n_slots, n_window, self.memory, self.start, faults.swap)
         self.cells, self.saved = self._kv.cells, self._kv.saved
         self.adapters: tuple[str, ...] = ()
         self.answer_settings: dict[str, str] = {}
@@ -130,9 +138,7 @@ class FakeBackend:
         self.plans: list[StepPlan] = []
         self._tag = 0
         self._scores: dict[Slot, list[TokenLogprobs]] = {}
-        self._bindings: dict[Slot, Binding] = {}
-        self._histories: dict[Slot, History] = {}
-        self._matchers: dict[Slot, FakeMatcher] = {}
+        self._bound: dict[Slot, _Bound] = {}
         self.grammars = FakeGrammars()
         self._seed, self._faults, self._cost = seed, faults, cost
         self._is_interrupted = False
@@ -142,10 +148,9 @@ class FakeBackend:
         """Do one plan on the fake cells; see `Backend.run`."""
         self._check(plan)
         self._kv.check(plan)
-        self._check_bound(plan)
         self.plans.append(plan)
         lost = self._kv.do(plan)
-        self._begin(plan)
+        self._bind(plan)
         tokens: list[list[int]] = [[] for _ in plan.chunks]
         if any(key in lost for _, key, _ in plan.loads):
             return StepResult(tokens, 0, lost=lost)
@@ -166,15 +171,14 @@ class FakeBackend:
             grammar_steps=self._follow(plan.chunks, tokens) if n_done else {},
         )
 
-    def _begin(self, plan: StepPlan) -> None:
+    def _bind(self, plan: StepPlan) -> None:
         """Note how the plan's sequences are sampled, and with which adapters."""
         if plan.is_rebuild:
             self.n_rebuilt += 1
-            for known in (self._bindings, self._histories, self._matchers):
-                known.clear()
+            self._bound.clear()
         self._tag = tag_of(plan.adapters)
-        self._bind(plan.binds)
-        self._histories.update((b.slot, History(b.history)) for b in plan.binds)
+        for b in plan.binds:
+            self._bound[b.slot] = _Bound(b, History(b.history), matcher_of(b))
 
     def _steps(self, plan: StepPlan, tokens: list[list[int]]) -> tuple[int, int, float]:
         """Do a plan's steps and add to `tokens`; return how many were done, the code and when the first one ended."""
@@ -209,40 +213,6 @@ class FakeBackend:
         """Cells in use; in unified memory a cell that several slots share counts once."""
         return self._kv.n_used
 
-    def expected(
-        self, prompt: Sequence[int], binding: Binding, n_output: int, adapters: AdapterSet = ()
-    ) -> list[int]:
-        """Return the first `n_output` tokens of a sequence run alone, its end included: the reference for tests.
-
-        `binding.history` is what it was before its first output.
-        """
-        tag = tag_of(adapters)
-        state, output = state_after(self._start, [token | tag for token in prompt]), list[int]()
-        while len(output) < n_output:
-            matcher = matcher_of(binding, output)
-            history = (*binding.history, *output)
-            output.append(self._token(state, history, binding, len(prompt) + len(output), matcher))
-            if output[-1] in binding.stop_tokens:
-                break
-            step = matcher.follow(output[-1]) if matcher else GrammarStep()
-            if step.problem:
-                del output[-1]
-            if step.problem or (step.is_complete and not step.forced):
-                break
-            state = mix(state, output[-1] | tag)
-        return output
-
-    def expected_scores(
-        self, tokens: Sequence[int], n_top: int, adapters: AdapterSet = ()
-    ) -> list[TokenLogprobs]:
-        """Return the scores of all tokens but the first, run alone: the reference for tests."""
-        state, tag = self._start, tag_of(adapters)
-        scores = list[TokenLogprobs]()
-        for token, target in pairwise(tokens):
-            state = mix(state, token | tag)
-            scores.append(fake_score(state, target, n_top))
-        return scores
-
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on."""
         return {"seed": str(self._seed), "kind": self.memory.kind, "adapters": repr(adapters)}
@@ -263,22 +233,15 @@ class FakeBackend:
         cells = self.saved.pop(key, None)
         return None if cells is None else np.array(cells, np.int64).view(np.uint8)
 
-    def _bind(self, bindings: Sequence[Binding]) -> None:
-        for binding in bindings:
-            self._bindings[binding.slot] = binding
-            self._matchers.pop(binding.slot, None)
-            if matcher := matcher_of(binding):
-                self._matchers[binding.slot] = matcher
-
     def _follow(self, chunks: Sequence[Chunk], tokens: list[list[int]]) -> dict[Slot, GrammarStep]:
         """Have constraints follow what was sampled; a row that breaks its constraint becomes a broken one."""
         steps: dict[Slot, GrammarStep] = {}
         for chunk, sampled in zip(chunks, tokens, strict=True):
-            matcher = self._matchers.get(chunk.slot)
-            if matcher is None or not sampled or sampled[-1] < 0:
+            bound = self._bound.get(chunk.slot)
+            if bound is None or bound.matcher is None or not sampled or sampled[-1] < 0:
                 continue
-            if sampled[-1] not in self._bindings[chunk.slot].stop_tokens:
-                steps[chunk.slot] = step = matcher.follow(sampled[-1])
+            if sampled[-1] not in bound.binding.stop_tokens:
+                steps[chunk.slot] = step = bound.matcher.follow(sampled[-1])
                 sampled[-1] = BROKEN_ROW if step.problem else sampled[-1]
         return steps
 
@@ -297,8 +260,8 @@ class FakeBackend:
         if not code and self.memory.kind == "unified":
             code = int(self.n_used + n_tokens > self.memory.n_cells)
         for chunk in chunks:
-            if chunk.slot in self._histories:
-                self._histories[chunk.slot].feed(chunk)
+            if bound := self._bound.get(chunk.slot):
+                bound.history.feed(chunk)
             self._compute(chunk, _n_computed(code, len(chunk.tokens)))
         return code
 
@@ -315,36 +278,29 @@ class FakeBackend:
     def _score(self, chunk: Chunk, i: int, state: int) -> TokenLogprobs:
         if self._faults.broken(Chunk(chunk.slot, chunk.start, chunk.tokens[: i + 1], False)):
             return TokenLogprobs(math.nan)
-        binding = self._bindings.get(chunk.slot)
-        return fake_score(state, chunk.targets[i], binding.n_target_top if binding else 0)
+        bound = self._bound.get(chunk.slot)
+        return fake_score(state, chunk.targets[i], bound.binding.n_target_top if bound else 0)
 
     def _sample(self, chunk: Chunk) -> int:
         if self._faults.broken(chunk):
             return BROKEN_ROW
-        slot = chunk.slot
-        history, matcher = self._histories[slot].tokens, self._matchers.get(slot)
-        return self._token(
-            self._kv.states[slot], history, self._bindings[slot], len(self.cells[slot]), matcher
+        slot, bound = chunk.slot, self._bound[chunk.slot]
+        token = self.next_token(
+            self._kv.states[slot], bound.history.tokens, bound.binding, len(self.cells[slot])
         )
+        return bound.matcher.choose(token) if bound.matcher else token
 
-    def _token(
-        self,
-        state: int,
-        history: Sequence[int],
-        binding: Binding,
-        n_cells: int,
-        matcher: FakeMatcher | None = None,
-    ) -> int:
+    def next_token(self, state: int, history: Sequence[int], binding: Binding, n_cells: int) -> int:
+        """Return the token that follows cells which lead to a state, before a constraint changes it."""
         for seen in (*history[-_N_SEEN:], len(history), binding.sampling.seed):
             state = mix(state, seen)
-        token = mix(state, n_cells - binding.output_origin) % self.vocab.n_vocab
-        return matcher.choose(token) if matcher else token
+        return mix(state, n_cells - binding.output_origin) % self.vocab.n_vocab
 
     def _logprobs(
         self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[TokenLogprobs]]:
         """Return made-up log-probabilities of the chunks' tokens: `fake_logprobs` of each."""
-        n_top = [self._bindings[c.slot].n_logprobs if c.has_output else None for c in chunks]
+        n_top = [self._bound[c.slot].binding.n_logprobs if c.has_output else None for c in chunks]
         if all(n is None for n in n_top):
             return ()
         return [
@@ -353,45 +309,37 @@ class FakeBackend:
         ]
 
     def _ends(self, chunk: Chunk, token: int | None) -> bool:
-        return token == BROKEN_ROW or token in self._bindings[chunk.slot].stop_tokens
+        return token == BROKEN_ROW or token in self._bound[chunk.slot].binding.stop_tokens
 
     def _take_interrupt(self) -> bool:
         was, self._is_interrupted = self._is_interrupted, False
         return was
 
     def _check(self, plan: StepPlan) -> None:
-        if self.is_closed:
-            raise PlanError("the backend is closed")
-        if plan.n_steps < 1:
-            raise PlanError(f"nothing to compute: {plan}")
-        if sum(len(c.tokens) for c in plan.chunks) > self.n_batch:
-            raise PlanError(f"more than {self.n_batch} tokens: {plan}")
-        if plan.n_steps > 1 and not all(c.has_output for c in plan.chunks):
-            raise PlanError(f"only steps with outputs can be repeated: {plan}")
-        self._check_targets(plan)
-        if plan.n_steps > 1 and self._is_constrained(plan):
-            raise PlanError(f"steps under a constraint cannot be repeated: {plan}")
-        if any(name not in self.adapters for name, _ in plan.adapters):
-            raise PlanError(f"no such adapter: {plan}")
-
-    def _check_targets(self, plan: StepPlan) -> None:
-        n_targets = sum(len(c.targets) for c in plan.chunks)
-        if n_targets > (N_TARGETS_MAX if plan.n_steps == 1 else 0):
-            raise PlanError(f"{n_targets} targets are too many: {plan}")
-        if any(len(c.targets) > len(c.tokens) - c.has_output for c in plan.chunks):
-            raise PlanError(f"a target without a token before it: {plan}")
-
-    def _is_constrained(self, plan: StepPlan) -> bool:
-        bindings = {**self._bindings, **{b.slot: b for b in plan.binds}}
-        return any(bindings[c.slot].constraint for c in plan.chunks if c.slot in bindings)
-
-    def _check_bound(self, plan: StepPlan) -> None:
-        bound = {b.slot for b in plan.binds}
-        if not plan.is_rebuild:
-            bound |= self._bindings.keys()
-        for c in plan.chunks:
-            if c.has_output and c.slot not in bound:
-                raise PlanError(f"slot {c.slot} was never bound: {plan}")
+        """Refuse a plan that breaks a rule of `StepPlan`, whatever slots hold."""
+        chunks, is_one_step = plan.chunks, plan.n_steps == 1
+        bindings = {} if plan.is_rebuild else {slot: b.binding for slot, b in self._bound.items()}
+        bindings.update((b.slot, b) for b in plan.binds)
+        constrained = [slot for slot, binding in bindings.items() if binding.constraint]
+        n_targets = sum(len(c.targets) for c in chunks)
+        broken = {
+            "the backend is closed": self.is_closed,
+            "nothing to compute": plan.n_steps < 1,
+            f"more than {self.n_batch} tokens": sum(len(c.tokens) for c in chunks) > self.n_batch,
+            f"{n_targets} targets are too many": n_targets > N_TARGETS_MAX * is_one_step,
+            "a target without a token before it": any(
+                len(c.targets) > len(c.tokens) - c.has_output for c in chunks
+            ),
+            "only steps with outputs can be repeated": not is_one_step
+            and not all(c.has_output for c in chunks),
+            "steps under a constraint cannot be repeated": not is_one_step
+            and any(c.slot in constrained for c in chunks),
+            "no such adapter": any(name not in self.adapters for name, _ in plan.adapters),
+            "a slot was never bound": any(c.has_output and c.slot not in bindings for c in chunks),
+        }
+        for rule, is_broken in broken.items():
+            if is_broken:
+                raise PlanError(f"{rule}: {plan}")
 
 
 def _n_computed(code: int, n_tokens: int) -> int:

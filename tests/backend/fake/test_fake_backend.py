@@ -11,6 +11,7 @@ from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepPlan
 from cbatch.errors import ConfigError, PlanError
 from cbatch.options import GREEDY
 from tests.backend.fake.plans import bind, row
+from tests.oracle.fake_streams import stream_alone
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_stream_is_the_expected_one_and_does_not_depend_on_the_slot() -> None:
     backend = FakeBackend(n_slots=2)
     plan = StepPlan((row(0), row(1)), n_steps=5, binds=(bind(0), bind(1)))
     first, second = backend.run(plan).tokens
-    assert first == second == backend.expected([1, 2], bind(), 5)
+    assert first == second == stream_alone(backend, [1, 2], bind(), 5)
 
 
 def test_leaked_cell_gives_another_token() -> None:
@@ -60,11 +61,11 @@ def test_leaked_cell_gives_another_token() -> None:
 
 def test_run_ends_after_the_step_in_which_a_row_stops() -> None:
     backend = FakeBackend()
-    stop = backend.expected([1, 2], bind(), 3)[2]
+    stop = stream_alone(backend, [1, 2], bind(), 3)[2]
     binding = Binding(Slot(0), 2, GREEDY, (stop,))
     result = backend.run(StepPlan((row(),), n_steps=9, binds=(binding,)))
     assert (result.n_steps, result.tokens[0][-1]) == (3, stop)
-    assert backend.expected([1, 2], binding, 9) == result.tokens[0]
+    assert stream_alone(backend, [1, 2], binding, 9) == result.tokens[0]
 
 
 def test_run_ends_after_a_broken_row() -> None:
@@ -135,7 +136,7 @@ def test_history_grows_by_what_is_computed() -> None:
     binding = Binding(Slot(0), 2, GREEDY, (), (1, 2))
     backend = FakeBackend()
     whole = backend.run(StepPlan((row(),), n_steps=6, binds=(binding,))).tokens[0]
-    assert whole == backend.expected([1, 2], binding, 6)
+    assert whole == stream_alone(backend, [1, 2], binding, 6)
     parts = FakeBackend()
     found = parts.run(StepPlan((row(),), n_steps=2, binds=(binding,))).tokens[0]
     chunk = Chunk(Slot(0), 3, found[1:], has_output=True)
