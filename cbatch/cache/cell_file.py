@@ -25,6 +25,7 @@ import numpy as np
 from cbatch.errors import CacheError
 
 if TYPE_CHECKING:
+    from io import BufferedReader
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -35,15 +36,12 @@ Fingerprint: TypeAlias = Mapping[str, str]
 _MAGIC = b"\x93CBCELLS"  # the first byte is no text in any encoding that is common
 _VERSION = 1
 _PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
-N_DIGEST = hashlib.sha256().digest_size
+_N_DIGEST = hashlib.sha256().digest_size
 _MAX_COUNT = 2**63 - 1
 _MAX_HEADER = 2**16
 """Bytes: a key of 1024 characters and a fingerprint of some twenty values need a tenth of it."""
 _PIECE = 2**23
 """Bytes read and hashed at a time: few calls, and still in the processor's cache when hashed."""
-
-# A link or a FIFO in the place of a file is neither followed nor waited for.
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,10 @@ def _encoded(text: str) -> bytes:
 # ---- writing ----
 
 
-def file_head(key: str, cells: CachedCells, fingerprint: Fingerprint) -> bytes:
-    """Return the bytes of a file up to its first digest."""
+def file_parts(
+    key: str, cells: CachedCells, fingerprint: Fingerprint
+) -> tuple[bytes, memoryview, bytes]:
+    """Return a file as the bytes before the cells, the cells, which are not copied, and the last digest."""
     header = _encoded(
         _json(
             {
@@ -105,20 +105,13 @@ def file_head(key: str, cells: CachedCells, fingerprint: Fingerprint) -> bytes:
     )
     if len(header) > _MAX_HEADER:
         raise CacheError(key, f"key and fingerprint have more than {_MAX_HEADER:,} bytes")
-    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header))
-    return prefix + header + cells.tokens.astype("<i4", copy=False).tobytes()
-
-
-def file_parts(head: bytes, data: NDArray[np.uint8]) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a file; the cells are not copied."""
-    hashed, cells = hashlib.sha256(head), np.ascontiguousarray(data).data
-    first = hashed.digest()
-    yield head
-    yield first
-    hashed.update(first)
-    hashed.update(cells)
-    yield cells
-    yield hashed.digest()
+    head = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
+    head += cells.tokens.astype("<i4", copy=False).tobytes()
+    head += hashlib.sha256(head).digest()
+    data = np.ascontiguousarray(cells.data).data
+    digest = hashlib.sha256(head)
+    digest.update(data)
+    return head, data, digest.digest()
 
 
 # ---- reading ----
@@ -142,9 +135,9 @@ class FileHeader:
 class FileReader:
     """Reads a file from its beginning, each byte once, and hashes the bytes."""
 
-    def __init__(self, fd: int, name: str) -> None:
-        self._fd, self._name = fd, name
-        found = os.fstat(fd)
+    def __init__(self, file: BufferedReader, name: str) -> None:
+        self._file, self._name = file, name
+        found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise BadFileError("is not a regular file")
         if found.st_uid != os.geteuid():
@@ -176,7 +169,7 @@ class FileReader:
         if n_header > _MAX_HEADER:
             raise BadFileError("has a damaged header")
         header = _parsed(self.take(n_header).tobytes())
-        n_said = _PREFIX.size + n_header + 4 * header.n_tokens + header.n_data + 2 * N_DIGEST
+        n_said = _PREFIX.size + n_header + 4 * header.n_tokens + header.n_data + 2 * _N_DIGEST
         if n_said != self._n_bytes:
             raise BadFileError(f"has {self._n_bytes:,} bytes where {n_said:,} should be")
         return header
@@ -185,35 +178,30 @@ class FileReader:
         """Return the next bytes, in an array no larger than the file."""
         if n_bytes > self._n_left:
             raise BadFileError("is cut off")
+        self._n_left -= n_bytes
         taken = np.empty(n_bytes, np.uint8)
-        self._fill(taken.data)
+        for start in range(0, n_bytes, _PIECE):
+            piece = taken[start : start + _PIECE].data
+            if self._file.readinto(piece) < len(piece):
+                raise BadFileError("was cut off meanwhile")
+            self._hash.update(piece)
         return taken
 
     def skip(self, n_bytes: int) -> None:
         """Read and hash the next bytes without keeping them."""
-        piece = np.empty(min(n_bytes, _PIECE), np.uint8).data
         for start in range(0, n_bytes, _PIECE):
-            self._fill(piece[: n_bytes - start])
-
-    def _fill(self, left: memoryview) -> None:
-        self._n_left -= len(left)
-        while left:
-            n_read = os.readv(self._fd, [left[:_PIECE]])
-            if not n_read:
-                raise BadFileError("was cut off meanwhile")
-            self._hash.update(left[:n_read])
-            left = left[n_read:]
+            self.take(min(_PIECE, n_bytes - start))
 
     def check(self) -> None:
         """Read a digest and compare it with that of all bytes before."""
         digest = self._hash.digest()
-        if self.take(N_DIGEST).tobytes() != digest:
+        if self.take(_N_DIGEST).tobytes() != digest:
             raise BadFileError("is damaged: its digest does not match its content")
 
     def mark(self, now_s: float) -> None:
         """Mark the file as used now, where that is permitted."""
         with suppress(OSError):
-            set_used(self._fd, now_s)
+            os.utime(self._file.fileno(), (now_s, now_s))
 
 
 def _parsed(header: bytes) -> FileHeader:
@@ -243,22 +231,19 @@ def opened_file(path: Path) -> Iterator[FileReader]:
         BadFileError: anything else is wrong with the file, also inside the block.
     """
     try:
-        fd = os.open(path, _READ_FLAGS)
-        try:
-            yield FileReader(fd, path.name)
-        finally:
-            os.close(fd)
+        with open(path, "rb", opener=_opened) as file:
+            yield FileReader(file, path.name)
     except FileNotFoundError:
         raise
     except OSError as error:
-        words = {errno.ELOOP: "is a symbolic link", errno.ENXIO: "is not a regular file"}
+        words = {errno.ELOOP: "is a symbolic link"}
+        words |= dict.fromkeys((errno.ENXIO, errno.EISDIR), "is not a regular file")
         reason = words.get(error.errno or 0, f"cannot be read: {error.strerror}")
         raise BadFileError(reason) from error
     except MemoryError as error:
         raise BadFileError("is larger than the free memory") from error
 
 
-def set_used(fd: int, now_s: float) -> None:
-    """Set the time when a file was used, in seconds of Unix time."""
-    now_ns = int(now_s * 1e9)
-    os.utime(fd, ns=(now_ns, now_ns))
+def _opened(path: str, flags: int) -> int:
+    """Open a file; a link or a FIFO in its place is neither followed nor waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

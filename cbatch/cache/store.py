@@ -12,7 +12,7 @@ import secrets
 import stat
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,21 +20,19 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from cbatch.cache.cell_file import (
-    N_DIGEST,
     BadFileError,
     CachedCells,
     digest_of,
-    file_head,
     file_name,
     file_parts,
     opened_file,
-    set_used,
 )
 from cbatch.errors import CacheError, ConfigError
 from cbatch.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import NoReturn
 
     from cbatch.cache.cell_file import Fingerprint
 
@@ -100,8 +98,8 @@ class CacheStore:
             CacheError: the disk is full, the file alone exceeds the limit, or there is no permission. A former file of
                 this key stays as it is.
         """
-        head = file_head(key, cells, fingerprint)
-        n_bytes = len(head) + cells.data.size + 2 * N_DIGEST
+        parts = file_parts(key, cells, fingerprint)
+        n_bytes = sum(map(len, parts))
         if n_bytes > self._n_bytes_max:
             raise CacheError(
                 key,
@@ -110,8 +108,8 @@ class CacheStore:
             )
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._sweep(older_than_s=_LEFT_OVER_S)
-            self._replace(file_name(key, fingerprint), file_parts(head, cells.data))
+            self._sweep()
+            self._replace(file_name(key, fingerprint), parts)
         except OSError as error:
             raise CacheError(key, _unwritten(self._folder, error)) from error
 
@@ -122,15 +120,16 @@ class CacheStore:
             CacheError: there are none, only those of another fingerprint, or the file is damaged or not this user's.
         """
         path = self._path(key, fingerprint)
-        with _as_cache_error(key, path):
-            try:
-                with opened_file(path) as reader:
-                    header, tokens = reader.head()
-                    data = reader.take(header.n_data)
-                    reader.check()
-                    reader.mark(self._clock())
-            except FileNotFoundError:
-                raise self._missing(key, fingerprint) from None
+        try:
+            with opened_file(path) as reader:
+                header, tokens = reader.head()
+                data = reader.take(header.n_data)
+                reader.check()
+                reader.mark(self._clock())
+        except FileNotFoundError:
+            raise self._missing(key, fingerprint) from None
+        except BadFileError as error:
+            raise CacheError(key, f"{path} {error}") from error
         return CachedCells(tokens, header.n_prompt, data)
 
     def files(self, key: str | None = None) -> list[CacheFile]:
@@ -206,7 +205,7 @@ class CacheStore:
             raise CacheError(said, what) from stayed[0]
         return len(entries)
 
-    def _replace(self, name: str, parts: Iterator[bytes | memoryview]) -> None:
+    def _replace(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """Write a file under another name, and rename it when it is whole and on the disk."""
         path = self._folder / name
         part = self._folder / f".{name}.{secrets.token_hex(8)}.part"
@@ -214,22 +213,19 @@ class CacheStore:
             _write_part(part, parts, self._clock())
             with self._lock:
                 part.replace(path)
-                self._try_to_trim(name)
+                self._trim(name)
         finally:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
         _sync_folder(self._folder)
 
-    def _try_to_trim(self, kept: str) -> None:
-        """Remove files over the limit, where that is possible: the written file is there in any case."""
+    def _trim(self, kept: str) -> None:
+        """Remove the least recently used files until the rest is small enough, as far as the folder can be listed."""
         try:
-            self._trim(kept)
+            files = [(s.st_mtime_ns, entry.name, s.st_size) for entry, s in self._regular(_FILE)]
         except OSError as error:
             _log.warn("%s cannot be listed: %s", self._folder, error.strerror)
-
-    def _trim(self, kept: str) -> None:
-        """Remove the least recently used files until the rest is small enough."""
-        files = [(s.st_mtime_ns, entry.name, s.st_size) for entry, s in self._regular(_FILE)]
+            return
         n_bytes = sum(size for _, _, size in files)
         for _, name, size in sorted(files):
             if n_bytes <= self._n_bytes_max:
@@ -237,10 +233,10 @@ class CacheStore:
             if name != kept and _is_gone(self._folder / name):
                 n_bytes -= size
 
-    def _sweep(self, older_than_s: float) -> None:
+    def _sweep(self) -> None:
         """Remove what killed writes have left; a write in progress touches its file."""
         for entry, found in self._regular(_PART):
-            if found.st_mtime < self._clock() - older_than_s:
+            if found.st_mtime < self._clock() - _LEFT_OVER_S:
                 _is_gone(Path(entry))
 
     def _regular(
@@ -270,24 +266,13 @@ class NoStore:
     """Stands for the folder of a user without one: each use is an error that says so."""
 
     def __init__(self, why: str) -> None:
-        """Keep the reason."""
         self._why = why
 
-    def write(self, key: str, cells: CachedCells, fingerprint: Fingerprint) -> None:
-        """Write nothing.
-
-        Raises:
-            CacheError: always.
-        """
+    def read(self, key: str, *_: object) -> NoReturn:
+        """Read nothing, and write nothing."""
         raise CacheError(key, self._why)
 
-    def read(self, key: str, fingerprint: Fingerprint) -> CachedCells:
-        """Read nothing.
-
-        Raises:
-            CacheError: always.
-        """
-        raise CacheError(key, self._why)
+    write = read
 
 
 def open_store(folder: Path | None, n_bytes_max: int) -> CacheStore | NoStore:
@@ -346,14 +331,14 @@ def _printable(text: str) -> str:
 # ---- writing ----
 
 
-def _write_part(path: Path, parts: Iterator[bytes | memoryview], now_s: float) -> None:
+def _write_part(path: Path, parts: Sequence[bytes | memoryview], now_s: float) -> None:
     fd = os.open(path, _WRITE_FLAGS, 0o600)
     try:
         for part in parts:
             left = memoryview(part)
             while left:
                 left = left[os.write(fd, left) :]
-        set_used(fd, now_s)
+        os.utime(fd, (now_s, now_s))
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -395,15 +380,6 @@ def _unwritten(folder: Path, error: OSError) -> str:
 
 def _unremoved(folder: Path, error: OSError) -> str:
     return f"{error.filename or folder} cannot be removed: {error.strerror}"
-
-
-@contextmanager
-def _as_cache_error(key: str, path: Path) -> Iterator[None]:
-    """Raise a `CacheError` for a bad file."""
-    try:
-        yield
-    except BadFileError as error:
-        raise CacheError(key, f"{path} {error}") from error
 
 
 def _listed(entry: os.DirEntry[str]) -> CacheFile | None:

@@ -129,12 +129,11 @@ def test_read_of_a_large_file_takes_several_pieces(
     assert store.verify(only(store)) is None
 
 
-def test_system_that_reads_and_writes_less_than_asked_loses_nothing(
+def test_system_that_writes_less_than_asked_loses_nothing(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, readv = os.write, os.readv
+    write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:37]))
-    monkeypatch.setattr(os, "readv", lambda fd, buffers: readv(fd, [buffers[0][:41]]))
     written = cells()
     store.write("a", written, F16)
     assert same(store.read("a", F16), written)
@@ -541,7 +540,7 @@ def test_file_beyond_the_memory_is_an_error(
 def test_file_cut_off_while_it_is_read_is_an_error(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.write("a", cells(), F16)
+    store.write("a", cells(100_000), F16)
     head = cbatch.cache.cell_file.FileReader.head
 
     def cut(reader: Any) -> Any:
