@@ -50,8 +50,6 @@ from cbatch.messages import (
 from cbatch.options import RunOptions
 from cbatch.progress import Progress, check_view, choose_view, closing_line
 from cbatch.runtime.batch_response import BatchResponse
-from cbatch.runtime.cache_io import CacheIo
-from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.delivery import RequestLog
 from cbatch.runtime.ids import RequestId
 from cbatch.runtime.in_flight import InFlight
@@ -69,7 +67,6 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend
     from cbatch.progress import View
     from cbatch.response import BatchResult
-    from cbatch.runtime.cache_io import Post
     from cbatch.runtime.step_record import StepRecord
 
 
@@ -228,6 +225,8 @@ class Engine:
                 self._finalizer.detach()
 
     def _start(self, backend: Backend, exactness: Exactness | None) -> None:
+        from cbatch.cache.store import open_store  # numpy is slow to import
+
         stats, schedule, memory = EngineStats(), self._schedule, backend.memory
         ledger = KvLedger(backend.n_slots, backend.n_window, memory)
         batcher = MultiRequestBatcher(
@@ -242,9 +241,8 @@ class Engine:
             memory=memory,
             has_adapters=bool(backend.adapters),
         )
-        compiler = partial(Compiler, backend, is_threaded=self._threaded)
-        cache_io = self._make_cache_io(backend)
-        loop = Loop(backend, scheduler, time.perf_counter, cache_io, compiler)
+        store = open_store(self._cache_dir, self._cache_mib * 2**20)
+        loop = Loop(backend, scheduler, time.perf_counter, store, is_threaded=self._threaded)
         in_flight = InFlight(loop, batcher, time.perf_counter)
         submitter = Submitter(
             backend, batcher, loop, in_flight, schedule, is_threaded=self._threaded
@@ -253,12 +251,6 @@ class Engine:
         self._made = _Parts(backend, batcher, loop, in_flight, submitter, stats, exactness)
         if self._threaded:
             loop.start()
-
-    def _make_cache_io(self, backend: Backend) -> Callable[[Post], CacheIo]:
-        from cbatch.cache.store import open_store  # numpy is slow to import
-
-        store = open_store(self._cache_dir, self._cache_mib * 2**20)
-        return partial(CacheIo, store, backend, is_threaded=self._threaded)
 
     @property
     def _parts(self) -> _Parts:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from cbatch.errors import GrammarError
 from cbatch.options import DryBreakers, Grammar
+from cbatch.runtime.work_thread import WorkThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,15 +21,14 @@ if TYPE_CHECKING:
 
 
 class Compiler:
-    """Compiles one after another, in a thread that starts with the first.
+    """Compiles one after another, in a thread of its own.
 
     Results go to `post`, which has them handled by the owner thread between two runs.
     """
 
     def __init__(self, backend: Backend, post: Post, *, is_threaded: bool) -> None:
-        self._backend, self._post, self._is_threaded = backend, post, is_threaded
-        self._work: SimpleQueue[tuple[Want, Future[object]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._backend, self._post = backend, post
+        self._thread = WorkThread("cbatch-compiler", is_threaded=is_threaded)
         self._is_closed = False
 
     def compile(self, want: Want, then: Then) -> None:
@@ -47,32 +45,20 @@ class Compiler:
         found: Future[object] = Future()
         if self._is_closed:
             found.cancel()
-        elif self._is_threaded:
-            self._start()
-            self._work.put((want, found))
         else:
-            found.set_result(self._compiled(want))
+            self._thread.do(lambda: self._settle(want, found))
         return found
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="cbatch-compiler", daemon=True)
-            self._thread.start()
 
     def close(self) -> None:
         """Return when the current compilation is done; the others are cancelled, as are later ones."""
         self._is_closed = True
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread.join()
+        self._thread.close()
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            want, found = work
-            if self._is_closed:
-                found.cancel()
-            else:
-                found.set_result(self._compiled(want))
+    def _settle(self, want: Want, found: Future[object]) -> None:
+        if self._is_closed:
+            found.cancel()
+        else:
+            found.set_result(self._compiled(want))
 
     def _compiled(self, want: Want) -> object:
         try:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,27 +14,24 @@ from cbatch.core.scheduler import NOT_RUN
 from cbatch.errors import EngineClosedError, words_of
 from cbatch.interrupts import Latch, Postponed, Sleepers
 from cbatch.logs import Log
-from cbatch.runtime.cache_io import CellTransfers
+from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.commands import Command, Commands, FairLock
+from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.delivery import deliver
 from cbatch.runtime.mailbox import refused
-from cbatch.runtime.step_record import UNSEEN, record_of, seen_in
+from cbatch.runtime.step_record import record_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.backend import Backend
+    from cbatch.cache.store import CacheStore, NoStore
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.plan import StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
     from cbatch.options import DryBreakers, Grammar
-    from cbatch.runtime.cache_io import CacheIo, Post
-    from cbatch.runtime.compiler import Compiler
     from cbatch.runtime.in_flight import Route
-    from cbatch.runtime.step_record import Seen, StepRecord
-
-    MakeCacheIo = Callable[[Post], CacheIo]
-    MakeCompiler = Callable[[Post], Compiler]
+    from cbatch.runtime.step_record import StepRecord
 
 T = TypeVar("T")
 
@@ -58,8 +56,9 @@ class Loop:
         backend: Backend,
         scheduler: ContinuousBatchScheduler,
         clock: Callable[[], float],
-        cache_io: MakeCacheIo | None = None,
-        compiler: MakeCompiler | None = None,
+        store: CacheStore | NoStore,
+        *,
+        is_threaded: bool,
     ) -> None:
         self.routes: dict[str, Route] = {}
         """Where the output of each request in flight goes, by id; see `InFlight`."""
@@ -71,9 +70,9 @@ class Loop:
         self._backend, self._scheduler, self._clock = backend, scheduler, clock
         self.deliver = partial(deliver, self.routes, scheduler)
         self._commands = Commands()
-        made_cache_io = cache_io(self._commands.put) if cache_io else None
-        self._cells = CellTransfers(backend, scheduler.batcher, made_cache_io)
-        self._compiler = compiler(self._commands.put) if compiler else None
+        post = self._commands.put
+        self._cache_io = CacheIo(store, backend, scheduler.batcher, post, is_threaded=is_threaded)
+        self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         self._thread: threading.Thread | None = None
         self._ended = Latch()
         """Opened by the thread when it has freed the backend."""
@@ -99,54 +98,53 @@ class Loop:
         plan = self._scheduler.plan(start)
         if plan is None:
             self.waiters.wake()
-            self._cells.write_stored()
+            self._cache_io.write_stored()
             return self.deliver(()) or len(self._commands) > 0
         built = self._clock()
         self._unapplied = plan
         result = self._backend.run(plan.step) if plan.is_run else NOT_RUN
         ran = self._clock()
-        seen = UNSEEN
-        if self.recorder is not None:
-            seen = seen_in(plan, result, self._scheduler.batcher.n_used_cells)
+        record = None
+        if self.recorder is not None and plan.step.chunks:
+            n_cells = self._scheduler.batcher.n_used_cells
+            record = record_of(plan, result, n_cells, (start, prepared, built, ran))
         changed = self._scheduler.apply(plan, result, ran)
         self._unapplied = None
         self.waiters.wake()
-        self._cells.read_ordered()
-        self._cells.write_stored()
+        self._cache_io.read_ordered()
+        self._cache_io.write_stored()
         applied = self._clock()
         self.deliver(changed)
-        times = (start, prepared, built, ran, applied, self._clock())
-        self._account(plan.step, result, times, seen)
+        delivered = self._clock()
+        self._count(result, built - start, ran - built, delivered - ran)
+        if record is not None:
+            self._tell_recorder(record, applied - ran, delivered - applied)
         return True
 
-    def _account(
-        self, plan: StepPlan, result: StepResult, times: tuple[float, ...], seen: Seen
-    ) -> None:
-        """Enter a step's times into the statistics, and tell the recorder.
-
-        A recorder that raises is called no more, for requests are not to suffer by it.
-        """
-        start, _, built, ran, _, delivered = times
+    def _count(self, result: StepResult, plan_s: float, run_s: float, apply_s: float) -> None:
         stats = self._scheduler.stats
         stats.decode_s += result.decode_s
         stats.sample_s += result.sample_s
-        stats.plan_s += built - start
-        stats.run_s += ran - built
-        stats.apply_s += delivered - ran
-        if self.recorder is None or not plan.chunks:
-            return
-        record = record_of(plan, result, self._scheduler.batcher.n_waiting, times, seen)
+        stats.plan_s += plan_s
+        stats.run_s += run_s
+        stats.apply_s += apply_s
+
+    def _tell_recorder(self, record: StepRecord, apply_s: float, deliver_s: float) -> None:
+        """Call the recorder; one that raises is called no more, and requests are not affected."""
+        n_waiting = self._scheduler.batcher.n_waiting
         try:
-            self.recorder(record)
+            if self.recorder is not None:
+                self.recorder(
+                    replace(record, n_waiting=n_waiting, apply_s=apply_s, deliver_s=deliver_s)
+                )
         except Exception:
             self.recorder = None
             _log.fail("the function given to record_steps raised and is called no more")
 
     def _order_compiling(self) -> None:
         """Have the compiler make what sequences wait for."""
-        if self._compiler is not None:
-            for want in self._scheduler.batcher.take_wants():
-                self._compiler.compile(want, self._take_compiled)
+        for want in self._scheduler.batcher.take_wants():
+            self._compiler.compile(want, self._take_compiled)
 
     def _take_compiled(self, want: Grammar | DryBreakers, found: object) -> None:
         self._scheduler.batcher.take_compiled(want, found, self._clock())
@@ -221,10 +219,7 @@ class Loop:
         Raises:
             EngineClosedError: the loop has ended.
         """
-        compiler = self._compiler
-        if compiler is None:
-            return None
-        found = self.call(lambda: compiler.ask(want))
+        found = self.call(lambda: self._compiler.ask(want))
         try:
             return found.result()
         except CancelledError:
@@ -323,7 +318,9 @@ class Loop:
         if self._thread is threading.current_thread():  # the engine's last reference died here
             self._is_closed = True
             return
-        if self._cells.is_current_thread and self._thread is not None:  # or in the cache's thread
+        if (
+            self._cache_io.is_current_thread and self._thread is not None
+        ):  # or in the cache's thread
             self._commands.put(self._mark_closed)
             return
         with Postponed(), self._closing:
@@ -359,9 +356,8 @@ class Loop:
             self.on_end(None if self._error is None else self._failure(self._error))
         self._end_requests()
         self._save_last()
-        self._cells.close()
-        if self._compiler is not None:
-            self._compiler.close()
+        self._cache_io.close()
+        self._compiler.close()
         self._commands.do_all()
         self.deliver(())
         self._backend.close()

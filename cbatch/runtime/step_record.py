@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise, repeat
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import repeat
+from typing import TYPE_CHECKING
 
 from cbatch.core.plan import FREE
 from cbatch.runtime.choices import display_id
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import Chunk, GrammarStep, StepPlan, StepResult
+    from cbatch.core.plan import Chunk, GrammarStep, StepResult
     from cbatch.core.scheduler import Plan
 
 
@@ -77,21 +77,43 @@ class StepRecord:
         return self.ran_s + self.apply_s + self.deliver_s
 
 
-Seen: TypeAlias = tuple[tuple[StepRow, ...], int]
-"""The rows of a run and the cells in use, as they were before it is applied."""
+def record_of(
+    plan: Plan, result: StepResult, n_cells: int, times: tuple[float, float, float, float]
+) -> StepRecord:
+    """Return the record of a run up to its end; the loop adds what comes afterwards.
 
-UNSEEN: Seen = ((), 0)
-"""Stands for a run that nobody records."""
+    Before the run is applied: sequences may leave their slots then.
 
-
-def seen_in(plan: Plan, result: StepResult, n_cells: int) -> Seen:
-    """Return what a record tells of a run's sequences. Before the run is applied: they may leave their slots then."""
+    Args:
+        plan: what was run.
+        result: what came of it.
+        n_cells: cells in use.
+        times: when the step began, and when admitting, building and running ended.
+    """
+    start, admitted, built, ran = times
     tokens = result.tokens or repeat(())  # a step that failed may have none
     rows = (
         _row(chunk, driver, sampled, result.grammar_steps.get(chunk.slot, FREE))
         for chunk, driver, sampled in zip(plan.step.chunks, plan.rows, tokens, strict=False)
     )
-    return tuple(rows), n_cells
+    return StepRecord(
+        start_s=start,
+        n_rows=len(plan.step.chunks),
+        n_steps=result.n_steps,
+        n_tokens=sum(len(c.tokens) for c in plan.step.chunks),
+        n_waiting=0,
+        code=result.code,
+        admit_s=admitted - start,
+        build_s=built - admitted,
+        run_s=ran - built,
+        decode_s=result.decode_s,
+        sample_s=result.sample_s,
+        apply_s=0.0,
+        deliver_s=0.0,
+        rows=tuple(rows),
+        first_s=result.first_s,
+        n_cells=n_cells,
+    )
 
 
 def _row(
@@ -104,29 +126,4 @@ def _row(
         n_tokens=len(chunk.tokens),
         n_prefill=max(0, min(len(chunk.tokens), n_known - chunk.start)),
         n_sampled=len(sampled) + len(guidance.forced),
-    )
-
-
-def record_of(
-    plan: StepPlan, result: StepResult, n_waiting: int, times: tuple[float, ...], seen: Seen
-) -> StepRecord:
-    """Return the record of a step; `times` is when it began and when each of its phases ended."""
-    phases = [end - start for start, end in pairwise(times)]
-    return StepRecord(
-        start_s=times[0],
-        n_rows=len(plan.chunks),
-        n_steps=result.n_steps,
-        n_tokens=sum(len(c.tokens) for c in plan.chunks),
-        n_waiting=n_waiting,
-        code=result.code,
-        admit_s=phases[0],
-        build_s=phases[1],
-        run_s=phases[2],
-        decode_s=result.decode_s,
-        sample_s=result.sample_s,
-        apply_s=phases[3],
-        deliver_s=phases[4],
-        rows=seen[0],
-        first_s=result.first_s,
-        n_cells=seen[1],
     )

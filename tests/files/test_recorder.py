@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -26,17 +27,20 @@ from cbatch.files.report.recorder import (
     tee,
 )
 from cbatch.files.report.spans import GAP_S, SlotSpans, Span, SpanStore
-from cbatch.runtime.loop import Loop
 from cbatch.runtime.step_record import StepRecord, StepRow
 from tests.core.test_percentiles import submit
 from tests.files.steps import decode, prefill, result_of, run_of
 from tests.helpers import Rig, make_scheduler, make_sequences
+from tests.runtime.backends import loop_over
+
+if TYPE_CHECKING:
+    from cbatch.runtime.loop import Loop
 
 # ---- rows of a step ----
 
 
 def recorded(rig: Rig) -> tuple[Loop, list[StepRecord]]:
-    loop, records = Loop(rig.backend, rig.scheduler, lambda: rig.now), list[StepRecord]()
+    loop, records = loop_over(rig.backend, rig.scheduler, lambda: rig.now), list[StepRecord]()
     loop.recorder = records.append
     return loop, records
 

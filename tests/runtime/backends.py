@@ -7,7 +7,9 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.fake import FakeBackend
+from cbatch.cache.store import NoStore
 from cbatch.runtime.in_flight import InFlight
+from cbatch.runtime.loop import Loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,10 +17,13 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.mailbox import Mailbox
+
+    Clock = Callable[[], float]
 
 T = TypeVar("T")
 
@@ -61,6 +66,11 @@ class GatedBackend(FakeBackend):
     def release_when_asked(self) -> None:
         """Go on when somebody interrupts: a command waits then."""
         self._is_armed = True
+
+
+def loop_over(backend: FakeBackend, scheduler: ContinuousBatchScheduler, clock: Clock) -> Loop:
+    """Return a loop without files of cells; it has no thread before it is started."""
+    return Loop(backend, scheduler, clock, NoStore("no folder"), is_threaded=False)
 
 
 class Cancelled(InFlight):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,12 @@ import pytest
 from cbatch.backend.fake import FakeBackend, FakeVocab
 from cbatch.cache.cell_file import CachedCells
 from cbatch.cache.store import CacheStore
+from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.cell_ops import Stored
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.waiting import CacheEntry, CacheRef
 from cbatch.errors import CacheError
-from cbatch.runtime.cache_io import CacheIo, ReadResult
+from cbatch.runtime.cache_io import CacheIo
 from tests.helpers import make_request
 from tests.places import text_of
 from tests.runtime.backends import PATIENCE_S, in_thread
@@ -27,8 +28,45 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.cache.cell_file import Fingerprint
+    from cbatch.runtime.cache_io import Post
 
 DATA = np.zeros(80, np.uint8)
+
+
+class Orders(MultiRequestBatcher):
+    """Stands for a batcher: orders files to be read and written, and is told."""
+
+    def __init__(self) -> None:
+        self.reads: list[CacheRef] = []
+        self.writes: list[Stored] = []
+        self.unwanted: set[str] = set()
+        self.told: list[Any] = []
+
+    def take_reads(self) -> list[CacheRef]:
+        reads, self.reads = self.reads, []
+        return reads
+
+    def take_stored(self) -> Stored | None:
+        return self.writes.pop(0) if self.writes else None
+
+    def n_wanted(self, ref: CacheRef, found: CacheEntry | None = None) -> int:
+        return 0 if ref.key in self.unwanted else 10
+
+    def take_cells(self, ref: CacheRef, found: Any, n_read: int) -> list[Any]:
+        self.told.append(found)
+        return []
+
+    def end_stored(
+        self, driver: SequenceDriver, found: CacheEntry | None = None, problem: str | None = None
+    ) -> None:
+        self.told.append((found, problem))
+
+
+class Exporting(FakeBackend):
+    """Has the cells of every slot."""
+
+    def export_state(self, key: int) -> Any:
+        return DATA
 
 
 @dataclass(eq=False)
@@ -36,23 +74,24 @@ class Owner:
     """Asks a `CacheIo`, and is told."""
 
     cache_io: CacheIo
+    orders: Orders
     posted: SimpleQueue[Callable[[], object]]
-    told: list[Any] = field(default_factory=list)
 
     def read(self, key: str, *, is_wanted: bool = True) -> None:
-        told = self.told
-        self.cache_io.read(
-            CacheRef(key), lambda result: told.append(result.found), lambda found: 10 * is_wanted
-        )
+        if not is_wanted:
+            self.orders.unwanted.add(key)
+        self.orders.reads.append(CacheRef(key))
+        self.cache_io.read_ordered()
 
     def write(self, key: str) -> None:
-        self.cache_io.write(stored(key), DATA, lambda *said: self.told.append(said[1:]))
+        self.orders.writes.append(stored(key))
+        self.cache_io.write_stored()
 
     def take(self, n: int = 1) -> list[Any]:
         """Wait until so many answers are there."""
         for _ in range(n):
             self.posted.get(timeout=PATIENCE_S)()
-        return self.told[-n:]
+        return self.orders.told[-n:]
 
 
 def stored(key: str) -> Stored:
@@ -62,10 +101,11 @@ def stored(key: str) -> Stored:
     return Stored(driver, 0, 10)
 
 
-def make_owner(folder: Path, *, is_threaded: bool) -> Owner:
-    posted = SimpleQueue[Any]()
+def make_owner(folder: Path, *, is_threaded: bool, post: Post | None = None) -> Owner:
+    posted, orders = SimpleQueue[Any](), Orders()
     store = CacheStore(folder, 2**40)
-    return Owner(CacheIo(store, FakeBackend(), posted.put, is_threaded=is_threaded), posted)
+    cache_io = CacheIo(store, Exporting(), orders, post or posted.put, is_threaded=is_threaded)
+    return Owner(cache_io, orders, posted)
 
 
 @pytest.fixture
@@ -115,13 +155,12 @@ def test_write_without_memory_for_its_tokens_is_told_the_next_read_done(
 def test_answer_that_cannot_be_posted_leaves_the_thread_to_the_next(tmp_path: Path) -> None:
     posted = SimpleQueue[Any]()
     posts = iter([raises(RuntimeError("the engine is closed")), posted.put])
-    store = CacheStore(tmp_path, 2**40)
-    cache_io = CacheIo(store, FakeBackend(), lambda c: next(posts)(c), is_threaded=True)
-    owner = Owner(cache_io, posted)
-    owner.write("lost")
-    owner.write("k")
-    assert owner.take() == [(CacheEntry(text_of(10), 10), None)]
-    in_thread(cache_io.close)()
+    made = make_owner(tmp_path, is_threaded=True, post=lambda c: next(posts)(c))
+    made.write("lost")
+    made.write("k")
+    posted.get(timeout=PATIENCE_S)()
+    assert made.orders.told == [(CacheEntry(text_of(10), 10), None)]
+    in_thread(made.cache_io.close)()
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
@@ -151,17 +190,14 @@ def test_thread_that_cannot_start_leaves_the_work_to_who_asks(
 
 def test_cache_io_knows_its_own_thread(tmp_path: Path) -> None:
     told = SimpleQueue[bool]()
-    cache_io = CacheIo(
-        CacheStore(tmp_path, 2**40),
-        FakeBackend(),
-        lambda _: told.put(cache_io.is_current_thread),
-        is_threaded=True,
+    made = make_owner(
+        tmp_path, is_threaded=True, post=lambda _: told.put(made.cache_io.is_current_thread)
     )
-    assert not cache_io.is_current_thread
-    cache_io.read(CacheRef("k"), ReadResult.__repr__, lambda found: 1)
+    assert not made.cache_io.is_current_thread
+    made.read("k")
     assert told.get(timeout=PATIENCE_S)
-    assert not cache_io.is_current_thread
-    in_thread(cache_io.close)()
+    assert not made.cache_io.is_current_thread
+    in_thread(made.cache_io.close)()
 
 
 # ---- what comes first ----

@@ -16,14 +16,14 @@ from cbatch.core.driver import SequenceDriver
 from cbatch.errors import EngineClosedError, RequestCancelledError
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.in_flight import InFlight, Route
-from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import Rig, make_request, make_scheduler
-from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, in_thread
+from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, in_thread, loop_over
 
 if TYPE_CHECKING:
     from cbatch.backend.fake import FakeBackend
     from cbatch.core.scheduler import Plan
+    from cbatch.runtime.loop import Loop
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class LoopRig:
 
 def make_loop(backend: FakeBackend, *, is_threaded: bool = True) -> LoopRig:
     rig = make_scheduler(backend.n_slots, backend.n_window, backend.n_batch)
-    loop = Loop(backend, rig.scheduler, time.perf_counter)
+    loop = loop_over(backend, rig.scheduler, time.perf_counter)
     made = LoopRig(loop, InFlight(loop, rig.batcher, time.perf_counter), backend, rig)
     plan = rig.scheduler.plan
 

@@ -1,0 +1,61 @@
+"""A thread for slow work, so that neither the owner thread nor a caller waits for it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from itertools import count
+from queue import PriorityQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LAST = 1_000
+
+
+class WorkThread:
+    """A thread that starts with the first work it is given; lower ranks are done first.
+
+    Without a thread, and where none can be started, work is done at once by the thread that gives it.
+    """
+
+    def __init__(self, name: str, *, is_threaded: bool) -> None:
+        self._name, self._is_threaded = name, is_threaded
+        self._work: PriorityQueue[tuple[int, int, Callable[[], object] | None]] = PriorityQueue()
+        self._numbers = count()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller's thread is this one."""
+        return self._thread is threading.current_thread()
+
+    def do(self, work: Callable[[], object], rank: int = 0) -> None:
+        """Have work done; what it raises is lost where there is a thread."""
+        if self._is_threaded and self._thread is None:
+            self._start()
+        if self._is_threaded:
+            self._work.put((rank, next(self._numbers), work))
+        else:
+            work()
+
+    def close(self) -> None:
+        """Return when all work is done; none may be given afterwards."""
+        if self._thread is not None:
+            self._work.put((_LAST, next(self._numbers), None))
+            self._thread.join()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process may have no more threads
+            self._is_threaded = False
+        else:
+            self._thread = thread
+
+    def _run(self) -> None:
+        while (work := self._work.get()[2]) is not None:
+            with suppress(Exception):  # the owner thread has been told
+                work()
