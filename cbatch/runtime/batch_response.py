@@ -206,7 +206,6 @@ class BatchResponse:
 
     def _chunks(self) -> Reader[BatchOutputChunk]:
         box = self._mailbox
-        box.is_streamed = True
         return Reader(box, box.has_chunk, box.take_chunk, self._close_display)
 
     async def _gather(self) -> list[BatchResult]:

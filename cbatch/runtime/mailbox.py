@@ -30,7 +30,7 @@ def refused(
 class Mailbox:
     """Delivery of one batch. The owner never waits here; a reader may.
 
-    Until a reader of chunks is made (`is_streamed`), an item is delivered once, when it has ended. The batch has
+    Until a reader asks for chunks (`is_streamed`), an item is delivered once, when it has ended. The batch has
     `n_items`, or is fed with one item after the other; see `Feed`.
     """
 
@@ -160,7 +160,8 @@ class Mailbox:
     # ---- what is given out ----
 
     def has_chunk(self) -> bool:
-        """Whether `take_chunk` need not be waited for."""
+        """Whether `take_chunk` need not be waited for. From the first call on, chunks are delivered as they come."""
+        self.is_streamed = True
         return bool(self._chunks) or self.items.have_ended
 
     def has_result(self) -> bool:
