@@ -28,6 +28,7 @@ from cbatch.checks import (
 )
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
+from cbatch.core.prompts import PromptPreparer
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.engine_options import EngineOptions, ScheduleOptions
@@ -229,9 +230,8 @@ class Engine:
 
         stats, schedule, memory = EngineStats(), self._schedule, backend.memory
         ledger = KvLedger(backend.n_slots, backend.n_window, memory)
-        batcher = MultiRequestBatcher(
-            ledger, partial(tokenize, backend.vocab), schedule, memory, backend.chunk_alignment
-        )
+        prompts = PromptPreparer(partial(tokenize, backend.vocab), backend.n_window)
+        batcher = MultiRequestBatcher(ledger, prompts, schedule, memory, backend.chunk_alignment)
         scheduler = ContinuousBatchScheduler(
             batcher,
             backend.n_batch,
@@ -245,7 +245,7 @@ class Engine:
         loop = Loop(backend, scheduler, time.perf_counter, store, is_threaded=self._threaded)
         in_flight = InFlight(loop, batcher, time.perf_counter)
         submitter = Submitter(
-            backend, batcher, loop, in_flight, schedule, is_threaded=self._threaded
+            backend, prompts, loop, in_flight, schedule, is_threaded=self._threaded
         )
         self._finalizer = weakref.finalize(self, loop.close)
         self._made = _Parts(backend, batcher, loop, in_flight, submitter, stats, exactness)

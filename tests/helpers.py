@@ -24,6 +24,8 @@ from cbatch.core.kv import KvLedger
 from cbatch.core.lifecycle import Status
 from cbatch.core.plan import Binding, KvCapabilities, Slot, StepPlan
 from cbatch.core.preemption import N_PREEMPTED_MAX
+from cbatch.core.prompts import PromptPreparer
+from cbatch.core.queue import AdmissionQueue
 from cbatch.core.request import Request
 from cbatch.core.scheduler import NOT_RUN, ContinuousBatchScheduler, Plan
 from cbatch.core.slots import N_LOOK, Books
@@ -37,7 +39,7 @@ from cbatch.runtime.output import result_of, take_chunk
 from tests.oracle.fake_streams import stream_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -84,8 +86,8 @@ class Rig:
     storing: list[tuple[SequenceDriver, CacheEntry | None]] = field(default_factory=list)
     fetching: list[CacheRef] = field(default_factory=list)
     compiling: list[Grammar | DryBreakers] = field(default_factory=list)
-    n_planned: int = 0
-    """Waiting sequences that plans have looked at."""
+    n_visited: int = 0
+    """Waiting sequences looked at, to make prompts tokens and to plan."""
     is_watched: bool = False
     """Whether all that is known is compared before and after each plan; this takes long."""
     in_run: Plan | None = None
@@ -117,11 +119,6 @@ class Rig:
     def books(self) -> Books:
         """The books that events and `apply` change, to look into."""
         return self.batcher._books
-
-    @property
-    def n_visited(self) -> int:
-        """Waiting sequences looked at, to make prompts tokens and to plan."""
-        return self.batcher.n_visited + self.n_planned
 
     @property
     def ledger(self) -> KvLedger:
@@ -234,9 +231,8 @@ def make_scheduler(
     memory = backend.memory
     ledger = KvLedger(n_slots, n_window, memory)
     backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
-    batcher = MultiRequestBatcher(
-        ledger, partial(tokenize, backend), schedule, memory, chunk_alignment
-    )
+    prompts = PromptPreparer(partial(tokenize, backend), n_window)
+    batcher = MultiRequestBatcher(ledger, prompts, schedule, memory, chunk_alignment)
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
         batcher,
@@ -298,19 +294,32 @@ def step(rig: Rig) -> StepPlan | None:
     return None if plan is None else plan.step
 
 
+class CountedQueue(AdmissionQueue):
+    """A queue that counts the sequences that are looked at."""
+
+    n_visited = 0
+
+    def __iter__(self) -> Iterator[SequenceDriver]:
+        for driver in super().__iter__():
+            CountedQueue.n_visited += 1
+            yield driver
+
+
 def plan_of(rig: Rig) -> Plan | None:
     """Bring the books up to date and plan; check that the plan is sound and that planning changes nothing."""
     settle_disk(rig)
     settle_compiled(rig)
-    n_visited = rig.n_visited
+    rig.books.queue.__class__ = CountedQueue
+    n_visited = CountedQueue.n_visited
     rig.scheduler.prepare(rig.now)
     rig.compiling += rig.batcher.take_wants()
     before = snapshot(rig) if rig.is_watched else None
     plan = rig.scheduler.plan(rig.now)
+    n_visited = CountedQueue.n_visited - n_visited
+    assert n_visited <= n_visited_max(rig)
+    rig.n_visited += n_visited
     assert rig.scheduler.plan(rig.now) == plan
     assert before is None or snapshot(rig) == before
-    rig.n_planned += 0 if plan is None else plan.n_visited
-    assert rig.n_visited - n_visited <= n_visited_max(rig)
     if plan is not None:
         check_plan(rig, plan)
     return plan
@@ -335,7 +344,7 @@ def park_paused(rig: Rig) -> None:
     slots = rig.batcher.slot_plan()
     assert slots.park()
     step = StepPlan((), **slots.ops())
-    run(rig, Plan(step, (), slots.changes(), None, rig.now, 0))
+    run(rig, Plan(step, (), slots.changes(), None, rig.now))
 
 
 def snapshot(rig: Rig) -> object:
@@ -430,7 +439,7 @@ def drive(
         if plan is None and (rig.fetching or rig.storing or rig.compiling):
             continue
         if plan is None:
-            assert rig.scheduler.is_idle, "requests in flight, but nothing to compute"
+            assert not rig.batcher.in_flight, "requests in flight, but nothing to compute"
             assert set(rig.results) == set(rig.drivers)
             return plans
         plans.append(plan)
@@ -590,11 +599,13 @@ def check_invariants(rig: Rig) -> None:
             assert ledger.n_cells[slot] == driver.n_computed
             assert driver.slot == slot
             assert driver.status in (Status.RUNNING, Status.PAUSED)
-            assert driver.n_pending >= 1
+            assert driver.n_computed < driver.n_tokens
             assert driver.n_tokens <= rig.backend.n_window
     status = Counter(d.status for d in batcher.in_flight.values())
     assert status[Status.FINISHED] == 0
-    assert len(having) + batcher.n_waiting + batcher.n_held == len(batcher.in_flight)
+    held = [d for d in batcher.in_flight.values() if d.slot is None and is_held(d)]
+    assert len(held) == batcher.n_held
+    assert len(having) + batcher.n_waiting + len(held) == len(batcher.in_flight)
     leaving = [*(d for d, _ in rig.storing), *(d for d, _ in saved._storing.values())]
     storing = {d.request.id for d in leaving}
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing
@@ -604,6 +615,11 @@ def check_invariants(rig: Rig) -> None:
     for driver in batcher.in_flight.values():
         assert driver.n_preempted <= N_PREEMPTED_MAX
         assert driver.slot is not None or driver.n_computed == 0 or driver.saved_key is not None
+
+
+def is_held(driver: SequenceDriver) -> bool:
+    """Whether a sequence without a slot is out of the queue."""
+    return driver.status is Status.PAUSED or driver.waits_for is not None
 
 
 def _take_chunk(rig: Rig, driver: SequenceDriver) -> None:

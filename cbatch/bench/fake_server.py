@@ -12,6 +12,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
+from cbatch.core.prompts import PromptPreparer
 from cbatch.core.request import Request
 from cbatch.core.scheduler import NOT_RUN, ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
@@ -53,9 +54,11 @@ class FakeServer:
         self.backend = FakeBackend(n_slots, n_window, n_batch, cost=self._cost, memory=memory)
         memory = self.backend.memory
         self.stats = EngineStats()
-        self.batcher = MultiRequestBatcher(
-            KvLedger(n_slots, n_window, memory), self._tokenize, options, memory
+        ledger, prompts = (
+            KvLedger(n_slots, n_window, memory),
+            PromptPreparer(self._tokenize, n_window),
         )
+        self.batcher = MultiRequestBatcher(ledger, prompts, options, memory)
         self.scheduler = ContinuousBatchScheduler(
             self.batcher, n_batch, self.stats, options, memory=memory
         )
@@ -65,8 +68,6 @@ class FakeServer:
         """When the next request arrives: if no other waits, it ends the run in flight, as an engine's `run` does."""
         self.step_s = (0.0, 0.0)
         """Real seconds that planning and applying the last step took."""
-        self.n_visited = 0
-        """Waiting requests that plans have looked at."""
         self._run_end_s = math.inf
         self._tokens = (1,) * (n_window + 1)
 
@@ -92,7 +93,6 @@ class FakeServer:
         planned = time.perf_counter()
         if plan is None:
             return False
-        self.n_visited += plan.n_visited
         result = self._run(plan) if plan.is_run else NOT_RUN
         ran = time.perf_counter()
         self.scheduler.apply(plan, result, self.now)

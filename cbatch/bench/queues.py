@@ -42,8 +42,6 @@ class Figures:
     plan_us: float
     plan_p99_us: float
     apply_us: float
-    visited_per_plan: float
-    """Waiting requests that were looked at."""
     submit_us: float
     """A request, of all that were submitted at once."""
     submit_one_us: float
@@ -58,13 +56,11 @@ def measure(
     """Return what `n_steps` steps take with `n_queued` requests in the queue all the time."""
     queue = _Queue(options, case, n_slots)
     submit_s = queue.fill(n_queued)
-    n_visited, times = queue.server.n_visited, list[tuple[float, float]]()
-    submit_one_s = []
+    times, submit_one_s = list[tuple[float, float]](), list[float]()
     for _ in range(n_steps):
         queue.server.step()
         times.append(queue.server.step_s)
         submit_one_s.append(queue.submit_one(n_queued))
-    n_visited = queue.server.n_visited - n_visited
     plan_s, apply_s = zip(*times, strict=True)
     n_left = len(queue.batcher.in_flight)
     return Figures(
@@ -75,7 +71,6 @@ def measure(
         plan_us=_us(statistics.median(plan_s)),
         plan_p99_us=_us(percentile(plan_s, 0.99)),
         apply_us=_us(statistics.median(apply_s)),
-        visited_per_plan=round(n_visited / n_steps, 3),
         submit_us=_us(submit_s / n_queued),
         submit_one_us=_us(statistics.median(submit_one_s)),
         cancel_us=_us(queue.cancel_all() / n_left),

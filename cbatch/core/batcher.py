@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -12,14 +10,10 @@ from cbatch.core.lifecycle import Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
-from cbatch.core.prefix_index import n_common
 from cbatch.core.queue import AdmissionQueue, Deadlines
 from cbatch.core.slots import N_LOOK, Books, SlotPlan
 from cbatch.core.waiting import CacheReads, CacheRef, GrammarBuilds, PrefixWaiters
-from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import CBatchError, GrammarError, RequestFailedError, words_of
-from cbatch.messages import BatchPrompt
-from cbatch.options import RunOptions
+from cbatch.errors import GrammarError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -28,12 +22,12 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import KvCapabilities, StepPlan
+    from cbatch.core.prompts import PromptPreparer
     from cbatch.core.slots import Entry, Leave, Move, SlotChanges
     from cbatch.core.waiting import CacheEntry
-    from cbatch.errors import CacheError
+    from cbatch.engine_options import ScheduleOptions
+    from cbatch.errors import CacheError, CBatchError
     from cbatch.options import DryBreakers, Grammar
-
-Tokenize = Callable[[BatchPrompt, RunOptions], Sequence[int]]
 
 N_REFUSED_MAX = 64
 """Most requests that end before one plan without being computed: a step must not wait for a long row of bad ones."""
@@ -53,15 +47,12 @@ class MultiRequestBatcher:
     def __init__(
         self,
         ledger: KvLedger,
-        tokenize: Tokenize,
-        options: ScheduleOptions | None = None,
+        prompts: PromptPreparer,
+        options: ScheduleOptions,
         memory: KvCapabilities | None = None,
         chunk_alignment: int = 0,
     ) -> None:
-        options = options or ScheduleOptions()
         self.in_flight: dict[str, SequenceDriver] = {}
-        self.n_visited = 0
-        """Waiting sequences whose prompts became tokens at their turn, or were refused then."""
         running: list[SequenceDriver | None] = [None] * ledger.n_slots
         prefixes = PrefixCache(
             ledger,
@@ -85,8 +76,13 @@ class MultiRequestBatcher:
         self._cells, self._saved, self._reads = self._books.cells, saved, self._books.reads
         self._followers, self._storing = self._books.followers, self._books.storing
         self._builds = GrammarBuilds()
+        self._waiters: dict[Wait, GrammarBuilds | PrefixWaiters | CacheReads] = {
+            Wait.COMPILE: self._builds,
+            Wait.LEADER: self._followers,
+            Wait.CACHE: self._reads,
+        }
         self._deadlines = Deadlines()
-        self._tokenize = tokenize
+        self._prompts = prompts
         self._is_sorted_by_length = options.policy == "shortest"
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
@@ -105,7 +101,7 @@ class MultiRequestBatcher:
     @property
     def n_held(self) -> int:
         """Sequences without a slot that could not take one: paused, or waiting for something else."""
-        return self._queue.n_held
+        return len(self.in_flight) - self._ledger.n_lent - len(self._queue)
 
     @property
     def n_running(self) -> int:
@@ -166,53 +162,19 @@ class MultiRequestBatcher:
     # ---- coming ----
 
     def submit(self, drivers: Iterable[SequenceDriver]) -> None:
-        """Queue waiting sequences; their ids must not be in flight. One that is known never to fit ends at once.
-
-        One that `waits_for` something, or for its grammar, is held.
-        """
+        """Queue waiting sequences; their ids must not be in flight. One that is known never to fit ends at once."""
         ready: list[SequenceDriver] = []
         for driver in drivers:
             driver.number = next(self._numbers)
             self.in_flight[driver.request.id] = driver
             self._deadlines.add(driver)
             if self._is_sorted_by_length or driver.request.prompt.tokens is not None:
-                self.prepare_prompt(driver)
-            if driver.refusal is not None:
-                self._end(driver, driver.clock.submitted_s, driver.refusal)
-            elif driver.is_held or self._waits_to_compile(driver):
-                self._queue.hold(driver)
-            else:
+                self._prompts.prepare(driver)
+            if driver.error is not None:
+                self._end(driver, driver.clock.submitted_s, driver.error)
+            elif not self._waits_to_compile(driver):
                 ready.append(driver)
         self._queue.add(ready)
-
-    def prepare_prompt(self, driver: SequenceDriver) -> None:
-        """Make a prompt tokens, or note why that cannot be; touches nothing but the driver. From any thread."""
-        if driver.is_prepared:
-            return
-        try:
-            tokens = self._tokenize(driver.request.prompt, driver.request.options)
-            driver.prepare(tokens, self._ledger.n_window)
-            if driver.request.options.n_discard:
-                driver.keep_in_window(self._n_first_message(driver, tokens))
-        except CBatchError as error:
-            driver.refusal = error
-        except Exception as error:
-            # a template may raise anything: it is this request's own failure
-            driver.refusal = RequestFailedError(
-                f"the prompt could not be prepared: {words_of(error)}"
-            )
-            driver.refusal.__cause__ = error
-
-    def _n_first_message(self, driver: SequenceDriver, tokens: Sequence[int]) -> int:
-        """Return how many tokens the first message of a chat takes; 1 for a prompt that is no chat."""
-        prompt, options = driver.request.prompt, driver.request.options
-        if prompt.messages is None:
-            return 1
-        try:
-            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), options)
-        except Exception:  # a template may refuse a lone message
-            return 1
-        return max(1, n_common([*first], [*tokens]))
 
     def prepare(self, now: float, n_ending: int = 0) -> None:
         """Bring the books up to date before a plan: what is over by the clock, and whose turn may come.
@@ -225,7 +187,7 @@ class MultiRequestBatcher:
             driver.expire(now)
             self.retire(driver)
         for driver in self._followers.take_over():
-            self.release(driver)
+            self._release(driver)
         if self._queue and (n_open := self._ledger.n_free_slots + self.n_paused + n_ending):
             self._prepare_prompts(n_open + (N_LOOK - 1 if self.is_pool else 0), now)
 
@@ -234,16 +196,15 @@ class MultiRequestBatcher:
         refused: list[SequenceDriver] = []
         n_ready = 0
         for driver in self._queue:
-            self.n_visited += not driver.is_prepared
-            self.prepare_prompt(driver)
-            n_ready += driver.refusal is None
-            if driver.refusal is not None:
+            self._prompts.prepare(driver)
+            n_ready += driver.error is None
+            if driver.error is not None:
                 refused.append(driver)
             if n_ready == n_wanted or len(refused) == N_REFUSED_MAX:
                 break
         for driver in refused:
             self._queue.remove(driver)
-            self._end(driver, now, driver.refusal)
+            self._end(driver, now, driver.error)
 
     # ---- waiting ----
 
@@ -263,27 +224,22 @@ class MultiRequestBatcher:
         """Take what compiling brought: the sequences that waited for it are queued, or end where it failed."""
         if isinstance(found, GrammarError):
             for driver in self._builds.arrive(want, None):
-                self._withdraw(driver)
                 self._end(driver, now, GrammarError(found.kind, found.reason))
             return
         drivers = [d for d in self._builds.arrive(want, found) if not self._waits_to_compile(d)]
         for driver in drivers:
             driver.waits_for = None
-        ready = [d for d in drivers if d.status is Status.WAITING]  # others are paused
-        for driver in ready:
-            self._queue.unhold(driver)
-        self._queue.add(ready)
+        self._queue.add([d for d in drivers if d.status is Status.WAITING])  # others are paused
 
-    def hold(self, driver: SequenceDriver, reason: Wait) -> None:
-        """Keep a waiting sequence from its turn until `release`: those behind it pass."""
+    def _hold(self, driver: SequenceDriver, reason: Wait) -> None:
+        """Take a waiting sequence out of the queue until `_release`: those behind it pass."""
         self._queue.remove(driver)
         driver.waits_for = reason
-        self._queue.hold(driver)
 
-    def release(self, driver: SequenceDriver) -> None:
+    def _release(self, driver: SequenceDriver) -> None:
         """Let a held sequence take its turn: among the first, for it has waited."""
         driver.waits_for = None
-        if driver.status is Status.WAITING and self._queue.is_held(driver):
+        if driver.status is Status.WAITING:
             self._queue.put_back(driver)
 
     # ---- cells on disk ----
@@ -309,7 +265,7 @@ class MultiRequestBatcher:
         """
         drivers, adopted = self._reads.arrive(ref, found, n_read)
         for driver in drivers:
-            self.release(driver)
+            self._release(driver)
         return adopted
 
     def refuse_cells(self, driver: SequenceDriver, error: CacheError) -> None:
@@ -343,9 +299,8 @@ class MultiRequestBatcher:
         driver = self.in_flight.get(id)
         if driver is None or driver.status is Status.PAUSED:
             return False
-        if driver.status is Status.WAITING and not self._queue.is_held(driver):
+        if driver.status is Status.WAITING and driver.waits_for is None:
             self._queue.remove(driver)
-            self._queue.hold(driver)
         driver.pause()
         self._n_changes += 1
         return True
@@ -357,7 +312,7 @@ class MultiRequestBatcher:
             return False
         if driver.slot is None:
             driver.requeue()
-            if not driver.is_held:
+            if driver.waits_for is None:
                 self._queue.put_back(driver)
         else:
             driver.resume()
@@ -431,13 +386,9 @@ class MultiRequestBatcher:
 
     def _withdraw(self, driver: SequenceDriver) -> None:
         """Take a sequence without a slot from wherever it waits."""
-        if driver.waits_for is Wait.LEADER:
-            self._followers.drop(driver)
-        elif driver.waits_for is Wait.CACHE:
-            self._reads.drop(driver)
-        elif driver.waits_for is Wait.COMPILE:
-            self._builds.drop(driver)
-        if not self._queue.unhold(driver) and driver.status is Status.WAITING:
+        if driver.waits_for is not None:
+            self._waiters[driver.waits_for].drop(driver)
+        elif driver.status is Status.WAITING:
             self._queue.remove(driver)
 
     def _end(self, driver: SequenceDriver, now: float, error: CBatchError | None) -> None:
@@ -501,10 +452,10 @@ class MultiRequestBatcher:
             driver.n_overtaken += n_more
         for hold in changes.holds:
             if hold.leader is not None:
-                self.hold(hold.driver, Wait.LEADER)
+                self._hold(hold.driver, Wait.LEADER)
                 self._followers.add(hold.driver, hold.leader, hold.n_cells)
             else:
-                self.hold(hold.driver, Wait.CACHE)
+                self._hold(hold.driver, Wait.CACHE)
                 self._reads.add(hold.driver)
 
     def _commit_leave(self, leave: Leave, lost: Collection[int]) -> None:
@@ -516,7 +467,6 @@ class MultiRequestBatcher:
             self._saved.add(leave.key, driver)
         driver.slot = None
         if leave.reason == "pause":
-            self._queue.hold(driver)
             return
         driver.preempt()
         if leave.reason == "turn":

@@ -80,8 +80,7 @@ class SequenceDriver:
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
-    refusal: CBatchError | None = None
-    """Why its prompt cannot be computed, where that was found out before its turn."""
+    """What it ends with, or why its prompt cannot be computed, where that was found out before its turn."""
     is_watched: bool = False
     """Whether somebody reads its output as it comes."""
     delivered: tuple[int, int] | None = None
@@ -107,11 +106,6 @@ class SequenceDriver:
     def n_tokens(self) -> int:
         """Tokens that exist."""
         return len(self.tokens)
-
-    @property
-    def n_pending(self) -> int:
-        """Tokens that have no cell yet."""
-        return len(self.tokens) - self.n_computed
 
     @property
     def n_output(self) -> int:
@@ -185,11 +179,6 @@ class SequenceDriver:
         """Whether it ever had a slot."""
         return self.clock.admitted_s is not None
 
-    @property
-    def is_held(self) -> bool:
-        """Whether it waits outside the queue, for something that its turn does not bring."""
-        return self.waits_for is not None
-
     def own_alignment(self, chunk_alignment: int) -> int:
         """Return the alignment of this prompt's chunks, which is smaller than `chunk_alignment` where it is scored."""
         is_scored = self.request.options.n_prompt_logprobs is not None
@@ -211,7 +200,7 @@ class SequenceDriver:
     @property
     def is_prepared(self) -> bool:
         """Whether its prompt is tokens already, or known to be refused."""
-        return bool(self.tokens) or self.refusal is not None
+        return bool(self.tokens) or self.error is not None
 
     def prepare(self, tokens: Sequence[int], n_window: int) -> None:
         """Take the prompt's tokens.
@@ -330,7 +319,7 @@ class SequenceDriver:
         """
         options = self.request.options
         if options.cache_required:
-            self.refusal = error
+            self.error = error
         elif not (error.is_missing and options.save_cache):
             self.warnings.append(str(error))
 

@@ -6,7 +6,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,24 +20,8 @@ DEFAULT_AGEING_S = 10.0
 _N_ENDED_MIN = 64
 
 
-class Policy(Protocol):
-    """Waiting sequences in the order of their turns. Nothing here looks at more of them than it is asked for."""
-
-    def __len__(self) -> int:
-        """Return how many wait."""
-
-    def __iter__(self) -> Iterator[SequenceDriver]:
-        """Yield them in order."""
-
-    def add(self, drivers: Iterable[SequenceDriver]) -> None:
-        """Put them in their places."""
-
-    def remove(self, driver: SequenceDriver) -> None:
-        """Remove one; it must be there."""
-
-
 class FifoPolicy:
-    """First come, first served; a sequence that is added again goes to the end."""
+    """Waiting sequences, first come, first served; one that is added again goes to the end."""
 
     def __init__(self) -> None:
         self._drivers: OrderedDict[int, SequenceDriver] = OrderedDict()  # by number
@@ -58,7 +42,7 @@ class FifoPolicy:
 
 
 class SortedPolicy:
-    """The lowest key first, equals in order of submission. A key must not change while its sequence waits."""
+    """Waiting sequences, the lowest key first, equals in order of submission. A key must not change meanwhile."""
 
     def __init__(self, key: Callable[[SequenceDriver], float]) -> None:
         self._key = key
@@ -88,6 +72,10 @@ class SortedPolicy:
         return -self._key(driver), -driver.number, driver
 
 
+Policy: TypeAlias = FifoPolicy | SortedPolicy
+"""The order of turns. Nothing here looks at more sequences than it is asked for."""
+
+
 def make_policy(options: ScheduleOptions) -> Policy:
     """Return an empty queue for a policy."""
     if options.policy == "priority":
@@ -115,34 +103,21 @@ def virtual_arrival_s(driver: SequenceDriver, ageing_s: float) -> float:
 
 
 class AdmissionQueue:
-    """Sequences without a slot: returning ones, the oldest first, then the others as the policy has them.
-
-    Held sequences are kept from their turn, and passed by the others.
-    """
+    """Sequences that could take a slot: returning ones, the oldest first, then the others as the policy has them."""
 
     def __init__(self, options: ScheduleOptions) -> None:
         self._policy = make_policy(options)
         self._returning: list[tuple[int, SequenceDriver]] = []
-        self._held: dict[int, SequenceDriver] = {}  # by number
 
     def __len__(self) -> int:
-        """Return how many could take a slot."""
+        """Return how many there are."""
         return len(self._policy) + len(self._returning)
 
     def __iter__(self) -> Iterator[SequenceDriver]:
-        """Yield those that could take a slot, in order."""
+        """Yield them in order."""
         for _, driver in self._returning:
             yield driver
         yield from self._policy
-
-    @property
-    def n_held(self) -> int:
-        """Sequences that could not take a slot."""
-        return len(self._held)
-
-    def is_held(self, driver: SequenceDriver) -> bool:
-        """Whether a sequence is kept from its turn."""
-        return driver.number in self._held
 
     def add(self, drivers: Iterable[SequenceDriver]) -> None:
         """Put newcomers where the policy has them."""
@@ -150,19 +125,10 @@ class AdmissionQueue:
 
     def put_back(self, driver: SequenceDriver) -> None:
         """Put a sequence that had its turn before, or was held, among the first."""
-        self._held.pop(driver.number, None)
         insort(self._returning, (driver.number, driver))
 
-    def hold(self, driver: SequenceDriver) -> None:
-        """Keep a sequence that is not queued from its turn."""
-        self._held[driver.number] = driver
-
-    def unhold(self, driver: SequenceDriver) -> bool:
-        """Forget a held sequence; False where it was not held."""
-        return self._held.pop(driver.number, None) is not None
-
     def remove(self, driver: SequenceDriver) -> None:
-        """Remove a sequence that could take a slot; it must be there."""
+        """Remove a sequence; it must be there."""
         i = bisect_left(self._returning, driver.number, key=lambda entry: entry[0])
         if i < len(self._returning) and self._returning[i][1] is driver:
             del self._returning[i]
@@ -176,9 +142,6 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, SequenceDriver]] = []
         self._n_ended = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
     def add(self, driver: SequenceDriver) -> None:
         """Watch a driver's deadline, if it has one."""

@@ -16,7 +16,6 @@ from cbatch.core.budget import (
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.lifecycle import Status
 from cbatch.core.plan import BROKEN_ROW, FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
-from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from cbatch.core.plan import Binding, KvCapabilities
     from cbatch.core.slots import SlotChanges, SlotPlan
     from cbatch.core.stats import EngineStats
+    from cbatch.engine_options import ScheduleOptions
     from cbatch.options import AdapterSet
 
 N_STEPS_MAX = 64
@@ -59,8 +59,6 @@ class Plan:
     turns: Mapping[AdapterSet, int] | None
     """When each set of adapters in use had its turn, where there are several."""
     now: float
-    n_visited: int
-    """Waiting sequences that were looked at."""
 
     @property
     def n_entering(self) -> int:
@@ -110,7 +108,7 @@ class ContinuousBatchScheduler:
         batcher: MultiRequestBatcher,
         n_batch: int,
         stats: EngineStats,
-        options: ScheduleOptions | None = None,
+        options: ScheduleOptions,
         *,
         memory: KvCapabilities,
         chunk_alignment: int = 0,
@@ -118,7 +116,7 @@ class ContinuousBatchScheduler:
     ) -> None:
         self.batcher = batcher
         self.stats = stats
-        self.options = options or ScheduleOptions()
+        self.options = options
         self.costs = StepCosts(batcher.n_slots)
         self.bisection = FaultBisection()
         self._n_batch, self._chunk_alignment = n_batch, chunk_alignment
@@ -126,8 +124,8 @@ class ContinuousBatchScheduler:
         self._n_long_context_prefills = 0 if chunk_alignment else memory.n_long_context_prefills
         self._is_pool = batcher.is_pool
         self._can_even = not (chunk_alignment or self._is_pool)
-        is_fair = self.options.policy == "round_robin"
-        self._quantum = (self.options.quantum or DEFAULT_QUANTUM) if is_fair else 0
+        is_fair = options.policy == "round_robin"
+        self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._has_adapters = has_adapters
         self._turns: Mapping[AdapterSet, int] = {}
         self._n_turns = 0
@@ -135,11 +133,6 @@ class ContinuousBatchScheduler:
         self._has_rebuilt = self._must_rebuild = False
         self._is_pool_full = False
         """Whether the last run found no free cell."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing runs and nothing waits."""
-        return not self.batcher.in_flight
 
     def prepare(self, now: float) -> None:
         """Bring the books up to date with the clock before a plan; see `MultiRequestBatcher.prepare`."""
@@ -150,7 +143,7 @@ class ContinuousBatchScheduler:
         slots = self.batcher.slot_plan()
         if self._must_rebuild and self.batcher.in_flight:
             step = StepPlan((), binds=self._bindings(slots), is_rebuild=True, **slots.ops())
-            return Plan(step, (), None, None, now, 0)
+            return Plan(step, (), None, None, now)
         self._change_slots(slots)
         suspects = self.bisection.suspects(slots.leaving())
         rows: Sequence[SequenceDriver] = suspects or slots.rows()
@@ -167,7 +160,7 @@ class ContinuousBatchScheduler:
             adapters=rows[0].request.adapters if rows else (),
             **ops,
         )
-        return Plan(step, drivers, changes, turns, now, slots.n_visited)
+        return Plan(step, drivers, changes, turns, now)
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Sequence[SequenceDriver]:
         """Commit a plan by the result of its run; return the sequences of its rows.

@@ -116,8 +116,6 @@ class SlotPlan:
         self._running = books.running  # to be changed in a view alone
         self.placed: dict[SequenceDriver, tuple[Slot, int]] = {}
         """The sequences that are new in their slots, with their cells."""
-        self.n_visited = 0
-        """Waiting sequences that were looked at."""
         self._leaves: list[Leave] = []
         self._entries: list[Entry] = []
         self._holds: dict[SequenceDriver, Hold] = {}
@@ -272,7 +270,6 @@ class SlotPlan:
                 break
             if n_copied_max is not None and self.cells.n_to_copy > n_copied_max:
                 break
-            self.n_visited += len(first)
             n_left = len(self._leaves)
             found = self._fitting(first, demand)
             if found is not None:
@@ -376,7 +373,7 @@ class _Candidates:
         """Return the next waiting sequences, as far as their prompts are tokens."""
         n_missing = self._n_look - len(self._next)
         for driver in islice(self._rest, n_missing):
-            if not driver.is_prepared or driver.refusal is not None:
+            if not driver.is_prepared or driver.error is not None:
                 self._rest = iter(())
                 break
             self._next.append(driver)

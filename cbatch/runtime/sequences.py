@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend import Backend, Vocab
-    from cbatch.core.batcher import MultiRequestBatcher
+    from cbatch.core.prompts import PromptPreparer
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt
     from cbatch.options import Grammar
@@ -52,11 +52,11 @@ class SequenceMaker:
     """Makes sequences from prompts, with merged and checked options; from one thread at a time."""
 
     def __init__(
-        self, backend: Backend, batcher: MultiRequestBatcher, schedule: ScheduleOptions
+        self, backend: Backend, prompts: PromptPreparer, schedule: ScheduleOptions
     ) -> None:
         self.owner = secrets.token_hex(8)
         """The mark of the engine, by which its results are known."""
-        self._backend, self._batcher, self._schedule = backend, batcher, schedule
+        self._backend, self._prompts, self._schedule = backend, prompts, schedule
         self._chats = ChatFormat(backend.vocab)
         self._settled = OptionsMerger()
 
@@ -99,7 +99,7 @@ class SequenceMaker:
         self._warn(driver)
         if self._schedule.policy == "shortest":
             # here, for the owner thread must not wait
-            self._batcher.prepare_prompt(driver)
+            self._prompts.prepare(driver)
         return driver
 
     def count_tokens(self, item: BatchPrompt, run_options: RunOptions) -> int:
@@ -110,9 +110,9 @@ class SequenceMaker:
     def checked(self, item: BatchPrompt, run_options: RunOptions) -> SequenceDriver:
         """Return the first sequence of a prompt, with its tokens. Raises as a run of the prompt would end."""
         driver, *_ = self.of_prompt(item, UNNAMED, run_options, 0.0, math.inf)
-        self._batcher.prepare_prompt(driver)
-        if driver.refusal is not None:
-            raise driver.refusal
+        self._prompts.prepare(driver)
+        if driver.error is not None:
+            raise driver.error
         return driver
 
     def _request(

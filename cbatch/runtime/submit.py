@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.backend import Backend
-    from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.prompts import PromptPreparer
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt, Prompt
     from cbatch.options import DryBreakers, Grammar, RunOptions
@@ -59,7 +59,7 @@ class Submitter:
     def __init__(
         self,
         backend: Backend,
-        batcher: MultiRequestBatcher,
+        prompts: PromptPreparer,
         loop: Loop,
         in_flight: InFlight,
         schedule: ScheduleOptions,
@@ -68,7 +68,7 @@ class Submitter:
     ) -> None:
         self._loop, self._in_flight = loop, in_flight
         self._schedule, self._is_threaded = schedule, is_threaded
-        self.sequences = SequenceMaker(backend, batcher, schedule)
+        self.sequences = SequenceMaker(backend, prompts, schedule)
         self._n_ahead = N_AHEAD_PER_SLOT * backend.n_slots
         self._ids = Ids()
         self._submitting = threading.RLock()  # a handler of a signal may submit, too

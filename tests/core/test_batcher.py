@@ -133,7 +133,7 @@ def test_prompt_that_cannot_be_prepared_fails_alone(cause: Exception) -> None:
             raise cause
         return (1, 2)
 
-    rig.batcher._tokenize = tokenize
+    rig.batcher._prompts._tokenize = tokenize
     rig.submit(make_request("a", "bad"), make_request("b", "good", max_tokens=2))
     drive(rig)
     error = rig.results["a"].error
@@ -149,7 +149,7 @@ def test_long_queue_is_tokenized_only_when_its_turn_comes() -> None:
         seen.append(prompt.prompt)
         return (1,)
 
-    rig.batcher._tokenize = tokenize
+    rig.batcher._prompts._tokenize = tokenize
     rig.submit(*(make_request(id, id, max_tokens=1) for id in "abc"))
     step(rig)
     assert seen == ["a"]

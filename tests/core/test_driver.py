@@ -87,7 +87,7 @@ def test_transitions_name_every_status_and_event() -> None:
 
 def test_prompt_and_cap_that_fill_the_window_are_admitted() -> None:
     driver = make_running(n_prompt=10, max_tokens=6)
-    assert (driver.n_prompt, driver.n_cap, driver.n_pending) == (10, 6, 10)
+    assert (driver.n_prompt, driver.n_cap, driver.n_tokens) == (10, 6, 10)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_chunk_with_the_last_pending_token_alone_has_an_output() -> None:
     assert driver.chunk(slot, driver.n_computed, 3) == Chunk(slot, 0, [0, 1, 2], has_output=True)
     driver.accept(2, [], 2.0)
     assert driver.chunk(slot, driver.n_computed, 1) == Chunk(slot, 2, (2,), has_output=True)
-    assert driver.n_pending == 1
+    assert driver.n_tokens == driver.n_computed + 1
 
 
 def test_accept_of_several_steps_leaves_one_token_pending() -> None:
     driver = make_running(n_prompt=3)
     driver.accept(3, [A, B, C], 2.0)
-    assert (driver.n_tokens, driver.n_computed, driver.n_pending) == (6, 5, 1)
+    assert (driver.n_tokens, driver.n_computed) == (6, 5)
     assert (driver.n_output, driver.n_left) == (3, 10)
 
 
@@ -142,7 +142,7 @@ def test_rewind_makes_all_tokens_pending_and_keeps_them() -> None:
     driver = make_running(n_prompt=3)
     driver.accept(3, [A, B], 2.0)
     driver.rewind()
-    assert (driver.n_computed, driver.n_pending, driver.n_output) == (0, 5, 2)
+    assert (driver.n_computed, driver.n_tokens, driver.n_output) == (0, 5, 2)
     assert driver.chunk(Slot(0), driver.n_computed, 5).tokens == [0, 1, 2, A, B]
 
 
@@ -355,7 +355,8 @@ def test_step_takes_as_much_as_it_can_score(
 ) -> None:
     driver = make_scored(n_scored, n_computed)
     assert driver.scores is not None
-    assert driver.scores.n_within(n_computed, driver.n_pending, n_targets) == n
+    n_pending = driver.n_tokens - n_computed
+    assert driver.scores.n_within(n_computed, n_pending, n_targets) == n
 
 
 def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:

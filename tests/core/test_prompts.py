@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeVocab
-from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.kv import KvLedger
+from cbatch.core.prompts import PromptPreparer
 from cbatch.messages import BatchPrompt
 from tests.helpers import make_request
 
@@ -33,7 +32,7 @@ def prepared(prompt: BatchPrompt, **options: Any) -> tuple[SequenceDriver, int]:
     request = replace(make_request(**options), prompt=prompt)
     driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
     for _ in range(2):
-        MultiRequestBatcher(KvLedger(1, 16), tokenize).prepare_prompt(driver)
+        PromptPreparer(tokenize, 16).prepare(driver)
     return driver, len(asked)
 
 

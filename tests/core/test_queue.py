@@ -198,12 +198,3 @@ def test_one_is_taken_out_wherever_it_stands(i: int) -> None:
         queue.put_back(driver)
     queue.remove(some[i])
     assert [*queue] == [some[j] for j in (2, 3, 0, 1) if j != i]
-
-
-def test_held_one_stands_nowhere_until_it_is_put_back() -> None:
-    queue, [driver] = AdmissionQueue(ScheduleOptions()), newcomers(1)
-    queue.hold(driver)
-    assert (queue.is_held(driver), queue.n_held, len(queue)) == (True, 1, 0)
-    queue.put_back(driver)
-    assert (queue.is_held(driver), queue.n_held, len(queue)) == (False, 0, 1)
-    assert not queue.unhold(driver)

@@ -287,7 +287,7 @@ def test_slots_that_are_copied_or_promised_to_followers_are_no_room_beside(n: in
     slots.cells.prefixes.copied = {}
     for i in range(n):  # those that follow are not queued
         rig.submit(make_request(str(i)))
-        rig.batcher.hold(rig.drivers[str(i)], Wait.LEADER)
+        rig.books.queue.remove(rig.drivers[str(i)])
         rig.books.followers.add(rig.drivers[str(i)], driver, 50)
     assert slots._has_slot_to_spare() is (n < 2)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
-from cbatch.core.driver import SequenceDriver
 from cbatch.core.lifecycle import Status, Wait
 from cbatch.core.queue import FifoPolicy
 from cbatch.errors import PromptTooLongError, RequestCancelledError
@@ -15,11 +17,16 @@ from tests.helpers import (
     make_scheduler,
     make_sequences,
     partitioned,
+    settle_compiled,
+    settle_disk,
     shared_pool,
     step,
 )
 
-REASONS = (Wait.COMPILE, Wait.LEADER)
+if TYPE_CHECKING:
+    from cbatch.core.request import Request
+
+REASONS = (Wait.COMPILE, Wait.CACHE)
 CALLS = ("pause", "cancel")
 
 
@@ -37,79 +44,90 @@ def rig_of(n_slots: int, n: int, **options: int) -> Rig:
 # ---- held ----
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rig whose request "0" was held at its turn, until `release`."""
+
+    rig: Rig
+    request: Request
+    wants: tuple[list[Any], list[Any]]
+
+    def release(self) -> None:
+        self.rig.compiling, self.rig.fetching = self.wants
+        settle_compiled(self.rig)
+        settle_disk(self.rig)
+
+
+def held(reason: Wait, n: int, n_slots: int = 1, **options: Any) -> Held:
+    """Hold the first of `n` requests."""
+    rig = make_scheduler(n_slots, memory=partitioned(64 * n_slots), **options)
+    why: dict[str, Any] = {"regex": "1"} if reason is Wait.COMPILE else {"cache_key": "k"}
+    [first] = make_sequences(1, max_tokens=3, **why)
+    rig.submit(first, *make_sequences(n, max_tokens=3)[1:])
+    step(rig)
+    assert rig.drivers["0"].waits_for is reason
+    wants = rig.compiling, rig.fetching
+    rig.compiling, rig.fetching = [], []  # so nobody brings it
+    return Held(rig, first, wants)
+
+
 @pytest.mark.parametrize("reason", REASONS)
 def test_held_one_is_passed_by_those_behind_it(reason: Wait) -> None:
-    rig = rig_of(1, 3)
-    rig.batcher.hold(rig.drivers["0"], reason)
+    made = held(reason, 3)
+    rig = made.rig
     for _ in range(6):
         step(rig)
     assert [*rig.results] == ["1", "2"]
     assert rig.drivers["0"].waits_for is reason
-    rig.batcher.release(rig.drivers["0"])
-    drive(rig)
-    assert rig.results["0"].token_ids == tuple(rig.alone(make_sequences(1)[0], 3))
-
-
-@pytest.mark.parametrize("reason", REASONS)
-def test_one_that_is_submitted_with_a_reason_is_held_from_the_beginning(reason: Wait) -> None:
-    rig = make_scheduler(1)
-    driver = SequenceDriver.of(make_request("held", max_tokens=1), rig.backend.vocab.piece, 0.0)
-    driver.waits_for = reason
-    rig.drivers["held"], rig.chunks["held"] = driver, []
-    rig.batcher.submit([driver])
     assert (rig.batcher.n_held, rig.batcher.n_waiting) == (1, 0)
-    assert step(rig) is None
-    rig.batcher.release(driver)
+    made.release()
     drive(rig)
-    assert rig.results["held"].finish_reason == "length"
+    assert rig.results["0"].token_ids == tuple(rig.alone(made.request, 3))
 
 
-def test_held_one_that_can_never_run_is_refused_on_submission() -> None:
+def test_one_with_a_grammar_that_can_never_run_is_refused_on_submission() -> None:
     rig = make_scheduler(1, n_window=8)
-    driver = SequenceDriver.of(make_request("held", [1] * 9), rig.backend.vocab.piece, 0.0)
-    driver.waits_for = Wait.COMPILE
-    rig.batcher.submit([driver])
-    assert isinstance(driver.error, PromptTooLongError)
+    rig.submit(make_request("held", [1] * 9, regex="1"))
+    assert isinstance(rig.drivers["held"].error, PromptTooLongError)
     assert (rig.batcher.n_held, rig.batcher.in_flight) == (0, {})
 
 
 def test_released_one_goes_before_those_that_came_later() -> None:
-    rig = rig_of(1, 4)
-    rig.batcher.hold(rig.drivers["1"], Wait.COMPILE)
-    step(rig)
-    rig.batcher.release(rig.drivers["1"])
-    drive(rig)
-    assert [*rig.results] == ["0", "1", "2", "3"]
+    made = held(Wait.CACHE, 4)
+    made.release()
+    drive(made.rig)
+    assert [*made.rig.results] == ["1", "0", "2", "3"]
 
 
-def test_only_want_of_cells_holds_up_those_behind() -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_only_want_of_cells_holds_up_those_behind(is_held: bool) -> None:
     rig = make_scheduler(4, 40, memory=shared_pool(40))
-    rig.submit(make_request("runs", max_tokens=20), make_request("big", max_tokens=30))
+    why: dict[str, Any] = {"regex": "1"} if is_held else {}
+    rig.submit(make_request("runs", max_tokens=20), make_request("big", max_tokens=30, **why))
     rig.submit(make_request("small", max_tokens=1))
     rig.drivers["big"].n_overtaken = 99
     one_step(rig)
+    assert ("small" in rig.results) is is_held
     assert rig.running() == ["runs"]
-    rig.batcher.hold(rig.drivers["big"], Wait.COMPILE)
-    one_step(rig)
-    assert "small" in rig.results
 
 
-def test_cancel_of_a_held_one_ends_it_at_once() -> None:
-    rig = rig_of(1, 2)
-    rig.batcher.hold(rig.drivers["0"], Wait.LEADER)
+@pytest.mark.parametrize("reason", REASONS)
+def test_cancel_of_a_held_one_ends_it_at_once(reason: Wait) -> None:
+    rig = held(reason, 2).rig
     assert rig.cancel("0")
     drive(rig)
     assert isinstance(rig.results["0"].error, RequestCancelledError)
     assert rig.batcher.n_held == 0
 
 
-def test_pause_of_a_held_one_stands_until_it_is_released_and_resumed() -> None:
-    rig = rig_of(1, 2)
-    rig.batcher.hold(rig.drivers["0"], Wait.COMPILE)
+@pytest.mark.parametrize("reason", REASONS)
+def test_pause_of_a_held_one_stands_until_it_is_released_and_resumed(reason: Wait) -> None:
+    made = held(reason, 2)
+    rig = made.rig
     assert rig.batcher.pause("0")
-    step(rig)
-    assert [*rig.results] == ["1"]
-    rig.batcher.release(rig.drivers["0"])
+    while "1" not in rig.results:
+        step(rig)
+    made.release()
     assert step(rig) is None or "0" not in rig.running()
     assert rig.batcher.resume("0")
     drive(rig)
@@ -117,19 +135,17 @@ def test_pause_of_a_held_one_stands_until_it_is_released_and_resumed() -> None:
 
 
 def test_pause_of_a_held_one_takes_nobody_else_out_of_the_queue() -> None:
-    rig = make_scheduler(1, policy="priority")
-    rig.submit(*make_sequences(3, max_tokens=2))
-    rig.batcher.hold(rig.drivers["0"], Wait.COMPILE)
+    rig = held(Wait.COMPILE, 4, policy="priority").rig
     rig.batcher.pause("0")
-    assert [d.request.id for d in rig.books.queue] == ["1", "2"]
+    assert [d.request.id for d in rig.books.queue] == ["2", "3"]
 
 
-def test_resumed_one_still_waits_for_what_held_it() -> None:
-    rig = rig_of(1, 1)
-    rig.batcher.hold(rig.drivers["0"], Wait.COMPILE)
+@pytest.mark.parametrize("reason", REASONS)
+def test_resumed_one_still_waits_for_what_held_it(reason: Wait) -> None:
+    rig = held(reason, 1).rig
     rig.batcher.pause("0")
     rig.batcher.resume("0")
-    assert rig.drivers["0"].waits_for is Wait.COMPILE
+    assert rig.drivers["0"].waits_for is reason
     assert step(rig) is None
 
 
@@ -256,6 +272,6 @@ def test_many_paused_in_a_long_queue_cost_those_behind_nothing() -> None:
         rig.batcher.pause(str(i))
     step(rig)
     assert [*rig.results] == ["999"]
-    assert rig.n_visited == 1
+    assert rig.n_visited == 2  # to make its prompt tokens, and to plan
     assert isinstance(rig.books.queue._policy, FifoPolicy)
     assert {d.status for d in rig.batcher.in_flight.values()} == {Status.PAUSED}

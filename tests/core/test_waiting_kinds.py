@@ -71,7 +71,7 @@ def arrive(
             key, np.array(FILE.tokens[:n_read], np.int64).view(np.uint8), n_read
         )
     for driver in drivers:
-        rig.batcher.release(driver)
+        rig.batcher._release(driver)
     return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
 
 
@@ -108,7 +108,7 @@ def test_one_that_shares_next_to_nothing_goes_without(n_shared: int) -> None:
     assert adopted(rig) == []
     warned, refused = rig.drivers["a"], rig.drivers["b"]
     assert "does not begin" in warned.warnings[0]
-    assert isinstance(refused.refusal, CacheError)
+    assert isinstance(refused.error, CacheError)
 
 
 # ---- how much of a file is read ----
@@ -332,13 +332,13 @@ def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> N
 
 def test_followers_of_other_adapters_stay_in_place_during_our_turn() -> None:
     rig = make_rig(n_batch=16, adapters=("a",))
-    hold, held = rig.batcher.hold, list[str]()
+    hold, held = rig.batcher._hold, list[str]()
 
     def noted(driver: SequenceDriver, reason: Wait) -> None:
         held.append(driver.request.id)
         hold(driver, reason)
 
-    rig.batcher.hold = noted  # type: ignore[method-assign]
+    rig.batcher._hold = noted  # type: ignore[method-assign]
     rig.submit(make_request("other", [9] * 100, max_tokens=30))
     alike = [make_request(f"{i}", [*range(100), i], max_tokens=2, adapter="a") for i in range(3)]
     rig.submit(*alike)
