@@ -19,6 +19,7 @@ from cbatch.backend.fake import (
     StepCost,
 )
 from cbatch.core.batcher import N_REFUSED_MAX, MultiRequestBatcher
+from cbatch.core.cell_ops import Stored
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.lifecycle import Status
@@ -30,7 +31,7 @@ from cbatch.core.request import Request
 from cbatch.core.scheduler import NOT_RUN, ContinuousBatchScheduler, Plan
 from cbatch.core.slots import N_LOOK, Books
 from cbatch.core.stats import EngineStats
-from cbatch.core.waiting import CacheEntry, CacheRef
+from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
@@ -83,8 +84,8 @@ class Rig:
     chunks: dict[str, list[BatchOutputChunk]] = field(default_factory=dict)
     results: dict[str, BatchResult] = field(default_factory=dict)
     disk: dict[CacheRef, tuple[CacheEntry, NDArray[np.uint8]]] = field(default_factory=dict)
-    storing: list[tuple[SequenceDriver, CacheEntry | None]] = field(default_factory=list)
-    fetching: list[CacheRef] = field(default_factory=list)
+    storing: list[tuple[Stored, CacheEntry | None]] = field(default_factory=list)
+    fetching: list[CacheRead] = field(default_factory=list)
     compiling: list[Grammar | DryBreakers] = field(default_factory=list)
     n_visited: int = 0
     """Waiting sequences looked at, to make prompts tokens and to plan."""
@@ -307,12 +308,13 @@ class CountedQueue(AdmissionQueue):
 
 def plan_of(rig: Rig) -> Plan | None:
     """Bring the books up to date and plan; check that the plan is sound and that planning changes nothing."""
-    settle_disk(rig)
     settle_compiled(rig)
+    take_wants(rig)
+    settle_disk(rig)
     rig.books.queue.__class__ = CountedQueue
     n_visited = CountedQueue.n_visited
     rig.scheduler.prepare(rig.now)
-    rig.compiling += rig.batcher.take_wants()
+    take_wants(rig)
     before = snapshot(rig) if rig.is_watched else None
     plan = rig.scheduler.plan(rig.now)
     n_visited = CountedQueue.n_visited - n_visited
@@ -335,8 +337,7 @@ def run(rig: Rig, plan: Plan) -> None:
     for driver in touched:
         if driver.finish_reason is None:
             _take_chunk(rig, driver)
-    rig.fetching = rig.batcher.take_reads()
-    store(rig)
+    take_wants(rig)
 
 
 def park_paused(rig: Rig) -> None:
@@ -375,18 +376,28 @@ def _plain_values(thing: object, seen: dict[int, int]) -> object:
     ]
 
 
+def take_wants(rig: Rig) -> None:
+    """Note what is to be compiled and read, and write what was copied out; `settle_…` tells the batcher of it."""
+    while (want := rig.batcher.take_want()) is not None:
+        if isinstance(want, CacheRead):
+            rig.fetching.append(want)
+        elif isinstance(want, Stored):
+            store(rig, want)
+        else:
+            rig.compiling.append(want)
+
+
 def settle_disk(rig: Rig) -> None:
     """Let those go on whose cells were read or written since the last step."""
-    for ref in [*rig.fetching, *rig.batcher.take_reads()]:
-        missing = CacheError(ref.key, "there is none", is_missing=True)
-        found, data = rig.disk.get(ref, (missing, np.empty(0, np.uint8)))
-        n_read = 0
-        if isinstance(found, CacheEntry) and (n_read := rig.batcher.n_wanted(ref, found)):
-            data = rig.backend.validate_state(data, n_read)
-        for _, key in rig.batcher.take_cells(ref, found, n_read):
-            rig.backend.import_state(key, data, n_read)
-    for driver, entry in rig.storing:
-        rig.batcher.end_stored(driver, entry)
+    for want in rig.fetching:
+        missing = CacheError(want.ref.key, "there is none", is_missing=True)
+        found, data = rig.disk.get(want.ref, (missing, np.empty(0, np.uint8)))
+        if isinstance(found, CacheEntry) and want.choose(found):
+            data = rig.backend.validate_state(data, want.n_read)
+        for _, key in rig.batcher.bring(want, found, rig.now):
+            rig.backend.import_state(key, data, want.n_read)
+    for stored, entry in rig.storing:
+        rig.batcher.bring(stored, entry, rig.now)
     rig.fetching, rig.storing = [], []
 
 
@@ -402,20 +413,18 @@ def settle_compiled(rig: Rig) -> None:
                 found = rig.backend.grammars.compile(want)
         except GrammarError as error:
             found = error
-        rig.batcher.take_compiled(want, found, rig.now)
+        rig.batcher.bring(want, found, rig.now)
 
 
-def store(rig: Rig) -> None:
+def store(rig: Rig, stored: Stored) -> None:
     """Write what was copied out."""
-    for stored in iter(rig.batcher.take_stored, None):
-        driver, n = stored.driver, stored.n_cells
-        data = None if stored.key is None else rig.backend.export_state(stored.key)
-        entry = None
-        if data is not None:
-            ref = CacheRef(driver.request.options.cache_key or "", driver.request.adapters)
-            entry = CacheEntry(driver.tokens[:n], min(n, driver.n_prompt))
-            rig.disk[ref] = entry, data
-        rig.storing.append((driver, entry))
+    driver, n = stored.driver, stored.n_cells
+    data = None if stored.key is None else rig.backend.export_state(stored.key)
+    entry = None
+    if data is not None:
+        entry = CacheEntry(driver.tokens[:n], min(n, driver.n_prompt))
+        rig.disk[CacheRef.of(driver.request)] = entry, data
+    rig.storing.append((stored, entry))
 
 
 def n_visited_max(rig: Rig) -> int:
@@ -606,7 +615,10 @@ def check_invariants(rig: Rig) -> None:
     held = [d for d in batcher.in_flight.values() if d.slot is None and is_held(d)]
     assert len(held) == batcher.n_held
     assert len(having) + batcher.n_waiting + len(held) == len(batcher.in_flight)
-    leaving = [*(d for d, _ in rig.storing), *(d for d, _ in saved._storing.values())]
+    leaving = [
+        *(stored.driver for stored, _ in rig.storing),
+        *(d for d, _ in saved._storing.values()),
+    ]
     storing = {d.request.id for d in leaving}
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing
     assert batcher.n_storing == len(leaving)

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING
 
-from cbatch.core.cell_ops import SavedCells, SlotCells
+from cbatch.core.cell_ops import SavedCells, SlotCells, Stored
 from cbatch.core.lifecycle import Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
 from cbatch.core.queue import AdmissionQueue, Deadlines
 from cbatch.core.slots import N_LOOK, Books, SlotPlan
-from cbatch.core.waiting import CacheReads, CacheRef, GrammarBuilds, PrefixWaiters
+from cbatch.core.waiting import (
+    CacheEntry,
+    CacheRead,
+    CacheReads,
+    CacheRef,
+    GrammarBuilds,
+    PrefixWaiters,
+)
 from cbatch.errors import GrammarError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
-    from cbatch.core.cell_ops import Stored
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import KvCapabilities, StepPlan
     from cbatch.core.prompts import PromptPreparer
     from cbatch.core.slots import Entry, Leave, Move, SlotChanges
-    from cbatch.core.waiting import CacheEntry
+    from cbatch.core.waiting import Want
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import CacheError, CBatchError
-    from cbatch.options import DryBreakers, Grammar
 
 N_REFUSED_MAX = 64
 """Most requests that end before one plan without being computed: a step must not wait for a long row of bad ones."""
@@ -61,21 +67,22 @@ class MultiRequestBatcher:
             chunk_alignment=chunk_alignment,
             is_on=options.share_prefixes,
         )
-        saved = SavedCells(memory, options.swap_mib * 2**20)
+        self._wants: deque[Want] = deque()
+        saved = SavedCells(memory, options.swap_mib * 2**20, self._wants)
         self._books = Books(
             running,
             SlotCells(ledger, prefixes, memory),
             saved,
             AdmissionQueue(options),
             PrefixWaiters(),
-            CacheReads(prefixes, saved),
+            CacheReads(prefixes, saved, self._wants),
             KvDemandEstimator(ledger, is_optimistic=options.admission != "reserve"),
             {},
         )
         self._ledger, self._running, self._queue = ledger, running, self._books.queue
         self._cells, self._saved, self._reads = self._books.cells, saved, self._books.reads
         self._followers, self._storing = self._books.followers, self._books.storing
-        self._builds = GrammarBuilds()
+        self._builds = GrammarBuilds(self._wants)
         self._waiters: dict[Wait, GrammarBuilds | PrefixWaiters | CacheReads] = {
             Wait.COMPILE: self._builds,
             Wait.LEADER: self._followers,
@@ -206,7 +213,7 @@ class MultiRequestBatcher:
             self._queue.remove(driver)
             self._end(driver, now, driver.error)
 
-    # ---- waiting ----
+    # ---- what comes from outside ----
 
     def _waits_to_compile(self, driver: SequenceDriver) -> bool:
         if not self._builds.wait(driver):
@@ -214,22 +221,58 @@ class MultiRequestBatcher:
         driver.waits_for = Wait.COMPILE
         return True
 
-    def take_wants(self) -> list[Grammar | DryBreakers]:
-        """Return what is to be compiled for sequences that wait for it; each once."""
-        return self._builds.take_asked()
+    def take_want(self) -> Want | None:
+        """Return the next thing that sequences want from outside, each once, or None."""
+        return self._wants.popleft() if self._wants else None
 
-    def take_compiled(
-        self, want: Grammar | DryBreakers, found: object | GrammarError, now: float
-    ) -> None:
-        """Take what compiling brought: the sequences that waited for it are queued, or end where it failed."""
-        if isinstance(found, GrammarError):
+    def bring(self, want: Want, found: object, now: float) -> list[tuple[SequenceDriver, int]]:
+        """Take what came of a want.
+
+        Args:
+            want: what sequences wait for.
+            found: what was compiled, or a `GrammarError`; of a file to read its `CacheEntry`, a `CacheError`, or None
+                where nobody wanted it any more; of cells to write the `CacheEntry` of their file, or why they were not
+                saved, or None where they could not be copied out.
+            now: when that was.
+
+        Returns:
+            The sequences for which the backend is to get the cells of a file that was read, with the key for each.
+        """
+        if isinstance(want, Stored):
+            self._end_storing(want.driver, found)
+        elif isinstance(want, CacheRead):
+            drivers, adopted = self._reads.arrive(want, found)
+            for driver in drivers:
+                self._release(driver)
+            return adopted
+        elif isinstance(found, GrammarError):
             for driver in self._builds.arrive(want, None):
                 self._end(driver, now, GrammarError(found.kind, found.reason))
-            return
-        drivers = [d for d in self._builds.arrive(want, found) if not self._waits_to_compile(d)]
-        for driver in drivers:
+        else:
+            self._go_on_compiled(self._builds.arrive(want, found))
+        return []
+
+    def _go_on_compiled(self, drivers: Sequence[SequenceDriver]) -> None:
+        """Queue sequences for which something was compiled, but for those that wait for more."""
+        ready = [d for d in drivers if not self._waits_to_compile(d)]
+        for driver in ready:
             driver.waits_for = None
-        self._queue.add([d for d in drivers if d.status is Status.WAITING])  # others are paused
+        self._queue.add([d for d in ready if d.status is Status.WAITING])  # others are paused
+
+    def _end_storing(self, driver: SequenceDriver, found: object) -> None:
+        """End a sequence whose cells are on disk, or could not be put there."""
+        if isinstance(found, CacheEntry):
+            self._reads.learn(CacheRef.of(driver.request), found)
+        elif found is not None:
+            driver.warnings.append(str(found))
+        del self._storing[driver.request.id]
+        driver.end_storing()
+        self._ended.append(driver)
+
+    def refuse_cells(self, driver: SequenceDriver, error: CacheError) -> None:
+        """Have a sequence go on without cells from disk that the backend could not take."""
+        self._forget(driver)
+        driver.proceed_uncached(error)
 
     def _hold(self, driver: SequenceDriver, reason: Wait) -> None:
         """Take a waiting sequence out of the queue until `_release`: those behind it pass."""
@@ -241,53 +284,6 @@ class MultiRequestBatcher:
         driver.waits_for = None
         if driver.status is Status.WAITING:
             self._queue.put_back(driver)
-
-    # ---- cells on disk ----
-
-    def take_reads(self) -> list[CacheRef]:
-        """Return the files of cells that sequences wait for; each once."""
-        return self._reads.take_asked()
-
-    def n_wanted(self, ref: CacheRef, found: CacheEntry | None = None) -> int:
-        """Return how many cells of a file are wanted; how many sequences want it, before it is read. From any thread.
-
-        See `CacheReads.n_wanted`.
-        """
-        return self._reads.n_wanted(ref, found)
-
-    def take_cells(
-        self, ref: CacheRef, found: CacheEntry | CacheError | None, n_read: int
-    ) -> list[tuple[SequenceDriver, int]]:
-        """Take what reading a file brought, its first `n_read` cells; None where it was no longer wanted.
-
-        Returns:
-            The sequences for which the backend is to get these cells, with the key for each.
-        """
-        drivers, adopted = self._reads.arrive(ref, found, n_read)
-        for driver in drivers:
-            self._release(driver)
-        return adopted
-
-    def refuse_cells(self, driver: SequenceDriver, error: CacheError) -> None:
-        """Have a sequence go on without cells from disk that the backend could not take."""
-        self._forget(driver)
-        driver.proceed_uncached(error)
-
-    def take_stored(self) -> Stored | None:
-        """Return an ended sequence whose cells were copied out to be written, each once, or None."""
-        return self._saved.take_stored() if self._storing else None
-
-    def end_stored(
-        self, driver: SequenceDriver, found: CacheEntry | None = None, problem: str | None = None
-    ) -> None:
-        """End a sequence whose cells are on disk as `found`, or could not be put there."""
-        if found is not None:
-            self._reads.learn(CacheRef.of(driver.request), found)
-        if problem is not None:
-            driver.warnings.append(problem)
-        del self._storing[driver.request.id]
-        driver.end_storing()
-        self._ended.append(driver)
 
     # ---- pausing and ending ----
 
@@ -332,7 +328,7 @@ class MultiRequestBatcher:
     def retire(self, driver: SequenceDriver, *, has_cells: bool = True) -> None:
         """Take a finished sequence out of the books; its slot keeps the cells that are of use.
 
-        One whose cells go to disk has not ended before `end_stored`.
+        One whose cells go to disk ends when `bring` tells of them.
 
         Args:
             driver: what has finished.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Collection, Iterable, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import KvCapabilities, Slot, StepPlan
     from cbatch.core.prefix import PrefixCache, PrefixChanges, Source
+    from cbatch.core.waiting import Want
 
 
 class CellOps(TypedDict, total=False):
@@ -216,7 +217,7 @@ class SavedCells:
     allows; otherwise they are lost, and computed again.
     """
 
-    def __init__(self, memory: KvCapabilities | None, n_bytes_max: int) -> None:
+    def __init__(self, memory: KvCapabilities | None, n_bytes_max: int, wants: deque[Want]) -> None:
         self.n_bytes = 0
         self.n_bytes_max = n_bytes_max
         self.next_key = 0
@@ -225,7 +226,7 @@ class SavedCells:
         self._saved: dict[int, tuple[SequenceDriver, int]] = {}  # with the bytes
         self._adopted: set[int] = set()
         self._storing: dict[int, tuple[SequenceDriver, int]] = {}  # with the cells
-        self._stored: deque[Stored] = deque()
+        self._wants = wants
 
     @property
     def can_save(self) -> bool:
@@ -287,12 +288,8 @@ class SavedCells:
             is_lost = are_all_lost or key in lost
             if is_lost:
                 driver.warnings.append("the cells were not saved: they could not be copied out")
-            self._stored.append(Stored(driver, None if is_lost else key, n_cells))
+            self._wants.append(Stored(driver, None if is_lost else key, n_cells))
         self._storing.clear()
-
-    def take_stored(self) -> Stored | None:
-        """Return a sequence whose cells were copied out, each once, or None."""
-        return self._stored.popleft() if self._stored else None
 
     def _new_key(self) -> int:
         self.next_key += 1

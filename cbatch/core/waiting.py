@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from cbatch.core.lifecycle import Status
 from cbatch.core.prefix import MIN_SHARED_TOKENS
 from cbatch.errors import CacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections import deque
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-    from cbatch.core.cell_ops import SavedCells
+    from cbatch.core.cell_ops import SavedCells, Stored
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.prefix import PrefixCache
     from cbatch.core.request import Request
     from cbatch.options import AdapterSet, DryBreakers, Grammar
 
-    Want = Grammar | DryBreakers
 
 C = TypeVar("C", bound="Hashable")
 V = TypeVar("V")
@@ -82,36 +81,26 @@ class PrefixWaiters:
 
 
 class Awaited(Generic[C, V]):
-    """Sequences that wait for a thing: a file or a grammar.
-
-    Each thing is asked for once, however many sequences wait for it; recent results are remembered.
-    """
+    """Sequences that wait for a thing, a file or a grammar, which is asked for once; recent ones are remembered."""
 
     def __init__(self, n_known_max: int) -> None:
         self._n_known_max = n_known_max
         self._waiting: dict[C, dict[int, SequenceDriver]] = {}  # by number
-        self._asked: deque[C] = deque()
         self._known: dict[C, V] = {}  # the one unused for longest first
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
-
-    def take_asked(self) -> list[C]:
-        """Return what is to be brought; each once."""
-        asked = [*self._asked]
-        self._asked.clear()
-        return asked
 
     def drop(self, driver: SequenceDriver) -> None:
         """Forget a sequence, if it waits here."""
         for drivers in self._waiting.values():
             drivers.pop(driver.number, None)
 
-    def _add(self, driver: SequenceDriver, cause: C) -> None:
-        if cause not in self._waiting:
-            self._asked.append(cause)
-            self._waiting[cause] = {}
-        self._waiting[cause][driver.number] = driver
+    def _add(self, driver: SequenceDriver, cause: C) -> bool:
+        """Have a sequence wait; return whether nobody else has asked for the thing."""
+        is_new = cause not in self._waiting
+        self._waiting.setdefault(cause, {})[driver.number] = driver
+        return is_new
 
     def _arrived(self, cause: C) -> list[SequenceDriver]:
         return [*self._waiting.pop(cause, {}).values()]
@@ -144,12 +133,43 @@ class CacheEntry:
     n_given: int
 
 
+@dataclass(eq=False, slots=True)
+class CacheRead:
+    """A file of cells to be read for the sequences that wait for it. Its methods are called from any thread."""
+
+    ref: CacheRef
+    drivers: Mapping[int, SequenceDriver]
+    n_usable: Callable[[SequenceDriver, CacheEntry], int]
+    """Returns how many of the file's cells a sequence can use."""
+    n_read: int = 0
+    """How many of the file's cells were read: its first."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any sequence still waits for it."""
+        return bool(self.drivers)
+
+    def choose(self, found: CacheEntry) -> int:
+        """Return how many cells of the file are to be read: as many as any sequence can use; they are noted.
+
+        Only a whole state, or window, is of any use: so it is all of them or none where memory cannot trim.
+        """
+        drivers = tuple(self.drivers.values())
+        self.n_read = max((self.n_usable(driver, found) for driver in drivers), default=0)
+        return self.n_read
+
+
+ToCompile: TypeAlias = "Grammar | DryBreakers"
+Want: TypeAlias = "ToCompile | CacheRead | Stored"
+"""What sequences want from outside: something compiled, a file read, or cells written to a file."""
+
+
 class CacheReads(Awaited[CacheRef, CacheEntry]):
     """Sequences that wait for cells from disk; each file is read once for all that want it at that time."""
 
-    def __init__(self, prefixes: PrefixCache, saved: SavedCells) -> None:
+    def __init__(self, prefixes: PrefixCache, saved: SavedCells, wants: deque[Want]) -> None:
         super().__init__(_N_FILES_MAX)
-        self._prefixes, self._saved = prefixes, saved
+        self._prefixes, self._saved, self._wants = prefixes, saved, wants
 
     def is_needed(self, driver: SequenceDriver, prefixes: PrefixCache) -> bool:
         """Whether a driver that could enter a slot should wait for cells from disk first.
@@ -181,37 +201,34 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
     def add(self, driver: SequenceDriver) -> None:
         """Have a held driver wait for its file."""
         driver.has_fetched = True
-        self._add(driver, CacheRef.of(driver.request))
+        ref = CacheRef.of(driver.request)
+        if self._add(driver, ref):
+            self._wants.append(CacheRead(ref, self._waiting[ref], self._n_usable))
 
     def arrive(
-        self, ref: CacheRef, found: CacheEntry | CacheError | None, n_read: int
+        self, want: CacheRead, found: object
     ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int]]]:
-        """Take what reading a file brought.
-
-        Args:
-            ref: the file.
-            found: what it holds, why it could not be read, or None where it was not read, for nobody wanted it.
-            n_read: how many of its cells were read.
+        """Take what reading a file brought: its `CacheEntry`, a `CacheError`, or None where nobody wanted it any more.
 
         Returns:
             The sequences that waited for it, which go on now, and those of them for which the backend is to get these
             cells, with the key. The others look again at their turn: they copy from one that has entered, or ask again.
         """
-        drivers = self._arrived(ref)
+        drivers = self._arrived(want.ref)
         if isinstance(found, CacheEntry):
-            self._learn(ref, found)
-            return drivers, [*self._adopt(ref, found, drivers, n_read)]
+            self._learn(want.ref, found)
+            return drivers, [*self._adopt(want, found, drivers)]
         for driver in drivers:
-            if found is None:
-                driver.has_fetched = False
-            else:
+            if isinstance(found, CacheError):
                 driver.proceed_uncached(found)
+            else:
+                driver.has_fetched = False
         if found is not None:
-            self._known.pop(ref, None)
+            self._known.pop(want.ref, None)
         return drivers, []
 
     def _adopt(
-        self, ref: CacheRef, found: CacheEntry, drivers: Sequence[SequenceDriver], n_read: int
+        self, want: CacheRead, found: CacheEntry, drivers: Sequence[SequenceDriver]
     ) -> Iterator[tuple[SequenceDriver, int]]:
         """Yield the sequences that get cells of their own.
 
@@ -221,7 +238,7 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
         for driver in drivers:
             n_cells = self._n_usable(driver, found)
             can_share = self._prefixes.can_share(driver)
-            is_late = driver.status is not Status.WAITING or n_cells > n_read
+            is_late = driver.status is not Status.WAITING or n_cells > want.n_read
             can_copy = (
                 can_share
                 and min(n_cells, n_loaded) >= MIN_SHARED_TOKENS
@@ -230,21 +247,11 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
             if is_late or can_copy or self._is_in_memory(driver, found, self._prefixes):
                 driver.has_fetched = False
             elif not n_cells:
-                driver.proceed_uncached(_no_beginning(ref, found))
+                driver.proceed_uncached(_no_beginning(want.ref, found))
             else:
                 yield driver, self._saved.adopt(driver, n_cells)
                 if can_share:
                     n_loaded = n_cells
-
-    def n_wanted(self, ref: CacheRef, found: CacheEntry | None = None) -> int:
-        """Return how many of a file's cells are wanted; before it is read, how many sequences want it. From any thread.
-
-        Only a whole state, or window, is of any use: so it is all of them or none where memory cannot trim.
-        """
-        drivers = tuple(self._waiting.get(ref, {}).values())
-        if found is None:
-            return len(drivers)
-        return max((self._n_usable(driver, found) for driver in drivers), default=0)
 
     def learn(self, ref: CacheRef, found: CacheEntry) -> None:
         """Note what a file holds now."""
@@ -262,23 +269,25 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
         return self._prefixes.n_usable(driver, found.tokens, found.n_given)
 
 
-class GrammarBuilds(Awaited["Want", object]):
+class GrammarBuilds(Awaited[ToCompile, object]):
     """Sequences that wait for their grammar, or DRY's breakers; each is compiled once for all, and kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, wants: deque[Want]) -> None:
         super().__init__(_N_GRAMMARS_MAX)
+        self._wants = wants
 
     def wait(self, driver: SequenceDriver) -> bool:
         """Give a driver what is kept of what it lacks; return whether it has to wait for the rest."""
         for want in driver.lacks:
             if want not in self._known:
-                self._add(driver, want)
+                if self._add(driver, want):
+                    self._wants.append(want)
                 return True
             self._known[want] = self._known.pop(want)
             driver.equip(want, self._known[want])
         return False
 
-    def arrive(self, want: Want, made: object) -> list[SequenceDriver]:
+    def arrive(self, want: ToCompile, made: object) -> list[SequenceDriver]:
         """Take what was compiled, None where that failed; return the sequences that waited for it."""
         drivers = self._arrived(want)
         if made is not None:

@@ -14,6 +14,7 @@ from cbatch.core.scheduler import NOT_RUN
 from cbatch.errors import EngineClosedError, words_of
 from cbatch.interrupts import Latch, Postponed, Sleepers
 from cbatch.logs import Log
+from cbatch.options import DryBreakers, Grammar
 from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.commands import Command, Commands, FairLock
 from cbatch.runtime.compiler import Compiler
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
-    from cbatch.options import DryBreakers, Grammar
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.step_record import StepRecord
 
@@ -71,7 +71,9 @@ class Loop:
         self.deliver = partial(deliver, self.routes, scheduler)
         self._commands = Commands()
         post = self._commands.put
-        self._cache_io = CacheIo(store, backend, scheduler.batcher, post, is_threaded=is_threaded)
+        self._cache_io = CacheIo(
+            store, backend, scheduler.batcher, clock, post, is_threaded=is_threaded
+        )
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         self._thread: threading.Thread | None = None
         self._ended = Latch()
@@ -92,13 +94,12 @@ class Loop:
         self._commands.do_all()
         start = self._clock()
         self._commands.do_due(start)
-        self._order_compiling()
+        self._order_wants()
         self._scheduler.prepare(start)
         prepared = self._clock()
         plan = self._scheduler.plan(start)
         if plan is None:
             self.waiters.wake()
-            self._cache_io.write_stored()
             return self.deliver(()) or len(self._commands) > 0
         built = self._clock()
         self._unapplied = plan
@@ -111,8 +112,7 @@ class Loop:
         changed = self._scheduler.apply(plan, result, ran)
         self._unapplied = None
         self.waiters.wake()
-        self._cache_io.read_ordered()
-        self._cache_io.write_stored()
+        self._order_wants()
         applied = self._clock()
         self.deliver(changed)
         delivered = self._clock()
@@ -141,13 +141,16 @@ class Loop:
             self.recorder = None
             _log.fail("the function given to record_steps raised and is called no more")
 
-    def _order_compiling(self) -> None:
-        """Have the compiler make what sequences wait for."""
-        for want in self._scheduler.batcher.take_wants():
-            self._compiler.compile(want, self._take_compiled)
+    def _order_wants(self) -> None:
+        """Have compiled, read and written what sequences wait for."""
+        while (want := self._scheduler.batcher.take_want()) is not None:
+            if isinstance(want, Grammar | DryBreakers):
+                self._compiler.compile(want, self._take_compiled)
+            else:
+                self._cache_io.order(want)
 
     def _take_compiled(self, want: Grammar | DryBreakers, found: object) -> None:
-        self._scheduler.batcher.take_compiled(want, found, self._clock())
+        self._scheduler.batcher.bring(want, found, self._clock())
 
     # ---- from other threads ----
 
@@ -356,8 +359,9 @@ class Loop:
             self.on_end(None if self._error is None else self._failure(self._error))
         self._end_requests()
         self._save_last()
-        self._cache_io.close()
         self._compiler.close()
+        self._order_wants()
+        self._cache_io.close()
         self._commands.do_all()
         self.deliver(())
         self._backend.close()

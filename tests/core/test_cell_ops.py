@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import TYPE_CHECKING
+
 import pytest
 
 from cbatch.backend.fake import FakeVocab
@@ -12,6 +15,10 @@ from cbatch.core.parts import MovingWindow
 from cbatch.core.plan import KvCapabilities, Slot, StepPlan
 from cbatch.core.prefix import PrefixCache, Source
 from tests.helpers import make_request, partitioned, shared_pool
+
+if TYPE_CHECKING:
+    from cbatch.core.waiting import Want
+
 
 KIB = 1024
 
@@ -163,7 +170,7 @@ def test_where_a_load_failed_nothing_was_copied(lost: tuple[int, ...], n_cells: 
 
 
 def saved(n_kib: int = 1024, memory: KvCapabilities | None = None) -> SavedCells:
-    return SavedCells(memory or partitioned(256), n_kib * KIB)
+    return SavedCells(memory or partitioned(256), n_kib * KIB, deque())
 
 
 def driver_of(n_computed: int) -> SequenceDriver:
@@ -203,7 +210,7 @@ def test_keys_are_never_used_again() -> None:
 
 @pytest.mark.parametrize("memory", [KvCapabilities("partitioned", 256), None])
 def test_memory_that_cannot_save_weighs_nothing(memory: KvCapabilities | None) -> None:
-    books = SavedCells(memory, KIB)
+    books = SavedCells(memory, KIB, deque())
     assert (books.n_bytes_of(5), books.can_save) == (0, False)
 
 
@@ -214,11 +221,10 @@ def test_state_without_cells_weighs_what_memory_says() -> None:
 
 
 def test_stored_cells_are_told_once_and_lost_ones_without_a_key() -> None:
-    books, kept, lost = saved(), driver_of(7), driver_of(5)
+    wants: deque[Want] = deque()
+    books, kept, lost = SavedCells(partitioned(256), KIB, wants), driver_of(7), driver_of(5)
     keys = [books.store(kept, 7), books.store(lost, 5)]
-    assert books.take_stored() is None
+    assert not wants
     books.end_stores([keys[1]])
-    assert books.take_stored() == Stored(kept, keys[0], 7)
-    assert books.take_stored() == Stored(lost, None, 5)
-    assert books.take_stored() is None
+    assert [*wants] == [Stored(kept, keys[0], 7), Stored(lost, None, 5)]
     assert (kept.warnings, ["not saved" in w for w in lost.warnings]) == ([], [True])

@@ -13,7 +13,7 @@ from cbatch.core.lifecycle import Wait
 from cbatch.core.prefix import MIN_SHARED_TOKENS
 from cbatch.core.scheduler import NOT_RUN
 from cbatch.core.slots import N_READ_PER_SLOT, N_STORED_PER_SLOT
-from cbatch.core.waiting import _N_FILES_MAX, CacheEntry, CacheRef, PrefixWaiters
+from cbatch.core.waiting import _N_FILES_MAX, CacheEntry, CacheRead, CacheRef, PrefixWaiters
 from cbatch.errors import CacheError
 from tests.helpers import (
     Rig,
@@ -53,11 +53,16 @@ def waiting(rig: Rig, *requests: Request) -> Rig:
     return rig
 
 
+def read_of(n_read: int) -> CacheRead:
+    """A read of the file's first cells."""
+    return CacheRead(FETCH, {}, lambda *_: 0, n_read)
+
+
 def adopted(
     rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
     """Return which sequences get cells of the file, of which the first were read, and how many they begin with."""
-    _, adopted = rig.books.reads.arrive(FETCH, found, n_read)
+    _, adopted = rig.books.reads.arrive(read_of(n_read), found)
     return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
 
 
@@ -65,7 +70,7 @@ def arrive(
     rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
     """Do as `adopted`, and let all go on that waited; cells are put into the backend for those that get some."""
-    drivers, adopted = rig.books.reads.arrive(FETCH, found, n_read)
+    drivers, adopted = rig.books.reads.arrive(read_of(n_read), found)
     for _, key in adopted:
         rig.backend.import_state(
             key, np.array(FILE.tokens[:n_read], np.int64).view(np.uint8), n_read
@@ -120,7 +125,7 @@ def test_as_much_of_a_file_is_wanted_as_the_longest_common_beginning(
 ) -> None:
     rig = waiting(make_rig(), *(reader(f"{i}", n) for i, n in enumerate(n_shared)))
     n_wanted = max(n if n >= MIN_SHARED_TOKENS else 0 for n in n_shared)
-    assert rig.books.reads.n_wanted(FETCH, FILE) == n_wanted
+    assert rig.fetching[0].choose(FILE) == n_wanted
 
 
 # ---- one that is to load for all, and leaves ----
@@ -137,8 +142,7 @@ def with_file(n_slots: int = 4, **options: Any) -> Rig:
 
 def test_request_too_late_for_the_part_read_has_it_read_again() -> None:
     rig = waiting(with_file(), reader("early", 40), reader("as early", 40))
-    n_read = rig.books.reads.n_wanted(FETCH, FILE)
-    rig.fetching.clear()
+    n_read = rig.fetching.pop().choose(FILE)
     waiting(rig, reader("late", 100, cache_required=True))
     assert arrive(rig, n_read=n_read) == [("early", 40)]
     drive(rig)
@@ -155,7 +159,7 @@ def test_those_beside_one_that_leaves_before_it_loads_ask_again(leave: str) -> N
     else:
         rig.cancel("0")
     step(rig)
-    assert rig.fetching == [FETCH]
+    assert [want.ref for want in rig.fetching] == [FETCH]
     step(rig)
     rig.batcher.resume("0")
     drive(rig)
@@ -184,7 +188,7 @@ def test_requests_whose_cells_are_gone_after_ctrl_c_ask_again(has_plan: bool) ->
         rig.backend.run(plan.step)
         rig.scheduler.give_up(plan)
         step(rig)
-        assert rig.fetching == [FETCH]
+        assert [want.ref for want in rig.fetching] == [FETCH]
     drive(rig)
     assert [rig.results[id].usage.cached_tokens for id in "01"] == [119, 119]
 
@@ -252,13 +256,12 @@ def test_those_beside_one_that_has_loaded_ask_for_nothing_when_it_ends() -> None
 def test_request_during_the_drop_of_an_unwanted_read_orders_it_again() -> None:
     rig = waiting(make_rig(), reader("left", 100))
     rig.cancel("left")
-    rig.fetching.clear()
-    assert not rig.books.reads.n_wanted(FETCH)  # so it is dropped
+    assert not rig.fetching.pop().is_wanted  # so it is dropped
     waiting(rig, reader("a", 100, cache_required=True))
     assert rig.fetching == []
     assert arrive(rig, None, 0) == []
     step(rig)
-    assert rig.fetching == [FETCH]
+    assert [want.ref for want in rig.fetching] == [FETCH]
     assert arrive(rig) == [("a", 100)]
 
 
@@ -268,7 +271,7 @@ def test_one_who_asks_after_a_read_that_nobody_wanted_gets_it_ordered() -> None:
     rig.fetching.clear()
     assert arrive(rig, None, 0) == []
     waiting(rig, reader("a", 100))
-    assert rig.fetching == [FETCH]
+    assert [want.ref for want in rig.fetching] == [FETCH]
 
 
 # ---- what is known of a file ----
@@ -289,7 +292,7 @@ def test_file_that_is_required_is_ordered_whatever_is_known_of_it() -> None:
     rig = make_rig()
     rig.books.reads.learn(FETCH, FILE)
     waiting(rig, reader("a", 1, cache_required=True))
-    assert rig.fetching == [FETCH]
+    assert [want.ref for want in rig.fetching] == [FETCH]
 
 
 # ---- whom they hold up ----
@@ -373,6 +376,7 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
     rig, n_slots = make_rig(2), 2
     savers = [reader(f"{i}", 9, f"{i}", save_cache=True) for i in range(20)]
     rig.submit(*savers)
+    copied_out = list[Any]()
     for _ in range(60):  # nothing that is copied out is ever written
         settle_disk(rig)
         rig.scheduler.prepare(rig.now)
@@ -380,12 +384,17 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
         if plan is not None:
             result = rig.backend.run(plan.step) if plan.is_run else NOT_RUN
             rig.scheduler.apply(plan, result, rig.now)
-        rig.fetching = rig.batcher.take_reads()
+        while (want := rig.batcher.take_want()) is not None:
+            if isinstance(want, CacheRead):
+                rig.fetching.append(want)
+            else:
+                copied_out.append(want)
     n_most = N_STORED_PER_SLOT * n_slots
     assert (
         n_most <= rig.batcher.n_storing < n_most + n_slots
     )  # with those that ran when it was full
-    store(rig)
+    for want in copied_out:
+        store(rig, want)
     drive(rig)
     assert [rig.results[r.id].finish_reason for r in savers] == ["length"] * 20
 

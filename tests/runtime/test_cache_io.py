@@ -16,7 +16,7 @@ from cbatch.cache.store import CacheStore
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.cell_ops import Stored
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.waiting import CacheEntry, CacheRef
+from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
 from cbatch.errors import CacheError
 from cbatch.runtime.cache_io import CacheIo
 from tests.helpers import make_request
@@ -28,38 +28,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.cache.cell_file import Fingerprint
+    from cbatch.core.waiting import Want
     from cbatch.runtime.cache_io import Post
 
 DATA = np.zeros(80, np.uint8)
 
 
-class Orders(MultiRequestBatcher):
-    """Stands for a batcher: orders files to be read and written, and is told."""
+class Told(MultiRequestBatcher):
+    """Stands for a batcher, and is told what came of its wants."""
 
     def __init__(self) -> None:
-        self.reads: list[CacheRef] = []
-        self.writes: list[Stored] = []
-        self.unwanted: set[str] = set()
         self.told: list[Any] = []
 
-    def take_reads(self) -> list[CacheRef]:
-        reads, self.reads = self.reads, []
-        return reads
-
-    def take_stored(self) -> Stored | None:
-        return self.writes.pop(0) if self.writes else None
-
-    def n_wanted(self, ref: CacheRef, found: CacheEntry | None = None) -> int:
-        return 0 if ref.key in self.unwanted else 10
-
-    def take_cells(self, ref: CacheRef, found: Any, n_read: int) -> list[Any]:
+    def bring(self, want: Want, found: object, now: float) -> list[Any]:
         self.told.append(found)
         return []
-
-    def end_stored(
-        self, driver: SequenceDriver, found: CacheEntry | None = None, problem: str | None = None
-    ) -> None:
-        self.told.append((found, problem))
 
 
 class Exporting(FakeBackend):
@@ -74,24 +57,25 @@ class Owner:
     """Asks a `CacheIo`, and is told."""
 
     cache_io: CacheIo
-    orders: Orders
+    batcher: Told
     posted: SimpleQueue[Callable[[], object]]
 
     def read(self, key: str, *, is_wanted: bool = True) -> None:
-        if not is_wanted:
-            self.orders.unwanted.add(key)
-        self.orders.reads.append(CacheRef(key))
-        self.cache_io.read_ordered()
+        self.cache_io.order(read(key, is_wanted=is_wanted))
 
     def write(self, key: str) -> None:
-        self.orders.writes.append(stored(key))
-        self.cache_io.write_stored()
+        self.cache_io.order(stored(key))
 
     def take(self, n: int = 1) -> list[Any]:
         """Wait until so many answers are there."""
         for _ in range(n):
             self.posted.get(timeout=PATIENCE_S)()
-        return self.orders.told[-n:]
+        return self.batcher.told[-n:]
+
+
+def read(key: str, *, is_wanted: bool = True) -> CacheRead:
+    drivers = {0: stored(key).driver} if is_wanted else {}
+    return CacheRead(CacheRef(key), drivers, lambda *_: 10)
 
 
 def stored(key: str) -> Stored:
@@ -102,10 +86,12 @@ def stored(key: str) -> Stored:
 
 
 def make_owner(folder: Path, *, is_threaded: bool, post: Post | None = None) -> Owner:
-    posted, orders = SimpleQueue[Any](), Orders()
+    posted, batcher = SimpleQueue[Any](), Told()
     store = CacheStore(folder, 2**40)
-    cache_io = CacheIo(store, Exporting(), orders, post or posted.put, is_threaded=is_threaded)
-    return Owner(cache_io, orders, posted)
+    cache_io = CacheIo(
+        store, Exporting(), batcher, lambda: 0.0, post or posted.put, is_threaded=is_threaded
+    )
+    return Owner(cache_io, batcher, posted)
 
 
 @pytest.fixture
@@ -131,7 +117,7 @@ def raises(error: BaseException) -> Callable[..., Any]:
 
 def test_file_that_was_written_is_read(owner: Owner) -> None:
     owner.write("k")
-    assert owner.take() == [(CacheEntry(text_of(10), 10), None)]
+    assert owner.take() == [CacheEntry(text_of(10), 10)]
     owner.read("k")
     assert owner.take() == [CacheEntry(text_of(10), 10)]
 
@@ -144,8 +130,7 @@ def test_write_without_memory_for_its_tokens_is_told_the_next_read_done(
 ) -> None:
     monkeypatch.setattr(CachedCells, "of", raises(MemoryError()))
     owner.write("k")
-    [(found, problem)] = owner.take()
-    assert found is None
+    [problem] = owner.take()
     assert problem == "the cells were not saved: MemoryError"
     owner.read("other")
     [missing] = owner.take()
@@ -159,7 +144,7 @@ def test_answer_that_cannot_be_posted_leaves_the_thread_to_the_next(tmp_path: Pa
     made.write("lost")
     made.write("k")
     posted.get(timeout=PATIENCE_S)()
-    assert made.orders.told == [(CacheEntry(text_of(10), 10), None)]
+    assert made.batcher.told == [CacheEntry(text_of(10), 10)]
     in_thread(made.cache_io.close)()
 
 
@@ -175,7 +160,7 @@ def test_work_that_ctrl_c_breaks_off_by_hand_is_told_before_it_goes_on(
         assert isinstance(said, CacheError)
         assert "broken off" in said.reason
     else:
-        assert said == (None, "the cells were not saved: writing them was broken off")
+        assert said == "the cells were not saved: writing them was broken off"
 
 
 def test_thread_that_cannot_start_leaves_the_work_to_who_asks(
@@ -185,7 +170,7 @@ def test_thread_that_cannot_start_leaves_the_work_to_who_asks(
         patch.setattr(threading.Thread, "start", raises(RuntimeError("can't start new thread")))
         owner.write("k")
         owner.read("k")
-    assert owner.take(2) == [(CacheEntry(text_of(10), 10), None), CacheEntry(text_of(10), 10)]
+    assert owner.take(2) == [CacheEntry(text_of(10), 10), CacheEntry(text_of(10), 10)]
 
 
 def test_cache_io_knows_its_own_thread(tmp_path: Path) -> None:
