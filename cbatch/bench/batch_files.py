@@ -74,7 +74,7 @@ def copy_alone(source: Path, output: Path) -> None:
             digest = digest_of(item)
             if journal.claim(item_key(item), digest, item.number) == "new":
                 record = write.result(item, _ANSWER, digest=digest, created=0, model="m")
-                journal.add(item.number, item_key(item), digest, record, is_error=False)
+                journal.add(item.number, record, is_error=False)
             if not i % N_COMMIT:
                 journal.commit()
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import zlib
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import LineError, key_of_id
+from cbatch.files.input.item import LineError
 from cbatch.files.input.json_requests import load
 from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
@@ -38,26 +37,13 @@ _N_SLICE = 4096
 """Records inserted together: our choice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adopter:
-    """Recognises records.
-
-    Args:
-        encoder: of the records.
-        has_rows: whether an item's id is the number of its row.
-    """
-
-    encoder: TraceableEncoder
-    has_rows: bool
-
-
-def adopt(files: Sequence[Path], settings: Mapping[str, str], adopter: Adopter) -> str:
+def adopt(files: Sequence[Path], settings: Mapping[str, str], encoder: TraceableEncoder) -> str:
     """Make the manifest of files again, of their whole lines; return a message.
 
     Args:
         files: the output and, where there is one, the file of errors. They stay unchanged.
         settings: of the run that will continue.
-        adopter: recognises records.
+        encoder: of the records.
 
     Raises:
         ConfigError: a line is no record of cbatch, there is no record at all, or another run has a file open.
@@ -73,7 +59,7 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], adopter: Adopter) 
             with manifest.transaction():
                 manifest.set_settings(settings)
             # the output last: its answers are newer than errors of the same items
-            n_left = sum(_adopt_file(manifest, row, adopter) for row in reversed(rows))
+            n_left = sum(_adopt_file(manifest, row, encoder) for row in reversed(rows))
             n_records = sum(manifest.count(row.file).n_records for row in rows)
         remove_manifest(home)  # its log must not be read as that of the new manifest
         with told(home):
@@ -84,7 +70,7 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], adopter: Adopter) 
     return f"{output}: {n_records:,} records are adopted{left}"
 
 
-def _adopt_file(manifest: Manifest, row: FileRow, adopter: Adopter) -> int:
+def _adopt_file(manifest: Manifest, row: FileRow, encoder: TraceableEncoder) -> int:
     """Insert the records of a file; return the number of lines that are not kept."""
     if not row.path.is_file():
         return 0
@@ -94,12 +80,12 @@ def _adopt_file(manifest: Manifest, row: FileRow, adopter: Adopter) -> int:
         closing(RecordFile(manifest, row)),  # which locks the file
         row.path.open("rb") as file,
     ):
-        for start, line, known in _records(file, row.path, adopter):
+        for start, line, known in _records(file, row.path, encoder):
             if known is None:
                 n_left += 1
                 continue
             record = manifest.last_record() + len(found) + 1
-            key = record_key(key_of_id(known.id, has_rows=adopter.has_rows))
+            key = record_key(known.key)
             # the number is behind all others until an item claims the record
             place = (GONE | record, row.file, start, len(line), zlib.crc32(line))
             found.append((record, key, known.digest, *place, known.is_error))
@@ -118,7 +104,7 @@ def _put(manifest: Manifest, found: list[tuple[object, ...]]) -> None:
 
 
 def _records(
-    file: BinaryIO, path: Path, adopter: Adopter
+    file: BinaryIO, path: Path, encoder: TraceableEncoder
 ) -> Iterator[tuple[int, bytes, Known | None]]:
     """Yield the start of each line, the line, and its item; None for a torn line or an item that never ran.
 
@@ -131,16 +117,16 @@ def _records(
         with suppress(LineError):
             record = load(line if line.endswith(b"\n") else b"")
             n_ours += 1
-            known = _known(record, f"{path}, line {n_lines}", adopter)
+            known = _known(record, f"{path}, line {n_lines}", encoder)
         yield start, line, known
         start += len(line)
     if n_lines and not n_ours:
         raise ConfigError(f"{path}: no line of it is a whole record, so nothing is adopted")
 
 
-def _known(record: Mapping[str, object], place: str, adopter: Adopter) -> Known | None:
+def _known(record: Mapping[str, object], place: str, encoder: TraceableEncoder) -> Known | None:
     try:
-        return adopter.encoder.known(record)
+        return encoder.known(record)
     except LineError as error:
         said = error.error.message
         raise ConfigError(f"{place}: {said}, so nothing is adopted") from None

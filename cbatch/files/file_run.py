@@ -128,10 +128,7 @@ class _Run:
             stream.check(lambda item: why_refused(item, engine, options))
         settings = _settings_of(engine, stream, target, options, asked)
         digests = _digests(engine, options)
-        origin, is_forced = _origin(stream, target.path, digests), asked.force
-        with target.opened(
-            settings, origin, force=is_forced, retry_errors=asked.retry_errors
-        ) as ledger:
+        with target.opened(settings, _origin(stream, target.path, digests)) as ledger:
             context = RunContext(ledger, target.encoder, digests, options, model_name(model))
             work = Work(stream, context, engine, asked, self.stop, is_own_engine=is_own_engine)
             for line in (*ledger.notes, *_resumed(ledger)):
@@ -179,7 +176,7 @@ def stream_file(
             raise ConfigError(f"{name} has no effect here: the engine is there, and no output")
     settled = run_options_of(engine, options)
     stream = ItemStream(source, asked)
-    nowhere = PipedOutput(None)
+    nowhere = PipedOutput()
     context = RunContext(nowhere, Encoder(), _digests(engine, settled), settled, model_name(None))
     work = Work(stream, context, engine, asked, Stopper(), is_own_engine=False)
     return FileStream(work, stream, nowhere)
@@ -221,9 +218,7 @@ def _opened(
     stream = stack.enter_context(closing(ItemStream(source, asked, own)))
     check_places(output, asked, stream.source.paths)
     check_replaceable(asked)
-    target = Target.of(output, stream.source, asked)
-    target.check(force=asked.force)
-    return stream, target
+    return stream, Target(output, stream.source, asked)
 
 
 def _digests(engine: Engine, settled: RunOptions) -> Digests:
@@ -257,10 +252,14 @@ def _resumed(ledger: Ledger) -> list[str]:
 
 def _left_over(ledger: Ledger) -> Iterator[str]:
     """Drop or set aside the records of items that are not in the input any more; yield messages."""
-    if n := ledger.drop_unclaimed(is_by_number=True):
-        yield f"{n:,} records removed: their items are not in the input any more"
-    if n := ledger.set_unclaimed_aside():
-        yield f"{n:,} records are of items that are not in the input any more: they are kept, at the end when sorted"
+    n_removed, n_aside = ledger.settle_unclaimed()
+    if n_removed:
+        yield f"{n_removed:,} records removed: their items are not in the input any more"
+    if n_aside:
+        yield (
+            f"{n_aside:,} records are of items that are not in the input any more: they are kept, at the end when "
+            "sorted"
+        )
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from cbatch.errors import EngineError, RequestCancelledError
 from cbatch.files.input.item import duplicate, in_own_words, item_key, label, rival_key
 from cbatch.files.outcome import RunSummary
-from cbatch.files.output.identity import placed
 from cbatch.files.window import Entry, Window, length
 from cbatch.options import RunOptions
 from cbatch.progress import Counts
@@ -171,21 +170,21 @@ class Work:
         key, rival = item_key(item), rival_key(item)
         claim = context.ledger.claim(key, digest, item.number, rival, place=item.place)
         if claim == "duplicate":
-            self._refuse(duplicate(item), placed(digest, item.place))
+            self._refuse(duplicate(item))
         elif claim in ("done", "failed"):
             tally.n_before += 1
             tally.n_failed_before += claim == "failed"
         elif item.prompt is None:
-            self._refuse(item, digest)
+            self._refuse(item)
         else:
             self._n_started += 1
             options = RunOptions.of(item.prompt.options)
             n_chars = length(item.prompt, options)
             self._window.add(Entry(item, item.prompt, digest, n_chars))
 
-    def _refuse(self, item: Item, digest: bytes) -> None:
+    def _refuse(self, item: Item) -> None:
         assert item.error is not None  # an item without a prompt has an error
-        self._add(item, digest, self._context.encoder.error(item, item.error), is_error=True)
+        self._add(item, self._context.encoder.error(item, item.error), is_error=True)
         self._refused.append((item, None))
 
     # ---- out ----
@@ -287,7 +286,7 @@ class Work:
             record = context.encoder.result(
                 entry.item, result, digest=entry.digest, created=self._created, model=context.model
             )
-            self._add(entry.item, entry.digest, record, is_error=is_error)
+            self._add(entry.item, record, is_error=is_error)
         if self._n_added >= N_COMMIT:
             self.commit()
         return [*ended, _named(entry, result)]
@@ -314,8 +313,8 @@ class Work:
         tally.output_tokens += usage.completion_tokens
         tally.cached_tokens += usage.cached_tokens
 
-    def _add(self, item: Item, digest: bytes, record: bytes, *, is_error: bool) -> None:
-        self._context.ledger.add(item.number, item_key(item), digest, record, is_error=is_error)
+    def _add(self, item: Item, record: bytes, *, is_error: bool) -> None:
+        self._context.ledger.add(item.number, record, is_error=is_error)
         self._n_added += 1
         self.tally.n_done += 1
         self.tally.n_failed += is_error

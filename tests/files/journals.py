@@ -71,7 +71,7 @@ def run_pass(
     with open_journal(folder, retry_errors=bool(i_pass % 2), **more) as journal:
         for item in asked(i_pass, n_items):
             if journal.claim(item.id, item.digest, item.number) in ("new", "duplicate"):
-                journal.add(item.number, item.id, item.digest, item.record, is_error=item.is_error)
+                journal.add(item.number, item.record, is_error=item.is_error)
             if item.number % slice == 0:
                 said()
                 journal.commit()

@@ -44,7 +44,7 @@ def write(journal: Journal, *ids: str, start: int = 1, is_error: bool = False) -
     """Claim and add items that are new."""
     for number, id in enumerate(ids, start):
         assert journal.claim(id, DIGEST, number) == "new"
-        journal.add(number, id, DIGEST, f"{id}\n".encode(), is_error=is_error)
+        journal.add(number, f"{id}\n".encode(), is_error=is_error)
 
 
 def fill(folder: Path, *ids: str, **more: Any) -> None:
@@ -86,7 +86,7 @@ def test_second_claim_of_an_id_is_a_duplicate(tmp_path: Path, when: str) -> None
     with open_journal(tmp_path) as journal:
         first = journal.claim("a", DIGEST, 1)
         if when in ("added", "committed"):
-            journal.add(1, "a", DIGEST, b"a\n", is_error=False)
+            journal.add(1, b"a\n", is_error=False)
         if when == "committed":
             journal.commit()
         assert first == ("done" if when == "done before" else "new")
@@ -100,8 +100,8 @@ def test_error_of_a_duplicate_is_written_once(tmp_path: Path) -> None:
             assert journal.claim("a", DIGEST, 1) == ("done" if i_run else "new")
             assert journal.claim("a", DIGEST, 2) == ("failed" if i_run else "duplicate")
             if not i_run:
-                journal.add(1, "a", DIGEST, b"a\n", is_error=False)
-                journal.add(2, "a", DIGEST, b"twice\n", is_error=True)
+                journal.add(1, b"a\n", is_error=False)
+                journal.add(2, b"twice\n", is_error=True)
         assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["twice"])
 
 
@@ -109,11 +109,11 @@ def test_duplicate_that_comes_first_later_has_no_error_any_more(tmp_path: Path) 
     with open_journal(tmp_path) as journal:
         write(journal, "a")
         assert journal.claim("a", DIGEST, 2) == "duplicate"
-        journal.add(2, "a", DIGEST, b"twice\n", is_error=True)
+        journal.add(2, b"twice\n", is_error=True)
     with open_journal(tmp_path) as journal:
         assert journal.claim("a", DIGEST, 2) == "done"
         assert journal.claim("a", DIGEST, 1) == "duplicate"
-        journal.add(1, "a", DIGEST, b"again\n", is_error=True)
+        journal.add(1, b"again\n", is_error=True)
         journal.commit()
         assert (journal.n_done, journal.n_failed) == (1, 1)
     assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["again"])
@@ -123,7 +123,7 @@ def test_item_that_changed_takes_the_place_of_its_record(tmp_path: Path) -> None
     fill(tmp_path, "a", "b", "c")
     with open_journal(tmp_path) as journal:
         assert journal.claim("b", OTHER, 2) == "new"
-        journal.add(2, "b", OTHER, b"new b\n", is_error=False)
+        journal.add(2, b"new b\n", is_error=False)
         journal.commit()
         assert journal.n_done == 3
         assert lines(tmp_path / "out") == ["a", "b", "c", "new b"]
@@ -145,7 +145,7 @@ def test_errors_are_retried_where_that_is_asked(tmp_path: Path) -> None:
     with open_journal(tmp_path, retry_errors=True) as journal:
         assert journal.claim("a", DIGEST, 1) == "new"
         assert journal.claim("b", DIGEST, 2) == "new"
-        journal.add(1, "a", DIGEST, b"a\n", is_error=False)
+        journal.add(1, b"a\n", is_error=False)
         journal.commit()
         assert (journal.n_done, journal.n_failed) == (1, 1)
     assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["b"])
@@ -158,22 +158,22 @@ def test_errors_without_a_file_of_their_own_are_in_the_output(tmp_path: Path) ->
     assert lines(tmp_path / "out") == ["a", "b"]
     with open_journal(tmp_path, has_errors=False, retry_errors=True) as journal:
         assert journal.claim("b", DIGEST, 2) == "new"
-        journal.add(2, "b", DIGEST, b"better\n", is_error=False)
+        journal.add(2, b"better\n", is_error=False)
     assert lines(tmp_path / "out") == ["a", "better"]
 
 
-def test_unclaimed_records_go_where_that_is_asked(tmp_path: Path) -> None:
-    fill(tmp_path, "a", "b", "c")
+def test_unclaimed_records_without_an_id_are_removed(tmp_path: Path) -> None:
+    fill(tmp_path, "\0001", "a", "\0003", "\0:b", "")
     with open_journal(tmp_path) as journal:
-        assert journal.claim("b", DIGEST, 1) == "done"
-        assert journal.drop_unclaimed() == 2
-        assert (journal.n_done, journal.n_failed) == (1, 0)
-    assert lines(tmp_path / "out") == ["b"]
+        assert journal.claim("a", DIGEST, 1) == "done"
+        assert journal.settle_unclaimed() == (2, 2)
+        assert (journal.n_done, journal.n_failed) == (3, 0)
+    assert lines(tmp_path / "out") == ["a", "\0:b", ""]
 
 
 def test_add_without_a_claim_is_refused(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal, pytest.raises(KeyError):
-        journal.add(1, "a", DIGEST, b"a\n", is_error=False)
+        journal.add(1, b"a\n", is_error=False)
 
 
 IDS = ["", "a\0b", "a", "\0", "ä" * 12, "ä" * 13, "\ud800", "x" * 10**6, "x" * 10**6 + "y", "\n"]
@@ -185,7 +185,7 @@ def test_ids_may_be_any_text(tmp_path: Path) -> None:
             for number, id in enumerate(IDS):
                 assert journal.claim(id, DIGEST, number) == expected
                 if expected == "new":
-                    journal.add(number, id, DIGEST, b"%d\n" % number, is_error=False)
+                    journal.add(number, b"%d\n" % number, is_error=False)
 
 
 @given(st.lists(st.text(st.characters(), max_size=40), unique=True), st.integers(1, 10**9))
@@ -267,7 +267,7 @@ def test_log_of_the_manifest_stays_small(quick_path: Path) -> None:
     with open_journal(quick_path, sync_s=1e9) as journal:
         for number, id in enumerate(in_any_order(10_000)):
             assert journal.claim(id, DIGEST, number) == "new"
-            journal.add(number, id, DIGEST, b"x" * 50, is_error=False)
+            journal.add(number, b"x" * 50, is_error=False)
             if number % 16 == 0:
                 journal.commit()
                 most = max(most, log_of(quick_path))
@@ -539,7 +539,7 @@ def test_other_settings_go_on_where_that_is_forced(tmp_path: Path) -> None:
     with open_journal(tmp_path, settings=other, force=True) as journal:
         assert journal.claim("a", DIGEST, 1) == "done"
         assert journal.claim("b", OTHER, 2) == "new"
-        journal.add(2, "b", OTHER, b"new b\n", is_error=False)
+        journal.add(2, b"new b\n", is_error=False)
     with open_journal(tmp_path, settings=other):
         assert lines(tmp_path / "out") == ["a", "new b"]
 
@@ -586,7 +586,7 @@ def test_errors_may_get_a_file_later(tmp_path: Path) -> None:
         write(journal, "a", "b", is_error=True)
     with open_journal(tmp_path, retry_errors=True) as journal:
         assert journal.claim("a", DIGEST, 1) == "new"
-        journal.add(1, "a", DIGEST, b"again\n", is_error=True)
+        journal.add(1, b"again\n", is_error=True)
     assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["b"], ["again"])
 
 
@@ -674,7 +674,7 @@ def test_shorter_output_loses_what_is_not_whole(tmp_path: Path, n_left: int) -> 
         found = [journal.claim(id, DIGEST, int(id)) for id in ids]
         assert found == ["done"] * n_whole + ["new"] * (99 - n_whole)
         for id in ids[n_whole:]:
-            journal.add(int(id), id, DIGEST, f"{id}\n".encode(), is_error=False)
+            journal.add(int(id), f"{id}\n".encode(), is_error=False)
     assert (tmp_path / "out").read_bytes() == data
 
 
@@ -745,7 +745,7 @@ def test_link_is_followed_to_one_manifest(tmp_path: Path) -> None:
     with open_journal(tmp_path / "real", has_errors=False) as journal:
         assert journal.claim("a", DIGEST, 1) == "done"
         assert journal.claim("b", OTHER, 2) == "new"
-        journal.add(2, "b", OTHER, b"c\n", is_error=False)
+        journal.add(2, b"c\n", is_error=False)
     assert (tmp_path / "link").is_symlink()
     assert lines(tmp_path / "link") == ["a", "c"]
     assert sorted(os.listdir(tmp_path / "real")) == ["out", "out.manifest"]
@@ -872,7 +872,7 @@ with open_journal(Path(sys.argv[1])) as journal:
     for number in range(n_items):
         id = f"request-{number}"
         journal.claim(id, bytes(16), number)
-        journal.add(number, id, bytes(16), b"x" * 50, is_error=False)
+        journal.add(number, b"x" * 50, is_error=False)
         if number % 64 == 0:
             journal.commit()
     n_pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -913,7 +913,7 @@ def test_any_runs_in_any_order_leave_each_item_once(
             for i, (number, (id, version, is_error)) in enumerate(items):
                 is_double = id in seen
                 seen.add(id)
-                claim = journal.claim(str(id), b"%016d" % version, number)
+                claim = journal.claim(f"\0{id}", b"%016d" % version, number)
                 assert claim in (
                     ("duplicate", "failed") if is_double else ("new", "done", "failed")
                 )
@@ -921,13 +921,13 @@ def test_any_runs_in_any_order_leave_each_item_once(
                 is_error = is_error or is_double
                 record = b"%d %d %d %d\n" % (id, version, is_double, is_error)
                 if claim in ("new", "duplicate"):
-                    journal.add(number, str(id), b"%016d" % version, record, is_error=is_error)
+                    journal.add(number, record, is_error=is_error)
                 else:
                     record = b"%d %d %d %d\n" % (id, version, is_double, claim == "failed")
                 expected[number] = record
                 if i % slice == 0:
                     journal.commit()
-            journal.drop_unclaimed()
+            assert journal.settle_unclaimed()[1] == 0
             assert journal.n_done + journal.n_failed == len(items)
         sort_in_place(folder / "out")
         found = records(folder)

@@ -33,7 +33,7 @@ def fill(folder: Path, numbers: Sequence[int]) -> Path:
             journal.claim(f"item-{number}", DIGEST, number)
         for number in numbers:
             record = f"{number} {'x' * number}\n".encode()
-            journal.add(number, f"item-{number}", DIGEST, record, is_error=number % 5 == 0)
+            journal.add(number, record, is_error=number % 5 == 0)
     return folder / "out"
 
 
@@ -57,7 +57,7 @@ def test_run_goes_on_with_a_sorted_file(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         assert [journal.claim(f"item-{n}", DIGEST, n) for n in (1, 2, 3)] == ["done"] * 3
         assert journal.claim("item-4", DIGEST, 4) == "new"
-        journal.add(4, "item-4", DIGEST, b"4 new\n", is_error=False)
+        journal.add(4, b"4 new\n", is_error=False)
     assert numbers_in(out) == [1, 2, 3, 4]
 
 
@@ -97,7 +97,7 @@ def test_line_put_in_at_the_top_moves_all_in_bounded_memory(
             assert claim == ("done" if number % 5 else "failed")
             assert number < 1025 * (len(commits) + 1)  # the moved items are committed in between
         assert journal.claim("item-0", DIGEST, 1) == "new"
-        journal.add(1, "item-0", DIGEST, b"0 first\n", is_error=False)
+        journal.add(1, b"0 first\n", is_error=False)
     sort_in_place(out)
     assert numbers_in(out) == [n for n in range(n_items + 1) if n % 5 or not n]
 
@@ -116,7 +116,7 @@ def test_what_a_killed_run_left_is_repaired_first(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     for number in (2, 1):
         journal.claim(str(number), DIGEST, number)
-        journal.add(number, str(number), DIGEST, b"%d\n" % number, is_error=False)
+        journal.add(number, b"%d\n" % number, is_error=False)
     journal.commit()
     killed = tmp_path / "killed"
     shutil.copytree(tmp_path, killed)
@@ -212,7 +212,7 @@ def test_sort_on_a_full_disk_says_one_line_and_loses_nothing(
         for number in range(200, 0, -1):
             journal.claim(str(number), DIGEST, number)
             record = f"{number} {'x' * 10_000}\n".encode()
-            journal.add(number, str(number), DIGEST, record, is_error=False)
+            journal.add(number, record, is_error=False)
     before = (tmp_path / "out").read_bytes()
     to = [] if target is None else ["-o", str(tmp_path / target)]
     done = subprocess.run(
@@ -282,7 +282,7 @@ def test_records_of_items_that_are_gone_come_last(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         for number, name in enumerate(("item-4", "item-2"), 1):
             assert journal.claim(name, DIGEST, number) == "done"
-        assert journal.set_unclaimed_aside() == 2
+        assert journal.settle_unclaimed() == (0, 2)
     assert sort_in_place(out)[out] == Sorted(4, 2)
     assert numbers_in(out) == [4, 2, 1, 3]
     assert sort_to(out, tmp_path / "sorted") == Sorted(4, 2)
@@ -294,7 +294,7 @@ def test_gone_items_that_come_back_have_their_places_again(tmp_path: Path) -> No
         with open_journal(tmp_path) as journal:
             for number, name in enumerate(names, 1):
                 assert journal.claim(name, DIGEST, number) == "done"
-            assert journal.set_unclaimed_aside() == 3 - len(names)
+            assert journal.settle_unclaimed() == (0, 3 - len(names))
     assert sort_in_place(out)[out] == Sorted(3)
     assert numbers_in(out) == [1, 2, 3]
 
@@ -375,7 +375,7 @@ def test_records_larger_than_a_buffer_are_copied_whole(tmp_path: Path) -> None:
         for number in (2, 1, 3):
             journal.claim(str(number), DIGEST, number)
             record = str(number).encode() * (3 * 2**20) + b"\n"
-            journal.add(number, str(number), DIGEST, record, is_error=False)
+            journal.add(number, record, is_error=False)
     sort_in_place(tmp_path / "out")
     expected = [str(n).encode() * (3 * 2**20) for n in (1, 2, 3)]
     assert (tmp_path / "out").read_bytes().splitlines() == expected

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from cbatch.files.input.item import key_of_id
 from cbatch.files.input.row_prompts import as_text
 
 if TYPE_CHECKING:
@@ -50,15 +51,24 @@ class Encoder:
 
 
 class Known(NamedTuple):
-    """The item of a record: its id, its digest, and whether the record is an error."""
+    """The item of a record: its key, its digest, and whether the record is an error."""
 
-    id: str
+    key: str
     digest: bytes
     is_error: bool
 
 
 class TraceableEncoder(Encoder, ABC):
     """An encoder whose records name their item."""
+
+    def __init__(self, *, has_rows: bool) -> None:
+        """Take whether an item's id is the number of its row."""
+        self._has_rows = has_rows
+
+    def _known(self, id: str, digest: bytes | None, *, is_error: bool) -> Known | None:
+        if digest is None:
+            return None
+        return Known(key_of_id(id, has_rows=self._has_rows), digest, is_error)
 
     @abstractmethod
     def known(self, record: Mapping[str, object]) -> Known | None:

@@ -17,7 +17,7 @@ from cbatch.files.output.manifest import DELETE, GONE, INSERT, NUMBERED, record_
 from cbatch.files.output.opening import open_outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
 
     from cbatch.files.output.opening import OutputSpec
 
@@ -27,14 +27,10 @@ SYNC_S = 5.0
 _N_MOVED = 1024
 """Moved items that are collected before they are renumbered together."""
 
-_FIND = "SELECT record, digest, number, file, is_error FROM records WHERE key = ?"
+_FIND = "SELECT record, digest, number, is_error FROM records WHERE key = ?"
 _ANY_DOUBLE = "SELECT 1 FROM records WHERE key >= x'FE' AND key < x'FF' LIMIT 1"
 _SET_ASIDE = "UPDATE records SET number = number | ? WHERE record = ?"
-_SLICE = "SELECT key, record, file, is_error FROM records WHERE key > ? AND key < ? ORDER BY key LIMIT 4096"
-
-_ALL = ((b"", b"\xff" * 12),)
-_BY_NUMBER = (NUMBERED, (b"\xfe", b"\xff"))
-"""Keys of items without an id, and of second items with an id: those that depend on the place in the input."""
+_SLICE = "SELECT record, key FROM records WHERE record > ? ORDER BY record LIMIT 4096"
 
 _Row: TypeAlias = "tuple[int, bytes, bytes, int, int, int, int, int, bool]"
 """The columns of a record."""
@@ -49,7 +45,6 @@ class _Found:
     record: int
     digest: bytes
     number: int
-    file: int
     is_error: bool
 
 
@@ -105,18 +100,20 @@ class Journal:
         self._sync_at = clock() + sync_s
         self._lock = threading.RLock()
         self._is_closed = False
-        counts = [self._manifest.count(file.row.file) for file in outputs.files]
-        self.n_failed = sum(count.n_errors for count in counts)
-        self.n_done = sum(count.n_records for count in counts) - self.n_failed
+        self._recount()
         self._last_record = self._manifest.last_record()
         self._marks = _Marks()
-        self._claims: dict[int, tuple[bytes, _Found | None]] = {}
+        self._claims: dict[int, tuple[bytes, bytes, _Found | None]] = {}
         self._claimed_keys: set[bytes] = set()
         self._added: list[_Row] = []
         self._superseded: list[_Found] = []
         self._moved: list[tuple[int, int]] = []
-        self._with_gaps: set[int] = set()
         self._has_doubles = self._manifest.execute(_ANY_DOUBLE).fetchone() is not None
+
+    def _recount(self) -> None:
+        counts = [file.count() for file in self._outputs.files]
+        self.n_failed = sum(count.n_errors for count in counts)
+        self.n_done = sum(count.n_records for count in counts) - self.n_failed
 
     def __enter__(self) -> Journal:
         return self
@@ -138,8 +135,8 @@ class Journal:
 
         Returns:
             "new": run the item and `add` its record, which replaces an earlier one. "done", "failed": there is a
-            record, an answer or an error. "duplicate": an item of this run has the id, or its rival: `add` an error,
-            with the digest `placed` there; with that error in the output already, the item is "failed".
+            record, an answer or an error. "duplicate": an item of this run has the id, or its rival: `add` an error;
+            with that error in the output already, the item is "failed".
         """
         with self._lock:
             key = record_key(id)
@@ -150,9 +147,8 @@ class Journal:
                 digest = placed(digest, place)
                 return self._settle(key, self._find(key), digest, number, otherwise="duplicate")
             if self._has_doubles and (stale := self._find(duplicate_key(key, number))):
-                self._superseded.append(
-                    stale
-                )  # it was the second item with its id then, and is the first now
+                # it was the second item with its id then, and is the first now
+                self._superseded.append(stale)
             if rival is not None and (stale := self._find(record_key(rival))):
                 self._superseded.append(stale)  # two records under one id would answer one item
             return self._settle(key, found, digest, number, otherwise="new")
@@ -171,7 +167,7 @@ class Journal:
         """Mark the record of an item as claimed, or expect a new one."""
         is_answered = found is not None and found.digest == digest
         if found is None or not is_answered or (found.is_error and self._retry_errors):
-            self._claims[number] = key, found
+            self._claims[number] = key, digest, found
             self._claimed_keys.add(key)
             return otherwise
         self._marks.add(found.record)
@@ -185,20 +181,20 @@ class Journal:
         row = self._manifest.execute(_FIND, key).fetchone()
         return None if row is None else _Found(*row)
 
-    def add(self, number: int, id: str, digest: bytes, record: bytes, *, is_error: bool) -> None:
+    def add(self, number: int, record: bytes, *, is_error: bool) -> None:
         """Keep the record of an item that was claimed as "new" or "duplicate", for the next `commit`.
 
         Raises:
             KeyError: the item was not claimed so, or its record was added already.
         """
         with self._lock:
-            key, found = self._claims.pop(number)
+            key, digest, found = self._claims.pop(number)
             if found is not None:
                 self._superseded.append(found)
-            output = self._outputs.files[-1 if is_error else 0]
-            start = output.add(record)
+            file = self._outputs.files[-1 if is_error else 0]
+            start = file.add(record)
             self._last_record += 1
-            place = (output.row.file, start, len(record), zlib.crc32(record))
+            place = (file.row.file, start, len(record), zlib.crc32(record))
             self._added.append((self._last_record, key, digest, number, *place, is_error))
 
     def commit(self) -> None:
@@ -236,7 +232,6 @@ class Journal:
         for found in self._superseded:
             self.n_failed -= found.is_error
             self.n_done -= not found.is_error
-            self._with_gaps.add(found.file)
         self._added.clear()
         self._superseded.clear()
         self._moved.clear()
@@ -252,53 +247,29 @@ class Journal:
             self._manifest.fold()
         self._sync_at = self._clock() + self._sync_s
 
-    def drop_unclaimed(self, *, is_by_number: bool = False) -> int:
-        """Remove the records of items that this run has not claimed; return their number.
+    def settle_unclaimed(self) -> tuple[int, int]:
+        """Remove or set aside the records of items that this run has not claimed; return the number of each.
 
-        For the end of a run that has read all of its input: the records are of items that are not in it any more.
-
-        Args:
-            is_by_number: only records of items without an id: others may be of another input.
+        For the end of a run that has read all of its input: these items are not in it any more. The records of items
+        without an id are removed, for they may be of another input. The others are ordered behind all records, which a
+        later claim takes back.
         """
+        n_removed = n_aside = last = 0
         with self._lock:
             self.commit()
-            n_before = self.n_done + self.n_failed
-            for rows in self._unclaimed(_BY_NUMBER if is_by_number else _ALL):
-                self._drop(rows)
-            return n_before - self.n_done - self.n_failed
-
-    def set_unclaimed_aside(self) -> int:
-        """Order the records of items that this run has not claimed behind all others; return their number.
-
-        For the end of a run that has read all of its input. A later claim restores the order.
-        """
-        with self._lock:
-            self.commit()
-            n = 0
-            for rows in self._unclaimed(_ALL):
-                n += len(rows)
-                with self._manifest.transaction():
-                    self._manifest.execute_many(_SET_ASIDE, [(GONE, row[0]) for row in rows])
-            return n
-
-    def _unclaimed(
-        self, ranges: Iterable[tuple[bytes, bytes]]
-    ) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield record, file and is_error of the records that were not claimed, slice by slice."""
-        if self._marks.n == self.n_done + self.n_failed:
-            return
-        for last, end in ranges:
-            while rows := self._manifest.execute(_SLICE, last, end).fetchall():
-                yield [row[1:] for row in rows if row[1] not in self._marks]
+            if self._marks.n == self.n_done + self.n_failed:
+                return 0, 0
+            while rows := self._manifest.execute(_SLICE, last).fetchall():
                 last = rows[-1][0]
-
-    def _drop(self, rows: list[tuple[int, int, int]]) -> None:
-        with self._manifest.transaction():
-            self._manifest.execute_many(DELETE, [(record,) for record, *_ in rows])
-        n_failed = sum(is_error for *_, is_error in rows)
-        self.n_failed -= n_failed
-        self.n_done -= len(rows) - n_failed
-        self._with_gaps.update(file for _, file, _ in rows)
+                left = [(record, key) for record, key in rows if record not in self._marks]
+                removed = [(record,) for record, key in left if _has_no_id(key)]
+                kept = [(GONE, record) for record, key in left if not _has_no_id(key)]
+                with self._manifest.transaction():
+                    self._manifest.execute_many(DELETE, removed)
+                    self._manifest.execute_many(_SET_ASIDE, kept)
+                n_removed, n_aside = n_removed + len(removed), n_aside + len(kept)
+            self._recount()
+        return n_removed, n_aside
 
     def close(self) -> None:
         """Commit, sync, remove superseded records from the files, and close them.
@@ -311,17 +282,18 @@ class Journal:
                 return
             self._is_closed = True
             with closing(self._outputs):
-                self._finish()
-
-    def _finish(self) -> None:
-        self.commit()
-        self._sync()
-        for file in self._outputs.files:
-            if file.row.file in self._with_gaps:
-                file.rewrite()
-        self._outputs.put_away()
+                self.commit()
+                self._sync()
+                for file in self._outputs.files:
+                    file.compact()
+                self._outputs.put_away()
 
 
 def duplicate_key(key: bytes, number: int) -> bytes:
     """Return the key of a second item with an id; 0xFE is in no UTF-8."""
     return b"\xfe%d:%b" % (number, key)
+
+
+def _has_no_id(key: bytes) -> bool:
+    """Whether a key depends on the item's number: it has no id, or the id of an item before it."""
+    return NUMBERED[0] < key < NUMBERED[1] or key.startswith(b"\xfe")

@@ -94,7 +94,7 @@ class CbatchEncoder(TraceableEncoder):
         digest = _digest_in(record.get("digest"))
         if not isinstance(id, str) or not (digest or (error and "digest" not in record)):
             raise LineError("no_record", "is no answer of cbatch")
-        return Known(id, digest, error is not None) if digest else None
+        return self._known(id, digest, is_error=error is not None)
 
 
 def result_as_json(result: BatchResult) -> dict[str, object]:
@@ -178,12 +178,10 @@ class OpenAIEncoder(TraceableEncoder):
     ) -> bytes:
         """Return a result as a line: answered, refused, or never run."""
         if result.error is not None:
-            return _failed(item, _error_of(result.error), _status(result.error), digest.hex())
+            return _failed(item, *_error_of(result.error), digest.hex())
         url, asked_model = _call_of(item)
-        key = _key(item.id)
-        body = _chat_body if url == CHAT else _completion_body
-        said = body(key, result, created, asked_model or model)
-        return _answer(item, 200, said, digest.hex())
+        body = _body(url, _key(item.id), result, created, asked_model or model)
+        return _line(item, 200, body, digest.hex())
 
     def error(self, item: Item, error: ItemError) -> bytes:
         """Return the line of an item that could not run."""
@@ -199,7 +197,7 @@ class OpenAIEncoder(TraceableEncoder):
         if not isinstance(response, dict):
             return None
         digest = _digest_in(str(response.get("request_id")).removeprefix("req_"))
-        return Known(id, digest, response.get("status_code") != 200) if digest else None
+        return self._known(id, digest, is_error=response.get("status_code") != 200)
 
 
 def _call_of(item: Item) -> Call:
@@ -214,61 +212,54 @@ def _key(id: str) -> str:
     return blake2b(bytes_of(id), digest_size=12).hexdigest()
 
 
-def _line(item: Item, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+def _line(item: Item, status: int | None, body: dict[str, Any], request: str) -> bytes:
+    """Return a line with a server's answer; where a server would not answer, with an error alone."""
+    response = {"status_code": status, "request_id": f"req_{request}", "body": body}
     return dump(
         {
             "id": f"batch_req_{_key(item.id)}",
             "custom_id": item.id,
-            "response": response,
-            "error": error,
+            "response": None if status is None else response,
+            "error": body if status is None else None,
         }
     )
-
-
-def _answer(item: Item, status: int, body: dict[str, Any], request: str) -> bytes:
-    response = {"status_code": status, "request_id": f"req_{request}", "body": body}
-    return _line(item, response, None)
 
 
 def _failed(item: Item, error: ItemError, status: int | None, request: str) -> bytes:
     """Return the line of an item that failed; `status` is a server's, None where a server would not answer."""
     if status is None:
-        return _line(item, None, {"code": error.code, "message": error.message})
+        return _line(item, None, {"code": error.code, "message": error.message}, request)
     said = {
         "message": error.message,
         "type": "invalid_request_error" if status < 500 else "server_error",
         "param": error.param,
         "code": _ANSWERED.get(error.code, error.code),
     }
-    return _answer(item, status, {"error": said}, request)
+    return _line(item, status, {"error": said}, request)
 
 
-def _error_of(error: CBatchError) -> ItemError:
-    """Return a failed request's error with OpenAI's code, where OpenAI has one."""
-    message = str(error)
-    if isinstance(error, RequestCancelledError):
-        return ItemError("batch_cancelled", message)
-    if isinstance(error, DeadlineError):
-        return ItemError("request_timeout", message)
-    if isinstance(error, PromptTooLongError):
-        return ItemError("context_length_exceeded", message)
-    if isinstance(error, UnsupportedOptionError):
-        return ItemError("unsupported_parameter", message, error.option)
-    return ItemError("server_error" if _status(error) == 500 else "invalid_request", message)
+_ERRORS: tuple[tuple[type[CBatchError], str, int | None], ...] = (
+    (RequestCancelledError, "batch_cancelled", None),
+    (DeadlineError, "request_timeout", None),
+    (QueueFullError, "invalid_request", None),
+    (PromptTooLongError, "context_length_exceeded", 400),
+    (UnsupportedOptionError, "unsupported_parameter", 400),
+    (PromptError, "invalid_request", 400),
+    (RequestFailedError, "server_error", 500),
+    (EngineError, "server_error", 500),
+    (CBatchError, "invalid_request", 400),
+)
+"""OpenAI's codes, where it has one, and the status that a server would answer with, None for a request that never ran.
+
+The first class that an error belongs to counts.
+"""
 
 
-def _status(error: CBatchError) -> int | None:
-    """Return the status that a server would answer with; None where the request never ran."""
-    if isinstance(error, RequestCancelledError | DeadlineError | QueueFullError):
-        return None
-    if isinstance(error, PromptError):
-        return 400
-    return 500 if isinstance(error, RequestFailedError | EngineError) else 400
-
-
-def _chat_body(key: str, result: BatchResult, created: int, model: str) -> dict[str, Any]:
-    choices = [_chat_choice(i, choice) for i, choice in enumerate(_choices(result))]
-    return _body(f"chatcmpl-{key}", "chat.completion", created, model, choices, result)
+def _error_of(error: CBatchError) -> tuple[ItemError, int | None]:
+    """Return a failed request's error, and the status that a server would answer with."""
+    code, status = next((code, status) for kind, code, status in _ERRORS if isinstance(error, kind))
+    option = error.option if isinstance(error, UnsupportedOptionError) else None
+    return ItemError(code, str(error), option), status
 
 
 def _chat_choice(index: int, result: BatchResult) -> dict[str, Any]:
@@ -293,11 +284,6 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token_text(token), "logprob": logprob_of(token), "bytes": list(token.data)}
-
-
-def _completion_body(key: str, result: BatchResult, created: int, model: str) -> dict[str, Any]:
-    choices = [_completion_choice(i, choice) for i, choice in enumerate(_choices(result))]
-    return _body(f"cmpl-{key}", "text_completion", created, model, choices, result)
 
 
 def _completion_choice(index: int, result: BatchResult) -> dict[str, Any]:
@@ -353,15 +339,9 @@ def _finish(result: BatchResult) -> str:
     return _FINISH.get(result.finish_reason, result.finish_reason)
 
 
-def _body(
-    id: str,
-    kind: str,
-    created: int,
-    model: str,
-    choices: list[dict[str, Any]],
-    result: BatchResult,
-) -> dict[str, Any]:
-    usage = result.usage
+def _body(url: str, key: str, result: BatchResult, created: int, model: str) -> dict[str, Any]:
+    usage, is_chat = result.usage, url == CHAT
+    choice = _chat_choice if is_chat else _completion_choice
     counts: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -370,11 +350,11 @@ def _body(
     if usage.cached_tokens:
         counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
     body = {
-        "id": id,
-        "object": kind,
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
+        "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": choices,
+        "choices": [choice(i, each) for i, each in enumerate(_choices(result))],
         "usage": counts,
     }
     return body | _extensions(result)

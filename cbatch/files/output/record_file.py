@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
     from pathlib import Path
 
-    from cbatch.files.output.manifest import FileRow, Manifest
+    from cbatch.files.output.manifest import Count, FileRow, Manifest
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _BUFFER = 2**20
@@ -97,6 +97,10 @@ class RecordFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
+
+    def count(self) -> Count:
+        """Return the counts of the committed records."""
+        return self._manifest.count(self.row.file)
 
     # ---- writing ----
 
@@ -198,21 +202,26 @@ class RecordFile:
 
     def repair(self) -> None:
         """Cut off bytes that are not committed, remove superseded records; without records, begin with the header."""
-        n_header, n_bytes = len(self.row.header), self._manifest.count(self.row.file).n_bytes
+        n_bytes, header = os.fstat(self._fd).st_size, self.row.header
         with told(self.path):
-            if n_bytes and os.fstat(self._fd).st_size != self.row.size:
-                disk.truncate(self._fd, self.row.size)
-            if not n_bytes and os.pread(self._fd, n_header + 1, 0) != self.row.header:
+            if self.row.size > len(header):
+                if n_bytes != self.row.size:
+                    disk.truncate(self._fd, self.row.size)
+            elif os.pread(self._fd, len(header) + 1, 0) != header:
                 disk.truncate(self._fd, 0)
-                disk.write_at(self._fd, self.row.header, 0)
+                disk.write_at(self._fd, header, 0)
                 disk.sync(self._fd)
-                self.row.synced = n_header
-        if n_header + n_bytes != self.row.size:
-            self.rewrite()
+                self.row.synced = len(header)
+        self.compact()
 
     # ---- rewriting ----
 
-    def rewrite(self, order: Order = "start") -> None:
+    def compact(self) -> None:
+        """Rewrite the file if it has superseded records."""
+        if len(self.row.header) + self.count().n_bytes != self.row.size:
+            self.rewrite("start")
+
+    def rewrite(self, order: Order) -> None:
         """Rewrite the file without superseded records, the others in an order."""
         part = part_of(self.path)
         with told(part):

@@ -21,9 +21,9 @@ from cbatch.files.output.run_paths import manifest_at, records_at
 from cbatch.files.places import check_apart, check_new, file_of, real
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from cbatch.files.output.manifest import Manifest
+    from cbatch.files.output.record_file import RecordFile
 
 
 _NOTHING_TO_SORT = (
@@ -75,11 +75,11 @@ def sort_in_place(output: Path) -> dict[Path, Sorted]:
         for file in outputs.files:
             if not file.is_sorted():
                 file.rewrite("number")
-        return {f.path: _counts(outputs.manifest, f.row.file) for f in outputs.files}
+        return {file.path: _counts(file) for file in outputs.files}
 
 
-def _counts(manifest: Manifest, file: int) -> Sorted:
-    count = manifest.count(file)
+def _counts(file: RecordFile) -> Sorted:
+    count = file.count()
     return Sorted(count.n_records, count.n_gone)
 
 
@@ -92,7 +92,7 @@ def _in_columns(output: Path) -> Sorted:
     if not manifest_at(records_at(output)).is_file():
         raise ConfigError(f"{output}: {_NOTHING_TO_SORT}")
     with reopened(records_at(output)) as outputs:
-        return _counts(outputs.manifest, 0)
+        return _counts(outputs.files[0])
 
 
 def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool = False) -> Sorted:
@@ -152,53 +152,30 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
             yield stack.enter_context(_by_ids(output, by))
             return
         outputs = stack.enter_context(reopened(output))
-        pieces = stack.enter_context(closing(outputs.files[0].pieces("number")))
+        file = outputs.files[0]
+        pieces = stack.enter_context(closing(file.pieces("number")))
         format = outputs.manifest.settings().get(OUTPUT_FORMAT, "")
-        yield Records(_counts(outputs.manifest, 0), pieces, format)
+        yield Records(_counts(file), pieces, format)
 
 
 # ---- without a manifest ----
 
 
-class _Places:
-    """The place of the line of each id, in a temporary database."""
-
-    def __init__(self) -> None:
-        self._db = scratch(
-            "CREATE TABLE lines (line INTEGER PRIMARY KEY, id BLOB, start INTEGER, size INTEGER, number INTEGER)",
-            "CREATE INDEX lines_by_id ON lines (id)",
-        )
-
-    def add(self, id: str, start: int, size: int) -> None:
-        self._db.execute(
-            "INSERT INTO lines (id, start, size) VALUES (?, ?, ?)", (bytes_of(id), start, size)
-        )
-
-    def number(self, id: str, number: int) -> None:
-        """Number all lines of an id that have no number."""
-        self._db.execute(
-            "UPDATE lines SET number = ? WHERE id = ? AND number IS NULL", (number, bytes_of(id))
-        )
-
-    def in_order(self) -> Iterator[tuple[int, int]]:
-        """Yield start and size of every line; lines of unknown ids come last."""
-        yield from self._db.execute(
-            "SELECT start, size FROM lines ORDER BY number IS NULL, number, line"
-        )
-
-    def counts(self) -> Sorted:
-        found = self._db.execute("SELECT count(*), coalesce(sum(number IS NULL), 0) FROM lines")
-        return Sorted(*found.fetchone())
-
-    def close(self) -> None:
-        self._db.close()
+_LINES = (
+    "CREATE TABLE lines (line INTEGER PRIMARY KEY, id BLOB, start INTEGER, size INTEGER, number INTEGER)",
+    "CREATE INDEX lines_by_id ON lines (id)",
+)
+_ADD = "INSERT INTO lines (id, start, size) VALUES (?, ?, ?)"
+_NUMBER = "UPDATE lines SET number = ? WHERE id = ? AND number IS NULL"
+_COUNT = "SELECT count(*), coalesce(sum(number IS NULL), 0) FROM lines"
+_IN_ORDER = "SELECT start, size FROM lines ORDER BY number IS NULL, number, line"
+"""The lines of unknown ids come last."""
 
 
 @contextmanager
 def _by_ids(output: Path, by: Sequence[Path]) -> Iterator[Records]:
     with ExitStack() as stack:
-        places = _Places()
-        stack.callback(places.close)
+        lines = stack.enter_context(closing(scratch(*_LINES)))
         try:
             file = stack.enter_context(output.open("rb"))
         except OSError as error:
@@ -206,11 +183,13 @@ def _by_ids(output: Path, by: Sequence[Path]) -> Iterator[Records]:
         start = 0
         for i_line, line in enumerate(file, 1):
             if line.strip():
-                places.add(_id_of(line, f"{output}, line {i_line}"), start, len(line))
+                id = _id_of(line, f"{output}, line {i_line}")
+                lines.execute(_ADD, (bytes_of(id), start, len(line)))
             start += len(line)
         for item in stack.enter_context(open_source([str(path) for path in by])):
-            places.number(item.id, item.number)
-        yield Records(places.counts(), _lines(file.fileno(), places))
+            lines.execute(_NUMBER, (item.number, bytes_of(item.id)))
+        counts = Sorted(*lines.execute(_COUNT).fetchone())
+        yield Records(counts, _lines(file.fileno(), lines.execute(_IN_ORDER)))
 
 
 def _id_of(line: bytes, place: str) -> str:
@@ -227,7 +206,7 @@ def _id_of(line: bytes, place: str) -> str:
     raise ConfigError(f"{place}: has neither custom_id nor id: it is no record of cbatch")
 
 
-def _lines(fd: int, places: _Places) -> Iterator[bytes]:
-    for start, size in places.in_order():
+def _lines(fd: int, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    for start, size in places:
         line = os.pread(fd, size, start)
         yield line if line.endswith(b"\n") else line + b"\n"
