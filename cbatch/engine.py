@@ -242,7 +242,8 @@ class Engine:
             has_adapters=bool(backend.adapters),
         )
         store = open_store(self._cache_dir, self._cache_mib * 2**20)
-        loop = Loop(backend, scheduler, time.perf_counter, store, is_threaded=self._threaded)
+        clock = time.perf_counter
+        loop = Loop(backend, batcher, scheduler, stats, clock, store, is_threaded=self._threaded)
         in_flight = InFlight(loop, batcher, time.perf_counter)
         submitter = Submitter(
             backend, prompts, loop, in_flight, schedule, is_threaded=self._threaded
@@ -489,9 +490,9 @@ class Engine:
         return Progress(view, mailbox.items.counts, self.stats, before, self.parallel)
 
     def _snapshot(self) -> EngineStats:
-        batcher, stats = self._parts.batcher, self._parts.stats.copy()
-        stats.n_waiting, stats.n_held = batcher.n_waiting, batcher.n_held
-        stats.n_running, stats.n_paused = batcher.n_running, batcher.n_paused
+        seen, stats = self._parts.batcher.occupancy(), self._parts.stats.copy()
+        stats.n_waiting, stats.n_held = seen.n_waiting, seen.n_held
+        stats.n_running, stats.n_paused = seen.n_running, seen.n_paused
         return stats
 
 

@@ -353,7 +353,7 @@ def snapshot(rig: Rig) -> object:
     return _plain_values(rig.scheduler, {})
 
 
-_DERIVED = {"_order", "_n_seen", "_n_paused"}
+_DERIVED = {"_order"}
 """What is found again whenever other sequences run."""
 
 
@@ -497,7 +497,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
         assert not plan.chunks
         return
     n_holds = len(changes.holds) if changes else 0
-    n_waiting = rig.batcher.n_waiting - len(entries) - n_holds
+    n_waiting = rig.batcher.occupancy().n_waiting - len(entries) - n_holds
     if not ledger.is_shared:
         is_full = len(rig.books.followers) + len(rig.books.reads) + n_holds
         is_full = is_full or bool(plan.copies and rig.copy_s)
@@ -613,15 +613,15 @@ def check_invariants(rig: Rig) -> None:
     status = Counter(d.status for d in batcher.in_flight.values())
     assert status[Status.FINISHED] == 0
     held = [d for d in batcher.in_flight.values() if d.slot is None and is_held(d)]
-    assert len(held) == batcher.n_held
-    assert len(having) + batcher.n_waiting + len(held) == len(batcher.in_flight)
+    assert len(held) == batcher.occupancy().n_held
+    assert len(having) + batcher.occupancy().n_waiting + len(held) == len(batcher.in_flight)
     leaving = [
         *(stored.driver for stored, _ in rig.storing),
         *(d for d, _ in saved._storing.values()),
     ]
     storing = {d.request.id for d in leaving}
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing
-    assert batcher.n_storing == len(leaving)
+    assert batcher.occupancy().n_storing == len(leaving)
     sums = sum(n for _, n in saved._saved.values())
     assert sums == saved.n_bytes <= rig.scheduler.options.swap_mib * 2**20
     for driver in batcher.in_flight.values():

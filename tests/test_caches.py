@@ -1706,4 +1706,4 @@ def test_thousand_prompts_alone_leave_nothing_behind(place: Place) -> None:
     results = place.results(engine.run(prompts))
     assert {(r.finish_reason, r.token_ids) for r in results} == {("length", ())}
     batcher = batcher_of(engine)
-    assert (batcher.in_flight, batcher.n_storing, ids_in_flight(engine)) == ({}, 0, [])
+    assert (batcher.in_flight, batcher.occupancy().n_storing, ids_in_flight(engine)) == ({}, 0, [])

@@ -129,7 +129,7 @@ def prompts(*ids: str, **options: Any) -> list[BatchPrompt]:
 def books(engine: Engine) -> tuple[int, int, list[str]]:
     """Who waits, who runs, and what is in flight; needs no turn of the engine."""
     batcher = batcher_of(engine)
-    return batcher.n_waiting, batcher.n_running, [*batcher.in_flight]
+    return batcher.occupancy().n_waiting, batcher.occupancy().n_running, [*batcher.in_flight]
 
 
 def steps(engine: Engine, n: int) -> None:

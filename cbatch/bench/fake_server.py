@@ -101,7 +101,7 @@ class FakeServer:
 
     def _run(self, plan: Plan) -> StepResult:
         self._run_end_s = self.now + self.run_s
-        if self.next_s > self.now and self.batcher.n_waiting <= plan.n_entering:
+        if self.next_s > self.now and self.batcher.occupancy().n_waiting <= plan.n_entering:
             self._run_end_s = min(self._run_end_s, self.next_s)
         result = self.backend.run(plan.step)
         self.backend.plans.clear()  # it keeps them all for tests

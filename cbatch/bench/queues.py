@@ -106,7 +106,7 @@ class _Queue:
         start = time.perf_counter()
         self.batcher.submit([driver])
         seconds = time.perf_counter() - start
-        if self.batcher.n_waiting > n_queued:
+        if self.batcher.occupancy().n_waiting > n_queued:
             self.batcher.cancel(driver.request.id, self.server.now)
         self.batcher.take_ended()
         return seconds

@@ -195,10 +195,11 @@ class _Simulation:
 
     def _room(self) -> float:
         """Return how many more requests the queue takes: free slots are not part of it."""
-        batcher, n_limit = self._server.batcher, self._server.options.max_queue
+        n_limit = self._server.options.max_queue
         if n_limit is None:
             return math.inf
-        return n_limit + batcher.n_open_slots - batcher.n_waiting
+        seen = self._server.batcher.occupancy()
+        return n_limit + seen.n_open_slots - seen.n_waiting
 
     def _driver(self, arrival: Arrival) -> SequenceDriver:
         self._n_read += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from cbatch.core.waiting import (
     GrammarBuilds,
     PrefixWaiters,
 )
-from cbatch.errors import GrammarError
+from cbatch.errors import CacheError, GrammarError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -33,10 +34,32 @@ if TYPE_CHECKING:
     from cbatch.core.slots import Entry, Leave, Move, SlotChanges
     from cbatch.core.waiting import Want
     from cbatch.engine_options import ScheduleOptions
-    from cbatch.errors import CacheError, CBatchError
+    from cbatch.errors import CBatchError
 
 N_REFUSED_MAX = 64
 """Most requests that end before one plan without being computed: a step must not wait for a long row of bad ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How many sequences wait, run and rest, and the cells that slots hold."""
+
+    n_waiting: int
+    """Without a slot, and could take one."""
+    n_held: int
+    """Without a slot, and could not take one: paused, or waiting for something else."""
+    n_running: int
+    n_paused: int
+    """Paused with a slot, which they give up when it is needed."""
+    n_unserved: int
+    """Waiting for a slot, or for their grammar first."""
+    n_open_slots: int
+    """Slots that sequences which come now could have."""
+    n_storing: int
+    """Ended but for their cells, which are on their way to disk."""
+    n_ended: int
+    """Ended, and not yet returned by `take_ended`."""
+    n_cells: int
 
 
 class MultiRequestBatcher:
@@ -93,69 +116,26 @@ class MultiRequestBatcher:
         self._is_sorted_by_length = options.policy == "shortest"
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
-        # which sequences run is found again when it has changed
-        self._n_changes = self._n_paused = 0
-        self._n_seen = -1
-        self._order: list[SequenceDriver] = []
+        self._order: list[SequenceDriver] | None = None  # None where others run than before
 
     # ---- questions ----
 
-    @property
-    def n_waiting(self) -> int:
-        """Sequences without a slot that could take one."""
-        return len(self._queue)
-
-    @property
-    def n_held(self) -> int:
-        """Sequences without a slot that could not take one: paused, or waiting for something else."""
-        return len(self.in_flight) - self._ledger.n_lent - len(self._queue)
-
-    @property
-    def n_running(self) -> int:
-        """Sequences that have a slot and are not paused."""
-        return self._ledger.n_lent - self.n_paused
-
-    @property
-    def n_paused(self) -> int:
-        """Sequences that are paused and have a slot, which they give up when it is needed."""
-        self.order()
-        return self._n_paused
-
-    @property
-    def n_used_cells(self) -> int:
-        """Cells that slots hold."""
-        return self._ledger.n_used
-
-    @property
-    def n_unserved(self) -> int:
-        """Requests that wait for a slot, or for their grammar first."""
-        return len(self._queue) + len(self._builds)
-
-    @property
-    def n_open_slots(self) -> int:
-        """Slots that sequences which come now could have."""
-        n_awaited = len(self._followers) + len(self._reads)
-        return self._ledger.n_free_slots + self.n_paused - n_awaited
-
-    @property
-    def n_slots(self) -> int:
-        """Sequences that can run at once."""
-        return self._ledger.n_slots
-
-    @property
-    def n_storing(self) -> int:
-        """Sequences that have ended but for their cells, which are on their way to disk."""
-        return len(self._storing)
-
-    @property
-    def is_pool(self) -> bool:
-        """Whether slots can take cells from each other."""
-        return self._ledger.is_shared
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `take_ended` would return any."""
-        return bool(self._ended)
+    def occupancy(self) -> Occupancy:
+        """Return how many sequences wait, run and rest now. From any thread; `n_held` by the owner alone."""
+        n_free, n_waiting = self._ledger.n_free_slots, len(self._queue)
+        n_paused = sum(d is not None and d.status is Status.PAUSED for d in self._running)
+        n_lent = self._ledger.n_slots - n_free
+        return Occupancy(
+            n_waiting,
+            n_held=len(self.in_flight) - n_lent - n_waiting,
+            n_running=n_lent - n_paused,
+            n_paused=n_paused,
+            n_unserved=n_waiting + len(self._builds),
+            n_open_slots=n_free + n_paused - len(self._followers) - len(self._reads),
+            n_storing=len(self._storing),
+            n_ended=len(self._ended),
+            n_cells=self._ledger.n_used,
+        )
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -195,8 +175,10 @@ class MultiRequestBatcher:
             self.retire(driver)
         for driver in self._followers.take_over():
             self._release(driver)
-        if self._queue and (n_open := self._ledger.n_free_slots + self.n_paused + n_ending):
-            self._prepare_prompts(n_open + (N_LOOK - 1 if self.is_pool else 0), now)
+        if self._queue:
+            n_running = len(self._rows())
+            if n_open := self._ledger.n_slots - n_running + n_ending:
+                self._prepare_prompts(n_open + (N_LOOK - 1 if self._ledger.is_shared else 0), now)
 
     def _prepare_prompts(self, n_wanted: int, now: float) -> None:
         """Make the first prompts tokens; those that are refused end, and others come in their place."""
@@ -298,7 +280,7 @@ class MultiRequestBatcher:
         if driver.status is Status.WAITING and driver.waits_for is None:
             self._queue.remove(driver)
         driver.pause()
-        self._n_changes += 1
+        self._order = None
         return True
 
     def resume(self, id: str) -> bool:
@@ -312,7 +294,7 @@ class MultiRequestBatcher:
                 self._queue.put_back(driver)
         else:
             driver.resume()
-            self._n_changes += 1
+            self._order = None
         return True
 
     def cancel(self, id: str, now: float) -> bool:
@@ -377,7 +359,7 @@ class MultiRequestBatcher:
 
     def _give_back(self, slot: Slot) -> None:
         self._running[slot] = None
-        self._n_changes += 1
+        self._order = None
         self._ledger.give_back(slot)
 
     def _withdraw(self, driver: SequenceDriver) -> None:
@@ -393,19 +375,16 @@ class MultiRequestBatcher:
 
     # ---- what runs do: for the scheduler ----
 
-    def order(self) -> list[SequenceDriver]:
-        """Return the running sequences, the oldest first."""
-        if self._n_seen != self._n_changes:
-            having = [d for d in self._running if d is not None]
-            self._order = [d for d in having if d.status is Status.RUNNING]
-            self._order.sort(key=lambda d: d.number)
-            self._n_paused = len(having) - len(self._order)
-            self._n_seen = self._n_changes
+    def _rows(self) -> list[SequenceDriver]:
+        """Return the running sequences, the oldest first; they are looked for again when others run."""
+        if self._order is None:
+            running = [d for d in self._running if d is not None and d.status is Status.RUNNING]
+            self._order = sorted(running, key=lambda d: d.number)
         return self._order
 
     def slot_plan(self) -> SlotPlan:
         """Return the slots as they are, for a plan to decide what becomes of them; the books stay as they are."""
-        return SlotPlan(self._books, self.order())
+        return SlotPlan(self._books, self._rows())
 
     def commit(
         self, changes: SlotChanges | None, plan: StepPlan, lost: Collection[int], now: float
@@ -419,7 +398,7 @@ class MultiRequestBatcher:
             now: when the plan was made.
 
         Returns:
-            The sequences whose cells from disk could not be loaded.
+            The sequences that have an error now: their cells from disk are required, and could not be loaded.
         """
         self._cells.note_done()
         self._saved.end_stores(lost)
@@ -440,8 +419,9 @@ class MultiRequestBatcher:
         if changes.move is not None:
             self._commit_move(changes.move)
         is_copied = not any(key in lost for _, key, _ in plan.loads)
-        entered = [self._commit_entry(e, lost, now, is_copied=is_copied) for e in changes.entries]
-        return [driver for driver in entered if driver is not None]
+        for entry in changes.entries:
+            self._commit_entry(entry, lost, now, is_copied=is_copied)
+        return [entry.driver for entry in changes.entries if entry.driver.error is not None]
 
     def _commit_waits(self, changes: SlotChanges) -> None:
         for driver, n_more in changes.overtaken:
@@ -474,23 +454,25 @@ class MultiRequestBatcher:
 
     def _commit_entry(
         self, entry: Entry, lost: Collection[int], now: float, *, is_copied: bool
-    ) -> SequenceDriver | None:
-        """Enter that a sequence has a slot; return it where its cells from disk could not be loaded."""
+    ) -> None:
+        """Enter that a sequence has a slot, with its cells unless they could not be loaded."""
         driver, key = entry.driver, entry.driver.saved_key
         problem = self._reads.why_useless(driver) if entry.is_uncached else None
         self._queue.remove(driver)
         driver.admit(entry.slot, now)
         self._running[entry.slot] = driver
-        self._n_changes += 1
+        self._order = None
         if problem is not None:
             driver.has_fetched = True
             driver.proceed_uncached(problem)
         is_adopted = key is not None and self._saved.take(key)
-        if key in lost or (entry.is_copied and not is_copied):
-            driver.rewind()
-            return driver if is_adopted else None
-        driver.take_over(entry.n_cells)
-        return None
+        if key not in lost and (is_copied or not entry.is_copied):
+            driver.take_over(entry.n_cells)
+            return
+        driver.rewind()
+        if is_adopted:
+            file = CacheRef.of(driver.request).key
+            driver.proceed_uncached(CacheError(file, "llama.cpp cannot take these cells"))
 
     def _commit_move(self, move: Move) -> None:
         self._give_back(move.source)
@@ -508,30 +490,32 @@ class MultiRequestBatcher:
         if driver.slot is not None:
             self._cells.shift(driver, driver.slot)
 
-    def settle_cells(self, driver: SequenceDriver, n_cells: int) -> None:
-        """Keep only the first `n_cells` cells of a running sequence."""
-        if driver.slot is not None:
-            driver.rewind(n_cells)
+    def keep_cells(self, driver: SequenceDriver, n_cells: int) -> None:
+        """Keep only the first `n_cells` cells of a running sequence: the other tokens are pending again."""
+        if driver.slot is None:
+            return
+        driver.rewind(n_cells)
+        if n_cells:
             self._cells.settle(driver.slot, n_cells)
-
-    def drop_cells(self, driver: SequenceDriver) -> None:
-        """Empty a running sequence's slot; all its tokens are pending again."""
-        if driver.slot is not None:
-            driver.rewind()
+        else:
             self._cells.clear(driver.slot)
             self._cells.prefixes.enter(driver.slot, driver)
 
-    def lose_cells(self) -> None:
-        """Book all cells of slots as lost; the next plan empties the slots and binds the sequences anew."""
+    def lose_cells(self, broken_off: StepPlan | None = None) -> None:
+        """Book all cells of slots as lost; the next plan empties the slots and binds the sequences anew.
+
+        With a plan whose run was broken off, the cells that it saves or loads are lost, too.
+        """
+        if broken_off is not None:
+            self._lose_saved(broken_off)
         for i, driver in enumerate(self._running):
             if driver is None:
                 self._cells.clear(Slot(i))
             else:
-                self.drop_cells(driver)
+                self.keep_cells(driver, 0)
                 self._cells.rebinds[Slot(i)] = None
 
-    def give_up(self, plan: StepPlan) -> None:
-        """Book as lost what a run that was broken off may have touched: all slots, and the plan's saved cells."""
+    def _lose_saved(self, plan: StepPlan) -> None:
         loaded = [key for _, key, _ in plan.loads]
         saved = [key for _, key in plan.saves]
         self._saved.next_key = max(self._saved.next_key, *(key + 1 for key in saved), 0)
@@ -540,4 +524,3 @@ class MultiRequestBatcher:
             driver.has_fetched = False
         self._cells.saves = []
         self._cells.forgets += [*loaded, *saved]
-        self.lose_cells()

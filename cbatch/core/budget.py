@@ -82,8 +82,8 @@ def even_out(shares: dict[int, int], cut: Collection[int]) -> None:
 class StepCosts:
     """Learned seconds of a decoding step by its width, of a prompt token that joins it, and of a cell's copy."""
 
-    def __init__(self, n_rows_max: int) -> None:
-        self._decode_s = [0.0] * (n_rows_max + 1)  # by width; 0 where none was seen
+    def __init__(self) -> None:
+        self._decode_s: dict[int, float] = {}  # by width
         self._token_s = 0.0
         self._copy_s = 0.0
         self.has_decoded = False
@@ -94,7 +94,7 @@ class StepCosts:
     def learn_decode(self, n_rows: int, seconds: float) -> None:
         """Learn from one step of `n_rows` decoding rows."""
         self.has_decoded = True
-        self._decode_s[n_rows] = _smooth(self._decode_s[n_rows], seconds)
+        self._decode_s[n_rows] = _smooth(self._decode_s.get(n_rows, 0.0), seconds)
 
     def learn_mixed(self, n_rows: int, n_prompt: int, seconds: float) -> None:
         """Learn from a step of `n_rows` decoding rows and `n_prompt` prompt tokens."""
@@ -131,10 +131,9 @@ class StepCosts:
         return 0.0 if nearest is None else self._decode_s[nearest]
 
     def _nearest(self, n_rows: int) -> int | None:
-        if self._decode_s[n_rows]:
+        if n_rows in self._decode_s:
             return n_rows
-        seen = (n for n, s in enumerate(self._decode_s) if s)
-        return min(seen, key=lambda n: abs(n - n_rows), default=None)
+        return min(self._decode_s, key=lambda n: (abs(n - n_rows), n), default=None)
 
     def n_prompt_within(self, n_rows: int, seconds: float) -> int | None:
         """Return how many prompt tokens fit into a step with `n_rows` decoding rows; None while too little is known."""

@@ -16,7 +16,7 @@ from cbatch.core.budget import (
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.lifecycle import Status
 from cbatch.core.plan import BROKEN_ROW, FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
-from cbatch.errors import CacheError, DecodeError, PlanError, RequestFailedError
+from cbatch.errors import DecodeError, PlanError, RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -114,15 +114,15 @@ class ContinuousBatchScheduler:
         chunk_alignment: int = 0,
         has_adapters: bool = False,
     ) -> None:
-        self.batcher = batcher
-        self.stats = stats
+        self._batcher = batcher
+        self._stats = stats
         self.options = options
-        self.costs = StepCosts(batcher.n_slots)
+        self.costs = StepCosts()
         self.bisection = FaultBisection()
         self._n_batch, self._chunk_alignment = n_batch, chunk_alignment
         self._can_trim = memory.can_trim
         self._n_long_context_prefills = 0 if chunk_alignment else memory.n_long_context_prefills
-        self._is_pool = batcher.is_pool
+        self._is_pool = batcher.slot_plan().cells.ledger.is_shared
         self._can_even = not (chunk_alignment or self._is_pool)
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
@@ -136,12 +136,13 @@ class ContinuousBatchScheduler:
 
     def prepare(self, now: float) -> None:
         """Bring the books up to date with the clock before a plan; see `MultiRequestBatcher.prepare`."""
-        self.batcher.prepare(now, len(self._past_quantum()))
+        n_ending = len(self._past_quantum(self._batcher.slot_plan())) if self._quantum else 0
+        self._batcher.prepare(now, n_ending)
 
     def plan(self, now: float) -> Plan | None:
         """Return what happens next, or None where there is nothing to do; changes nothing."""
-        slots = self.batcher.slot_plan()
-        if self._must_rebuild and self.batcher.in_flight:
+        slots = self._batcher.slot_plan()
+        if self._must_rebuild and self._batcher.in_flight:
             step = StepPlan((), binds=self._bindings(slots), is_rebuild=True, **slots.ops())
             return Plan(step, (), None, None, now)
         self._change_slots(slots)
@@ -187,13 +188,13 @@ class ContinuousBatchScheduler:
 
     def give_up(self, plan: Plan) -> None:
         """Book as lost what a run that was broken off may have touched: the sequences go on from their tokens."""
-        self.batcher.give_up(plan.step)
+        self._batcher.lose_cells(plan.step)
 
     # ---- what becomes of slots ----
 
     def _change_slots(self, slots: SlotPlan) -> None:
         """Take the slots that others need, and admit the waiting sequences that fit then."""
-        n_waiting = self.batcher.n_waiting
+        n_waiting = slots.n_waiting
         if self._quantum and n_waiting:
             self._end_turns(slots, n_waiting)
         if self._is_pool and self._free_cells_for_rows(slots) and slots.rows():
@@ -209,15 +210,14 @@ class ContinuousBatchScheduler:
         Cells that are about to move cannot be saved: their sequence keeps its slot for one more step.
         """
         n_needed = max(0, n_waiting - slots.cells.ledger.n_free_slots)
-        over = [d for d in self._past_quantum() if d.slot not in slots.cells.shifts]
+        over = [d for d in self._past_quantum(slots) if d.slot not in slots.cells.shifts]
         over.sort(key=lambda d: -d.n_turn)
         for driver in over[:n_needed]:
             slots.end_turn(driver)
 
-    def _past_quantum(self) -> list[SequenceDriver]:
+    def _past_quantum(self, slots: SlotPlan) -> list[SequenceDriver]:
         """Return the running sequences that have had their quantum."""
-        order = self.batcher.order() if self._quantum else ()
-        return [d for d in order if len(d.output) - d.n_before_turn >= self._quantum]
+        return [d for d in slots.rows() if d.n_turn >= self._quantum]
 
     def _free_cells_for_rows(self, slots: SlotPlan) -> bool:
         """Free cells until every decoding sequence can have one; return whether a slot was taken.
@@ -408,12 +408,12 @@ class ContinuousBatchScheduler:
         Raises:
             PlanError: nothing runs although somebody waits, or nobody that runs can be computed.
         """
-        batcher, n_running = self.batcher, len(slots.rows())
-        is_idle = batcher.has_ended or slots.n_awaited or batcher.n_storing
-        if n_running or (batcher.n_waiting and not is_idle):
+        seen, n_running = self._batcher.occupancy(), len(slots.rows())
+        is_idle = seen.n_ended or slots.n_awaited or seen.n_storing
+        if n_running or (seen.n_waiting and not is_idle):
             ledger = slots.cells.ledger
             raise PlanError(
-                f"no progress: {n_running} run, {batcher.n_waiting} wait, "
+                f"no progress: {n_running} run, {seen.n_waiting} wait, "
                 f"{ledger.n_free_cells} cells and {ledger.n_free_slots} slots are free"
             )
 
@@ -428,15 +428,9 @@ class ContinuousBatchScheduler:
         if plan.turns is not None:
             self._turns = plan.turns
             self._n_turns += 1
-        unloaded = self.batcher.commit(plan.changes, step, result.lost, plan.now)
-        for driver in unloaded:
-            options = driver.request.options
-            error = CacheError(options.cache_key or "", "llama.cpp cannot take these cells")
-            if options.cache_required:
-                driver.finish("error", now, error)
-                self.batcher.retire(driver)
-            else:
-                driver.warnings.append(str(error))
+        for driver in self._batcher.commit(plan.changes, step, result.lost, plan.now):
+            driver.finish("error", now, driver.error)
+            self._batcher.retire(driver)
         if result.move_s:
             self.costs.learn_copy(sum(n for _, _, n in step.copies), result.move_s)
 
@@ -447,14 +441,14 @@ class ContinuousBatchScheduler:
         broken = [d for d, scores in scored.items() if d.scores and not d.scores.take(scores)]
         for driver in broken:
             driver.fail_row(now, BROKEN_ROW)
-            self.batcher.retire(driver)
+            self._batcher.retire(driver)
         return broken
 
     def _accept(
         self, plan: Plan, result: StepResult, now: float, broken: Sequence[SequenceDriver]
     ) -> None:
         """Give each sequence its new cells and tokens; those that end leave."""
-        later_s, stats, grammar_steps = result.later_s, self.stats, result.grammar_steps
+        later_s, stats, grammar_steps = result.later_s, self._stats, result.grammar_steps
         cells: list[tuple[Slot, int]] = []
         finished: list[SequenceDriver] = []
         for i, (driver, chunk) in enumerate(zip(plan.rows, plan.step.chunks, strict=True)):
@@ -475,10 +469,10 @@ class ContinuousBatchScheduler:
             cells.append((chunk.slot, driver.n_computed - n_computed))
             if driver.finish_reason is not None:
                 finished.append(driver)
-        self.batcher.add_cells(cells)
+        self._batcher.add_cells(cells)
         has_cells = not result.code or result.code in _UNCHANGED
         for driver in finished:
-            self.batcher.retire(driver, has_cells=has_cells)
+            self._batcher.retire(driver, has_cells=has_cells)
 
     def _count(
         self, drivers: Sequence[SequenceDriver], plan: StepPlan, result: StepResult, now: float
@@ -495,23 +489,23 @@ class ContinuousBatchScheduler:
                 n_prompt += n_chunk
             n = len(row) - (row[-1] < 0) if row else 0
             n_sampled.append(n + len(result.grammar_steps.get(chunk.slot, FREE).forced))
-        self.stats.count_step(n_rows, n_decode, n_prompt, first_s)
+        self._stats.count_step(n_rows, n_decode, n_prompt, first_s)
         if n_prompt:
             self.costs.learn_mixed(n_decode, n_prompt, first_s)
         else:
             self.costs.learn_decode(n_rows, first_s)
         if n_later:
-            self.stats.count_step(n_rows, n_rows, 0, result.later_s, n_later)
+            self._stats.count_step(n_rows, n_rows, 0, result.later_s, n_later)
             self.costs.learn_decode(n_rows, result.later_s / n_later)
-        self.stats.n_runs += 1
-        self.stats.count_tokens(drivers, n_sampled, now, result.later_s)
+        self._stats.n_runs += 1
+        self._stats.count_tokens(drivers, n_sampled, now, result.later_s)
 
     def _shift_full_windows(self, plan: Plan) -> None:
         """Take tokens out of windows that are full, where that was asked for; their cells go with the next plan."""
         entered = [entry.driver for entry in plan.changes.entries] if plan.changes else []
         for driver in (*plan.rows, *entered):
             if len(driver.tokens) > driver.n_window and driver.status is Status.RUNNING:
-                self.batcher.shift(driver)
+                self._batcher.shift(driver)
 
     # ---- failures ----
 
@@ -526,7 +520,7 @@ class ContinuousBatchScheduler:
         }
         if result.code not in _UNCHANGED:
             self._settle_cells(drivers, result)
-        if result.code == 1 and self._is_pool and self.batcher.slot_plan().can_make_room:
+        if result.code == 1 and self._is_pool and self._batcher.slot_plan().can_make_room:
             self._is_pool_full = True
             return
         is_again = not result.n_steps and bool(self.bisection.suspects())
@@ -550,9 +544,9 @@ class ContinuousBatchScheduler:
                 n = min(n_kept[i], driver.n_takeable)
                 if self._chunk_alignment and n < driver.n_prompt:
                     n -= n % driver.own_alignment(self._chunk_alignment)
-                self.batcher.settle_cells(driver, n)
+                self._batcher.keep_cells(driver, n)
             else:
-                self.batcher.drop_cells(driver)
+                self._batcher.keep_cells(driver, 0)
 
     def _note_failure(self, code: int) -> None:
         """Have the context made anew when a computation failed twice in a row; give up when that does not help."""
@@ -561,7 +555,7 @@ class ContinuousBatchScheduler:
             raise DecodeError(code)
         if self._n_failures > 1 and not self._has_rebuilt:
             self._must_rebuild = self._has_rebuilt = True
-            self.batcher.lose_cells()
+            self._batcher.lose_cells()
 
     def _fail(self, driver: SequenceDriver, plan: StepPlan, code: int, now: float) -> None:
         failure = RequestFailedError("computing this request failed")
@@ -569,7 +563,7 @@ class ContinuousBatchScheduler:
         if code == -1:
             failure.__cause__.__cause__ = PlanError(repr(plan))
         driver.finish("error", now, failure)
-        self.batcher.retire(driver)
+        self._batcher.retire(driver)
 
 
 def _n_single(drivers: Sequence[SequenceDriver]) -> int:

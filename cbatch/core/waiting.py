@@ -89,7 +89,7 @@ class Awaited(Generic[C, V]):
         self._known: dict[C, V] = {}  # the one unused for longest first
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, [*self._waiting.values()]))  # a copy: it is asked from any thread
 
     def drop(self, driver: SequenceDriver) -> None:
         """Forget a sequence, if it waits here."""

@@ -14,8 +14,9 @@ from cbatch.runtime.output import result_of, take_chunk
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.scheduler import ContinuousBatchScheduler
+    from cbatch.core.stats import EngineStats
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.mailbox import Mailbox
 
@@ -26,13 +27,16 @@ _log = Log("cbatch")
 
 
 def deliver(
-    routes: dict[str, Route], scheduler: ContinuousBatchScheduler, changed: Sequence[SequenceDriver]
+    routes: dict[str, Route],
+    batcher: MultiRequestBatcher,
+    stats: EngineStats,
+    changed: Sequence[SequenceDriver],
 ) -> bool:
     """Deliver new output, one delivery a batch; return False where there was none.
 
-    Sequences that ended are taken from the scheduler, counted, and taken out of `routes`.
+    Sequences that ended are taken from the batcher, counted, and taken out of `routes`.
     """
-    ended = scheduler.batcher.take_ended()
+    ended = batcher.take_ended()
     parcels: dict[Mailbox | Choices, Parcel] = {}
     for driver in changed:
         if driver.finish_reason is None:
@@ -46,7 +50,7 @@ def deliver(
         last, ending = _last_parcel(driver, place)
         chunks += last
         results += ending
-        scheduler.stats.count_end(driver)
+        stats.count_end(driver)
     for mailbox, (chunks, results) in parcels.items():
         if isinstance(mailbox, Choices) and mailbox.ends_with(results):
             routes.pop(mailbox.id, None)  # first: a reader of the answer may use its id again

@@ -129,7 +129,9 @@ class InFlight:
         Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free.
         """
         enqueue = partial(self._loop.enqueue, drivers)
-        self._loop.post(enqueue, is_urgent=self._batcher.n_waiting <= self._loop.n_entering)
+        self._loop.post(
+            enqueue, is_urgent=self._batcher.occupancy().n_waiting <= self._loop.n_entering
+        )
 
     def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences, all or none, where no more than `n_limit` wait for a slot then; else as `submit`.
@@ -199,9 +201,8 @@ class InFlight:
 
     def _room(self, n_limit: int) -> tuple[int, int]:
         """Return how many sequences wait and how many more may: those for which a slot is free do not count."""
-        batcher = self._batcher
-        n_slots, n_waiting = batcher.n_open_slots, batcher.n_unserved
-        return n_waiting, max(0, n_limit + n_slots - n_waiting)
+        seen = self._batcher.occupancy()
+        return seen.n_unserved, max(0, n_limit + seen.n_open_slots - seen.n_unserved)
 
     def forget(self, routes: Mapping[str, Route]) -> None:
         """End the queued requests of a submission that was broken off, and drop the others."""

@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.cache.store import CacheStore, NoStore
+    from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
+    from cbatch.core.stats import EngineStats
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.step_record import StepRecord
 
@@ -54,7 +56,9 @@ class Loop:
     def __init__(
         self,
         backend: Backend,
+        batcher: MultiRequestBatcher,
         scheduler: ContinuousBatchScheduler,
+        stats: EngineStats,
         clock: Callable[[], float],
         store: CacheStore | NoStore,
         *,
@@ -67,13 +71,12 @@ class Loop:
         """Called once at the end, before the requests in flight end; with the error that has ended the loop, if any."""
         self.waiters = Sleepers()
         """Threads in `wait_for_change`: they look again after every plan."""
-        self._backend, self._scheduler, self._clock = backend, scheduler, clock
-        self.deliver = partial(deliver, self.routes, scheduler)
+        self._backend, self._batcher, self._scheduler = backend, batcher, scheduler
+        self._stats, self._clock = stats, clock
+        self.deliver = partial(deliver, self.routes, batcher, stats)
         self._commands = Commands()
         post = self._commands.put
-        self._cache_io = CacheIo(
-            store, backend, scheduler.batcher, clock, post, is_threaded=is_threaded
-        )
+        self._cache_io = CacheIo(store, backend, batcher, clock, post, is_threaded=is_threaded)
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         self._thread: threading.Thread | None = None
         self._ended = Latch()
@@ -107,7 +110,7 @@ class Loop:
         ran = self._clock()
         record = None
         if self.recorder is not None and plan.step.chunks:
-            n_cells = self._scheduler.batcher.n_used_cells
+            n_cells = self._batcher.occupancy().n_cells
             record = record_of(plan, result, n_cells, (start, prepared, built, ran))
         changed = self._scheduler.apply(plan, result, ran)
         self._unapplied = None
@@ -122,7 +125,7 @@ class Loop:
         return True
 
     def _count(self, result: StepResult, plan_s: float, run_s: float, apply_s: float) -> None:
-        stats = self._scheduler.stats
+        stats = self._stats
         stats.decode_s += result.decode_s
         stats.sample_s += result.sample_s
         stats.plan_s += plan_s
@@ -131,7 +134,7 @@ class Loop:
 
     def _tell_recorder(self, record: StepRecord, apply_s: float, deliver_s: float) -> None:
         """Call the recorder; one that raises is called no more, and requests are not affected."""
-        n_waiting = self._scheduler.batcher.n_waiting
+        n_waiting = self._batcher.occupancy().n_waiting
         try:
             if self.recorder is not None:
                 self.recorder(
@@ -143,14 +146,14 @@ class Loop:
 
     def _order_wants(self) -> None:
         """Have compiled, read and written what sequences wait for."""
-        while (want := self._scheduler.batcher.take_want()) is not None:
+        while (want := self._batcher.take_want()) is not None:
             if isinstance(want, Grammar | DryBreakers):
                 self._compiler.compile(want, self._take_compiled)
             else:
                 self._cache_io.order(want)
 
     def _take_compiled(self, want: Grammar | DryBreakers, found: object) -> None:
-        self._scheduler.batcher.bring(want, found, self._clock())
+        self._batcher.bring(want, found, self._clock())
 
     # ---- from other threads ----
 
@@ -262,7 +265,7 @@ class Loop:
 
     def _until_next(self) -> float | None:
         """Return the seconds until the next deadline or timer, or None."""
-        times = (self._scheduler.batcher.next_deadline_s, self._commands.next_s)
+        times = (self._batcher.next_deadline_s, self._commands.next_s)
         next_s = min((t for t in times if t is not None), default=None)
         return None if next_s is None else min(max(0.0, next_s - self._clock()), _LONGEST_SLEEP_S)
 
@@ -304,8 +307,8 @@ class Loop:
 
     def enqueue(self, drivers: Sequence[SequenceDriver]) -> None:
         """Queue sequences whose routes are set. Owner thread."""
-        self._scheduler.stats.n_submitted += len(drivers)
-        self._scheduler.batcher.submit(drivers)
+        self._stats.n_submitted += len(drivers)
+        self._batcher.submit(drivers)
         if self._is_closed:
             self._end_requests()
 
@@ -380,7 +383,7 @@ class Loop:
 
     def _end_requests(self) -> None:
         self.waiters.wake()
-        for id, driver in list(self._scheduler.batcher.in_flight.items()):
+        for id, driver in list(self._batcher.in_flight.items()):
             try:
                 self._end_request(driver)
             except Exception as error:  # noqa: PERF203  # the sequence cannot end either
@@ -389,7 +392,7 @@ class Loop:
         self.deliver(())
 
     def _end_request(self, driver: SequenceDriver) -> None:
-        batcher, now = self._scheduler.batcher, self._clock()
+        batcher, now = self._batcher, self._clock()
         if driver.finish_reason is not None:  # it was not retired when an error struck
             batcher.retire(driver)
         elif self._error is None:

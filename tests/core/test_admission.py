@@ -225,7 +225,7 @@ def test_tokens_that_never_fit_are_refused_on_submission(memory: KvCapabilities 
 def test_text_that_never_fits_is_refused_at_its_turn() -> None:
     rig = make_scheduler(1, n_window=64)
     rig.submit(make_request("first", max_tokens=2), make_request("bad", "x" * 64))
-    assert not rig.batcher.has_ended
+    assert not rig.batcher.occupancy().n_ended
     drive(rig)
     assert isinstance(rig.results["bad"].error, PromptTooLongError)
     assert [*rig.results] == ["first", "bad"]

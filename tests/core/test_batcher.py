@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 def books(rig: Rig) -> object:
     batcher = rig.batcher
     cells = [[*row] for row in rig.backend.cells]
-    return batcher.n_waiting, [*batcher.in_flight], rig.running(), [*rig.ledger.n_cells], cells
+    return (
+        batcher.occupancy().n_waiting,
+        [*batcher.in_flight],
+        rig.running(),
+        [*rig.ledger.n_cells],
+        cells,
+    )
 
 
 def test_two_slots_serve_six_requests_with_admission_midway() -> None:
@@ -54,7 +60,7 @@ def test_admission_takes_the_lowest_free_slot_in_order_of_submission() -> None:
     rig.backend.interrupt()
     step(rig)
     assert rig.running() == ["0", "1", "2"]
-    assert rig.batcher.n_waiting == 2
+    assert rig.batcher.occupancy().n_waiting == 2
     rig.cancel("1")
     rig.backend.interrupt()
     step(rig)
@@ -179,7 +185,7 @@ def test_cancel_in_the_queue_answers_at_once_and_never_runs() -> None:
     step(rig)
     rig.cancel("1")
     assert [d.request.id for d in rig.batcher.take_ended()] == ["1"]
-    assert rig.batcher.n_waiting == 1
+    assert rig.batcher.occupancy().n_waiting == 1
     del rig.drivers["1"]
     plans = drive(rig)
     assert sum(len(p.binds) for p in plans) == 1

@@ -168,7 +168,7 @@ def test_recomputed_tokens_are_prompt_tokens_and_counted_apart() -> None:
 
 def make_loop(n_slots: int = 1) -> tuple[Loop, Rig]:
     rig = make_scheduler(n_slots)
-    return loop_over(rig.backend, rig.scheduler, lambda: rig.now), rig
+    return loop_over(rig.backend, rig, lambda: rig.now), rig
 
 
 def submit(loop: Loop, rig: Rig, *requests: Request) -> InFlight:
@@ -248,7 +248,7 @@ def test_who_never_ran_has_no_queue_time_and_no_first_token() -> None:
 def test_phases_of_a_run_follow_each_other_and_sum_up_to_it() -> None:
     rig = make_scheduler(1)
     times = iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0])
-    loop, records = loop_over(rig.backend, rig.scheduler, lambda: next(times)), list[StepRecord]()
+    loop, records = loop_over(rig.backend, rig, lambda: next(times)), list[StepRecord]()
     loop.recorder = records.append
     submit(loop, rig, *make_sequences(3, max_tokens=4))
     loop.step()
@@ -261,7 +261,7 @@ def test_phases_of_a_run_follow_each_other_and_sum_up_to_it() -> None:
 
 def test_record_tells_the_code_of_a_failed_step() -> None:
     rig = make_scheduler(2, code=lambda chunks: -3 if chunks[0].start >= 4 else 0)
-    loop, records = loop_over(rig.backend, rig.scheduler, lambda: rig.now), list[StepRecord]()
+    loop, records = loop_over(rig.backend, rig, lambda: rig.now), list[StepRecord]()
     loop.recorder = records.append
     submit(loop, rig, make_request(max_tokens=3))
     loop.step()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def learned(*decodes: tuple[int, float], token_s: float = 0.0) -> StepCosts:
-    costs = StepCosts(16)
+    costs = StepCosts()
     for n_rows, seconds in decodes:
         costs.learn_decode(n_rows, seconds)
     if token_s:

@@ -130,7 +130,7 @@ def test_no_run_passes_the_quantum_while_somebody_waits(
     while rig.batcher.in_flight:
         before = {id: d.n_output for id, d in rig.drivers.items()}
         step(rig)
-        if rig.batcher.n_waiting:
+        if rig.batcher.occupancy().n_waiting:
             assert all(d.n_output - before[id] <= quantum for id, d in rig.drivers.items())
             if n_slots == 1:
                 assert all(d.n_turn <= quantum for d in rig.drivers.values())

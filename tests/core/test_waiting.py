@@ -79,7 +79,7 @@ def test_held_one_is_passed_by_those_behind_it(reason: Wait) -> None:
         step(rig)
     assert [*rig.results] == ["1", "2"]
     assert rig.drivers["0"].waits_for is reason
-    assert (rig.batcher.n_held, rig.batcher.n_waiting) == (1, 0)
+    assert (rig.batcher.occupancy().n_held, rig.batcher.occupancy().n_waiting) == (1, 0)
     made.release()
     drive(rig)
     assert rig.results["0"].token_ids == tuple(rig.alone(made.request, 3))
@@ -89,7 +89,7 @@ def test_one_with_a_grammar_that_can_never_run_is_refused_on_submission() -> Non
     rig = make_scheduler(1, n_window=8)
     rig.submit(make_request("held", [1] * 9, regex="1"))
     assert isinstance(rig.drivers["held"].error, PromptTooLongError)
-    assert (rig.batcher.n_held, rig.batcher.in_flight) == (0, {})
+    assert (rig.batcher.occupancy().n_held, rig.batcher.in_flight) == (0, {})
 
 
 def test_released_one_goes_before_those_that_came_later() -> None:
@@ -117,7 +117,7 @@ def test_cancel_of_a_held_one_ends_it_at_once(reason: Wait) -> None:
     assert rig.cancel("0")
     drive(rig)
     assert isinstance(rig.results["0"].error, RequestCancelledError)
-    assert rig.batcher.n_held == 0
+    assert rig.batcher.occupancy().n_held == 0
 
 
 @pytest.mark.parametrize("reason", REASONS)
@@ -160,7 +160,7 @@ def test_paused_one_keeps_slot_and_cells_while_nobody_needs_them() -> None:
         one_step(rig)
     assert [rig.drivers[id].n_output for id in "01"] == [1, 4]
     assert (rig.drivers["0"].slot, rig.ledger.n_cells[0]) == (0, 4)
-    assert rig.batcher.n_paused == 1
+    assert rig.batcher.occupancy().n_paused == 1
     assert rig.batcher.resume("0")
     drive(rig)
     assert rig.stats.n_recomputed_tokens == 0
@@ -206,7 +206,7 @@ def test_paused_in_the_queue_is_passed_and_goes_first_once_resumed() -> None:
     rig = rig_of(1, 4)
     one_step(rig)
     assert rig.batcher.pause("1")
-    assert (rig.batcher.n_waiting, rig.batcher.n_held) == (2, 1)
+    assert (rig.batcher.occupancy().n_waiting, rig.batcher.occupancy().n_held) == (2, 1)
     while "2" not in rig.running():
         one_step(rig)
     assert rig.batcher.resume("1")
@@ -239,7 +239,7 @@ def test_cancel_while_paused_keeps_the_text_and_leaves_nothing(is_parked: bool) 
     assert rig.results["0"].finish_reason == "cancelled"
     assert rig.results["0"].error is None
     assert len(rig.results["0"].token_ids) == 1
-    assert (rig.backend.saved, rig.backend.cells, rig.batcher.n_held) == ({}, [[]], 0)
+    assert (rig.backend.saved, rig.backend.cells, rig.batcher.occupancy().n_held) == ({}, [[]], 0)
 
 
 def test_cancel_of_one_paused_in_the_queue_is_an_error() -> None:

@@ -368,7 +368,7 @@ def test_no_more_wait_for_files_than_twice_the_slots() -> None:
     rig.submit(*(reader(f"{i}", 9, f"{i}") for i in range(n_most + 3)))
     step(rig)
     assert len(rig.books.reads) == len(rig.fetching) == n_most
-    assert rig.batcher.n_waiting == 3
+    assert rig.batcher.occupancy().n_waiting == 3
     drive(rig)
 
 
@@ -391,7 +391,7 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
                 copied_out.append(want)
     n_most = N_STORED_PER_SLOT * n_slots
     assert (
-        n_most <= rig.batcher.n_storing < n_most + n_slots
+        n_most <= rig.batcher.occupancy().n_storing < n_most + n_slots
     )  # with those that ran when it was full
     for want in copied_out:
         store(rig, want)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def recorded(rig: Rig) -> tuple[Loop, list[StepRecord]]:
-    loop, records = loop_over(rig.backend, rig.scheduler, lambda: rig.now), list[StepRecord]()
+    loop, records = loop_over(rig.backend, rig, lambda: rig.now), list[StepRecord]()
     loop.recorder = records.append
     return loop, records
 
@@ -60,8 +60,8 @@ def test_what_is_computed_again_is_prefill() -> None:
     submit(loop, rig, *make_sequences(1, max_tokens=3))
     rig.backend.interrupt()
     loop.step()
-    [driver] = rig.batcher.order()
-    rig.batcher.drop_cells(driver)
+    [driver] = rig.batcher._rows()
+    rig.batcher.keep_cells(driver, 0)
     rig.backend.interrupt()
     loop.step()
     # the token that was sampled had no cell before

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import StepPlan, StepResult
-    from cbatch.core.scheduler import ContinuousBatchScheduler
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.mailbox import Mailbox
+    from tests.helpers import Rig
 
     Clock = Callable[[], float]
 
@@ -68,9 +68,10 @@ class GatedBackend(FakeBackend):
         self._is_armed = True
 
 
-def loop_over(backend: FakeBackend, scheduler: ContinuousBatchScheduler, clock: Clock) -> Loop:
+def loop_over(backend: FakeBackend, rig: Rig, clock: Clock) -> Loop:
     """Return a loop without files of cells; it has no thread before it is started."""
-    return Loop(backend, scheduler, clock, NoStore("no folder"), is_threaded=False)
+    store = NoStore("no folder")
+    return Loop(backend, rig.batcher, rig.scheduler, rig.stats, clock, store, is_threaded=False)
 
 
 class Cancelled(InFlight):

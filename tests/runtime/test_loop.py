@@ -50,7 +50,7 @@ class LoopRig:
 
 def make_loop(backend: FakeBackend, *, is_threaded: bool = True) -> LoopRig:
     rig = make_scheduler(backend.n_slots, backend.n_window, backend.n_batch)
-    loop = loop_over(backend, rig.scheduler, time.perf_counter)
+    loop = loop_over(backend, rig, time.perf_counter)
     made = LoopRig(loop, InFlight(loop, rig.batcher, time.perf_counter), backend, rig)
     plan = rig.scheduler.plan
 
