@@ -23,7 +23,6 @@ _NO_TEMPLATE = (
     "or give plain string prompts"
 )
 
-
 _TOOL_NAME, _ARGUMENT = "tool_of_a_probe", "argument_of_a_probe"
 _ASKED = {"role": "user", "content": "Hi"}
 _TOOL = {
@@ -86,18 +85,13 @@ class ChatTemplate:
         """Keep the template's source; it is compiled at first use.
 
         Args:
-            source: Jinja; `None` where the model has none.
+            source: Jinja; None where the model has none.
             bos_text: value of `{{ bos_token }}`.
             eos_text: value of `{{ eos_token }}`.
-            name: of the template in error messages.
+            name: what error messages call the template.
         """
         self._source, self._name = source, name
         self._bos_text, self._eos_text = bos_text, eos_text
-
-    @property
-    def source(self) -> str:
-        """Jinja; empty where there is none."""
-        return self._source or ""
 
     @cached_property
     def tool_refusal(self) -> str:
@@ -143,9 +137,8 @@ class ChatTemplate:
         try:
             return str(formatter(messages=copies, **(variables or {})).prompt)
         except Exception as error:  # the template is a program: it may raise anything
-            raise PromptError(
-                f"the chat template refuses these messages: {words_of(error)}"
-            ) from error
+            problem = f"the chat template refuses these messages: {words_of(error)}"
+            raise PromptError(problem) from error
 
     @cached_property
     def _calls(self) -> _CallShape:
@@ -157,11 +150,8 @@ class ChatTemplate:
             except RequestFailedError:
                 continue
             # neither as Python writes a mapping, nor as JSON text within JSON text
-            if (
-                _ARGUMENT in shown
-                and f"'{_ARGUMENT}'" not in shown
-                and f'\\"{_ARGUMENT}' not in shown
-            ):
+            wrong = (f"'{_ARGUMENT}'", f'\\"{_ARGUMENT}')
+            if _ARGUMENT in shown and not any(text in shown for text in wrong):
                 return shape
         raise PromptError(
             f"{self._name} does not show the tool_calls of earlier messages: "

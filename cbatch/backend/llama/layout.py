@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.backend.bindings import llama_cpp
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -101,11 +99,7 @@ def footprint(layout: Layout, options: EngineOptions) -> Footprint | None:
 
 def read_layout(model: LlamaModel) -> Layout:
     """Return what the file of a loaded model says of its layers."""
-    has_states = bool(
-        llama_cpp.llama_model_is_recurrent(model.pointer)
-        or llama_cpp.llama_model_is_hybrid(model.pointer)
-    )
-    return layout_of(File(model.metadata, lambda: model.integers), has_states=has_states)
+    return layout_of(File(model.metadata, lambda: model.integers), has_states=model.has_states)
 
 
 class File:

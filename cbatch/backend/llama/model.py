@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import math
+import re
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.backend.llama.vocab import LlamaVocab
-from cbatch.errors import ConfigError, EngineClosedError
+from cbatch.errors import EngineClosedError
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
 
 # Source: llama-model.cpp, llama_model_meta_key_str; ours are the names of `RunOptions`.
 _SAMPLING_KEYS = {
@@ -83,14 +83,24 @@ class LlamaModel:
         self._pointer: Any = pointer
         self._owner = owner
         self._end = ""
-        """Why it is closed; empty while it is open."""
+        """Why the model is closed; empty while it is open."""
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         """The contexts that compute with it."""
         self.busy = threading.Lock()
         """Held while something works on the model outside a context; `close` waits for it."""
         self.name = name
         self.metadata: Mapping[str, str] = read_metadata(pointer)
+        self.architecture = self.metadata.get("general.architecture", "")
+        """Such as "llama"."""
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
+        self.n_layers = int(llama_cpp.llama_model_n_layer(pointer))
+        """Layers, without the output's."""
+        self.n_bytes = int(llama_cpp.llama_model_size(pointer))
+        """Bytes of all weights."""
+        self.has_states = bool(
+            llama_cpp.llama_model_is_recurrent(pointer) or llama_cpp.llama_model_is_hybrid(pointer)
+        )
+        """Whether the model has recurrent layers, alone or beside attention."""
         own = self.metadata.get("tokenizer.chat_template")
         self.vocab = LlamaVocab(
             pointer,
@@ -117,37 +127,28 @@ class LlamaModel:
         if self._end:
             raise EngineClosedError(self._end)
 
-    @property
-    def architecture(self) -> str:
-        """Such as "llama"."""
-        return self.metadata.get("general.architecture", "")
-
-    @property
+    @cached_property
     def file_type(self) -> str:
         """The type of most weights, such as "q4_k_m"; counted from the tensors where the file does not name it."""
         found = llama_cpp.llama_model_ftype(self.pointer) & ~llama_cpp.LLAMA_FTYPE_GUESSED
-        return _file_types().get(found, "unknown")
+        for name in dir(llama_cpp):
+            if name.startswith("LLAMA_FTYPE_") and getattr(llama_cpp, name) == found:
+                return re.sub("^LLAMA_FTYPE_(MOSTLY_|ALL_)?", "", name).lower()
+        return "unknown"
 
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
         """Sampling values that the file recommends and `RunOptions` accepts, by their names there."""
-        found = {name: _number(self.metadata.get(key)) for name, key in _SAMPLING_KEYS.items()}
-        said = {
-            name: int(value) if name in ("top_k", "repeat_last_n") else value
-            for name, value in found.items()
-            if value is not None
-        }
-        return {name: value for name, value in said.items() if _is_option(name, value)}
-
-    @property
-    def n_layers(self) -> int:
-        """Layers, without the output's."""
-        return int(llama_cpp.llama_model_n_layer(self.pointer))
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all weights."""
-        return int(llama_cpp.llama_model_size(self.pointer))
+        found: dict[str, float] = {}
+        for name, key in _SAMPLING_KEYS.items():
+            # no number, or one that `RunOptions` refuses
+            with suppress(ValueError, OverflowError):
+                value = float(self.metadata.get(key, "nan"))
+                if name in ("top_k", "repeat_last_n"):
+                    value = int(value)
+                RunOptions.of({name: value})
+                found[name] = value
+        return found
 
     @cached_property
     def integers(self) -> Mapping[str, tuple[int, ...]]:
@@ -198,33 +199,3 @@ def _read_text(read: Callable[..., int], *args: Any) -> str:
         if n < n_room:
             return buffer.raw[: max(n, 0)].decode(errors="replace")
         n_room = n + 1
-
-
-@cache
-def _file_types() -> Mapping[int, str]:
-    """Return the names of file types by their values, from llama.cpp's constants."""
-    prefix = "LLAMA_FTYPE_"
-    return {
-        getattr(llama_cpp, name): name.removeprefix(prefix)
-        .removeprefix("MOSTLY_")
-        .removeprefix("ALL_")
-        .lower()
-        for name in dir(llama_cpp)
-        if name.startswith(prefix)
-    }
-
-
-def _is_option(name: str, value: float) -> bool:
-    try:
-        RunOptions.of({name: value})
-    except ConfigError:
-        return False
-    return True
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        value = float(text) if text is not None else math.nan
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

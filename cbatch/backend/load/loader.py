@@ -15,7 +15,6 @@ from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.llama.memory import has_states
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import BITWISE, probe
 from cbatch.backend.load.sizing import check_fits, find_room, settle
@@ -110,7 +109,7 @@ def _describe(
 def _sizes(loaded: LlamaModel, options: EngineOptions, room: Room) -> dict[str, Any]:
     """Return the memory that decided options need, and what else would fit."""
     n_cells, cost = context_cells(loaded, options), room.footprint
-    is_pool = options.kv == "unified" and not has_states(loaded)
+    is_pool = options.kv == "unified" and not loaded.has_states
     n_most = loaded.n_ctx_train or n_cells
     return {
         "parallel": options.n_slots,

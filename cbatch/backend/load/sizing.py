@@ -18,7 +18,6 @@ from cbatch.backend.llama.context import (
     padded,
 )
 from cbatch.backend.llama.layout import footprint, read_layout
-from cbatch.backend.llama.memory import has_states
 from cbatch.backend.load.free_memory import free_for_cells, host_most, share_on_host
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL
 from cbatch.errors import CBatchError, ModelLoadError
@@ -126,7 +125,7 @@ def settle(
         ModelLoadError: not even one slot of the smallest window fits.
     """
     demand = read_profile(model.vocab, look_ahead) if look_ahead else WorkloadProfile()
-    kv = choose_kv(options, demand, has_states=has_states(model))
+    kv = choose_kv(options, demand, has_states=model.has_states)
     if options.n_ctx is not None:
         return replace(options, parallel=options.n_slots, kv=kv)
     n_window = options.ctx_per_seq or wanted_window(demand, trained_window(model, options))
