@@ -609,7 +609,7 @@ def test_team_has_the_size_of_the_stepper_and_samples_each_row_once() -> None:
     assert asked == [3]
 
 
-@pytest.mark.parametrize("isa", range(library().cbatch_isa_best() + 1))
+@pytest.mark.parametrize("isa", range(native_row.row_library().cbatch_isa_best() + 1))
 def test_every_instruction_set_samples_the_same_tokens(isa: int) -> None:
     assert sampled_with(isa=isa).tokens == sampled_with().tokens
 

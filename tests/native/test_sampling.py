@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.llama import native
-from cbatch.backend.llama.library import library
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Binding, Slot
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from tests.oracle.sampling import Logits, Mask
 
-ISAS = range(library().cbatch_isa_best() + 1)
+ISAS = range(native_row.row_library().cbatch_isa_best() + 1)
 
 
 def row(*values: float) -> Logits:

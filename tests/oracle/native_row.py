@@ -10,7 +10,7 @@ import numpy as np
 
 from cbatch.backend.llama.library import library
 from cbatch.backend.llama.native import ISA_BEST
-from cbatch.backend.llama.structs import NativeLogprobs, as_logprobs, as_native, flat_breakers
+from cbatch.backend.llama.structs import NativeLogprobs, as_logprobs, as_native
 from cbatch.errors import PlanError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _int,
         [_pointer, _int, _pointer, _pointer, _int, _int, _pointer, _pointer],
     ),
+    "cbatch_isa_best": (_int, []),
     "cbatch_weights": (_int, [_pointer, _int, ctypes.c_double, _int, _pointer]),
     "cbatch_philox": (None, [_pointer, _pointer, _pointer]),
 }
@@ -73,7 +74,7 @@ def sample_row(
         PlanError: a value is out of range, or this machine has not that instruction set.
     """
     try:
-        native, _kept = as_native(binding, flat_breakers(binding.sampling.dry_breakers))
+        native, _kept = as_native(binding)
     except (TypeError, OverflowError) as error:
         raise PlanError(f"{error}: {binding!r}") from error
     found, kept = NativeLogprobs(), np.zeros(len(logits), np.uint64)

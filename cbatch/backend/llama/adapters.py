@@ -24,7 +24,7 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.options import AdapterSet
@@ -49,23 +49,22 @@ class Adapters:
             ModelLoadError: a file is missing, damaged, no LoRA adapter, or does not fit the model; none is loaded then.
         """
         self._files = {name: Path(file).absolute() for name, file in files.items()}
+        self.names = tuple(files)
         self._pointers: dict[str, Any] = {}
         self._digests: dict[str, str] = {}
         log = llama_log()
         log.install()
         try:
             for name, path in self._files.items():
-                self._pointers[name] = _load(model, name, path)
+                self._pointers[name] = _load(model, path)
+        except DamagedError as error:
+            self.close()
+            raise ModelLoadError(f"adapter {name!r}: {path}: {error}") from error
         except BaseException:
             self.close()
             raise
         finally:
             log.remove()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names, in the order they were given."""
-        return tuple(self._files)
 
     def digest(self, name: str) -> str:
         """Return "sha256:…" of an adapter's file, read when it is first asked for.
@@ -77,12 +76,12 @@ class Adapters:
         if name not in self._files:
             raise self._unknown(name)
         if name not in self._digests:
+            path = self._files[name]
             try:
-                self._digests[name] = _digest(self._files[name])
+                self._digests[name] = _digest(path)
             except OSError as error:
-                raise _cannot_load(
-                    name, self._files[name], f"cannot be read: {error.strerror}"
-                ) from error
+                problem = f"adapter {name!r}: {path}: cannot be read: {error.strerror}"
+                raise ModelLoadError(problem) from error
         return self._digests[name]
 
     def use(self, ctx: Any, adapters: AdapterSet) -> None:
@@ -125,30 +124,23 @@ class Adapters:
         return ConfigError(f"no adapter {name!r}; loaded: {', '.join(self._files) or 'none'}")
 
 
-def _load(model: LlamaModel, name: str, path: Path) -> Any:
+def _load(model: LlamaModel, path: Path) -> Any:
     """Return a new `llama_adapter_lora *`."""
-    try:
-        _check(path, model)
-    except DamagedError as error:
-        raise _cannot_load(name, path, str(error)) from error
+    header = read_header(path, _CONVERT)
+    if header is not None:
+        rules = (_metadata, _weights, _sizes, _uses)
+        for reason in chain.from_iterable(rule(header, model) for rule in rules):
+            raise DamagedError(reason)
     pointer = llama_cpp.llama_adapter_lora_init(model.pointer, os.fsencode(path))
     said = llama_log().drain()
     if not pointer:
-        raise _cannot_load(
-            name, path, f"llama.cpp refuses it: {said[-1] if said else 'it gave no reason'}"
-        )
+        raise DamagedError(f"llama.cpp refuses it: {said[-1] if said else 'it gave no reason'}")
     if llama_cpp.llama_adapter_get_alora_n_invocation_tokens(pointer):
         llama_cpp.llama_adapter_lora_free(pointer)
-        raise _cannot_load(
-            name,
-            path,
-            "is an activated LoRA, which starts at its own invocation tokens: give a plain LoRA adapter",
+        raise DamagedError(
+            "is an activated LoRA, which starts at its own invocation tokens: give a plain LoRA adapter"
         )
     return pointer
-
-
-def _cannot_load(name: str, path: Path, reason: str) -> ModelLoadError:
-    return ModelLoadError(f"adapter {name!r}: {path}: {reason}")
 
 
 def _digest(path: Path) -> str:
@@ -171,13 +163,6 @@ _KINDS = {
 # Source: convert_lora_to_gguf.py, --outtype; llama.cpp cannot multiply some others, such as integers.
 _TYPES = {0: "f32", 1: "f16", 8: "q8_0", 30: "bf16"}
 _EMBEDDING = "token_embd.weight"
-
-
-def _check(path: Path, model: LlamaModel) -> None:
-    header = read_header(path, _CONVERT)
-    if header is not None:
-        for reason in chain.from_iterable(rule(header, model) for rule in _RULES):
-            raise DamagedError(reason)
 
 
 def _pairs(header: Header) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -247,11 +232,3 @@ def _has_own_output(path: Path) -> bool:
     except DamagedError:
         return False
     return header is not None and "output.weight" in header.tensors
-
-
-_RULES: tuple[Callable[[Header, LlamaModel], Iterator[str]], ...] = (
-    _metadata,
-    _weights,
-    _sizes,
-    _uses,
-)

@@ -26,22 +26,10 @@ _N_HEAD_BYTES = 2**24
 
 _OF_CELLS = ("cache_type_k", "cache_type_v", "flash_attn")
 
-_DEVICES = (
-    "n_gpu_layers",
-    "offload_kqv",
-    "split_mode",
-    "main_gpu",
-    "tensor_split",
-    "rpc_servers",
-)
+_DEVICES = ("n_gpu_layers", "offload_kqv", "split_mode", "main_gpu", "tensor_split", "rpc_servers")
 """Engine options that choose where a model is computed: kernels of another device round differently."""
 
-_SETTINGS = (
-    *_OF_CELLS,
-    "exact",
-    "rope_scaling",
-    *ROPE_VALUES,
-)
+_SETTINGS = (*_OF_CELLS, "exact", "rope_scaling", *ROPE_VALUES)
 """Engine options that change the cells. Source: src/llama-kv-cache.cpp, state_read, and what it does not check."""
 
 
@@ -58,11 +46,7 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
     if not parts or parts != model_parts(str(parts[0][0])):
         raise OSError("the model's file is gone, or not the one that was loaded")
     said = {name: str(getattr(options, name)) for name in _SETTINGS}
-    return {
-        "model": file_digest(parts),
-        "llama-cpp-python": llama_cpp.__version__,
-        **said,
-    }
+    return {"model": file_digest(parts), "llama-cpp-python": llama_cpp.__version__, **said}
 
 
 def answer_settings(options: EngineOptions, chunk_alignment: int, n_window: int) -> dict[str, str]:

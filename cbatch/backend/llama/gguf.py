@@ -23,20 +23,8 @@ AGAIN = "copy or download it again"
 
 _MAGIC = b"GGUF"
 # Source: ggml/include/gguf.h, gguf_type.
-_FORMATS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _FORMATS.items()}
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
 FLOAT, STRING, _ARRAY = 6, 8, 9
 _INTEGERS = {4: "I", 5: "i"}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")

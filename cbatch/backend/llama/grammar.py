@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.llama.grammar_matchers import Constraint, problem_of, readable_problem
+from cbatch.backend.llama.grammar_matchers import Constraint, readable_problem
 from cbatch.backend.llama.grammar_sandbox import GrammarSandbox
 from cbatch.errors import GrammarError
 
@@ -65,31 +65,34 @@ class LlamaGrammars:
         with self._model.busy:  # so that it is not freed meanwhile
             if self._tokenizer is None:
                 self._tokenizer = make_tokenizer(self._model)
-        self._try(grammar, source)
-        return self._compile(grammar, source)
+        problem = self._find_problem(grammar, source)
+        if not problem:
+            with self._model.busy:
+                self._model.check_open()
+                constraint = self._compile(source)
+                problem = _first_problem(constraint)
+        if problem:
+            raise GrammarError(grammar.kind, readable_problem(problem))
+        return constraint
 
-    def _try(self, grammar: Grammar, source: str) -> None:
-        problem = self._sandbox.find_problem(_of_bytes(source))
+    def _find_problem(self, grammar: Grammar, source: str) -> str:
+        """Return what a process of its own finds wrong with a grammar; empty where nothing is wrong."""
+        # a vocabulary of bytes has no named tokens
+        problem = self._sandbox.find_problem(re.sub(r"<\[\d+\]>", '"<>"', source))
         if self._sandbox.problem and is_suspicious(grammar):
-            problem = (
+            return (
                 "it must be tried in a process of its own first, which cannot be done here: "
                 f"{self._sandbox.problem}"
             )
-        if problem:
-            raise GrammarError(grammar.kind, readable_problem(problem))
+        return problem
 
-    def _compile(self, grammar: Grammar, source: str) -> Constraint:
+    def _compile(self, source: str) -> Constraint:
         import llguidance  # slow to import
 
         limits = llguidance.LLParserLimits(**_LIMITS)
-        with self._model.busy:
-            self._model.check_open()
-            matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-            _check(grammar, matcher)
-            n_words = (self._tokenizer.vocab_size + 31) // 32
-            constraint = Constraint(matcher, n_words, self._model.vocab.end_tokens)
-            _try_first_mask(grammar, constraint)
-        return constraint
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        n_words = (self._tokenizer.vocab_size + 31) // 32
+        return Constraint(matcher, n_words, self._model.vocab.end_tokens)
 
     def close(self) -> None:
         """Drop the tokenizer, before the model is closed; nothing may be compiled or followed afterwards."""
@@ -113,11 +116,7 @@ def make_tokenizer(model: LlamaModel) -> Any:
         tokens.append(_SPECIAL + b"<end>")
     tokenize = ctypes.cast(llama_cpp.llama_cpp._lib.llama_tokenize, ctypes.c_void_p).value
     return llguidance.LLTokenizer.from_llamacpp(
-        tokens=tokens,
-        vocab_ptr=pointer,
-        tokenize_fptr=tokenize,
-        eos_token=end_tokens,
-        slices=None,
+        tokens=tokens, vocab_ptr=pointer, tokenize_fptr=tokenize, eos_token=end_tokens, slices=None
     )
 
 
@@ -169,11 +168,6 @@ def is_suspicious(grammar: Grammar) -> bool:
     )
 
 
-def _of_bytes(source: str) -> str:
-    """Return a grammar for a vocabulary of bytes, which has no named tokens."""
-    return re.sub(r"<\[\d+\]>", '"<>"', source)
-
-
 def _lark_of_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -194,18 +188,15 @@ def _character(escape: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
-def _check(grammar: Grammar, matcher: Any) -> None:
+def _first_problem(constraint: Constraint) -> str:
+    """Compute which tokens may come first; return why a grammar is too large or matches nothing, else nothing."""
+    matcher, mask = constraint.matcher, np.zeros(constraint.n_words, np.uint32)
+    if not matcher.is_error():
+        matcher = matcher.deep_copy()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if matcher.is_error():
-        raise GrammarError(grammar.kind, problem_of(matcher))
-
-
-def _try_first_mask(grammar: Grammar, constraint: Constraint) -> None:
-    """Compute which tokens may come first: a grammar that matches nothing fails here, and one that is too large."""
-    matcher, mask = constraint.matcher.deep_copy(), np.zeros(constraint.n_words, np.uint32)
-    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    _check(grammar, matcher)
-    if not mask.any():
-        raise GrammarError(grammar.kind, "no text that this model's tokens can write matches it")
+        return str(matcher.get_error())
+    return "" if mask.any() else "no text that this model's tokens can write matches it"
 
 
 # ---- numbers in schemas: llguidance reads all of them as 64-bit floats ----

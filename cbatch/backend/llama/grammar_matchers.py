@@ -52,7 +52,7 @@ class GrammarMatchers:
         self._rows: dict[Slot, _Row] = {}
         self._masks = np.zeros((n_slots, 0), np.uint32)
         self._executor: Any = None
-        self._filler: ThreadPoolExecutor | None = None
+        self._filler = ThreadPoolExecutor(1, "cbatch-masks")
 
     def bind(self, binding: Binding) -> None:
         """Have a slot follow its constraint after the output so far; without a constraint every token is allowed."""
@@ -69,12 +69,11 @@ class GrammarMatchers:
         self._rows[binding.slot] = row
 
     def masks(self, chunks: Sequence[Chunk]) -> list[NDArray[np.uint32] | None] | None:
-        """Return the memory of the masks, one a chunk, for `fill` to write; None where no chunk has a constraint."""
+        """Return the memory of the masks, one an output, for `fill` to write; None where no output has a constraint."""
         if not self._constrained(chunks):
             return None
-        return [
-            self._masks[c.slot] if c.has_output and c.slot in self._rows else None for c in chunks
-        ]
+        slots = [c.slot for c in chunks if c.has_output]
+        return [self._masks[slot] if slot in self._rows else None for slot in slots]
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Write the masks of chunks. Raises nothing: a matcher's error is kept for `follow`."""
@@ -88,8 +87,6 @@ class GrammarMatchers:
 
     def fill_meanwhile(self, chunks: Sequence[Chunk]) -> Callable[[], object]:
         """Do as `fill` in another thread; return a function that waits for its end. One at a time."""
-        if self._filler is None:
-            self._filler = ThreadPoolExecutor(1, "cbatch-masks")
         return self._filler.submit(self.fill, chunks).result
 
     def follow(
@@ -117,9 +114,7 @@ class GrammarMatchers:
         """Drop all matchers."""
         self._rows.clear()
         self._executor = None
-        if self._filler is not None:
-            self._filler.shutdown()
-            self._filler = None
+        self._filler.shutdown()
 
     def _constrained(self, chunks: Sequence[Chunk]) -> list[tuple[Slot, _Row]]:
         if not self._rows:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
@@ -97,42 +97,36 @@ def footprint(layout: Layout, options: EngineOptions) -> Footprint | None:
     return Footprint(n_cell_bytes, layout.n_state * _STATE_BYTES, layout.is_about)
 
 
-def read_layout(model: LlamaModel) -> Layout:
-    """Return what the file of a loaded model says of its layers."""
-    return layout_of(File(model.metadata, lambda: model.integers), has_states=model.has_states)
-
-
-class File:
+class _File:
     """The numbers of a file's own architecture."""
 
-    def __init__(
-        self, metadata: Mapping[str, str], lists: Callable[[], Mapping[str, Sequence[int]]]
-    ) -> None:
-        """Take a file's metadata, and a function that reads its lists, called where a number is missing."""
-        self.architecture = metadata.get("general.architecture", "")
-        self._metadata, self._lists = metadata, lists
+    def __init__(self, model: LlamaModel) -> None:
+        self._model, self._own = model, f"{model.architecture}."
 
     def has(self, word: str) -> bool:
         """Whether a key of the architecture with this word in it is above 0; llama.cpp writes all keys, some as 0."""
-        own = f"{self.architecture}."
-        named = (key for key in self._metadata if key.startswith(own) and word in key)
+        own = self._own
+        named = (k for k in self._model.metadata if k.startswith(own) and word in k)
         return any(self.number(key.removeprefix(own)) for key in named)
 
-    def number(self, key: str, default: int = 0) -> int:
-        """Return a count; `default` where the file has none."""
-        text = self._metadata.get(f"{self.architecture}.{key}", "")
-        return int(text) if text.isascii() and text.isdigit() else default
+    def number(self, key: str) -> int:
+        """Return a count; 0 where the file has none."""
+        text = self._model.metadata.get(self._own + key, "")
+        return int(text) if text.isascii() and text.isdigit() else 0
 
     def numbers(self, key: str, n: int) -> tuple[int, ...]:
         """Return a count for each of `n` layers, from one number or the file's list; empty without either."""
-        own = f"{self.architecture}.{key}"
-        if own in self._metadata:
+        if self._own + key in self._model.metadata:
             return (self.number(key),) * n
-        return tuple(self._lists().get(own, ()))[:n]
+        return self._model.integers.get(self._own + key, ())[:n]
 
 
-def layout_of(file: File, *, has_states: bool) -> Layout:
-    """Return what a file says of its layers. Source: src/llama-model.cpp, load_hparams and create_memory."""
+def read_layout(model: LlamaModel) -> Layout:
+    """Return what the file of a loaded model says of its layers.
+
+    Source: src/llama-model.cpp, load_hparams and create_memory.
+    """
+    file, has_states = _File(model), model.has_states
     n_layers = file.number("block_count") - file.number("nextn_predict_layers")
     n_heads = file.numbers("attention.head_count", n_layers)
     heads = file.numbers("attention.head_count_kv", n_layers) or n_heads
@@ -144,9 +138,12 @@ def layout_of(file: File, *, has_states: bool) -> Layout:
     n_width = file.number("embedding_length") // n_heads[0]
     keys, values = (_widths(file, f"attention.{name}_length", n_width) for name in ("key", "value"))
     is_mla = file.has("attention.key_length_mla")
+    n_with_cells = n_layers - file.number("attention.shared_kv_layers")  # later layers share cells
+    if model.architecture == "gemma3n":
+        n_with_cells = _GEMMA3N_LAYERS
     is_varied = len({*heads}) > 1  # values may be padded to the width of the widest layer
     return Layout(
-        heads=heads[: _layers_with_cells(file, n_layers)],
+        heads=heads[:n_with_cells],
         n_key=max(keys),
         n_value=0 if is_mla else max(values),
         key_widths=keys,
@@ -156,20 +153,13 @@ def layout_of(file: File, *, has_states: bool) -> Layout:
     )
 
 
-def _widths(file: File, key: str, default: int) -> frozenset[int]:
+def _widths(file: _File, key: str, default: int) -> frozenset[int]:
     """Return the width of a head, and that of a head in layers with a sliding window."""
     n_width = file.number(key) or default
     return frozenset((n_width, file.number(f"{key}_swa") or n_width))
 
 
-def _layers_with_cells(file: File, n_layers: int) -> int:
-    """Return how many layers have cells; later layers share these cells."""
-    if file.architecture == "gemma3n":
-        return _GEMMA3N_LAYERS
-    return n_layers - file.number("attention.shared_kv_layers")
-
-
-def _state(file: File) -> int:
+def _state(file: _File) -> int:
     """Return how many numbers a recurrent layer's state has; 0 for a kind of state that is not known here.
 
     Source: src/llama-hparams.cpp, n_embd_r and n_embd_s.

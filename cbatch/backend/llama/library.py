@@ -31,7 +31,6 @@ _BATCH_FIELDS = ("n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logi
 _int, _pointer = ctypes.c_int32, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_batch_layout": (None, [_pointer]),
-    "cbatch_isa_best": (_int, []),
     "cbatch_stepper_init": (_int, [_pointer, _pointer, _pointer, _pointer]),
     "cbatch_stepper_free": (None, [_pointer]),
     "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
@@ -41,18 +40,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "cbatch_stepper_interrupt": (None, [_pointer]),
     "cbatch_log_init": (_pointer, [_int]),
-    "cbatch_log_free": (None, [_pointer]),
     "cbatch_log_set_debug": (None, [_pointer, _int]),
     "cbatch_log_callback": (None, [_int, ctypes.c_char_p, _pointer]),
     "cbatch_log_drain": (_int, [_pointer, _pointer, _int, _pointer]),
 }
 
-
-def _path() -> str:
-    given = os.environ.get("CBATCH_LIBRARY")
-    if given:
-        return given
-    return str(importlib.resources.files("cbatch") / _FILE_NAME)
+_LLAMA_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "llama_decode": (_int, [_pointer, llama_cpp.llama_batch]),
+    "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [_pointer, _int]),
+    "llama_log_set": (None, [llama_cpp.llama_log_callback, _pointer]),
+}
+"""What cbatch takes llama.cpp's functions to be."""
 
 
 def load_library() -> Any:
@@ -61,9 +59,9 @@ def load_library() -> Any:
     Raises:
         IncompatibleLlamaError: the file is missing, does not load, or is of another cbatch.
     """
-    path = _path()
+    path = os.environ.get("CBATCH_LIBRARY") or importlib.resources.files("cbatch") / _FILE_NAME
     try:
-        lib = ctypes.CDLL(path)
+        lib = ctypes.CDLL(str(path))
         version = lib.cbatch_abi_version()
     except (OSError, AttributeError) as error:
         raise IncompatibleLlamaError(
@@ -92,8 +90,13 @@ def handshake() -> None:
     ours, theirs = _native_layout(), _llama_layout()
     if ours != theirs:
         raise _mismatch(f"llama_batch is {ours} for cbatch but {theirs} for llama-cpp-python")
-    for name, (restype, argtypes) in _llama_signatures().items():
-        _check_function(name, restype, argtypes)
+    for name, wanted in _LLAMA_SIGNATURES.items():
+        function = getattr(llama_cpp, name, None)
+        if function is None:
+            raise _mismatch(f"llama-cpp-python has no {name}")
+        found = (function.restype, list(function.argtypes or []))
+        if found != wanted:
+            raise _mismatch(f"{name} is {wanted} for cbatch but {found} there")
 
 
 def _native_layout() -> dict[str, int]:
@@ -106,26 +109,6 @@ def _llama_layout() -> dict[str, int]:
     batch = llama_cpp.llama_batch
     offsets = {name: getattr(batch, name).offset for name, *_ in batch._fields_}
     return {"size": ctypes.sizeof(batch), **offsets}
-
-
-def _llama_signatures() -> dict[str, tuple[Any, list[Any]]]:
-    return {
-        "llama_decode": (ctypes.c_int32, [ctypes.c_void_p, llama_cpp.llama_batch]),
-        "llama_get_logits_ith": (
-            ctypes.POINTER(ctypes.c_float),
-            [ctypes.c_void_p, ctypes.c_int32],
-        ),
-        "llama_log_set": (None, [llama_cpp.llama_log_callback, ctypes.c_void_p]),
-    }
-
-
-def _check_function(name: str, restype: Any, argtypes: list[Any]) -> None:
-    function = getattr(llama_cpp, name, None)
-    if function is None:
-        raise _mismatch(f"llama-cpp-python has no {name}")
-    found = (function.restype, list(function.argtypes or []))
-    if found != (restype, argtypes):
-        raise _mismatch(f"{name} is {(restype, argtypes)} for cbatch but {found} there")
 
 
 def _mismatch(what: str) -> IncompatibleLlamaError:

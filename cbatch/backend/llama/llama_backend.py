@@ -11,39 +11,28 @@ import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import available_cores, make_context, slot_window
-from cbatch.backend.llama.fingerprint import (
-    answer_settings,
-    fingerprint,
-    model_parts,
-    rope_factors,
-)
+from cbatch.backend.llama.context_memory import ContextMemory
+from cbatch.backend.llama.fingerprint import answer_settings, fingerprint, model_parts, rope_factors
 from cbatch.backend.llama.grammar import LlamaGrammars
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.llama.memory import LlamaCells, SavedCells, find_memory, has_states
+from cbatch.backend.llama.memory import SavedState, find_memory
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.backend.llama.saved import read_format
-from cbatch.backend.llama.slot_cells import SlotCells
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
-from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import StepPlan, StepResult
 from cbatch.engine_options import MAX_THREADS
-from cbatch.errors import (
-    ConfigError,
-    EngineClosedError,
-    IncompatibleLlamaError,
-    ModelLoadError,
-    PlanError,
-)
+from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from cbatch.backend import Vocab
     from cbatch.backend.llama.adapters import Adapters
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.core.plan import Chunk, Slot
     from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
 
@@ -78,25 +67,27 @@ class LlamaBackend:
             IncompatibleLlamaError: llama.cpp's memory does not behave as this version of cbatch expects.
         """
         handshake()
-        if options.kv == "unified" and has_states(model):
+        if options.kv == "unified" and model.has_states:
             raise ConfigError(
                 "kv='unified' is for cells, but this model keeps a state for each sequence: leave kv and admission out"
             )
         self.model, self.options, self._owns_model = model, options, owns_model
-        self._stepper_class = stepper or NativeStepper
+        self._stepper_class: Callable[..., NativeStepper] = stepper or NativeStepper
         self._adapters = adapters
+        self.adapters: Sequence[str] = () if adapters is None else adapters.names
         self.grammars = LlamaGrammars(model)
+        self.vocab: Vocab = model.vocab
+        self.sampling_defaults = model.sampling_defaults
         self._busy = threading.Lock()
         self._is_closed = False
-        self.ctx: Any = None
-        """`llama_context *`; None once it is freed. Another one after a plan with `is_rebuild`."""
         self.n_slots = options.n_slots
         self.n_threads = options.n_threads or min(available_cores(), MAX_THREADS)
-        self._runner: StepRunner | None = None
+        self.ctx: Any = make_context(model, options, self.n_threads)
+        """`llama_context *`; None once it is freed. Another one after a plan with `is_rebuild`."""
         try:
-            self._open()
+            self._set_up()
         except BaseException:
-            self._free()
+            llama_cpp.llama_free(self.ctx)
             raise
         self._parts = model_parts(model.name)
         self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self.ctx)))
@@ -105,37 +96,31 @@ class LlamaBackend:
 
     # ---- the context's life ----
 
-    def _open(self) -> None:
-        """Make the context and what works on it, and find out what its memory can do."""
+    def _set_up(self) -> None:
+        """Find out what the context's memory can do, and make what works on the context."""
         model, options = self.model, self.options
         is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
-        self.ctx = make_context(model, options, self.n_threads)
+        found = find_memory(self.ctx, model, options, self.n_threads, is_on_device=is_on_device)
+        self.memory = found.capabilities
+        self.n_window = slot_window(
+            options, self.memory.n_cells, model.n_ctx_train, is_pool=self.memory.kind == "unified"
+        )
         self.n_batch = int(llama_cpp.llama_n_batch(self.ctx))
+        # exact: a chunk is one run of the graph, with room for one row of every other slot
+        n_alone = min(options.n_ubatch, self.n_batch - self.n_slots + 1)
+        self.chunk_alignment = n_alone if options.exact else 0
+        self._format = found.format
+        self._cells = ContextMemory(
+            self.ctx, found, n_slots=self.n_slots, n_window=self.n_window, is_on_device=is_on_device
+        )
         self._runner = StepRunner(
             self._make_stepper,
             n_slots=self.n_slots,
             n_threads=self.n_threads,
             is_on_device=is_on_device,
         )
-        sample = self._try_memory(self._runner)
-        memory = find_memory(self.ctx, model, options, self.n_threads, is_on_device=is_on_device)
-        self._format = None if sample is None else read_format(sample.data)
-        self.memory = replace(memory, can_check=self._format is not None)
-        self.n_window = slot_window(
-            options, memory.n_cells, model.n_ctx_train, is_pool=memory.kind == "unified"
-        )
-        self.chunk_alignment = _chunk_alignment(self.n_batch, options)
-        self._cells = SlotCells(
-            self.ctx,
-            self.memory,
-            n_slots=self.n_slots,
-            n_window=self.n_window,
-            format=self._format,
-            sample=sample,
-            is_on_device=is_on_device,
-        )
 
-    def _make_stepper(self) -> Any:
+    def _make_stepper(self) -> NativeStepper:
         return self._stepper_class(
             ctypes.cast(self.ctx, ctypes.c_void_p),
             n_slots=self.n_slots,
@@ -144,27 +129,12 @@ class LlamaBackend:
             n_threads=self.n_threads,
         )
 
-    def _try_memory(self, runner: StepRunner) -> SavedCells | None:
-        """Decode one token and take it back: positions must be what llama.cpp's header promises. Return its state."""
-        token = self.vocab.end_tokens[0] if self.vocab.end_tokens else 0
-        cells = LlamaCells(self.ctx)
-        code = runner.run(StepPlan((Chunk(Slot(0), 0, (token,), has_output=False),)), 0, bool).code
-        before, sample = cells.count(0) - 1, cells.save(0)
-        cells.trim(0, 0)
-        after = cells.count(0) - 1
-        if (code, before, after) != (0, 0, -1):
-            raise IncompatibleLlamaError(
-                f"one decoded token gave code {code} and last position {before}, {after} when removed; "
-                f"expected 0, 0, -1 (llama-cpp-python {llama_cpp.__version__})"
-            )
-        return sample
-
-    def _rebuild(self, runner: StepRunner) -> None:
+    def _rebuild(self) -> None:
         """Make the context anew; every slot is empty and unbound then, saved states stay."""
         self._free()
         try:
             self.ctx = make_context(self.model, self.options, self.n_threads)
-            runner.renew()
+            self._runner.renew()
         except PlanError as error:  # sizes that it was made with before: the stepper's memory
             self._free()
             raise ModelLoadError(f"a context could not be made anew: {error}") from error
@@ -177,8 +147,7 @@ class LlamaBackend:
         self._is_closed = True
         self._free()
         self._cells.saved.clear()
-        if self._runner is not None:
-            self._runner.close()
+        self._runner.close()
         self.grammars.close()
         if self._adapters is not None:
             self._adapters.close()
@@ -195,8 +164,7 @@ class LlamaBackend:
                 self._adapters.close()
 
     def _free(self) -> None:
-        if self._runner is not None:
-            self._runner.free()
+        self._runner.free()
         ctx, self.ctx = self.ctx, None
         if ctx is not None:
             llama_cpp.llama_free(ctx)
@@ -209,43 +177,41 @@ class LlamaBackend:
             self.model.check_open()
             raise PlanError("two threads run one context")
         try:
-            if self.ctx is None or self._runner is None:
+            if self.ctx is None:
                 self.model.check_open()
                 raise EngineClosedError("the backend is closed")
-            return self._run(plan, self._runner)
+            return self._run(plan)
         finally:
             self._busy.release()
 
-    def _run(self, plan: StepPlan, runner: StepRunner) -> StepResult:
+    def _run(self, plan: StepPlan) -> StepResult:
         cells = self._cells
         cells.check(plan)
         lost = cells.save(plan) if plan.saves or plan.forgets else []
         if plan.is_rebuild:
-            self._rebuild(runner)
+            self._rebuild()
         unloaded = cells.trim_and_load(plan)
         move_s = cells.copy(plan.copies) if plan.copies and not unloaded else 0.0
         if plan.shifts:
             cells.shift(plan.shifts)
         if plan.binds:
-            runner.bind(plan.binds)
-        if plan.chunks and not unloaded:
-            result = self._compute(plan, runner)
-        else:
-            result = StepResult([[] for _ in plan.chunks], 0)
+            self._runner.bind(plan.binds)
+        is_computed = plan.chunks and not unloaded
+        result = self._compute(plan) if is_computed else StepResult([[] for _ in plan.chunks], 0)
         llama_log().drain()
         if not (lost or unloaded or move_s):
             return result
         return replace(result, lost=tuple(dict.fromkeys((*lost, *unloaded))), move_s=move_s)
 
-    def _compute(self, plan: StepPlan, runner: StepRunner) -> StepResult:
+    def _compute(self, plan: StepPlan) -> StepResult:
         if self.n_threads > 1:
             teams().join()
         if self._adapters is not None:
             self._adapters.use(self.ctx, plan.adapters)
-        result = runner.run(plan, self.chunk_alignment, self._cells.undo)
+        result = self._runner.run(plan, self.chunk_alignment, self._cells.undo)
         if result.n_steps:
             self._cells.add(plan.chunks, result.n_steps, result.tokens)
-            result = runner.follow(plan.chunks, result)
+            result = self._runner.follow(plan.chunks, result)
         if result.code in _UNCHANGED:
             return result
         n_kept = tuple(self._cells.keep(c, result.n_steps) for c in plan.chunks)
@@ -253,13 +219,12 @@ class LlamaBackend:
 
     def interrupt(self) -> None:
         """End a run in flight after its current step. From any thread."""
-        if self._runner is not None:
-            self._runner.interrupt()
+        self._runner.interrupt()
 
     @property
     def last_chunks(self) -> Sequence[Chunk]:
         """What the last native call computed: in exact mode a part of a plan's chunks."""
-        return () if self._runner is None else self._runner.last_chunks
+        return self._runner.last_chunks
 
     def logits(self, slot: Slot) -> NDArray[np.float32]:
         """Return the logits after a slot's last token, which the last step computed and sampled.
@@ -286,7 +251,7 @@ class LlamaBackend:
 
     def import_state(self, key: int, data: NDArray[np.uint8], n_cells: int) -> None:
         """Take a state that was saved; see `Backend.import_state`."""
-        self._cells.saved[key] = SavedCells(data, n_cells, maybe_nonfinite=True)
+        self._cells.saved[key] = SavedState(data, n_cells, maybe_nonfinite=True)
 
     def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:
         """Return the first cells of a state as this memory has them; see `Backend.validate_state`."""
@@ -302,21 +267,6 @@ class LlamaBackend:
     # ---- what the model and the settings say ----
 
     @property
-    def vocab(self) -> Vocab:
-        """The model's vocabulary and template."""
-        return self.model.vocab
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, float]:
-        """Sampling values that the model's file recommends."""
-        return self.model.sampling_defaults
-
-    @property
-    def adapters(self) -> Sequence[str]:
-        """The names of LoRA adapters that a plan may ask for."""
-        return () if self._adapters is None else self._adapters.names
-
-    @property
     def answer_settings(self) -> Mapping[str, str]:
         """Settings that answers depend on; see `Backend.answer_settings`."""
         said = answer_settings(self.options, self.chunk_alignment, self.n_window)
@@ -324,10 +274,7 @@ class LlamaBackend:
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""
-        said = {
-            "pieces": str(self.chunk_alignment),
-            "rope factors": self._rope_factors,
-        }
+        said = {"pieces": str(self.chunk_alignment), "rope factors": self._rope_factors}
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]
             said["adapters"] = ", ".join(digests)
@@ -339,8 +286,3 @@ def output_row(chunks: Sequence[Chunk], i_chunk: int) -> int:
     if len(chunks[i_chunk].tokens) == 1:
         return i_chunk
     return len(chunks) + sum(len(c.tokens) - 1 for c in chunks[: i_chunk + 1]) - 1
-
-
-def _chunk_alignment(n_batch: int, options: EngineOptions) -> int:
-    """Return the size of a prompt's chunks: one run of the graph, with room for one row of every other slot."""
-    return min(options.n_ubatch, n_batch - options.n_slots + 1) if options.exact else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections import deque
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
@@ -19,13 +18,7 @@ if TYPE_CHECKING:
 _CONTINUATION = 5
 # Source: ggml.h, enum ggml_log_level (llama_cpp._logger has the table of an older one). What has no
 # level is plain output.
-_LEVELS = {
-    0: logging.INFO,
-    1: logging.DEBUG,
-    2: logging.INFO,
-    3: logging.WARNING,
-    4: logging.ERROR,
-}
+_LEVELS = {0: logging.INFO, 1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 
 
 class LlamaLog:
@@ -38,26 +31,18 @@ class LlamaLog:
     def __init__(self, n_bytes: int = 1 << 18) -> None:
         """Make the ring of `n_bytes`. It is never freed: llama.cpp may still hold it at exit."""
         self._lib = library()
-        self._ring = self._lib.cbatch_log_init(n_bytes)
-        if self._ring is None:
+        self.ring: int | None = self._lib.cbatch_log_init(n_bytes)
+        """Address of the ring, the user data of `cbatch_log_callback`."""
+        if self.ring is None:
             raise MemoryError("no memory for llama.cpp's log")
         self._buffer, self._n_dropped = ctypes.create_string_buffer(n_bytes), ctypes.c_int64()
         self._sizes = len(self._buffer), ctypes.byref(self._n_dropped)
         self._lock = threading.Lock()
         self._n_users = 0
         self._level, self._partial = logging.INFO, b""
-        self._recent: deque[str] = deque(maxlen=20)
-        self._log = Log("cbatch.llama")
-
-    @property
-    def ring(self) -> int:
-        """Address of the ring, the user data of `cbatch_log_callback`."""
-        return int(self._ring)
-
-    @property
-    def recent(self) -> list[str]:
+        self.recent: list[str] = []
         """The last warnings and errors that were drained, the oldest first."""
-        return list(self._recent)
+        self._log = Log("cbatch.llama")
 
     def install(self) -> None:
         """Capture llama.cpp's log; each call needs a `remove` of its own.
@@ -65,12 +50,11 @@ class LlamaLog:
         Debug lines are kept only if the logger `cbatch.llama` has level DEBUG now.
         """
         with self._lock:
-            has_debug = self._log.has_debug
-            self._lib.cbatch_log_set_debug(self._ring, has_debug)
+            self._lib.cbatch_log_set_debug(self.ring, self._log.has_debug)
             self._n_users += 1
             if self._n_users == 1:
                 callback = ctypes.cast(self._lib.cbatch_log_callback, llama_cpp.llama_log_callback)
-                llama_cpp.llama_log_set(callback, ctypes.c_void_p(self._ring))
+                llama_cpp.llama_log_set(callback, ctypes.c_void_p(self.ring))
 
     def remove(self) -> None:
         """Return the log to llama-cpp-python after the last user; drain what is left."""
@@ -84,12 +68,12 @@ class LlamaLog:
     def drain(self) -> list[str]:
         """Pass new lines to the logger `cbatch.llama`; return the warnings and errors of them."""
         with self._lock:
-            n = self._lib.cbatch_log_drain(self._ring, self._buffer, *self._sizes)
+            n = self._lib.cbatch_log_drain(self.ring, self._buffer, *self._sizes)
             if not n:  # as after nearly every step
                 return []
             lines = list(self._lines(n))
             found = [line for level, line in lines if level >= logging.WARNING]
-            self._recent.extend(found)
+            self.recent = [*self.recent, *found][-20:]
         for level, line in lines:
             self._log.write(level, "%s", line)
         return found

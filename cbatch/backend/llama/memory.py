@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,8 +12,11 @@ import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.layout import CELL_TYPES, read_layout
-from cbatch.core.plan import KvCapabilities
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.llama.saved import read_format
+from cbatch.core.plan import Binding, Chunk, KvCapabilities, Slot
 from cbatch.errors import IncompatibleLlamaError
+from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.saved import SavedFormat
     from cbatch.engine_options import EngineOptions
 
 _N_KEPT = 3
@@ -44,7 +49,7 @@ _N_CHUNKS_MIN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class SavedCells:
+class SavedState:
     """One sequence's cells in host memory, as llama.cpp writes them."""
 
     data: NDArray[np.uint8]
@@ -89,7 +94,7 @@ class LlamaCells:
         """Return the size of a slot's saved cells; 0 where llama.cpp cannot say."""
         return int(llama_cpp.llama_state_seq_get_size(self._ctx, slot))
 
-    def save(self, slot: int) -> SavedCells | None:
+    def save(self, slot: int) -> SavedState | None:
         """Return a copy of a slot's cells; None where that failed, also for lack of memory."""
         n_bytes = self.n_saved_bytes(slot)
         if not n_bytes:
@@ -99,9 +104,9 @@ class LlamaCells:
         except MemoryError:
             return None
         n_copied = llama_cpp.llama_state_seq_get_data(self._ctx, _bytes_of(data), n_bytes, slot)
-        return SavedCells(data, self.count(slot)) if n_copied == n_bytes else None
+        return SavedState(data, self.count(slot)) if n_copied == n_bytes else None
 
-    def wipe(self, slots: Collection[int], sample: SavedCells) -> None:
+    def wipe(self, slots: Collection[int], sample: SavedState) -> None:
         """Overwrite all memory of empty slots with a sample of a sequence; they are empty again afterwards.
 
         A new state is an old one multiplied by zero, and cells of no sequence are computed and masked: a NaN stays a
@@ -113,7 +118,7 @@ class LlamaCells:
         for slot in slots:
             self.trim(slot, 0)
 
-    def load(self, slot: int, saved: SavedCells) -> bool:
+    def load(self, slot: int, saved: SavedState) -> bool:
         """Put saved cells into a slot; return whether that worked. Otherwise the slot is empty."""
         n_bytes = len(saved.data)
         n_read = llama_cpp.llama_state_seq_set_data(self._ctx, _bytes_of(saved.data), n_bytes, slot)
@@ -127,61 +132,118 @@ def _bytes_of(data: NDArray[np.uint8]) -> Any:
     return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
-def has_states(model: LlamaModel) -> bool:
-    """Return whether a model has recurrent layers, alone or beside attention."""
-    return bool(
-        llama_cpp.llama_model_is_recurrent(model.pointer)
-        or llama_cpp.llama_model_is_hybrid(model.pointer)
-    )
+@dataclass(frozen=True, slots=True)
+class FoundMemory:
+    """What was found out of a context's memory."""
+
+    capabilities: KvCapabilities
+    sample: SavedState | None
+    """The state of a sequence of one token; None where it could not be saved."""
+    format: SavedFormat | None
+    """How the context writes a state; None where the layout is not known."""
 
 
 def find_memory(
     ctx: Any, model: LlamaModel, options: EngineOptions, n_threads: int, *, is_on_device: bool
-) -> KvCapabilities:
+) -> FoundMemory:
     """Find out what the memory of an empty context can do, by some one-token decodes. It is empty again afterwards.
 
-    Where layers have a sliding window, llama.cpp reuses cells that left it and does not save them, so a trimmed
-    sequence may lack cells: such a memory counts as one that cannot trim.
-    Source: src/llama-kv-cache.cpp, find_slot and state_write.
-
     Raises:
-        IncompatibleLlamaError: a token cannot be decoded.
+        IncompatibleLlamaError: a token cannot be decoded, or the memory counts positions otherwise than llama.cpp's
+            header says.
     """
-    cells, target = LlamaCells(ctx), options.n_slots - 1
-    sizes = []
-    for position in range(_N_KEPT):
-        _decode(ctx, 0, position, has_output=False)
-        sizes.append(cells.n_saved_bytes(0))
-    saved = cells.save(0)
-    undisturbed = _next_token(ctx, 0, model)
-    is_cut = cells.trim(0, _N_KEPT) and cells.count(0) == _N_KEPT
-    cells.trim(0, 0)
-    can_save = (
-        saved is not None
-        and cells.load(target, saved)
-        and _next_token(ctx, target, model) == undisturbed
-    )
-    cells.trim(target, 0)
-    is_recurrent = has_states(model) or not is_cut
-    can_trim = not is_recurrent and not llama_cpp.llama_model_n_swa(model.pointer)
-    can_copy = can_trim and target > 0 and _copies(ctx, cells, target, undisturbed, model)
-    n_per_cell = max(0, -(-(sizes[-1] - sizes[0]) // (_N_KEPT - 1)))
+    with closing(_Trial(ctx, model, options.n_slots)) as trial:
+        trial.run()
     kind: Literal["partitioned", "unified", "recurrent"]
-    kind = "recurrent" if is_recurrent else "unified" if options.kv == "unified" else "partitioned"
-    n_prefills = 0
+    kind = "unified" if options.kv == "unified" else "partitioned"
+    if model.has_states or not trial.is_cut:
+        kind = "recurrent"
+    n_prefills, n_bytes, n_per_cell = 0, 0, 0
     if kind == "partitioned" and not is_on_device:
         n_prefills = most_long_context_prefills(model, options, n_threads)
-    return KvCapabilities(
+    if trial.can_save and trial.sample and trial.saved:
+        n_first = len(trial.sample.data)
+        n_per_cell = -(-(len(trial.saved.data) - n_first) // (_N_KEPT - 1))
+        n_bytes = n_first - n_per_cell
+    format = read_format(trial.sample.data) if trial.sample else None
+    capabilities = KvCapabilities(
         kind=kind,
         n_cells=int(llama_cpp.llama_n_ctx(ctx)),
-        can_trim=can_trim,
-        can_save=can_save,
-        can_copy=can_copy,
-        can_shift=can_trim and _can_shift(ctx, model, options.cache_type_k),
-        saved_bytes=max(0, sizes[0] - n_per_cell) if can_save else 0,
-        saved_bytes_per_cell=n_per_cell if can_save else 0,
+        can_trim=trial.can_trim,
+        can_save=trial.can_save,
+        can_check=format is not None,
+        can_copy=trial.can_copy,
+        can_shift=trial.can_trim and _can_shift(ctx, model, options.cache_type_k),
+        saved_bytes=n_bytes,
+        saved_bytes_per_cell=n_per_cell,
         n_long_context_prefills=n_prefills,
     )
+    return FoundMemory(capabilities, trial.sample, format)
+
+
+class _Trial:
+    """Tries the memory of an empty context by one-token decodes, with the first slot and the last."""
+
+    def __init__(self, ctx: Any, model: LlamaModel, n_slots: int) -> None:
+        self._cells, self._model, self._last = LlamaCells(ctx), model, n_slots - 1
+        self._stepper = NativeStepper(
+            ctypes.cast(ctx, ctypes.c_void_p),
+            n_slots=n_slots,
+            n_batch=1,
+            n_vocab=model.vocab.n_vocab,
+            n_threads=1,
+        )
+        for slot in (0, self._last):
+            self._stepper.bind(Binding(Slot(slot), 0, GREEDY, ()))
+        self.close = self._stepper.close
+
+    def run(self) -> None:
+        """Find out what the memory can do; every slot is empty again afterwards.
+
+        Where layers have a sliding window, llama.cpp reuses cells that left it and does not save them, so a trimmed
+        sequence may lack cells: such a memory counts as one that cannot trim.
+        Source: src/llama-kv-cache.cpp, find_slot and state_write.
+        """
+        cells, last = self._cells, self._last
+        self._decode(0, 0)
+        n_first, self.sample = cells.count(0), cells.save(0)
+        self._decode(0, 1)
+        self._decode(0, 2)
+        self.saved, undisturbed = cells.save(0), self._decode(0, _N_KEPT)
+        self.is_cut = cells.trim(0, _N_KEPT) and cells.count(0) == _N_KEPT
+        cells.trim(0, 0)
+        if (n_first, cells.count(0)) != (1, 0):
+            raise IncompatibleLlamaError(
+                f"one decoded token took {n_first} positions, and {cells.count(0)} when it was removed; expected 1, 0 "
+                f"(llama-cpp-python {llama_cpp.__version__})"
+            )
+        is_loaded = self.saved is not None and cells.load(last, self.saved)
+        self.can_save = is_loaded and self._decode(last, _N_KEPT) == undisturbed
+        cells.trim(last, 0)
+        has_window = bool(llama_cpp.llama_model_n_swa(self._model.pointer))
+        self.can_trim = self.is_cut and not self._model.has_states and not has_window
+        self.can_copy = self.can_trim and last > 0 and self._copies(undisturbed)
+
+    def _copies(self, undisturbed: int | None) -> bool:
+        """Whether the beginning of a longer sequence, copied to another slot, is continued as it is alone."""
+        cells, last = self._cells, self._last
+        for position in range(_N_KEPT + 1):
+            self._decode(0, position)
+        cells.copy(0, last, _N_KEPT)
+        is_alike = cells.count(last) == _N_KEPT and self._decode(last, _N_KEPT) == undisturbed
+        cells.trim(0, 0)
+        cells.trim(last, 0)
+        return is_alike
+
+    def _decode(self, slot: int, position: int) -> int | None:
+        """Compute one token, whose id is its position; return the likeliest next token after the last position."""
+        has_output = position == _N_KEPT
+        result = self._stepper.run([Chunk(Slot(slot), position, (position,), has_output)])
+        if result.code:
+            raise IncompatibleLlamaError(
+                f"token {position} of a sequence gave code {result.code} (llama-cpp-python {llama_cpp.__version__})"
+            )
+        return result.tokens[0][0] if has_output else None
 
 
 def _can_shift(ctx: Any, model: LlamaModel, cache_type_k: str) -> bool:
@@ -197,40 +259,6 @@ def _can_shift(ctx: Any, model: LlamaModel, cache_type_k: str) -> bool:
     widths = read_layout(model).key_widths
     is_rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") == "0"
     return is_rotated and len(widths) == 1 and not max(widths) % _N_ROTATED
-
-
-def _copies(ctx: Any, cells: LlamaCells, target: int, undisturbed: int, model: LlamaModel) -> bool:
-    """Whether the beginning of a longer sequence, copied to another slot, is continued as it is alone."""
-    for position in range(_N_KEPT + 1):
-        _decode(ctx, 0, position, has_output=False)
-    cells.copy(0, target, _N_KEPT)
-    is_alike = cells.count(target) == _N_KEPT and _next_token(ctx, target, model) == undisturbed
-    cells.trim(0, 0)
-    cells.trim(target, 0)
-    return is_alike
-
-
-def _next_token(ctx: Any, slot: int, model: LlamaModel) -> int:
-    """Decode the token after the first `_N_KEPT`; return the likeliest next token."""
-    _decode(ctx, slot, _N_KEPT, has_output=True)
-    row = llama_cpp.llama_get_logits_ith(ctx, 0)
-    return int(np.ctypeslib.as_array(row, (model.vocab.n_vocab,)).argmax())
-
-
-def _decode(ctx: Any, slot: int, position: int, *, has_output: bool) -> None:
-    """Decode one token, whose id is its position."""
-    batch = llama_cpp.llama_batch_init(1, 0, 1)
-    try:
-        batch.n_tokens, batch.n_seq_id[0], batch.logits[0] = 1, 1, has_output
-        batch.token[0] = batch.pos[0] = position
-        batch.seq_id[0][0] = slot
-        code = llama_cpp.llama_decode(ctx, batch)
-    finally:
-        llama_cpp.llama_batch_free(batch)
-    if code:
-        raise IncompatibleLlamaError(
-            f"token {position} of a sequence gave code {code} (llama-cpp-python {llama_cpp.__version__})"
-        )
 
 
 def most_long_context_prefills(model: LlamaModel, options: EngineOptions, n_threads: int) -> int:

@@ -36,14 +36,7 @@ _SAMPLING_KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Which devices hold a model's layers; llama.cpp chooses where a value is None.
-
-    Args:
-        n_gpu_layers: layers to put on GPUs, -1 for all.
-        split_mode: "none" for one device, "layer", "row" or "tensor" for several.
-        main_gpu: the device that holds all layers with "none".
-        tensor_split: shares of the devices.
-    """
+    """Which devices hold a model's layers: the values of `EngineOptions`; llama.cpp chooses where one is None."""
 
     n_gpu_layers: int | None = None
     split_mode: str | None = None
@@ -85,13 +78,11 @@ class LlamaModel:
         self._end = ""
         """Why the model is closed; empty while it is open."""
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        """The contexts that compute with it."""
+        """The contexts that compute with the model."""
         self.busy = threading.Lock()
-        """Held while something works on the model outside a context; `close` waits for it."""
+        """Held while something works on the model outside a context; `close` waits for the lock."""
         self.name = name
         self.metadata: Mapping[str, str] = read_metadata(pointer)
-        self.architecture = self.metadata.get("general.architecture", "")
-        """Such as "llama"."""
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
         self.n_layers = int(llama_cpp.llama_model_n_layer(pointer))
         """Layers, without the output's."""
@@ -103,7 +94,7 @@ class LlamaModel:
         """Whether the model has recurrent layers, alone or beside attention."""
         own = self.metadata.get("tokenizer.chat_template")
         self.vocab = LlamaVocab(
-            pointer,
+            self,
             template=template or own,
             template_name="the given chat_template" if template else f"the template in {name}",
         )
@@ -126,6 +117,11 @@ class LlamaModel:
         """
         if self._end:
             raise EngineClosedError(self._end)
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return self.metadata.get("general.architecture", "")
 
     @cached_property
     def file_type(self) -> str:
@@ -174,7 +170,6 @@ class LlamaModel:
         with self.busy:
             pointer, self._pointer = self._pointer, None
             self._end = self._end or f"{self.name} is closed"
-            self.vocab.close(self._end)
             if pointer is not None and self._owner is None:
                 llama_cpp.llama_model_free(pointer)
             self._owner = None

@@ -17,7 +17,6 @@ from cbatch.backend.llama.structs import (
     NativeSizes,
     as_logprobs,
     as_native,
-    flat_breakers,
 )
 from cbatch.core.plan import (
     N_TARGETS_MAX,
@@ -58,9 +57,6 @@ _MEANINGS = {
 
 _VoidFunction = ctypes.CFUNCTYPE(None)
 
-_N_BREAKERS_KEPT = 16
-"""Sets of DRY's breakers that a stepper keeps as the native library takes them."""
-
 
 class NativeStepper:
     """Runs steps of one llama context in native code, the interpreter lock released.
@@ -100,28 +96,23 @@ class NativeStepper:
         self._lib = library()
         self._api = api or LlamaApi.of_llama_cpp()  # kept: it owns what the addresses point to
         self._budget_us = int(slice_s * 1e6)
-        self._lock = (
-            threading.RLock()
-        )  # `interrupt`, also in a handler of a signal, against `close`
+        # `interrupt`, also in a handler of a signal, against `close`
+        self._lock = threading.RLock()
         self._report = NativeReport()
         self._report_at = ctypes.addressof(self._report)
         self._grow_out(0)
         self._reporting: set[int] = set()  # slots that report log-probabilities
         self._n_tops: dict[int, int] = {}  # alternatives of targets, by slots
         self._n_vocab = n_vocab
-        self._breakers: dict[int, tuple[object, array[int]]] = {}
-        sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, N_TARGETS_MAX)
-        self._handle = self._init(ctx, sizes)
-
-    def _init(self, ctx: Any, sizes: NativeSizes) -> int | None:
         table, handle = self._api.table(), ctypes.c_void_p()
+        sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, N_TARGETS_MAX)
         code = self._lib.cbatch_stepper_init(
             ctypes.byref(table), ctx, ctypes.byref(sizes), ctypes.byref(handle)
         )
         if code != 0:
             given = {name: getattr(sizes, name) for name, *_ in NativeSizes._fields_}
             raise PlanError(f"{_MEANINGS[code]}: {given}")
-        return handle.value
+        self._handle = handle.value
 
     def _grow_out(self, n: int) -> None:
         self._out = (ctypes.c_int32 * n)()
@@ -134,8 +125,7 @@ class NativeStepper:
             PlanError: the slot, a sampling value or a token is out of range.
         """
         try:
-            breakers = self._flat_breakers(binding.sampling.dry_breakers)
-            native, _kept = as_native(binding, breakers)
+            native, _kept = as_native(binding)
         except (TypeError, OverflowError, ctypes.ArgumentError) as error:
             raise PlanError(f"{error}: {binding!r}") from error
         code = self._lib.cbatch_stepper_bind(self._open(), binding.slot, ctypes.byref(native))
@@ -144,15 +134,6 @@ class NativeStepper:
         change = self._reporting.discard if binding.n_logprobs is None else self._reporting.add
         change(binding.slot)
         self._n_tops[binding.slot] = binding.n_target_top
-
-    def _flat_breakers(self, breakers: tuple[tuple[int, ...], ...]) -> array[int]:
-        """Return DRY's breakers as the native library takes them; the last sets are kept, as some are large."""
-        if id(breakers) not in self._breakers:
-            while len(self._breakers) >= _N_BREAKERS_KEPT:
-                del self._breakers[next(iter(self._breakers))]
-            # with the original, which lives as long as its id is looked up here
-            self._breakers[id(breakers)] = breakers, flat_breakers(breakers)
-        return self._breakers[id(breakers)][1]
 
     def run(
         self,
@@ -221,9 +202,8 @@ class NativeStepper:
         """Return memory for log-probabilities, or None where no slot reports any."""
         if not self._reporting or n_steps < 1:
             return None
-        if not any(c.slot in self._reporting and c.has_output for c in chunks):
-            return None
-        return (NativeLogprobs * (len(chunks) * n_steps))()
+        is_asked = any(c.slot in self._reporting and c.has_output for c in chunks)
+        return (NativeLogprobs * (len(chunks) * n_steps))() if is_asked else None
 
     def _logprobs(
         self, chunks: Sequence[Chunk], n_steps: int, reports: Any

@@ -16,6 +16,8 @@ state_write and state_read.
 
 from __future__ import annotations
 
+import copy
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +27,7 @@ import numpy as np
 from cbatch.backend.llama.layout import CELL_TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -79,14 +81,9 @@ class SavedFormat:
             cells = cursor.words(n * part.n_words).reshape(n, part.n_words)
             kept = cells[:, 0] < n_wanted
             is_same = is_same and n_slots == part.n_slots and bool(kept.all())
-            pieces += part.head(cells[kept])
             cursor.expect(part.form)
-            for rows in part.rows:
-                cursor.expect(rows.head)
-                data_of_rows = cursor.take(rows.n_rows * n * rows.n_bytes)
-                pieces += [_bytes(rows.head), rows.kept(data_of_rows, kept)]
+            pieces += part.pieces(cells[kept], [rows.read(cursor, kept) for rows in part.rows])
             cursor.words(n_behind)
-            pieces.append(part.tail())
         if cursor.n_left:
             raise ValueError("have something behind them")
         return data if is_same else np.concatenate(pieces)
@@ -104,11 +101,8 @@ class SavedFormat:
         for part in self._parts:
             cells = np.zeros((n_cells, part.n_words), "<i4")
             cells[:, 0], cells[:, 1] = np.arange(n_cells), 1
-            pieces += part.head(cells)
-            for rows in part.rows:
-                n_bytes = rows.n_rows * n_cells * rows.n_bytes
-                pieces += [_bytes(rows.head), np.broadcast_to(np.uint8(0), n_bytes)]
-            pieces.append(part.tail())
+            sizes = [rows.n_rows * n_cells * rows.n_bytes for rows in part.rows]
+            pieces += part.pieces(cells, [np.zeros(n_bytes, np.uint8) for n_bytes in sizes])
         return np.concatenate(pieces)
 
 
@@ -121,8 +115,10 @@ class _Rows:
     n_rows: int
     n_bytes: int
 
-    def kept(self, data: Bytes, kept: NDArray[np.bool_]) -> Bytes:
+    def read(self, cursor: _Cursor, kept: NDArray[np.bool_]) -> Bytes:
         """Return the data of the kept cells."""
+        cursor.expect(self.head)
+        data = cursor.take(self.n_rows * len(kept) * self.n_bytes)
         if not kept.all():
             data = _flat(data.reshape(self.n_rows, len(kept), self.n_bytes)[:, kept])
         if not _are_finite(data, self.type):
@@ -139,21 +135,20 @@ class _Part:
     form: bytes
     rows: tuple[_Rows, ...]
 
-    def head(self, cells: NDArray[np.int32]) -> list[Bytes]:
-        """Return what precedes the rows of these cells, which are in the first slot."""
+    def pieces(self, cells: NDArray[np.int32], data: Sequence[Bytes]) -> Iterator[Bytes]:
+        """Yield what the memory writes of cells in the first slot, each layer's `data` among it."""
         counts = (self.n_slots, len(cells)) if self.n_slots else (len(cells),)
-        return [_words(*counts), _flat(cells.view(np.uint8)), _bytes(self.form)]
-
-    def tail(self) -> Bytes:
-        """Return what follows the rows: the other slots, which are empty."""
-        return _words(*[0] * (self.n_slots - 1))
+        yield from (_words(*counts), _flat(cells.view(np.uint8)), _bytes(self.form))
+        for rows, rows_data in zip(self.rows, data, strict=True):
+            yield from (_bytes(rows.head), rows_data)
+        yield _words(*[0] * (self.n_slots - 1))
 
 
 class _Cursor:
     """Reads data from its beginning, and never past its end."""
 
-    def __init__(self, data: Bytes, start: int = 0) -> None:
-        self._data, self._start = data, start
+    def __init__(self, data: Bytes) -> None:
+        self._data, self._start = data, 0
 
     @property
     def n_left(self) -> int:
@@ -185,9 +180,6 @@ class _Cursor:
             if n := self.word():
                 return n_slots, n, n_behind
         raise ValueError("are none")
-
-    def fork(self) -> _Cursor:
-        return _Cursor(self._data, self._start)
 
 
 def _are_finite(data: Bytes, type: str) -> bool:
@@ -225,23 +217,21 @@ def read_format(sample: Bytes) -> SavedFormat | None:
     """
     cursor = _Cursor(sample)
     magic = cursor.take(8).tobytes()[:4]
-    parts = next(_parts(cursor), None)
+    parts = _parts(cursor)
     return SavedFormat(magic, parts) if parts else None
 
 
-def _parts(cursor: _Cursor) -> Iterator[tuple[_Part, ...]]:
-    """Yield every way to read the rest of a sample."""
+def _parts(cursor: _Cursor) -> tuple[_Part, ...] | None:
+    """Return the first way to read the rest of a sample; None where there is no way."""
     if not cursor.n_left:
-        yield ()
-        return
+        return ()
     for read in _READERS:
-        behind = cursor.fork()
-        try:
+        behind = copy.copy(cursor)
+        with suppress(ValueError):
             part = read(behind)
-        except ValueError:
-            continue
-        for others in _parts(behind):
-            yield (part, *others)
+            if (others := _parts(behind)) is not None:
+                return (part, *others)
+    return None
 
 
 def _cells(cursor: _Cursor, *, n_words: int, has_values: bool) -> _Part:
@@ -252,8 +242,8 @@ def _cells(cursor: _Cursor, *, n_words: int, has_values: bool) -> _Part:
     cursor.words(n_words - 2)
     form, is_across, n_layers = _form(cursor)
     keys = [_rows(cursor) for _ in range(n_layers)]
-    read = _rows_across if is_across else _rows
-    values = [read(cursor) for _ in range(n_layers if has_values else 0)]
+    n_values = n_layers if has_values else 0
+    values = [_rows(cursor, is_across=is_across) for _ in range(n_values)]
     if cursor.words(n_slots - 1).any():
         raise ValueError("are those of several sequences")
     return _Part(n_slots, n_words, form, (*keys, *values))
@@ -280,19 +270,17 @@ def _form(cursor: _Cursor) -> tuple[bytes, bool, int]:
     return form.tobytes(), bool(is_across), n_layers
 
 
-def _rows(cursor: _Cursor) -> _Rows:
+def _rows(cursor: _Cursor, *, is_across: bool = False) -> _Rows:
+    """Read a layer's type and the sizes of its rows, and go past its data."""
     head = cursor.take(12)
-    type, n_bytes = _type(head), int(head[4:].view("<u8")[0])
-    if n_bytes % CELL_TYPES[type].n_bytes:
-        raise ValueError("are no whole blocks")
-    cursor.take(n_bytes)
-    return _Rows(head.tobytes(), type, 1, n_bytes)
-
-
-def _rows_across(cursor: _Cursor) -> _Rows:
-    head = cursor.take(12)
-    type, (n_bytes, n_rows) = _type(head), head[4:].view("<u4").tolist()
-    if (CELL_TYPES[type].n_bytes, CELL_TYPES[type].n_block) != (n_bytes, 1):
+    type = _NAMES.get(int(head[:4].view("<i4")[0]), "")
+    n_bytes, n_rows = int(head[4:].view("<u8")[0]), 1
+    if is_across:
+        n_bytes, n_rows = head[4:].view("<u4").tolist()
+    block = CELL_TYPES.get(type)
+    if block is None or n_bytes % block.n_bytes:
+        raise ValueError("are no whole blocks of a known type")
+    if is_across and (n_bytes, 1) != (block.n_bytes, block.n_block):
         raise ValueError("are no whole numbers")
     cursor.take(n_rows * n_bytes)
     return _Rows(head.tobytes(), type, n_rows, n_bytes)
@@ -306,10 +294,3 @@ _READERS: tuple[Callable[[_Cursor], _Part], ...] = (
     ),
     _state,
 )
-
-
-def _type(head: Bytes) -> str:
-    type = _NAMES.get(int(head[:4].view("<i4")[0]))
-    if type is None:
-        raise ValueError("are of an unknown type")
-    return type

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
@@ -11,7 +11,7 @@ from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.backend.llama.native import Masks
+    from cbatch.backend.llama.native import NativeStepper
 
 _CELLS_UNKNOWN = -3
 """Stands for a failure after which a slot's cells are not known. Source: include/llama.h, llama_decode."""
@@ -21,14 +21,19 @@ class StepRunner:
     """Computes and samples the chunks of plans.
 
     Args:
-        make_stepper: called without arguments, now and by `renew`: returns what a `NativeStepper` is.
+        make_stepper: called now and by `renew`.
         n_slots: slots of the context.
         n_threads: threads that compute grammar masks.
         is_on_device: whether a device computes, so that masks can be made meanwhile.
     """
 
     def __init__(
-        self, make_stepper: Callable[[], Any], *, n_slots: int, n_threads: int, is_on_device: bool
+        self,
+        make_stepper: Callable[[], NativeStepper],
+        *,
+        n_slots: int,
+        n_threads: int,
+        is_on_device: bool,
     ) -> None:
         self._make_stepper, self._is_on_device = make_stepper, is_on_device
         self._matchers = GrammarMatchers(n_slots, n_threads)
@@ -66,27 +71,19 @@ class StepRunner:
         return replace(result, tokens=tokens, grammar_steps=steps) if steps else result
 
     def _run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+        """Run the stepper; masks are made while a device computes, but before decoding where that needs the cores."""
         self.last_chunks = chunks
         masks = self._matchers.masks(chunks)
         if masks is None:
-            result: StepResult = self._stepper.run(chunks, n_steps)
-            return result
-        rows = [m for c, m in zip(chunks, masks, strict=True) if c.has_output]
-        return self._run_masked(chunks, n_steps, rows)
-
-    def _run_masked(self, chunks: Sequence[Chunk], n_steps: int, masks: Masks) -> StepResult:
-        """Run with masks: made while a device computes, but before it where that would take cores from decoding."""
-        result: StepResult
+            return self._stepper.run(chunks, n_steps)
         if not self._is_on_device:
             self._matchers.fill(chunks)
-            result = self._stepper.run(chunks, n_steps, masks)
-            return result
+            return self._stepper.run(chunks, n_steps, masks)
         await_masks = self._matchers.fill_meanwhile(chunks)
         try:
-            result = self._stepper.run(chunks, n_steps, masks, await_masks)
+            return self._stepper.run(chunks, n_steps, masks, await_masks)
         finally:
             await_masks()  # the stepper does not where decoding failed
-        return result
 
     def _run_apart(
         self, chunks: Sequence[Chunk], undo: Callable[[Sequence[Chunk]], bool]

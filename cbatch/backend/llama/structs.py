@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cbatch.core.plan import TokenLogprobs
 from cbatch.options import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cbatch.core.plan import Binding
 
 
@@ -30,14 +29,8 @@ class NativeApi(ctypes.Structure):
 class NativeSizes(ctypes.Structure):
     """Sizes of a stepper: `cbatch_sizes`."""
 
-    _fields_ = [
-        ("n_slots", ctypes.c_int32),
-        ("n_batch", ctypes.c_int32),
-        ("n_vocab", ctypes.c_int32),
-        ("n_threads", ctypes.c_int32),
-        ("isa", ctypes.c_int32),
-        ("n_scores", ctypes.c_int32),
-    ]
+    _names = ("n_slots", "n_batch", "n_vocab", "n_threads", "isa", "n_scores")
+    _fields_ = [(name, ctypes.c_int32) for name in _names]
 
 
 class NativeBias(ctypes.Structure):
@@ -112,12 +105,7 @@ class NativeLogprobs(ctypes.Structure):
 class NativeScoring(ctypes.Structure):
     """Given tokens whose log-probabilities are to be reported: `cbatch_scoring`."""
 
-    _fields_ = [
-        ("n_targets", ctypes.c_void_p),
-        ("n_top", ctypes.c_void_p),
-        ("targets", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-    ]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("n_targets", "n_top", "targets", "out")]
 
 
 class NativeReport(ctypes.Structure):
@@ -132,14 +120,16 @@ class NativeReport(ctypes.Structure):
     ]
 
 
-def flat_breakers(breakers: Sequence[Sequence[int]]) -> array[int]:
-    """Return DRY's breakers one after another, each after its length."""
+@lru_cache(maxsize=16)
+def _flat(breakers: tuple[tuple[int, ...], ...]) -> array[int]:
+    """Return DRY's breakers one after another, each after its length; some sets are large."""
     return array("i", [n for tokens in breakers for n in (len(tokens), *tokens)])
 
 
-def as_native(b: Binding, breakers: array[int]) -> tuple[NativeBinding, Any]:
+def as_native(b: Binding) -> tuple[NativeBinding, Any]:
     """Return a binding as the native library takes it, and the arrays that must live as long."""
     s = b.sampling
+    breakers = _flat(s.dry_breakers)
     n_seen = max(s.repeat_last_n, s.dry_penalty_last_n, 0)
     stop = array("i", b.stop_tokens)
     history = array("i", b.history[max(0, len(b.history) - n_seen) :])

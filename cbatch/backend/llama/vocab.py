@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.chat_template import ChatTemplate
-from cbatch.errors import EngineClosedError, PromptError
+from cbatch.errors import PromptError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cbatch.backend import Message
+    from cbatch.backend.llama.model import LlamaModel
 
 _MAX_BYTES = 2**31 - 1  # llama_tokenize counts in int32
 # Source: llama-vocab.cpp, token_to_piece: what it leaves out of the text
@@ -30,18 +31,15 @@ _N_BREAKERS_KEPT = 64
 class LlamaVocab:
     """A model's vocabulary and chat template; implements `cbatch.backend.Vocab`."""
 
-    def __init__(
-        self, model: Any, *, template: str | None = None, template_name: str = "the chat template"
-    ) -> None:
-        """Read what never changes; `model` is borrowed: close this object before it is freed.
+    def __init__(self, model: LlamaModel, *, template: str | None, template_name: str) -> None:
+        """Read what never changes.
 
         Args:
-            model: `llama_model *` as ctypes gives it.
+            model: an open model.
             template: Jinja source of the chat template; None without one.
-            template_name: what error messages call it.
+            template_name: what error messages call the template.
         """
-        self._pointer: Any = llama_cpp.llama_model_get_vocab(model)
-        self._end = ""
+        self._model, self._pointer = model, llama_cpp.llama_model_get_vocab(model.pointer)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._pointer))
         bos = int(llama_cpp.llama_vocab_bos(self._pointer))
         eos = int(llama_cpp.llama_vocab_eos(self._pointer))
@@ -64,18 +62,14 @@ class LlamaVocab:
         """`llama_vocab *`, while the model is open.
 
         Raises:
-            EngineClosedError: it is not.
+            EngineClosedError: the model is closed.
         """
-        if self._pointer is None:
-            raise EngineClosedError(self._end)
+        self._model.check_open()
         return self._pointer
 
     @cached_property
     def suppressed_tokens(self) -> tuple[int, ...]:
-        """Every id that the model's file says is never to be sampled, ascending.
-
-        Source: llama.cpp common/sampling.cpp, which gives each a bias of −∞.
-        """
+        """See `Vocab`. Source: llama.cpp common/sampling.cpp, which gives each of these tokens a bias of −∞."""
         n_tokens = ctypes.c_int32(0)
         found = llama_cpp.llama_vocab_get_suppress_tokens(self.pointer, ctypes.byref(n_tokens))
         tokens = found[: n_tokens.value] if found else ()
@@ -83,7 +77,7 @@ class LlamaVocab:
 
     @cached_property
     def control_tokens(self) -> frozenset[int]:
-        """Every id that adds nothing to the answer but can be written out; the first call looks at all ids."""
+        """See `Vocab`; the first call looks at all ids."""
         get_attributes, vocab = llama_cpp.llama_vocab_get_attr, self.pointer
         return frozenset(t for t in range(self.n_vocab) if get_attributes(vocab, t) & _HIDDEN)
 
@@ -159,10 +153,6 @@ class LlamaVocab:
         """Return the sequences of tokens that DRY takes for these strings; the same object for the same strings."""
         with self._reading:
             return self._find_breakers(tuple(strings))
-
-    def close(self, why: str = "the model is closed") -> None:
-        """Drop the model; later calls that need it raise `EngineClosedError` with `why`."""
-        self._pointer, self._end = None, why
 
     def _tokenize(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         n_room = len(data) + 8  # a byte is one token at most; a few more for BOS, EOS and spaces

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import llama_cpp
 import pytest
 
 from cbatch.backend.llama.layout import (
     CELL_TYPES,
-    File,
     Footprint,
     Layout,
     footprint,
-    layout_of,
     read_layout,
 )
 from cbatch.backend.llama.llama_backend import LlamaBackend
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
 
 N_OF_A_CELL = 12
@@ -50,8 +50,10 @@ def layout(
     sizes = {**SIZES, **(changes or {})}
     metadata = {f"{architecture}.{k}": str(v) for k, v in sizes.items() if v is not None}
     named = {f"{architecture}.{k}": v for k, v in (lists or {}).items()}
-    file = File({**metadata, "general.architecture": architecture}, lambda: named)
-    return layout_of(file, has_states=has_states)
+    model = SimpleNamespace(
+        architecture=architecture, metadata=metadata, integers=named, has_states=has_states
+    )
+    return read_layout(cast("LlamaModel", model))
 
 
 def cost(layout: Layout, **settings: Any) -> Footprint:

@@ -201,7 +201,7 @@ def test_slots_are_empty_when_everything_has_ended(make: MakeBackend, is_exact: 
 
 
 def test_failed_group_of_an_exact_plan_takes_the_others_back(make: MakeBackend) -> None:
-    codes = iter([0, 0, 0, -3])
+    codes = iter([0, 0, -3])
     backend = make(stepper=lambda ctx, **sizes: FailingStepper(ctx, codes, **sizes), exact=True)
     bind_all(backend)
     backend.run(StepPlan((chunk(0, 0),)))
@@ -226,9 +226,21 @@ class FailingStepper(PythonStepper):
         return StepResult([], 0, code) if code else super().run(chunks, n_steps, masks, await_masks)
 
 
-def test_memory_that_counts_otherwise_is_refused(make: MakeBackend) -> None:
-    with pytest.raises(IncompatibleLlamaError, match="code -3"):
-        make(stepper=lambda ctx, **sizes: FailingStepper(ctx, iter([-3]), **sizes))
+def test_memory_that_counts_otherwise_is_refused(
+    make: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_memory_seq_pos_max", lambda memory, slot: 3)
+    with pytest.raises(IncompatibleLlamaError, match="took 4 positions, and 4 when"):
+        make()
+
+
+def test_context_that_computes_nothing_is_refused(
+    make: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = StepResult([[]], 0, -3)
+    monkeypatch.setattr(NativeStepper, "run", lambda *_: failed)
+    with pytest.raises(IncompatibleLlamaError, match="token 0 of a sequence gave code -3"):
+        make()
 
 
 # ---- plans that would end the process ----

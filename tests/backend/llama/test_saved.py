@@ -229,7 +229,7 @@ def test_memory_of_an_unknown_layout_cannot_check_and_refuses_cells(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert make("partitioned").memory.can_check
-    monkeypatch.setattr("cbatch.backend.llama.llama_backend.read_format", lambda _: None)
+    monkeypatch.setattr("cbatch.backend.llama.memory.read_format", lambda _: None)
     backend = make("partitioned")
     assert not backend.memory.can_check
     assert "does not know" in why_refused(backend, saved(backend, PROMPT))

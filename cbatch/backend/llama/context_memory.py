@@ -7,46 +7,38 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.llama.memory import LlamaCells, SavedCells
+from cbatch.backend.llama.memory import LlamaCells, SavedState
 from cbatch.backend.plan_check import PlanCheck
-from cbatch.core.plan import BROKEN_ROW, Chunk, KvCapabilities, Slot, StepPlan
+from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.backend.llama.saved import SavedFormat
+    from cbatch.backend.llama.memory import FoundMemory
 
 
-class SlotCells:
+class ContextMemory:
     """Does what plans order to the cells of one context's slots, and keeps the books of them.
 
     llama.cpp ends the process at some orders, so `check` refuses them by these books.
-
-    Args:
-        ctx: `llama_context *`, all slots empty.
-        memory: what the context's memory can do.
-        n_slots: slots of the context.
-        n_window: positions of one slot.
-        format: how the context writes a state; None where that is not known.
-        sample: the state of a sequence of one token; None where it could not be saved.
-        is_on_device: whether cells may be in the memory of a device.
     """
 
     def __init__(
-        self,
-        ctx: Any,
-        memory: KvCapabilities,
-        *,
-        n_slots: int,
-        n_window: int,
-        format: SavedFormat | None,
-        sample: SavedCells | None,
-        is_on_device: bool,
+        self, ctx: Any, found: FoundMemory, *, n_slots: int, n_window: int, is_on_device: bool
     ) -> None:
-        self._memory, self._n_slots, self._n_window = memory, n_slots, n_window
-        self._format, self._sample, self._is_on_device = format, sample, is_on_device
-        self._rules = PlanCheck(memory, n_slots, n_window)
-        self.saved: dict[int, SavedCells] = {}
+        """Start with a `llama_context *` whose slots are empty.
+
+        Args:
+            ctx: the context.
+            found: what its memory can do.
+            n_slots: slots of the context.
+            n_window: positions of one slot.
+            is_on_device: whether cells may be in the memory of a device.
+        """
+        self._found, self._n_slots, self._n_window = found, n_slots, n_window
+        self._memory, self._is_on_device = found.capabilities, is_on_device
+        self._rules = PlanCheck(found.capabilities, n_slots, n_window)
+        self.saved: dict[int, SavedState] = {}
         """States in host memory, by their keys."""
         self.renew(ctx)
 
@@ -107,8 +99,7 @@ class SlotCells:
 
     def _load(self, slot: Slot, key: int, n_cells: int) -> bool:
         state = self.saved.pop(key, None)
-        # while bytes wait to be copied, what is loaded could be taken for them
-        if state is None or self._uncopied or not self._cells.load(slot, state):
+        if state is None or not self._put(slot, state):
             return False
         if self._cells.count(slot) > n_cells:
             self._cells.trim(slot, n_cells)
@@ -120,25 +111,27 @@ class SlotCells:
             self._maybe_nonfinite.add(slot)
         return True
 
+    def _put(self, slot: Slot, state: SavedState) -> bool:
+        """Load a state into a slot, unless bytes wait to be copied: what is loaded could be taken for them."""
+        return not self._uncopied and self._cells.load(slot, state)
+
     def _wipe(self) -> None:
-        """Overwrite the memory of empty slots that may hold a NaN or an infinity."""
-        # while bytes wait to be copied, what is loaded could be taken for them
-        if self._uncopied:
+        """Overwrite the memory of empty slots that may hold a NaN or an infinity.
+
+        Memory that slots share, and sliding windows, cannot be overwritten as a whole.
+        """
+        if self._uncopied:  # as for `_put`
             return
         empty = [slot for slot, n in enumerate(self.n_cells) if not n]
         left = self._maybe_nonfinite.intersection(empty)
         self._maybe_nonfinite -= left
-        if left and self._memory.kind == "recurrent" and self._sample is not None:
-            self._cells.wipe(empty, self._sample)
-        elif left and self._format is not None and self._can_wipe:
-            n_cells = self._memory.n_cells // self._n_slots
+        memory, format = self._memory, self._found.format
+        if left and memory.kind == "recurrent" and self._found.sample is not None:
+            self._cells.wipe(empty, self._found.sample)
+        elif left and memory.kind == "partitioned" and memory.can_trim and format is not None:
             with suppress(MemoryError):
-                self._cells.wipe(left, SavedCells(self._format.zeros(n_cells), n_cells))
-
-    @property
-    def _can_wipe(self) -> bool:
-        """Whether all memory of an empty slot can be overwritten: not what slots share, nor sliding windows."""
-        return self._memory.kind == "partitioned" and self._memory.can_trim
+                zeros = SavedState(format.zeros(self._n_window), self._n_window)
+                self._cells.wipe(left, zeros)
 
     def copy(self, copies: Sequence[tuple[Slot, Slot, int]]) -> float:
         """Copy beginnings from slot to slot; return the seconds it took.
@@ -148,13 +141,12 @@ class SlotCells:
         further slot, against 1.6 ms a slot in windows of 2,048 and 5.5 ms in windows of 8,192.
         """
         start = time.perf_counter()
-        states: dict[Slot, SavedCells | None] = {}
+        states: dict[Slot, SavedState | None] = {}
         for source, slot, n_cells in copies:
             if source not in states:
                 states[source] = self._cells.save(source) if self._is_half_empty(source) else None
             state = states[source]
-            # while bytes wait to be copied, what is loaded could be taken for them
-            if state is None or self._uncopied or not self._cells.load(slot, state):
+            if state is None or not self._put(slot, state):
                 self._cells.copy(source, slot, n_cells)
                 self._uncopied.add(slot)
             else:
