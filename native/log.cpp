@@ -81,10 +81,6 @@ cbatch_log_ring * cbatch_log_init(int32_t n_bytes) noexcept {
     }
 }
 
-void cbatch_log_free(cbatch_log_ring * ring) noexcept {
-    delete ring;
-}
-
 void cbatch_log_set_debug(cbatch_log_ring * ring, int32_t has_debug) noexcept {
     const std::lock_guard<std::mutex> lock(ring->mutex);
     ring->has_debug = has_debug != 0;

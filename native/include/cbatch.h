@@ -224,11 +224,9 @@ CBATCH_EXPORT void cbatch_philox(const uint32_t * counter, const uint32_t * key,
 #define CBATCH_LOG_DEBUG 1
 #define CBATCH_LOG_CONTINUATION 5  // goes on with the record before, whatever its level
 
-// Make a ring of n_bytes (at least 64), or return NULL. When it is full the oldest records are dropped and counted.
+// Make a ring of n_bytes (at least 64), which is never freed, or return NULL. When it is full the oldest records are
+// dropped and counted.
 CBATCH_EXPORT cbatch_log_ring * cbatch_log_init(int32_t n_bytes) CBATCH_NOEXCEPT;
-
-// Free a ring; NULL is harmless. Not while it is given to llama_log_set.
-CBATCH_EXPORT void cbatch_log_free(cbatch_log_ring * ring) CBATCH_NOEXCEPT;
 
 // Keep records of CBATCH_LOG_DEBUG too (has_debug not 0), or leave them out, as a new ring does: they are many.
 CBATCH_EXPORT void cbatch_log_set_debug(cbatch_log_ring * ring, int32_t has_debug) CBATCH_NOEXCEPT;

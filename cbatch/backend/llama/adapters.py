@@ -219,16 +219,7 @@ def _uses(header: Header, model: LlamaModel) -> Iterator[str]:
     has the embedding's weights, and build_ffn, which asserts that NVFP4 is not adapted.
     """
     adapted = {name for name, _, _ in _pairs(header)}
-    if _EMBEDDING in adapted and not _has_own_output(Path(model.name)):
+    if _EMBEDDING in adapted and "output.weight" not in model.read_header().tensors:
         yield f"adapts {_EMBEDDING}, which is also the output of {model.name}: llama.cpp cannot compute that"
     if model.file_type == "nvfp4" and any(".ffn_" in name for name in adapted):
         yield f"adapts feed-forward weights, which llama.cpp cannot compute where they are NVFP4, as in {model.name}"
-
-
-def _has_own_output(path: Path) -> bool:
-    """Return whether a model's output has weights of its own; False too where the file cannot be read."""
-    try:
-        header = read_header(path, _CONVERT)
-    except DamagedError:
-        return False
-    return header is not None and "output.weight" in header.tensors

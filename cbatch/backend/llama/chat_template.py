@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_chat_format
 from cbatch.errors import ConfigError, PromptError, RequestFailedError, words_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cbatch.backend import Message
 
@@ -43,28 +42,25 @@ _CALLED = {
 _ANSWERED = {"role": "tool", "tool_call_id": _ID, "name": _TOOL_NAME, "content": "{}"}
 
 
-@dataclass(frozen=True, slots=True)
-class _CallShape:
-    """How a template takes a message with calls: arguments as JSON text or mapping, no content as "" or None."""
-
-    has_text_arguments: bool
-    has_text_content: bool
-
-    def put(self, message: Message) -> Message:
-        """Return a message in this shape; a message without calls stays as it is."""
-        calls = message.get("tool_calls")
-        if not isinstance(calls, list) or not calls:
-            return message
-        if self.has_text_arguments:
-            calls = [{**call, "function": _with_text(call["function"])} for call in calls]
-        content = message.get("content")
-        if content is None and self.has_text_content:
-            content = ""
-        return {**message, "content": content, "tool_calls": calls}
+def _put_calls(message: Message, *, has_text_arguments: bool, has_text_content: bool) -> Message:
+    """Return a message as a template takes calls: arguments as JSON text or mapping, no content as "" or None."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    if has_text_arguments:
+        calls = [{**call, "function": _with_text(call["function"])} for call in calls]
+    content = message.get("content")
+    if content is None and has_text_content:
+        content = ""
+    return {**message, "content": content, "tool_calls": calls}
 
 
 # "" before None: a template that prints its value would print "None"
-_SHAPES = tuple(_CallShape(text, content) for text in (False, True) for content in (True, False))
+_SHAPES = tuple(
+    partial(_put_calls, has_text_arguments=is_text, has_text_content=has_content)
+    for is_text in (False, True)
+    for has_content in (True, False)
+)
 
 
 def _with_text(function: Mapping[str, object]) -> Mapping[str, object]:
@@ -82,13 +78,9 @@ class ChatTemplate:
         eos_text: str = "",
         name: str = "the chat template",
     ) -> None:
-        """Keep the template's source; it is compiled at first use.
+        """Keep the template's source, None where the model has none; it is compiled at first use.
 
-        Args:
-            source: Jinja; None where the model has none.
-            bos_text: value of `{{ bos_token }}`.
-            eos_text: value of `{{ eos_token }}`.
-            name: what error messages call the template.
+        Error messages call the template `name`; the texts are the values of `bos_token` and `eos_token` in it.
         """
         self._source, self._name = source, name
         self._bos_text, self._eos_text = bos_text, eos_text
@@ -123,7 +115,7 @@ class ChatTemplate:
             RequestFailedError: there is no template, it does not compile, or it refuses.
         """
         if any(message.get("tool_calls") for message in messages):
-            messages = [self._calls.put(message) for message in messages]
+            messages = [self._shape(message) for message in messages]
         if messages and messages[-1].get("role") == "assistant":
             opened = _text_of(messages[-1].get("content"))
             return self._render(messages[:-1], variables) + opened
@@ -141,10 +133,10 @@ class ChatTemplate:
             raise PromptError(problem) from error
 
     @cached_property
-    def _calls(self) -> _CallShape:
+    def _shape(self) -> Callable[[Message], Message]:
         """The shape in which this template shows the calls of earlier messages: the first that works."""
-        for shape in _SHAPES:
-            chat = [_ASKED, shape.put(_CALLED), _ANSWERED]
+        for put in _SHAPES:
+            chat = [_ASKED, put(_CALLED), _ANSWERED]
             try:
                 shown = self._render(chat, {"tools": [_TOOL]})
             except RequestFailedError:
@@ -152,7 +144,7 @@ class ChatTemplate:
             # neither as Python writes a mapping, nor as JSON text within JSON text
             wrong = (f"'{_ARGUMENT}'", f'\\"{_ARGUMENT}')
             if _ARGUMENT in shown and not any(text in shown for text in wrong):
-                return shape
+                return put
         raise PromptError(
             f"{self._name} does not show the tool_calls of earlier messages: "
             "write them into the message's content"

@@ -134,12 +134,10 @@ def check_yarn(model: LlamaModel, options: EngineOptions) -> None:
         ConfigError: an option without effect; the message names what it needs.
     """
     is_on = _yarn_ext_factor(model, options) != 0
-    names = (
-        ("yarn_attn_factor",) if is_on else ("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx")
-    )
-    needed = (
-        "yarn_ext_factor=0, else llama.cpp computes it" if is_on else "YaRN: rope_scaling='yarn'"
-    )
+    names, needed = ["yarn_attn_factor"], "yarn_ext_factor=0, else llama.cpp computes it"
+    if not is_on:
+        names = ["yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx"]
+        needed = "YaRN: rope_scaling='yarn'"
     for name in names:
         if (value := getattr(options, name)) is not None:
             raise ConfigError(

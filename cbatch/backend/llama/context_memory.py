@@ -12,7 +12,7 @@ from cbatch.backend.plan_check import PlanCheck
 from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from cbatch.backend.llama.memory import FoundMemory
 
@@ -26,15 +26,7 @@ class ContextMemory:
     def __init__(
         self, ctx: Any, found: FoundMemory, *, n_slots: int, n_window: int, is_on_device: bool
     ) -> None:
-        """Start with a `llama_context *` whose slots are empty.
-
-        Args:
-            ctx: the context.
-            found: what its memory can do.
-            n_slots: slots of the context.
-            n_window: positions of one slot.
-            is_on_device: whether cells may be in the memory of a device.
-        """
+        """Take a `llama_context *` whose slots are empty, and whether cells may be in the memory of a device."""
         self._found, self._n_slots, self._n_window = found, n_slots, n_window
         self._memory, self._is_on_device = found.capabilities, is_on_device
         self._rules = PlanCheck(found.capabilities, n_slots, n_window)
@@ -60,9 +52,8 @@ class ContextMemory:
         Raises:
             PlanError: the plan does not fit what the slots hold.
         """
-        n_saved: Mapping[int, int] = {}
-        if plan.saves or plan.loads:
-            n_saved = {key: state.n_cells for key, state in self.saved.items()}
+        is_needed = plan.saves or plan.loads
+        n_saved = {key: s.n_cells for key, s in self.saved.items()} if is_needed else {}
         self._rules.check(plan, self.n_cells, n_saved)
 
     # ---- before computing, in this order ----

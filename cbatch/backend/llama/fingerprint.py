@@ -53,11 +53,6 @@ def answer_settings(options: EngineOptions, chunk_alignment: int, n_window: int)
     """Return the settings that change what a model answers, by name, in readable words.
 
     A setting that changes only the rounding, as company does, is left out, unless the options are exact.
-
-    Args:
-        options: those of the context.
-        chunk_alignment: tokens in a chunk of a prompt, where the options are exact.
-        n_window: positions of one slot.
     """
     return {
         "exact": "False" if not options.exact else _exactly(options, chunk_alignment, n_window),

@@ -235,9 +235,8 @@ def _schemas(grammar: Grammar) -> Iterator[Any]:
         yield json.loads(grammar.text)
     elif grammar.kind in ("lark", "tool_choice"):
         for place in _EMBEDDED.finditer(grammar.text):
-            with suppress(
-                ValueError
-            ):  # it stands in a text or a comment; otherwise the compiler reports it
+            # no JSON: it stands in a text or a comment; otherwise the compiler reports it
+            with suppress(ValueError):
                 yield json.JSONDecoder().raw_decode(grammar.text, place.end())[0]
 
 

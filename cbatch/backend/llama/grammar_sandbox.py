@@ -67,11 +67,7 @@ class GrammarSandbox:
         self._n_tried, self._is_ready = 0, False
 
     def find_problem(self, source: str) -> str:
-        """Return what is wrong with a grammar; empty where some steps under it worked, or no process can be started.
-
-        Args:
-            source: as llguidance reads it.
-        """
+        """Return what is wrong with a grammar; empty where some steps under it worked, or no process can be started."""
         has_tried_others = self._n_tried > 0
         answer = self._try(source)
         if answer is None and has_tried_others:  # other grammars may have used up its memory

@@ -14,6 +14,7 @@ from cbatch.backend.llama.context import available_cores, make_context, slot_win
 from cbatch.backend.llama.context_memory import ContextMemory
 from cbatch.backend.llama.fingerprint import answer_settings, fingerprint, model_parts, rope_factors
 from cbatch.backend.llama.grammar import LlamaGrammars
+from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import SavedState, find_memory
@@ -113,12 +114,8 @@ class LlamaBackend:
         self._cells = ContextMemory(
             self.ctx, found, n_slots=self.n_slots, n_window=self.n_window, is_on_device=is_on_device
         )
-        self._runner = StepRunner(
-            self._make_stepper,
-            n_slots=self.n_slots,
-            n_threads=self.n_threads,
-            is_on_device=is_on_device,
-        )
+        matchers = GrammarMatchers(self.n_slots, self.n_threads)
+        self._runner = StepRunner(self._make_stepper, matchers, is_on_device=is_on_device)
 
     def _make_stepper(self) -> NativeStepper:
         return self._stepper_class(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.llama.gguf import DamagedError, read_header
+from cbatch.backend.llama.gguf import DamagedError, Header, read_header
 from cbatch.backend.llama.vocab import LlamaVocab
 from cbatch.errors import EngineClosedError
 from cbatch.options import RunOptions
@@ -148,12 +148,14 @@ class LlamaModel:
 
     @cached_property
     def integers(self) -> Mapping[str, tuple[int, ...]]:
-        """The file's arrays of integers, which llama.cpp has no function for; empty where the file cannot be read."""
-        try:
-            header = read_header(Path(self.name), "")
-        except DamagedError:
-            return {}
-        return {} if header is None else header.integers
+        """The file's arrays of integers, which llama.cpp has no function for."""
+        return self.read_header().integers
+
+    def read_header(self) -> Header:
+        """Return what the file says of itself; an empty header where the file cannot be read."""
+        with suppress(DamagedError):
+            return read_header(Path(self.name), "") or Header(0)
+        return Header(0)
 
     def give_up(self) -> None:
         """Close a borrowed model before its owner frees it; contexts end the run in flight first."""

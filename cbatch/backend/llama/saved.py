@@ -89,14 +89,7 @@ class SavedFormat:
         return data if is_same else np.concatenate(pieces)
 
     def zeros(self, n_cells: int) -> Bytes:
-        """Return a state of zeros, as this context would write it of slot 0.
-
-        Args:
-            n_cells: at most as many as a slot has.
-
-        Returns:
-            (n_bytes,) uint8.
-        """
+        """Return a state of zeros, (n_bytes,) uint8, as this context would write it of slot 0."""
         pieces = [_bytes(self._magic), _words(0)]
         for part in self._parts:
             cells = np.zeros((n_cells, part.n_words), "<i4")
@@ -210,11 +203,7 @@ def _flat(data: Bytes) -> Bytes:
 
 
 def read_format(sample: Bytes) -> SavedFormat | None:
-    """Find out how a context writes states; None where this version does not know the layout.
-
-    Args:
-        sample: (n_bytes,) uint8: the state of its first slot, with one cell in it.
-    """
+    """Find out how a context writes states, from that of its first slot with one cell; None for an unknown layout."""
     cursor = _Cursor(sample)
     magic = cursor.take(8).tobytes()[:4]
     parts = _parts(cursor)

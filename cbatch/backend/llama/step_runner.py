@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cbatch.backend.llama.grammar_matchers import GrammarMatchers
     from cbatch.backend.llama.native import NativeStepper
 
 _CELLS_UNKNOWN = -3
@@ -18,25 +18,18 @@ _CELLS_UNKNOWN = -3
 
 
 class StepRunner:
-    """Computes and samples the chunks of plans.
-
-    Args:
-        make_stepper: called now and by `renew`.
-        n_slots: slots of the context.
-        n_threads: threads that compute grammar masks.
-        is_on_device: whether a device computes, so that masks can be made meanwhile.
-    """
+    """Computes and samples the chunks of plans."""
 
     def __init__(
         self,
         make_stepper: Callable[[], NativeStepper],
+        matchers: GrammarMatchers,
         *,
-        n_slots: int,
-        n_threads: int,
         is_on_device: bool,
     ) -> None:
-        self._make_stepper, self._is_on_device = make_stepper, is_on_device
-        self._matchers = GrammarMatchers(n_slots, n_threads)
+        """Take what `renew` calls, and whether a device computes, so that masks can be made meanwhile."""
+        self._make_stepper, self._matchers = make_stepper, matchers
+        self._is_on_device = is_on_device
         self.renew()
 
     def renew(self) -> None:

@@ -32,13 +32,7 @@ class LlamaVocab:
     """A model's vocabulary and chat template; implements `cbatch.backend.Vocab`."""
 
     def __init__(self, model: LlamaModel, *, template: str | None, template_name: str) -> None:
-        """Read what never changes.
-
-        Args:
-            model: an open model.
-            template: Jinja source of the chat template; None without one.
-            template_name: what error messages call the template.
-        """
+        """Read what never changes of an open model; `template` is Jinja, None without a chat template."""
         self._model, self._pointer = model, llama_cpp.llama_model_get_vocab(model.pointer)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._pointer))
         bos = int(llama_cpp.llama_vocab_bos(self._pointer))
