@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.metadata
 import importlib.resources
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
@@ -168,16 +169,8 @@ def _ggml_handles() -> Iterator[Any]:
     That is libllama, or the CPU backend where ggml loads its backends by itself.
     """
     yield llama_cpp.llama_cpp._lib
-    for path in _loaded_files("libggml-cpu"):
-        with contextlib.suppress(OSError):
+    with suppress(OSError):  # where there is no /proc
+        maps = Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines()
+        paths = (line.split(maxsplit=5)[5] for line in maps if "/libggml-cpu" in line)
+        for path in dict.fromkeys(paths):
             yield ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-
-
-def _loaded_files(prefix: str) -> list[str]:
-    """Return the mapped files whose name begins with `prefix`; none where there is no /proc."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            paths = [line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line]
-    except OSError:
-        return []
-    return [p for p in dict.fromkeys(paths) if os.path.basename(p).startswith(prefix)]

@@ -114,8 +114,8 @@ class LlamaBackend:
         self._cells = ContextMemory(
             self.ctx, found, n_slots=self.n_slots, n_window=self.n_window, is_on_device=is_on_device
         )
-        matchers = GrammarMatchers(self.n_slots, self.n_threads)
-        self._runner = StepRunner(self._make_stepper, matchers, is_on_device=is_on_device)
+        self._matchers = GrammarMatchers(self.n_slots, self.n_threads)
+        self._runner = StepRunner(self._make_stepper, self._matchers, is_on_device=is_on_device)
 
     def _make_stepper(self) -> NativeStepper:
         return self._stepper_class(
@@ -144,7 +144,7 @@ class LlamaBackend:
         self._is_closed = True
         self._free()
         self._cells.saved.clear()
-        self._runner.close()
+        self._matchers.close()
         self.grammars.close()
         if self._adapters is not None:
             self._adapters.close()

@@ -102,11 +102,6 @@ class StepRunner:
         """Free the stepper, before its context is freed."""
         self._stepper.close()
 
-    def close(self) -> None:
-        """Free the stepper and let go of all matchers. Twice is harmless."""
-        self.free()
-        self._matchers.close()
-
 
 def _joined(
     chunks: Sequence[Chunk], groups: Sequence[Sequence[Chunk]], results: Sequence[StepResult]
