@@ -177,7 +177,6 @@ class ContinuousBatchScheduler:
         self._commit(plan, result, now)
         if result.n_steps:
             self._n_failures, self._has_rebuilt = 0, False
-            self._count(drivers, step, result, now)
             broken = self._take_scores(plan, result, now) if result.scores else ()
             self._accept(plan, result, now, broken)
         if result.code:
@@ -447,58 +446,51 @@ class ContinuousBatchScheduler:
     def _accept(
         self, plan: Plan, result: StepResult, now: float, broken: Sequence[SequenceDriver]
     ) -> None:
-        """Give each sequence its new cells and tokens; those that end leave."""
-        later_s, stats, grammar_steps = result.later_s, self._stats, result.grammar_steps
+        """Give each sequence its new cells and tokens, and count them; those that end leave."""
+        stats, later_s, grammar_steps = self._stats, result.later_s, result.grammar_steps
         cells: list[tuple[Slot, int]] = []
         finished: list[SequenceDriver] = []
+        n_decode = n_prompt = 0
+        n_rows_by_gap: dict[tuple[float | None, int], int] = {}
         for i, (driver, chunk) in enumerate(zip(plan.rows, plan.step.chunks, strict=True)):
+            n_chunk, n_computed, sampled = len(chunk.tokens), driver.n_computed, result.tokens[i]
+            guidance = grammar_steps.get(chunk.slot, FREE)
+            n_new = len(sampled) - (sampled[-1] < 0) + len(guidance.forced) if sampled else 0
+            gap = driver.clock.last_token_s, n_new
+            n_rows_by_gap[gap] = n_rows_by_gap.get(gap, 0) + 1
+            if n_chunk == 1 and n_computed >= driver.n_prompt:
+                n_decode += 1
+            else:
+                n_prompt += n_chunk
             if driver in broken:
                 continue
-            n_chunk, n_computed = len(chunk.tokens), driver.n_computed
             if n_computed < driver.n_prompt or n_computed < driver.n_reached:
                 stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
                 stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
-            driver.accept(
-                n_chunk,
-                result.tokens[i],
-                now,
-                grammar_steps.get(chunk.slot, FREE),
-                result.logprobs[i] if result.logprobs else (),
-                later_s=later_s,
-            )
+            logprobs = result.logprobs[i] if result.logprobs else ()
+            driver.accept(n_chunk, sampled, now, guidance, logprobs, later_s=later_s)
             cells.append((chunk.slot, driver.n_computed - n_computed))
             if driver.finish_reason is not None:
                 finished.append(driver)
+        self._count(n_decode, n_prompt, len(plan.rows), result)
+        stats.count_tokens(n_rows_by_gap, now, later_s)
         self._batcher.add_cells(cells)
         has_cells = not result.code or result.code in _UNCHANGED
         for driver in finished:
             self._batcher.retire(driver, has_cells=has_cells)
 
-    def _count(
-        self, drivers: Sequence[SequenceDriver], plan: StepPlan, result: StepResult, now: float
-    ) -> None:
-        """Enter a run into the statistics and the costs, before its drivers are touched."""
-        n_rows, n_later, first_s = len(drivers), result.n_steps - 1, result.first_s
-        n_decode = n_prompt = 0
-        n_sampled: list[int] = []
-        for driver, chunk, row in zip(drivers, plan.chunks, result.tokens, strict=True):
-            n_chunk = len(chunk.tokens)
-            if n_chunk == 1 and chunk.start >= driver.n_prompt:
-                n_decode += 1
-            else:
-                n_prompt += n_chunk
-            n = len(row) - (row[-1] < 0) if row else 0
-            n_sampled.append(n + len(result.grammar_steps.get(chunk.slot, FREE).forced))
-        self._stats.count_step(n_rows, n_decode, n_prompt, first_s)
-        if n_prompt:
-            self.costs.learn_mixed(n_decode, n_prompt, first_s)
-        else:
-            self.costs.learn_decode(n_rows, first_s)
-        if n_later:
-            self._stats.count_step(n_rows, n_rows, 0, result.later_s, n_later)
-            self.costs.learn_decode(n_rows, result.later_s / n_later)
+    def _count(self, n_decode: int, n_prompt: int, n_rows: int, result: StepResult) -> None:
+        """Enter a run into the statistics and the costs."""
+        n_later, later_s = result.n_steps - 1, result.later_s
         self._stats.n_runs += 1
-        self._stats.count_tokens(drivers, n_sampled, now, result.later_s)
+        self._stats.count_step(n_rows, n_decode, n_prompt, result.first_s)
+        if n_prompt:
+            self.costs.learn_mixed(n_decode, n_prompt, result.first_s)
+        else:
+            self.costs.learn_decode(n_rows, result.first_s)
+        if n_later:
+            self._stats.count_step(n_rows, n_rows, 0, later_s, n_later)
+            self.costs.learn_decode(n_rows, later_s / n_later)
 
     def _shift_full_windows(self, plan: Plan) -> None:
         """Take tokens out of windows that are full, where that was asked for; their cells go with the next plan."""
@@ -539,14 +531,11 @@ class ContinuousBatchScheduler:
         for i, driver in enumerate(drivers):
             if driver.status is not Status.RUNNING:  # it ended by an earlier step of this run
                 continue
-            if n_kept:
-                # the last token is computed again for its logits
-                n = min(n_kept[i], driver.n_takeable)
-                if self._chunk_alignment and n < driver.n_prompt:
-                    n -= n % driver.own_alignment(self._chunk_alignment)
-                self._batcher.keep_cells(driver, n)
-            else:
-                self._batcher.keep_cells(driver, 0)
+            # the last token is computed again for its logits
+            n = min(n_kept[i], driver.n_takeable) if n_kept else 0
+            if self._chunk_alignment and n < driver.n_prompt:
+                n -= n % driver.own_alignment(self._chunk_alignment)
+            self._batcher.keep_cells(driver, n)
 
     def _note_failure(self, code: int) -> None:
         """Have the context made anew when a computation failed twice in a row; give up when that does not help."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from cbatch.core.driver import SequenceDriver
 
@@ -170,25 +170,20 @@ class EngineStats:
             self.pure_prefill_s += seconds
 
     def count_tokens(
-        self,
-        drivers: Sequence[SequenceDriver],
-        n_sampled: Sequence[int],
-        now: float,
-        later_s: float,
+        self, n_rows_by_gap: Mapping[tuple[float | None, int], int], now: float, later_s: float
     ) -> None:
-        """Count the tokens that a run sampled for each sequence, and the gaps between them.
+        """Count the tokens that a run sampled, and the gaps between them.
 
-        Rows with equal gaps are counted at once. The run ended `now`, its first step `later_s` before that.
+        Args:
+            n_rows_by_gap: the number of rows, by the time of their last token before the run and their new tokens.
+            now: when the run ended; its first step ended `later_s` before that.
         """
-        gaps: dict[tuple[float, int], int] = {}
-        for driver, n in zip(drivers, n_sampled, strict=True):
-            last_s = driver.clock.last_token_s
-            gap = (now - later_s, n - 1) if last_s is None else (last_s, n)
-            gaps[gap] = gaps.get(gap, 0) + 1
-        for (last_s, n), n_rows in gaps.items():
+        for (last_s, n), n_rows in n_rows_by_gap.items():
+            self.n_output_tokens += n * n_rows
+            if last_s is None:
+                last_s, n = now - later_s, n - 1
             if n > 0:
                 self.itl_s.add((now - last_s) / n, n * n_rows)
-        self.n_output_tokens += sum(n_sampled)
 
     def count_end(self, driver: SequenceDriver) -> None:
         """Count a request that ended."""
