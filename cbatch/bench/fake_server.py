@@ -82,7 +82,7 @@ class FakeServer:
         ends_s = math.inf if arrival.timeout_s is None else arrival.at_s + arrival.timeout_s
         request = Request(id, _prompt(arrival.n_prompt), options, GREEDY, (), ends_s)
         driver = SequenceDriver.of(request, _no_text, arrival.at_s)
-        driver.is_watched = is_watched
+        driver.reply.is_watched = is_watched
         return driver
 
     def step(self) -> bool:

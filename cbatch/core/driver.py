@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.chat.answers import N_TAIL
-from cbatch.chat.text import TextStream
 from cbatch.core.lifecycle import TRANSITIONS, Event, Status, Wait
 from cbatch.core.parts import MovingWindow, PromptScores
 from cbatch.core.plan import EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk
+from cbatch.core.reply import Reply
 from cbatch.core.request import RequestClock
 from cbatch.errors import (
     DeadlineError,
@@ -22,7 +21,7 @@ from cbatch.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.chat.answers import Answer, AnswerReader
+    from cbatch.chat.answers import AnswerReader
     from cbatch.core.plan import GrammarStep, Slot, TokenLogprobs
     from cbatch.core.request import Request
     from cbatch.errors import CacheError, CBatchError
@@ -42,10 +41,7 @@ class SequenceDriver:
 
     request: Request
     clock: RequestClock
-    text: TextStream
-    reader: AnswerReader | None = None
-    """Takes the ended answer apart, where it is more than text."""
-    answer: Answer | None = None
+    reply: Reply
     status: Status = Status.WAITING
     waits_for: Wait | None = None
     number: int = 0
@@ -81,10 +77,6 @@ class SequenceDriver:
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
     """What it ends with, or why its prompt cannot be computed, where that was found out before its turn."""
-    is_watched: bool = False
-    """Whether somebody reads its output as it comes."""
-    delivered: tuple[int, int] | None = None
-    """Parts of the text and tokens that a reader was given; None before the first chunk."""
 
     @classmethod
     def of(
@@ -95,10 +87,7 @@ class SequenceDriver:
         reader: AnswerReader | None = None,
     ) -> SequenceDriver:
         """Return a waiting sequence for `request`, submitted `now`."""
-        options = request.options
-        stops = tuple(options.stop or ())
-        text = TextStream(piece, stops, include_stop=bool(options.include_stop))
-        return cls(request, RequestClock(now), text, reader)
+        return cls(request, RequestClock(now), Reply.of(request, piece, reader))
 
     # ---- counters ----
 
@@ -385,12 +374,12 @@ class SequenceDriver:
 
     def _append(self, tokens: list[int], now: float, *, is_last: bool) -> int:
         """Add tokens to the output and end the sequence where they end it; return how many were cut off again."""
-        output, n_dropped = self.output, 0
+        output, text, n_dropped = self.output, self.reply.text, 0
         self.tokens += tokens
         output += tokens
-        if self.text.has_stops:
+        if text.has_stops:
             n_dropped = self._cut_behind_stop()
-        if is_last or output[-1] in self.request.stop_tokens or self.text.stop is not None:
+        if is_last or output[-1] in self.request.stop_tokens or text.stop is not None:
             self.finish("stop", now)
         elif len(output) >= self.n_cap:
             self.finish("length" if self.is_capped else "window", now)
@@ -398,8 +387,9 @@ class SequenceDriver:
 
     def _cut_behind_stop(self) -> int:
         """Look for a stop string in the new tokens; take off the tokens behind it and return how many they are."""
-        self.feed_text()
-        n_past = 0 if self.text.stop is None else len(self.output) - self.text.n_fed
+        text = self.reply.text
+        self.reply.feed(self.output)
+        n_past = 0 if text.stop is None else len(self.output) - text.n_fed
         if n_past:
             del self.output[-n_past:], self.tokens[-n_past:]
         return n_past
@@ -418,14 +408,6 @@ class SequenceDriver:
                 break
             self._append([token], now, is_last=guidance.is_complete and i == n_forced)
             self.clock.last_token_s = now
-
-    def feed_text(self) -> None:
-        """Feed the tokens that are new since the last time to the text."""
-        text, output = self.text, self.output
-        if text.n_fed < len(output) and text.stop is None:
-            has_stop = output[-1] in self.request.stop_tokens
-            is_cut = has_stop and not self.request.options.include_stop
-            text.feed(output[text.n_fed : -1 if is_cut else None])
 
     # ---- the end ----
 
@@ -463,27 +445,17 @@ class SequenceDriver:
         self.waits_for = None
         self.finish_reason, self.error = reason, error
         self.clock.finished_s = now
-        self.feed_text()
-        self.text.flush()
-        if self.reader is not None:
-            self._read_answer(self.reader)
+        self.reply.feed(self.output)
+        self.reply.text.flush()
+        reader = self.reply.reader
+        if reader is not None:
+            answer = self.reply.read_answer(reader, self.output, self.given)
+            if answer.calls and reason == "stop":
+                self.finish_reason = "tool_calls"
 
     def end_storing(self) -> None:
         """Be finished: the cells are stored, or cannot be."""
         self._move(Event.FINISH)
-
-    def _read_answer(self, reader: AnswerReader) -> None:
-        """Take the ended answer apart; costs time in proportion to its length."""
-        options = self.request.options
-        self.answer = reader.read(
-            "".join(self.text.parts),
-            self.output[: self.text.n_fed],
-            self.given[-N_TAIL:],
-            stops=() if self.text.stop is None else tuple(options.stop or ()),
-            include_stop=bool(options.include_stop),
-        )
-        if self.answer.calls and self.finish_reason == "stop":
-            self.finish_reason = "tool_calls"
 
     def _move(self, event: Event) -> None:
         status = TRANSITIONS.get((self.status, event))

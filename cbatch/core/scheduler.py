@@ -285,7 +285,7 @@ class ContinuousBatchScheduler:
                 shares[slot] = 1
             if start >= driver.n_prompt:
                 is_decoding = True
-                is_watched = is_watched or driver.is_watched
+                is_watched = is_watched or driver.reply.is_watched
         if newcomers:
             room = self._n_batch - len(shares)
             if is_decoding:

@@ -41,7 +41,7 @@ def deliver(
     for driver in changed:
         if driver.finish_reason is None:
             mailbox = routes[driver.request.id].target
-            driver.is_watched = mailbox.is_streamed
+            driver.reply.is_watched = mailbox.is_streamed
             if mailbox.is_streamed and (chunk := take_chunk(driver)):
                 parcels.setdefault(mailbox, ([], []))[0].append(chunk)
     for driver in ended:

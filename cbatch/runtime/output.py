@@ -35,15 +35,16 @@ class Origin:
 
 def take_chunk(driver: SequenceDriver) -> BatchOutputChunk | None:
     """Return the output since the last call, or None where there is none; the last chunk has the finish reason."""
-    driver.feed_text()
-    text, n_tokens = driver.text, driver.text.n_fed
-    n_parts = len(text.parts)
-    old_parts, old_tokens = driver.delivered or (0, 0)
+    reply = driver.reply
+    reply.feed(driver.output)
+    parts, n_tokens = reply.text.parts, reply.text.n_fed
+    n_parts = len(parts)
+    old_parts, old_tokens = reply.delivered or (0, 0)
     if old_parts == n_parts and driver.finish_reason is None:
         return None
-    new, tokens = _echo(driver) if driver.delivered is None else ("", ())
-    driver.delivered = n_parts, n_tokens
-    new += "".join(text.parts[old_parts:])
+    new, tokens = _echo(driver) if reply.delivered is None else ("", ())
+    reply.delivered = n_parts, n_tokens
+    new += "".join(parts[old_parts:])
     tokens = (*tokens, *driver.output[old_tokens:n_tokens])
     return BatchOutputChunk(driver.request.id, new, tokens, 0, driver.finish_reason)
 
@@ -53,9 +54,9 @@ def result_of(driver: SequenceDriver) -> BatchResult:
     if driver.finish_reason is None:
         raise SequenceStateError(f"{driver.request.id!r} has not finished")
     n_new = driver.n_output - len(driver.request.output)
-    answer = driver.answer or Answer("".join(driver.text.parts))
+    answer = driver.reply.answer or Answer("".join(driver.reply.text.parts))
     text, tokens = _echo(driver)
-    token_ids = (*tokens, *driver.output[: driver.text.n_fed])
+    token_ids = (*tokens, *driver.output[: driver.reply.text.n_fed])
     usage = Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts)
     return BatchResult(
         id=driver.request.id,
@@ -88,7 +89,7 @@ def _stop_reason(driver: SequenceDriver) -> str | int | None:
     last = driver.output[-1] if driver.output else None
     if last in driver.request.stop_tokens:
         return last if last in (driver.request.options.stop_token_ids or ()) else None
-    return driver.text.stop
+    return driver.reply.text.stop
 
 
 def _tool_calls(driver: SequenceDriver, answer: Answer) -> tuple[ToolCall, ...]:
@@ -105,7 +106,7 @@ def _echo(driver: SequenceDriver) -> tuple[str, tuple[int, ...]]:
         return "", ()
     tokens, text = driver.given, driver.request.prompt.prompt
     if text is None:
-        text = b"".join(map(driver.text.piece, tokens)).decode("utf-8", "replace")
+        text = b"".join(map(driver.reply.text.piece, tokens)).decode("utf-8", "replace")
     return text, tokens
 
 
@@ -114,8 +115,10 @@ def _logprobs(driver: SequenceDriver) -> tuple[TokenLogprob, ...] | None:
     request = driver.request
     if request.n_logprobs is None:
         return None
-    n_old, n_fed = len(request.output), driver.text.n_fed  # 0 where it never ran
-    new = map(partial(_logprob, driver.text.piece), driver.output[n_old:n_fed], driver.logprobs)
+    n_old, n_fed = len(request.output), driver.reply.text.n_fed  # 0 where it never ran
+    new = map(
+        partial(_logprob, driver.reply.text.piece), driver.output[n_old:n_fed], driver.logprobs
+    )
     return (*_echoed_logprobs(driver), *request.output_logprobs[:n_fed], *new)
 
 
@@ -124,7 +127,7 @@ def _echoed_logprobs(driver: SequenceDriver) -> Iterator[TokenLogprob]:
     n_top = driver.request.n_logprobs
     _, tokens = _echo(driver)
     for token, found in zip_longest(tokens, _scored_prompt(driver) or () if tokens else ()):
-        unknown = TokenLogprob(token, driver.text.piece(token), math.nan)
+        unknown = TokenLogprob(token, driver.reply.text.piece(token), math.nan)
         yield replace(found, top=found.top[:n_top]) if found else unknown
 
 
@@ -146,7 +149,7 @@ def _scored_prompt(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | 
         return ()
     _, *behind = driver.given
     scores = driver.scores.found if driver.scores else ()
-    found = [None, *map(partial(_logprob, driver.text.piece), behind, scores)]
+    found = [None, *map(partial(_logprob, driver.reply.text.piece), behind, scores)]
     return (*found, *[None] * (driver.n_given - len(found)))
 
 

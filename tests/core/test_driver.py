@@ -60,7 +60,7 @@ def snapshot(driver: SequenceDriver) -> dict[str, object]:
         **said,
         "tokens": [*driver.tokens],
         "clock": asdict(driver.clock),
-        "text": [*driver.text.parts],
+        "text": [*driver.reply.text.parts],
     }
 
 

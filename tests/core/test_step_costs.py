@@ -102,7 +102,7 @@ def load_followers(n_decoding: int, *, is_watched: bool = False, **options: Any)
     while any(d.n_output < 2 for d in rig.drivers.values()):
         one_step(rig)
     for driver in rig.drivers.values():
-        driver.is_watched = is_watched
+        driver.reply.is_watched = is_watched
     return rig
 
 
@@ -192,14 +192,14 @@ def test_long_prompt_makes_no_step_longer_than_about_two_without_it(n_decoding: 
 
 def test_one_reader_among_many_is_enough_to_spare_it() -> None:
     rig = load_followers(8)
-    rig.drivers["3"].is_watched = True
+    rig.drivers["3"].reply.is_watched = True
     assert max(load(rig, 2500)[1]) <= 2.05 * COST(9, 0)
 
 
 def test_reader_of_a_prompt_that_still_loads_holds_up_nobody() -> None:
     rig = load_followers(8)
     rig.submit(make_request("other", [1] * 3000, max_tokens=2))
-    rig.drivers["other"].is_watched = True
+    rig.drivers["other"].reply.is_watched = True
     assert len(one_step(rig).chunks[-1].tokens) == 2040
 
 
@@ -236,7 +236,7 @@ def test_first_steps_of_an_engine_are_no_longer_than_later_ones(name: str, n_fir
         make_request("short", range(n_first), max_tokens=400),
         make_request("long", [7] * 4000, max_tokens=5),
     )
-    rig.drivers["short"].is_watched = name == "reader"
+    rig.drivers["short"].reply.is_watched = name == "reader"
     while "long" not in rig.results:
         is_decoding = rig.drivers["short"].n_output > 0
         start_s = rig.now
@@ -261,7 +261,7 @@ def test_prompt_waits_one_step_where_nobody_knows_what_decoding_takes() -> None:
 def test_prompts_that_cost_nothing_are_not_held_up(options: dict[str, Any]) -> None:
     rig = make_scheduler(2, 8192, 2048, cost=StepCost(), **options)
     rig.submit(make_request("short", [3], max_tokens=400))
-    rig.drivers["short"].is_watched = True
+    rig.drivers["short"].reply.is_watched = True
     bare_step(rig)
     rig.submit(make_request("long", [7] * 4000, max_tokens=5))
     n_steps = 0
