@@ -231,7 +231,7 @@ class Engine:
         stats, schedule, memory = EngineStats(), self._schedule, backend.memory
         ledger = KvLedger(backend.n_slots, backend.n_window, memory)
         prompts = PromptPreparer(partial(tokenize, backend.vocab), backend.n_window)
-        batcher = MultiRequestBatcher(ledger, prompts, schedule, memory, backend.chunk_alignment)
+        batcher = MultiRequestBatcher(ledger, prompts, schedule, backend.chunk_alignment)
         scheduler = ContinuousBatchScheduler(
             batcher,
             backend.n_batch,

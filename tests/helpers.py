@@ -23,7 +23,7 @@ from cbatch.core.cell_ops import Stored
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.lifecycle import Status
-from cbatch.core.plan import Binding, KvCapabilities, Slot, StepPlan
+from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.prompts import PromptPreparer
 from cbatch.core.queue import AdmissionQueue
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cbatch.core.plan import Chunk
-    from cbatch.core.prefix_index import PrefixIndex
+    from cbatch.core.plan import Chunk, StepPlan
     from cbatch.options import Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
 
@@ -233,7 +232,7 @@ def make_scheduler(
     ledger = KvLedger(n_slots, n_window, memory)
     backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
     prompts = PromptPreparer(partial(tokenize, backend), n_window)
-    batcher = MultiRequestBatcher(ledger, prompts, schedule, memory, chunk_alignment)
+    batcher = MultiRequestBatcher(ledger, prompts, schedule, chunk_alignment)
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
         batcher,
@@ -320,8 +319,10 @@ def plan_of(rig: Rig) -> Plan | None:
     n_visited = CountedQueue.n_visited - n_visited
     assert n_visited <= n_visited_max(rig)
     rig.n_visited += n_visited
-    assert rig.scheduler.plan(rig.now) == plan
+    again = rig.scheduler.plan(rig.now)
+    assert again == plan
     assert before is None or snapshot(rig) == before
+    assert before is None or _plain_values(again, {}) == _plain_values(plan, {})
     if plan is not None:
         check_plan(rig, plan)
     return plan
@@ -344,8 +345,7 @@ def park_paused(rig: Rig) -> None:
     """Take the slot of a paused sequence, as a plan does for one that waits."""
     slots = rig.batcher.slot_plan()
     assert slots.park()
-    step = StepPlan((), **slots.ops())
-    run(rig, Plan(step, (), slots.changes(), None, rig.now))
+    run(rig, Plan(slots.cells.step(), (), slots, None, rig.now))
 
 
 def snapshot(rig: Rig) -> object:
@@ -459,29 +459,24 @@ def drive(
 
 def check_plan(rig: Rig, planned: Plan) -> None:
     """Rows ascend, positions follow the books, the budget holds, no decode row and no room is left out."""
-    plan, changes = planned.step, planned.changes
+    plan, planned_slots = planned.step, planned.slots
     slots = [c.slot for c in plan.chunks]
     assert slots == sorted(set(slots))
     assert len(planned.rows) == len(slots)
-    entries = changes.entries if changes else ()
-    leaves = {leave.driver: leave.reason for leave in changes.leaves} if changes else {}
+    entering = [d for d in planned_slots.placed if d.slot is None]
+    leaves = {leave.driver: leave.reason for leave in planned_slots.leaves}
     has_preempted = "cells" in leaves.values()
-    starts = {e.driver: e.n_cells for e in entries}
+    starts = {d: place.n_cells for d, place in planned_slots.placed.items()}
     shares: Mapping[int, int] = {c.slot: len(c.tokens) for c in plan.chunks}
     n_tokens = sum(shares.values())
-    ledger = rig.ledger.copy()
-    for leave in changes.leaves if changes else ():
-        ledger.give_back(leave.slot)
-    for slot in [e.slot for e in entries] + (
-        [changes.move.slot] if changes and changes.move else []
-    ):
-        ledger.lend(slot)
-    ledger.do(plan)
+    ledger = planned_slots.cells.ledger
+    check_ledger(ledger)
+    check_cell_ops(rig, planned)
     assert n_tokens <= rig.backend.n_batch
     assert n_tokens + (plan.n_steps - 1) * len(slots) <= ledger.n_free_cells
-    assert not (has_preempted and entries)
+    assert not (has_preempted and entering)
     running = [d for d in rig.books.running if d and d.status is Status.RUNNING]
-    running = [d for d in running if d not in leaves] + [e.driver for e in entries]
+    running = [d for d in running if d not in leaves] + entering
     for c, driver in zip(plan.chunks, planned.rows, strict=True):
         end, start = c.start + len(c.tokens), starts.get(driver, driver.n_computed)
         assert driver in running
@@ -496,12 +491,12 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     if plan.is_rebuild:
         assert not plan.chunks
         return
-    n_holds = len(changes.holds) if changes else 0
-    n_waiting = rig.batcher.occupancy().n_waiting - len(entries) - n_holds
+    n_holds = len(planned_slots.holds)
+    n_waiting = rig.batcher.occupancy().n_waiting - len(entering) - n_holds
     if not ledger.is_shared:
         is_full = len(rig.books.followers) + len(rig.books.reads) + n_holds
         is_full = is_full or bool(plan.copies and rig.copy_s)
-        assert is_full or not (n_waiting and ledger.has_free_slot)
+        assert is_full or not (n_waiting and ledger.n_free_slots)
     suspects = rig.scheduler.bisection.suspects(leaves)
     if suspects:
         assert set(planned.rows) <= set(suspects)
@@ -560,17 +555,41 @@ def check_slots(rig: Rig) -> None:
             n = rig.books.cells.trims.get(Slot(slot))
             assert len(cells[:n]) == ledger.n_cells[slot]
             assert not cells or rig.scheduler.options.share_prefixes
-            index = prefixes.index(prefixes._known.get(Slot(slot), ((), None))[0])
-            known = found_in(index, cells[:n]).get(Slot(slot), 0)
+            sets = {d.request.adapters for d in rig.drivers.values()}
+            known = max(prefixes.common(a, cells[:n]).get(Slot(slot), 0) for a in sets)
             assert known == len(cells[:n]) or (rig.backend.chunk_alignment and known)
 
 
-def found_in(index: PrefixIndex, tokens: Sequence[int]) -> dict[Slot, int]:
-    """Tokens in common of each slot that has any."""
-    found = dict[Slot, int]()
-    for n, branch in index.matches([*tokens]):
-        found |= {slot: n for slot in (*branch.in_use, *branch.left) if slot not in found}
-    return found
+def known_in(rig: Rig, tokens: Sequence[int]) -> dict[Slot, int]:
+    """How many of these tokens each slot is known to begin with, where there is any."""
+    common = rig.books.cells.prefixes.common((), tokens)
+    return {slot: n for slot, n in common.items() if n}
+
+
+def check_cell_ops(rig: Rig, planned: Plan) -> None:
+    """The operations of a plan lead from the cells that slots hold to those of the plan's own ledger."""
+    n_cells, ops, ledger = [*rig.ledger.n_cells], planned.step, planned.slots.cells.ledger
+    for slot in ops.clears:
+        n_cells[slot] = 0
+    for slot, n in ops.trims:
+        n_cells[slot] = n
+    for slot, _, n in ops.loads:
+        n_cells[slot] = n
+    for _, slot, n in ops.copies:
+        n_cells[slot] = n
+    assert n_cells == ledger.n_cells
+
+
+def check_ledger(ledger: KvLedger) -> None:
+    """The books balance: no slot is overfull, and no cell is counted twice."""
+    assert set(ledger.free_slots) <= set(range(ledger.n_slots))
+    assert all(0 <= n <= ledger.n_window for n in ledger.n_cells)
+    held = [b for blocks in ledger._blocks for b in blocks]
+    counted = {id(b): b.n for b in held} if ledger.is_shared else dict(enumerate(ledger.n_cells))
+    assert sum(counted.values()) == ledger.n_used <= ledger.n_pool
+    assert all(b.n >= 1 and b.n_slots == held.count(b) for b in held)
+    if ledger.is_shared:
+        assert [sum(b.n for b in blocks) for blocks in ledger._blocks] == ledger.n_cells
 
 
 def check_cells(rig: Rig) -> None:
@@ -589,10 +608,11 @@ def check_cells(rig: Rig) -> None:
     if rig.ledger.is_shared and not (cells.clears or cells.trims or cells.shifts):
         assert rig.backend.n_used == rig.ledger.n_used
     assert set(rig.backend.saved) - set(cells.forgets) == set(saved._saved)
-    for key, (driver, n_bytes) in saved._saved.items():
+    for key, entry in saved._saved.items():
+        driver = entry.driver
         assert driver.slot is None
         assert driver.saved_key == key
-        assert n_bytes in (0, rig.backend.memory.n_saved_bytes(driver.n_computed))
+        assert entry.n_bytes in (0, rig.backend.memory.n_saved_bytes(driver.n_computed))
         n = driver.n_computed
         assert plain(rig.backend.saved[key])[:n] == driver.tokens[:n]
 
@@ -600,7 +620,7 @@ def check_cells(rig: Rig) -> None:
 def check_invariants(rig: Rig) -> None:
     """The books of slots, cells and requests balance."""
     batcher, ledger, saved = rig.batcher, rig.ledger, rig.books.saved
-    ledger.check()
+    check_ledger(ledger)
     having = [d for d in rig.books.running if d is not None]
     assert ledger.n_lent == len(having) == len(set(map(id, having)))
     for slot, driver in enumerate(rig.books.running):
@@ -615,14 +635,11 @@ def check_invariants(rig: Rig) -> None:
     held = [d for d in batcher.in_flight.values() if d.slot is None and is_held(d)]
     assert len(held) == batcher.occupancy().n_held
     assert len(having) + batcher.occupancy().n_waiting + len(held) == len(batcher.in_flight)
-    leaving = [
-        *(stored.driver for stored, _ in rig.storing),
-        *(d for d, _ in saved._storing.values()),
-    ]
+    leaving = [stored.driver for stored in (*(s for s, _ in rig.storing), *saved._storing)]
     storing = {d.request.id for d in leaving}
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing
     assert batcher.occupancy().n_storing == len(leaving)
-    sums = sum(n for _, n in saved._saved.values())
+    sums = sum(entry.n_bytes for entry in saved._saved.values())
     assert sums == saved.n_bytes <= rig.scheduler.options.swap_mib * 2**20
     for driver in batcher.in_flight.values():
         assert driver.n_preempted <= N_PREEMPTED_MAX

@@ -58,7 +58,7 @@ class FakeServer:
             KvLedger(n_slots, n_window, memory),
             PromptPreparer(self._tokenize, n_window),
         )
-        self.batcher = MultiRequestBatcher(ledger, prompts, options, memory)
+        self.batcher = MultiRequestBatcher(ledger, prompts, options)
         self.scheduler = ContinuousBatchScheduler(
             self.batcher, n_batch, self.stats, options, memory=memory
         )
@@ -101,7 +101,7 @@ class FakeServer:
 
     def _run(self, plan: Plan) -> StepResult:
         self._run_end_s = self.now + self.run_s
-        if self.next_s > self.now and self.batcher.occupancy().n_waiting <= plan.n_entering:
+        if self.next_s > self.now and self.batcher.occupancy().n_waiting <= plan.slots.n_entering:
             self._run_end_s = min(self._run_end_s, self.next_s)
         result = self.backend.run(plan.step)
         self.backend.plans.clear()  # it keeps them all for tests

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import KvCapabilities, StepPlan
+    from cbatch.core.plan import StepPlan
     from cbatch.core.prompts import PromptPreparer
-    from cbatch.core.slots import Entry, Leave, Move, SlotChanges
+    from cbatch.core.slots import Leave, Place
     from cbatch.core.waiting import Want
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import CBatchError
@@ -78,7 +78,6 @@ class MultiRequestBatcher:
         ledger: KvLedger,
         prompts: PromptPreparer,
         options: ScheduleOptions,
-        memory: KvCapabilities | None = None,
         chunk_alignment: int = 0,
     ) -> None:
         self.in_flight: dict[str, SequenceDriver] = {}
@@ -86,15 +85,14 @@ class MultiRequestBatcher:
         prefixes = PrefixCache(
             ledger,
             running,
-            memory,
             chunk_alignment=chunk_alignment,
             is_on=options.share_prefixes,
         )
         self._wants: deque[Want] = deque()
-        saved = SavedCells(memory, options.swap_mib * 2**20, self._wants)
+        saved = SavedCells(ledger.memory, options.swap_mib * 2**20, self._wants)
         self._books = Books(
             running,
-            SlotCells(ledger, prefixes, memory),
+            SlotCells(ledger, prefixes),
             saved,
             AdmissionQueue(options),
             PrefixWaiters(),
@@ -387,12 +385,12 @@ class MultiRequestBatcher:
         return SlotPlan(self._books, self._rows())
 
     def commit(
-        self, changes: SlotChanges | None, plan: StepPlan, lost: Collection[int], now: float
+        self, slots: SlotPlan, plan: StepPlan, lost: Collection[int], now: float
     ) -> list[SequenceDriver]:
         """Enter what a plan did to slots and cells, once it was run.
 
         Args:
-            changes: what it did to slots.
+            slots: what it did to slots; its view becomes the books.
             plan: what was run.
             lost: keys that could not be saved or loaded. Where a load failed nothing was copied.
             now: when the plan was made.
@@ -404,43 +402,40 @@ class MultiRequestBatcher:
         self._saved.end_stores(lost)
         if plan.chunks:
             self._followers.note_step(plan.adapters)
-        if changes is None:
-            return []
-        self._commit_waits(changes)
-        for leave in changes.leaves:
+        if slots.has_view:
+            self._cells.adopt(slots.cells)
+            self._running[:] = slots.running
+            self._order = None
+        self._commit_waits(slots)
+        for leave in slots.leaves:
             self._commit_leave(leave, lost)
-        self._saved.next_key = changes.next_key
-        for entry in changes.entries:
-            self._ledger.lend(entry.slot)
-        if changes.move is not None:
-            self._ledger.lend(changes.move.slot)
-        if changes.prefixes is not None:
-            self._cells.commit(changes.prefixes, plan, lost)
-        if changes.move is not None:
-            self._commit_move(changes.move)
-        is_copied = not any(key in lost for _, key, _ in plan.loads)
-        for entry in changes.entries:
-            self._commit_entry(entry, lost, now, is_copied=is_copied)
-        return [entry.driver for entry in changes.entries if entry.driver.error is not None]
-
-    def _commit_waits(self, changes: SlotChanges) -> None:
-        for driver, n_more in changes.overtaken:
-            driver.n_overtaken += n_more
-        for hold in changes.holds:
-            if hold.leader is not None:
-                self._hold(hold.driver, Wait.LEADER)
-                self._followers.add(hold.driver, hold.leader, hold.n_cells)
+        empty = {slot for slot, key, _ in plan.loads if key in lost}
+        if empty:
+            empty |= {slot for _, slot, _ in plan.copies}
+        for driver, place in slots.placed.items():
+            if driver.slot is None:
+                self._commit_entry(driver, place, now, has_cells=place.slot not in empty)
             else:
-                self._hold(hold.driver, Wait.CACHE)
-                self._reads.add(hold.driver)
+                self._commit_move(driver, driver.slot, place.slot)
+        return [driver for driver in slots.placed if driver.error is not None]
+
+    def _commit_waits(self, slots: SlotPlan) -> None:
+        for driver, n_more in slots.overtaken.items():
+            driver.n_overtaken += n_more
+        for driver, found in slots.holds.items():
+            if found.leader is not None:
+                self._hold(driver, Wait.LEADER)
+                self._followers.add(driver, found.leader, found.n_then)
+            else:
+                self._hold(driver, Wait.CACHE)
+                self._reads.add(driver)
 
     def _commit_leave(self, leave: Leave, lost: Collection[int]) -> None:
         driver = leave.driver
-        self._give_back(leave.slot)
-        if leave.key is None or leave.key in lost:
-            driver.rewind()
+        if leave.is_saved and driver.number not in lost:
+            self._saved.add(driver)
         else:
-            self._saved.add(leave.key, driver)
+            driver.rewind()
         driver.slot = None
         if leave.reason == "pause":
             return
@@ -453,33 +448,30 @@ class MultiRequestBatcher:
             self._queue.put_back(driver)
 
     def _commit_entry(
-        self, entry: Entry, lost: Collection[int], now: float, *, is_copied: bool
+        self, driver: SequenceDriver, place: Place, now: float, *, has_cells: bool
     ) -> None:
-        """Enter that a sequence has a slot, with its cells unless they could not be loaded."""
-        driver, key = entry.driver, entry.driver.saved_key
-        problem = self._reads.why_useless(driver) if entry.is_uncached else None
+        """Enter that a sequence has a slot, with its cells unless they could not be loaded or copied."""
+        problem = self._reads.why_useless(driver)
         self._queue.remove(driver)
-        driver.admit(entry.slot, now)
-        self._running[entry.slot] = driver
-        self._order = None
+        driver.admit(place.slot, now)
         if problem is not None:
             driver.has_fetched = True
             driver.proceed_uncached(problem)
-        is_adopted = key is not None and self._saved.take(key)
-        if key not in lost and (is_copied or not entry.is_copied):
-            driver.take_over(entry.n_cells)
+        key = driver.saved_key
+        is_from_disk = key is not None and self._saved.take(key)
+        if has_cells:
+            driver.take_over(place.n_cells)
             return
         driver.rewind()
-        if is_adopted:
+        self._ledger.trim(place.slot, 0)
+        if is_from_disk:
             file = CacheRef.of(driver.request).key
             driver.proceed_uncached(CacheError(file, "llama.cpp cannot take these cells"))
 
-    def _commit_move(self, move: Move) -> None:
-        self._give_back(move.source)
-        self._running[move.slot] = move.driver
-        move.driver.slot = move.slot
-        if not self._cells.prefixes.can_retain(move.driver):
-            self._cells.clear(move.source)
+    def _commit_move(self, driver: SequenceDriver, source: Slot, slot: Slot) -> None:
+        driver.slot = slot
+        if not self._cells.prefixes.can_retain(driver):
+            self._cells.clear(source)
 
     def add_cells(self, cells: Iterable[tuple[Slot, int]]) -> None:
         """Enter the cells that a step computed, by slot."""
@@ -518,8 +510,7 @@ class MultiRequestBatcher:
     def _lose_saved(self, plan: StepPlan) -> None:
         loaded = [key for _, key, _ in plan.loads]
         saved = [key for _, key in plan.saves]
-        self._saved.next_key = max(self._saved.next_key, *(key + 1 for key in saved), 0)
-        self._saved.end_stores((), are_all_lost=True)
+        self._saved.lose_stores()
         for driver in self._saved.give_up(loaded):
             driver.has_fetched = False
         self._cells.saves = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,9 @@ from cbatch.core.plan import Slot
 from cbatch.errors import LedgerError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Collection, Iterable
 
-    from cbatch.core.plan import KvCapabilities, StepPlan
+    from cbatch.core.plan import KvCapabilities
 
 
 @dataclass(eq=False, slots=True)
@@ -24,17 +24,15 @@ class _Block:
 
 
 class KvLedger:
-    """`n_slots` slots of at most `n_window` cells each, lent lowest id first where none is asked for.
+    """`n_slots` slots of at most `n_window` cells each.
 
-    Partitioned and recurrent memory have room for every slot's window; unified memory has `n_pool` cells for all, and
-    what one slot has of another is counted once. Low ids close together are what the decode speed needs in partitioned
-    KV (a gap costs a graph run).
+    Partitioned and recurrent memory have room for every slot's window. Unified memory has `n_pool` cells for all slots;
+    a cell that several slots share is counted once.
     """
 
     __slots__ = (
         "_blocks",
         "_free",
-        "_lent",
         "is_shared",
         "memory",
         "n_cells",
@@ -44,27 +42,21 @@ class KvLedger:
         "n_window",
     )
 
-    def __init__(self, n_slots: int, n_window: int, memory: KvCapabilities | None = None) -> None:
+    def __init__(self, n_slots: int, n_window: int, memory: KvCapabilities) -> None:
         self.memory = memory
         self.n_slots = n_slots
         self.n_window = n_window
-        self.n_pool = memory.n_cells if memory and memory.kind == "unified" else n_slots * n_window
+        self.n_pool = memory.n_cells if memory.kind == "unified" else n_slots * n_window
         self.is_shared = self.n_pool < n_slots * n_window
         """Whether slots can take cells from each other."""
         self.n_cells = [0] * n_slots
         self.n_used = 0
         self._blocks: list[list[_Block]] = [[] for _ in range(n_slots)]
-        self._lent = [False] * n_slots
-        self._free = [Slot(i) for i in range(n_slots)]
-
-    @property
-    def has_free_slot(self) -> bool:
-        """Whether `lend` would find a slot."""
-        return bool(self._free)
+        self._free: dict[Slot, None] = dict.fromkeys(map(Slot, range(n_slots)))
 
     @property
     def n_free_slots(self) -> int:
-        """Slots that nobody has."""
+        """Slots that are not lent."""
         return len(self._free)
 
     @property
@@ -78,34 +70,25 @@ class KvLedger:
         return self.n_pool - self.n_used
 
     @property
-    def free_slots(self) -> Sequence[Slot]:
-        """The slots that nobody has, in no order; what they hold may be of use still."""
-        return self._free
+    def free_slots(self) -> Collection[Slot]:
+        """The slots that are not lent, in no order; they may hold cells."""
+        return self._free.keys()
 
-    def lend(self, slot: Slot | None = None) -> Slot:
-        """Give out a free slot: this one, or else the lowest.
+    def lend(self, slot: Slot) -> None:
+        """Lend a free slot.
 
         Raises:
-            LedgerError: none is free, or this one is not.
+            LedgerError: it is not free.
         """
-        if not self._free:
-            raise LedgerError(f"all {self.n_slots} slots are lent")
-        if slot is None or slot == self._free[0]:
-            slot = heapq.heappop(self._free)
-        elif self._lent[slot]:
+        if slot not in self._free:
             raise LedgerError(f"slot {slot} is lent")
-        else:
-            self._free.remove(slot)
-            heapq.heapify(self._free)
-        self._lent[slot] = True
-        return slot
+        del self._free[slot]
 
     def give_back(self, slot: Slot) -> None:
         """Take a slot back; its cells are still in it."""
-        if not self._lent[slot]:
+        if slot in self._free:
             raise LedgerError(f"slot {slot} is not lent")
-        self._lent[slot] = False
-        heapq.heappush(self._free, slot)
+        self._free[slot] = None
 
     def add(self, slot: Slot, n_cells: int) -> None:
         """Enter `n_cells` more cells of a lent slot; raises as `add_all`."""
@@ -119,7 +102,7 @@ class KvLedger:
         """
         for slot, n_more in cells:
             n = self.n_cells[slot] + n_more
-            if not self._lent[slot] or n > self.n_window or n_more > self.n_pool - self.n_used:
+            if slot in self._free or n > self.n_window or n_more > self.n_pool - self.n_used:
                 raise LedgerError(
                     f"slot {slot} cannot hold {n} of {self.n_window} cells, "
                     f"{self.n_free_cells} are free"
@@ -146,7 +129,7 @@ class KvLedger:
         if not self.is_shared:
             self.add(slot, n_cells)
             return
-        if not self._lent[slot] or self.n_cells[slot] or n_cells > self.n_cells[source]:
+        if slot in self._free or self.n_cells[slot] or n_cells > self.n_cells[source]:
             raise LedgerError(f"slot {slot} cannot have {n_cells} cells of slot {source}")
         n = 0
         for block in self._blocks[source]:
@@ -161,31 +144,17 @@ class KvLedger:
 
     def copy(self) -> KvLedger:
         """Return a ledger that says the same and changes on its own."""
-        other = KvLedger(self.n_slots, self.n_window, self.memory)
-        other.n_used = self.n_used
-        other.n_cells, other._lent, other._free = self.n_cells[:], self._lent[:], self._free[:]
+        other = copy(self)
+        other.n_cells, other._free = self.n_cells.copy(), self._free.copy()
         if self.is_shared:
             blocks = {id(b): _Block(b.n, b.n_slots) for held in self._blocks for b in held}
             other._blocks = [[blocks[id(b)] for b in held] for held in self._blocks]
         return other
 
-    def do(self, plan: StepPlan, lost: Container[int] = ()) -> None:
-        """Enter what a run did to cells before it computed: clears, trims, loads and copies, in this order.
-
-        Args:
-            plan: what was run.
-            lost: keys that could not be loaded; where one is, nothing was copied.
-        """
-        for slot in plan.clears:
-            self.trim(slot, 0)
-        for slot, n in plan.trims:
-            self.trim(slot, n)
-        for slot, key, n in plan.loads:
-            if key not in lost:
-                self.add(slot, n)
-        if not any(key in lost for _, key, _ in plan.loads):
-            for source, slot, n in plan.copies:
-                self.share(source, slot, n)
+    def adopt(self, other: KvLedger) -> None:
+        """Say what a changed copy says, which is used no more."""
+        self._free, self._blocks = other._free, other._blocks
+        self.n_cells, self.n_used = other.n_cells, other.n_used
 
     def n_own(self, slot: Slot) -> int:
         """Return the cells that would be free if the slot were emptied."""
@@ -195,8 +164,8 @@ class KvLedger:
 
     def n_in_use(self) -> int:
         """Return the cells of the slots that are lent, those of several counted once."""
-        lent = (i for i, is_lent in enumerate(self._lent) if is_lent)
-        return sum({id(b): b.n for i in lent for b in self._blocks[i]}.values())
+        lent = (blocks for slot, blocks in enumerate(self._blocks) if slot not in self._free)
+        return sum({id(b): b.n for blocks in lent for b in blocks}.values())
 
     def _drop_blocks(self, slot: Slot, n_less: int) -> int:
         """Take `n_less` cells off the end of a slot; return how many of them nobody else has."""
@@ -219,23 +188,3 @@ class KvLedger:
         for blocks in self._blocks:
             if block in blocks:
                 blocks.insert(blocks.index(block) + 1, rest)
-
-    def check(self) -> None:
-        """Prove that the books balance.
-
-        Raises:
-            LedgerError: a slot is both free and lent, counted twice, or overfull; or the sums differ.
-        """
-        lent = {i for i, is_lent in enumerate(self._lent) if is_lent}
-        if len(set(self._free)) != len(self._free) or lent & set(self._free):
-            raise LedgerError(f"slots lent twice: free {sorted(self._free)}, lent {sorted(lent)}")
-        if len(lent) + len(self._free) != self.n_slots:
-            raise LedgerError(f"{len(lent)} lent and {len(self._free)} free of {self.n_slots}")
-        if any(not 0 <= n <= self.n_window for n in self.n_cells):
-            raise LedgerError(f"cells out of bounds: {self.n_cells} of {self.n_window}")
-        held = [b for blocks in self._blocks for b in blocks]
-        counted = {id(b): b.n for b in held} if self.is_shared else dict(enumerate(self.n_cells))
-        if sum(counted.values()) != self.n_used or self.n_used > self.n_pool:
-            raise LedgerError(f"{self.n_cells} are not {self.n_used} of {self.n_pool} cells")
-        if any(b.n < 1 or b.n_slots != held.count(b) for b in held):
-            raise LedgerError("a block of cells is empty or has other slots than it says")

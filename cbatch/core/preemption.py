@@ -109,7 +109,7 @@ def choose_mover(
     In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one.
     """
     memory, n_lent = ledger.memory, ledger.n_lent
-    if memory is None or memory.kind != "partitioned" or not memory.can_copy:
+    if memory.kind != "partitioned" or not memory.can_copy:
         return None
     for slot in range(len(running) - 1, n_lent - 1, -1):
         highest = running[slot]

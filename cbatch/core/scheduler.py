@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import Binding, KvCapabilities
-    from cbatch.core.slots import SlotChanges, SlotPlan
+    from cbatch.core.slots import SlotPlan
     from cbatch.core.stats import EngineStats
     from cbatch.engine_options import ScheduleOptions
     from cbatch.options import AdapterSet
@@ -54,16 +54,11 @@ class Plan:
     step: StepPlan
     rows: tuple[SequenceDriver, ...]
     """The sequence of each chunk."""
-    changes: SlotChanges | None
-    """What becomes of slots; None where all stays as it is."""
+    slots: SlotPlan
+    """What becomes of slots."""
     turns: Mapping[AdapterSet, int] | None
     """When each set of adapters in use had its turn, where there are several."""
     now: float
-
-    @property
-    def n_entering(self) -> int:
-        """Waiting sequences that get a slot."""
-        return len(self.changes.entries) if self.changes else 0
 
     @property
     def is_run(self) -> bool:
@@ -143,25 +138,23 @@ class ContinuousBatchScheduler:
         """Return what happens next, or None where there is nothing to do; changes nothing."""
         slots = self._batcher.slot_plan()
         if self._must_rebuild and self._batcher.in_flight:
-            step = StepPlan((), binds=self._bindings(slots), is_rebuild=True, **slots.ops())
-            return Plan(step, (), None, None, now)
+            step = slots.cells.step(binds=self._bindings(slots), is_rebuild=True)
+            return Plan(step, (), slots, None, now)
         self._change_slots(slots)
         suspects = self.bisection.suspects(slots.leaving())
         rows: Sequence[SequenceDriver] = suspects or slots.rows()
         rows, shares, turns = self._take_turn(rows, slots)
         chunks, drivers = self._chunks(shares, slots)
-        ops, changes = slots.ops(), slots.changes()
-        if not (chunks or changes or ops or slots.cells.rebinds):
+        if not (chunks or slots.has_changes or slots.cells.has_ops):
             self._check_progress(slots)
             return None
-        step = StepPlan(
+        step = slots.cells.step(
             chunks,
             1 if suspects else self._n_steps(chunks, rows, slots),
             binds=self._bindings(slots),
             adapters=rows[0].request.adapters if rows else (),
-            **ops,
         )
-        return Plan(step, drivers, changes, turns, now)
+        return Plan(step, drivers, slots, turns, now)
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Sequence[SequenceDriver]:
         """Commit a plan by the result of its run; return the sequences of its rows.
@@ -427,7 +420,7 @@ class ContinuousBatchScheduler:
         if plan.turns is not None:
             self._turns = plan.turns
             self._n_turns += 1
-        for driver in self._batcher.commit(plan.changes, step, result.lost, plan.now):
+        for driver in self._batcher.commit(plan.slots, step, result.lost, plan.now):
             driver.finish("error", now, driver.error)
             self._batcher.retire(driver)
         if result.move_s:
@@ -494,8 +487,7 @@ class ContinuousBatchScheduler:
 
     def _shift_full_windows(self, plan: Plan) -> None:
         """Take tokens out of windows that are full, where that was asked for; their cells go with the next plan."""
-        entered = [entry.driver for entry in plan.changes.entries] if plan.changes else []
-        for driver in (*plan.rows, *entered):
+        for driver in (*plan.rows, *plan.slots.placed):
             if len(driver.tokens) > driver.n_window and driver.status is Status.RUNNING:
                 self._batcher.shift(driver)
 

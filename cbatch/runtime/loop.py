@@ -161,7 +161,7 @@ class Loop:
     def n_entering(self) -> int:
         """Waiting sequences that have a slot as soon as the run in flight is applied. From any thread."""
         plan = self._unapplied
-        return 0 if plan is None else plan.n_entering
+        return 0 if plan is None else plan.slots.n_entering
 
     def call(self, command: Callable[[], T]) -> T:
         """Do `command` between two runs and return what it returns. From any thread; waits.

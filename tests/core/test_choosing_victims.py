@@ -31,8 +31,9 @@ def lent(drivers: list[SequenceDriver | None], memory: KvCapabilities) -> KvLedg
     """Books in which each has its slot, with as many cells as it has computed."""
     ledger = KvLedger(4, 64, memory)
     for driver in drivers:
-        if driver is not None:
-            ledger.add(ledger.lend(driver.slot), driver.n_computed)
+        if driver is not None and driver.slot is not None:
+            ledger.lend(driver.slot)
+            ledger.add(driver.slot, driver.n_computed)
     return ledger
 
 

@@ -9,8 +9,9 @@ import pytest
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
+from cbatch.core.plan import Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX, Demand, KvDemandEstimator
-from tests.helpers import make_request, shared_pool
+from tests.helpers import make_request, partitioned, shared_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +94,8 @@ def test_one_whose_window_is_over_wants_the_window(
 
 def test_what_is_left_in_a_slot_that_nobody_has_is_room() -> None:
     some = demand(30)
-    slot = some.ledger.lend()
+    slot = Slot(0)
+    some.ledger.lend(slot)
     some.ledger.add(slot, 20)
     assert not fits_beside(some, sequence(7, 4), [])
     some.ledger.give_back(slot)
@@ -111,7 +113,7 @@ def test_optimistic_counts_the_worst_case_after_too_many_preemptions() -> None:
 
 
 def test_slots_with_cells_of_their_own_always_fit() -> None:
-    some = Pool(KvLedger(2, 64), is_optimistic=False)
+    some = Pool(KvLedger(2, 64, partitioned(128)), is_optimistic=False)
     assert fits_beside(some, sequence(60, 4), [sequence(60, 4)])
 
 

@@ -48,14 +48,14 @@ def watch_turns(rig: Rig) -> list[Turn]:
 
     def watched(now: float) -> Plan | None:
         planned = plan(now)
-        changes = planned.changes if planned else None
-        if changes is not None and planned not in seen:  # planning twice begins no turn
+        if planned is not None and planned not in seen:  # planning twice begins no turn
             seen.append(planned)
-            admitted = {e.driver.request.id for e in changes.entries}
-            left = {leave.driver.request.id for leave in changes.leaves}
+            entering = [d.request.id for d in planned.slots.placed]
+            admitted = {*entering}
+            left = {leave.driver.request.id for leave in planned.slots.leaves}
             running = ({*rig.running()} - left) | admitted
             waiting = rig.batcher.in_flight.keys() - running
-            turns.extend(Turn(e.driver.request.id, waiting, running) for e in changes.entries)
+            turns.extend(Turn(id, waiting, running) for id in entering)
         return planned
 
     seen: list[Plan | None] = []

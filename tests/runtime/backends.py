@@ -10,6 +10,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import NoStore
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
+from tests.helpers import check_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,7 +186,7 @@ def ids_in_flight(engine: Engine) -> list[str]:
 
 def check_books(engine: Engine) -> None:
     """Fail unless the books of cells and slots balance."""
-    engine._parts.batcher._ledger.check()
+    check_ledger(engine._parts.batcher._ledger)
 
 
 def in_owner(engine: Engine, work: Callable[[], T]) -> T:

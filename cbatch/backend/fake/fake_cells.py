@@ -95,6 +95,7 @@ class FakeCells:
         if not self._swaps(key):
             return False
         self.saved[key] = list(self.cells[slot])
+        self.n_said.pop(key, None)
         return True
 
     def _load(self, slot: Slot, key: int, n_cells: int) -> bool:
