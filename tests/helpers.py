@@ -28,7 +28,7 @@ from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.prompts import PromptPreparer
 from cbatch.core.queue import AdmissionQueue
 from cbatch.core.request import Request
-from cbatch.core.scheduler import NOT_RUN, ContinuousBatchScheduler, Plan
+from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
 from cbatch.core.slots import N_LOOK, Books
 from cbatch.core.stats import EngineStats
 from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
@@ -331,7 +331,7 @@ def plan_of(rig: Rig) -> Plan | None:
 def run(rig: Rig, plan: Plan) -> None:
     """Run a plan, apply it, and take the chunks that came out."""
     rig.in_run = plan
-    result = rig.backend.run(plan.step) if plan.is_run else NOT_RUN
+    result = rig.backend.run(plan.step)
     touched = rig.scheduler.apply(plan, result, rig.now)
     assert touched == plan.rows
     check_slots(rig)

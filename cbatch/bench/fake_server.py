@@ -14,7 +14,7 @@ from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.prompts import PromptPreparer
 from cbatch.core.request import Request
-from cbatch.core.scheduler import NOT_RUN, ContinuousBatchScheduler
+from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, RunOptions
@@ -93,7 +93,7 @@ class FakeServer:
         planned = time.perf_counter()
         if plan is None:
             return False
-        result = self._run(plan) if plan.is_run else NOT_RUN
+        result = self._run(plan)
         ran = time.perf_counter()
         self.scheduler.apply(plan, result, self.now)
         self.step_s = (planned - start, time.perf_counter() - ran)

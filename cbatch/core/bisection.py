@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class FaultBisection:
     """A stack of groups of suspects; each group is computed apart from all other sequences.
 
-    A suspect is cleared when it has cells past the place of the failure, so a failure that does not come back harms
-    nobody. To find one culprit among n sequences takes about 2 log₂ n steps.
+    A suspect is cleared when it has cells past the place of the failure, so a failure that does not come back ends no
+    sequence. To find one culprit among n sequences takes about 2 log₂ n steps.
     """
 
     def __init__(self) -> None:

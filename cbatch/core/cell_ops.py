@@ -208,7 +208,7 @@ class Stored:
 
 
 class SavedCells:
-    """Cells outside of slots: those of sequences without a slot, and those on their way to disk.
+    """Cells outside of slots: of sequences without a slot, and cells on their way to disk.
 
     Cells of a sequence that leaves its slot to come back are saved in host memory where the backend can and the budget
     allows; otherwise they are lost, and computed again. Their key is the number of the sequence, whose cells are in one

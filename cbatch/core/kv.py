@@ -163,12 +163,12 @@ class KvLedger:
         return sum(block.n for block in self._blocks[slot] if block.n_slots == 1)
 
     def n_in_use(self) -> int:
-        """Return the cells of the slots that are lent, those of several counted once."""
+        """Return the cells of the slots that are lent; a cell of several slots counts once."""
         lent = (blocks for slot, blocks in enumerate(self._blocks) if slot not in self._free)
         return sum({id(b): b.n for blocks in lent for b in blocks}.values())
 
     def _drop_blocks(self, slot: Slot, n_less: int) -> int:
-        """Take `n_less` cells off the end of a slot; return how many of them nobody else has."""
+        """Take `n_less` cells off the end of a slot; return how many of them no other slot has."""
         blocks, n_freed = self._blocks[slot], 0
         while n_less:
             block = blocks[-1]

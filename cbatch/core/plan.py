@@ -98,14 +98,14 @@ class StepPlan:
     copies: tuple[tuple[Slot, Slot, int], ...] = ()
     """(from, to, n): copy the first n cells to an empty slot. Only where `KvCapabilities.can_copy`."""
     saves: tuple[tuple[Slot, int], ...] = ()
-    """(slot, key): copy its cells to host memory under a new key. Only where `KvCapabilities.can_save`."""
+    """(slot, key): copy its cells to host memory under a key that is free. Only where `KvCapabilities.can_save`."""
     loads: tuple[tuple[Slot, int, int], ...] = ()
     """(slot, key, n): put the first n of saved cells into an empty slot; the key is gone then."""
     shifts: tuple[tuple[Slot, int, int], ...] = ()
     """(slot, n_keep, n): remove `n` cells behind the first `n_keep`; the rest move up. `KvCapabilities.can_shift`.
     Not done where the slot's cells were lost by a load that failed."""
     forgets: tuple[int, ...] = ()
-    """Keys of saved cells that nobody will load; a key that there is not does no harm."""
+    """Keys of saved cells that no plan will load; an unknown key does no harm."""
     adapters: AdapterSet = ()
     """What all chunks are computed with."""
     is_rebuild: bool = False
@@ -153,7 +153,7 @@ class StepResult:
     scores: Mapping[Slot, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Log-probabilities of the targets of each chunk that has some; empty where the step was not done."""
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
-    """What constraints say of the tokens sampled in their slots; those that have nothing to say are left out."""
+    """What constraints say of the tokens sampled in their slots; a constraint with nothing to say is left out."""
 
     @property
     def later_s(self) -> float:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
 
 N_PREEMPTED_MAX = 3
-"""How often a sequence may lose its cells; then it gets room for its worst case, and so do those that run with it."""
+"""How often a sequence may lose its cells; then every running sequence gets room for its worst case."""
 
 N_WORTH_MOVE = 8
 """Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
@@ -48,7 +48,7 @@ class KvDemandEstimator:
         self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
 
     def n_expected(self, driver: SequenceDriver, *, is_certain: bool) -> int:
-        """Return the cells that a sequence will want besides those of its tokens; at most, if `is_certain`."""
+        """Return how many cells a sequence will want for tokens to come; the most, if `is_certain`."""
         n_left = driver.n_left
         n_most = max(0, min(n_left, driver.n_window - driver.n_tokens))
         if is_certain:
@@ -74,7 +74,7 @@ class Demand:
         self._n_coming_at_worst += n_pending + self._estimator.n_expected(driver, is_certain=True)
 
     def fits(self, driver: SequenceDriver, ledger: KvLedger, n_shared: int = 0) -> bool:
-        """Return whether the pool holds `driver` besides those that run, one of which has `n_shared` of its cells."""
+        """Return whether the pool holds `driver` besides the running sequences, which have `n_shared` of its cells."""
         if not ledger.is_shared:
             return True
         is_certain = self._is_certain or driver.n_preempted >= N_PREEMPTED_MAX
@@ -108,17 +108,11 @@ def choose_mover(
 
     In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one.
     """
-    memory, n_lent = ledger.memory, ledger.n_lent
-    if memory.kind != "partitioned" or not memory.can_copy:
+    if ledger.memory.kind != "partitioned" or not ledger.memory.can_copy:
         return None
-    for slot in range(len(running) - 1, n_lent - 1, -1):
-        highest = running[slot]
-        if highest is not None:
-            is_worth = _is_worth_moving(highest) and ledger.n_cells[slot]
-            return highest if is_worth else None
-    return None
-
-
-def _is_worth_moving(driver: SequenceDriver) -> bool:
-    """Whether a sequence has enough left to compute, and nothing in its slot is about to move."""
-    return driver.status is Status.RUNNING and driver.n_left >= N_WORTH_MOVE and not driver.n_shifts
+    above_a_gap = [d for d in running[ledger.n_lent :] if d is not None]
+    if not above_a_gap:
+        return None
+    highest = above_a_gap[-1]
+    is_settled = highest.status is Status.RUNNING and highest.n_computed and not highest.n_shifts
+    return highest if is_settled and highest.n_left >= N_WORTH_MOVE else None

@@ -44,7 +44,7 @@ class PrefixCache:
 
     `chunk_alignment` as of a backend: only whole chunks of prompts are the same bits in any company, so with it
     beginnings end at its multiples, and output is taken over only by the request that goes on from it. Cells computed
-    with other adapters are those of another text.
+    with other adapters belong to another text.
 
     A plan changes a `view`; `adopt` takes the changes over.
     """
@@ -121,7 +121,7 @@ class PrefixCache:
     def is_private(self, driver: SequenceDriver) -> bool:
         """Whether no other sequence may take over a driver's cells.
 
-        Those of a window that moves would move for all in a pool; and chunks of another size are other bits.
+        In a pool the cells of a moving window would move for all; and chunks of another size are other bits.
         """
         options = driver.request.options
         is_other = driver.own_alignment(self._chunk_alignment) != self._chunk_alignment

@@ -16,7 +16,7 @@ _N_BLOCK = 16
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """Tokens that follow those of the parent, and the slots that hold them, the one put first first."""
+    """Tokens that follow the tokens of the parent, and the slots that hold them in the order they were put."""
 
     tokens: Sequence[Hashable]
     parent: Branch | None

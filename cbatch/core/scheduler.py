@@ -60,24 +60,6 @@ class Plan:
     """When each set of adapters in use had its turn, where there are several."""
     now: float
 
-    @property
-    def is_run(self) -> bool:
-        """Whether there is anything for the backend to do."""
-        step = self.step
-        return bool(
-            step.chunks
-            or step.binds
-            or step.clears
-            or step.trims
-            or step.saves
-            or step.forgets
-            or step.is_rebuild
-        )
-
-
-NOT_RUN = StepResult([], 0)
-"""The result of a plan with nothing for the backend to do."""
-
 
 class _Newcomer(NamedTuple):
     """A sequence with more than one token to compute, and where it stands in the plan."""

@@ -149,13 +149,13 @@ class SlotPlan:
 
     @property
     def n_following(self) -> int:
-        """Sequences that wait for another's prefix, each of which a slot is kept for."""
+        """Sequences that wait for another's prefix; a slot is kept free for each."""
         n_new = sum(found.leader is not None for found in self.holds.values())
         return len(self.books.followers) + n_new
 
     @property
     def n_awaited(self) -> int:
-        """Sequences that wait for what they can begin with; a slot is kept free for those that follow another."""
+        """Sequences that wait for a prefix or for cells from disk."""
         return len(self.books.followers) + len(self.books.reads) + len(self.holds)
 
     def n_computed(self, driver: SequenceDriver) -> int:
@@ -253,7 +253,7 @@ class SlotPlan:
                 demand = self._demand()
 
     def _demand(self) -> Demand:
-        """Return what running sequences will want; those that a plan lets in join one after the other."""
+        """Return what running sequences will want; each one that the plan lets in joins them."""
         demand = Demand(self.books.demand)
         for driver in self.running if self.cells.ledger.is_shared else ():
             if driver is not None:
@@ -276,7 +276,7 @@ class SlotPlan:
         return None
 
     def _fits(self, driver: SequenceDriver, source: Source | None, demand: Demand) -> bool:
-        """Whether there are cells for a waiting sequence besides those that run."""
+        """Whether there are cells for a waiting sequence besides the running ones."""
         has_holder = source is not None and self.running[source.slot] is not None
         n_shared = source.n_cells if source is not None and has_holder else 0
         return demand.fits(driver, self.cells.ledger, n_shared)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from cbatch.core.scheduler import NOT_RUN
 from cbatch.errors import EngineClosedError, words_of
 from cbatch.interrupts import Latch, Postponed, Sleepers
 from cbatch.logs import Log
@@ -106,7 +105,7 @@ class Loop:
             return self.deliver(()) or len(self._commands) > 0
         built = self._clock()
         self._unapplied = plan
-        result = self._backend.run(plan.step) if plan.is_run else NOT_RUN
+        result = self._backend.run(plan.step)
         ran = self._clock()
         record = None
         if self.recorder is not None and plan.step.chunks:

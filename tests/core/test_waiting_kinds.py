@@ -11,7 +11,6 @@ import pytest
 
 from cbatch.core.lifecycle import Wait
 from cbatch.core.prefix import MIN_SHARED_TOKENS
-from cbatch.core.scheduler import NOT_RUN
 from cbatch.core.slots import N_READ_PER_SLOT, N_STORED_PER_SLOT
 from cbatch.core.waiting import _N_FILES_MAX, CacheEntry, CacheRead, CacheRef, PrefixWaiters
 from cbatch.errors import CacheError
@@ -382,7 +381,7 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
         rig.scheduler.prepare(rig.now)
         plan = rig.scheduler.plan(rig.now)
         if plan is not None:
-            result = rig.backend.run(plan.step) if plan.is_run else NOT_RUN
+            result = rig.backend.run(plan.step)
             rig.scheduler.apply(plan, result, rig.now)
         while (want := rig.batcher.take_want()) is not None:
             if isinstance(want, CacheRead):
