@@ -134,22 +134,14 @@ def check_float(name: str, value: object, low: float, high: float) -> float:
 
 
 def check_seconds(name: str, value: object) -> float:
-    """Return a span of seconds; infinite for None.
-
-    Raises:
-        ConfigError: not a number, or below 0.
-    """
+    """Return a span of seconds, 0 or more; infinite for None."""
     if value is None or number_of(value) == math.inf:
         return math.inf
     return check_float(name, value, 0.0, MAX_TIME_S)
 
 
 def check_wait(name: str, value: object) -> float | None:
-    """Return how many seconds to wait, 0 for a negative number; None, which is no limit, for None too.
-
-    Raises:
-        ConfigError: not a number.
-    """
+    """Return how many seconds to wait, 0 for a negative number; None, which is no limit, for None too."""
     number = number_of(value)
     is_nan = isinstance(number, float) and math.isnan(number)
     if value is not None and (number is None or is_nan):

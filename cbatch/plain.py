@@ -111,11 +111,7 @@ def plain(value: Any) -> object:
 
 
 def plain_for_json(value: Any) -> object:
-    """Return the plain value that JSON can write, for `json.dumps(…, default=…)`.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """Return the plain value that JSON can write, for `json.dumps(…, default=…)`; a TypeError where there is none."""
     if is_a(value, Mapping):
         return dict(value)
     for found in (list_of(value), text_of(value), flag_of(value), number_of(value)):

@@ -241,21 +241,14 @@ def choose_view(
 
 
 def check_view(progress: object) -> bool | View:
-    """Return the view that a caller asks for: True for the usual one, False for none.
-
-    Raises:
-        ConfigError: neither True, False, nor a `View`.
-    """
+    """Return the view that a caller asks for: True for the usual one, False for none."""
     with reading("progress"):
         if progress is None or flag_of(progress) is not None:
             return bool(progress)
-        if all(map(callable, (getattr(progress, name, None) for name in _VIEW_METHODS))):
+        if all(callable(getattr(progress, name, None)) for name in ("say", "show", "finish")):
             check_wait("interval_s", getattr(progress, "interval_s", None))
             return cast("View", progress)
     raise ConfigError(f"progress must be True, False or a View, not {shown(progress)}")
-
-
-_VIEW_METHODS = ("say", "show", "finish")
 
 
 class Progress:
@@ -271,16 +264,7 @@ class Progress:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begin.
-
-        Args:
-            view: shows the progress.
-            counts: returns the batch's items.
-            stats: returns the engine's work; may raise where the engine has stopped.
-            before: the engine's work before the batch.
-            n_slots: slots of the engine.
-            clock: in seconds.
-        """
+        """Begin; `stats` returns the engine's work, `before` is that before the batch."""
         self._view, self._counts, self._ask, self._n_slots = view, counts, stats, n_slots
         self._clock, self._start_s = clock, clock()
         self._first = self._last = before

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from enum import Enum, IntEnum
 from functools import partial
 from typing import Annotated, Any, NoReturn
@@ -110,14 +110,28 @@ class Interrupts:
         self._first_s = None
 
 
-class Command(TyperCommand):
-    """A command whose errors name the environment variable that a wrong value came from."""
+class _Help:
+    """Writes the help of a command or of the root, in boxes if the terminal is wide enough."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, in boxes if the terminal is wide enough."""
-        if not _write_narrow_help(self, ctx, formatter):
-            with _leaving_with_the_reader():
-                super().format_help(ctx, formatter)
+        n_columns = shutil.get_terminal_size().columns
+        if n_columns < _BOXES_WIDTH:
+            command: Any = self
+            formatter.width = n_columns - 2
+            command.format_usage(ctx, formatter)
+            command.format_help_text(ctx, formatter)
+            command.format_options(ctx, formatter)
+            return
+        try:
+            super().format_help(ctx, formatter)  # type: ignore[misc]
+        except (
+            SystemExit
+        ):  # rich found that the reader has left. Source: its `Console.on_broken_pipe`
+            raise typer.Exit(ExitCode.DONE) from None
+
+
+class Command(_Help, TyperCommand):
+    """A command whose errors name the environment variable that a wrong value came from."""
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **more: Any) -> Any:
         """Read the options, `--json` first: it decides how errors in the others are reported."""
@@ -138,14 +152,8 @@ class Command(TyperCommand):
             raise
 
 
-class Group(TyperGroup):
+class Group(_Help, TyperGroup):
     """Turns a command's exception into one line on stderr and an exit code."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, in boxes if the terminal is wide enough."""
-        if not _write_narrow_help(self, ctx, formatter):
-            with _leaving_with_the_reader():
-                super().format_help(ctx, formatter)
 
     def get_params(self, ctx: Any) -> Any:
         """Return the root's options; no environment variable may install completion."""
@@ -203,10 +211,7 @@ def make_app(*commands: Callable[..., None]) -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="markdown",
-        context_settings={
-            "help_option_names": ["-h", "--help"],
-            "auto_envvar_prefix": "CBATCH",
-        },
+        context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "CBATCH"},
     )
     app.callback()(_root)
     for command in commands:
@@ -215,11 +220,7 @@ def make_app(*commands: Callable[..., None]) -> typer.Typer:
 
 
 def write(text: str) -> None:
-    """Write to stdout at once; end the command if the reader has left.
-
-    Raises:
-        ConfigError: stdout is closed.
-    """
+    """Write to stdout at once; end the command if the reader has left."""
     file = stdout()
     try:
         file.write(text.encode(errors="replace"))
@@ -286,26 +287,6 @@ def _root(
     """
     if log_level is not None:
         _show_log(ctx, log_level)
-
-
-@contextmanager
-def _leaving_with_the_reader() -> Iterator[None]:
-    """End with exit code 0 if rich finds that the reader has left. Source: rich's `Console.on_broken_pipe`."""
-    try:
-        yield
-    except SystemExit:
-        raise typer.Exit(ExitCode.DONE) from None
-
-
-def _write_narrow_help(command: Any, ctx: Any, formatter: Any) -> bool:
-    """Write the help as plain lines on a narrow terminal; return False on a wide one."""
-    n_columns = shutil.get_terminal_size().columns
-    if n_columns >= _BOXES_WIDTH:
-        return False
-    formatter.width = n_columns - 2
-    for write_part in (command.format_usage, command.format_help_text, command.format_options):
-        write_part(ctx, formatter)
-    return True
 
 
 def _is_typers_own(error: BaseException) -> bool:

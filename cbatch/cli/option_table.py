@@ -25,14 +25,9 @@ ANSWERS = "Answers"
 def option(
     *names: Any, help: str, panel: str | None = None, default: str | None = None, **more: Any
 ) -> Any:
-    """Declare an option for typer; the root's help tells how its environment variable is called.
+    """Declare an option for typer; `default` is what the help says where None stands for something.
 
-    Args:
-        names: "--name" and "-n"; none for the parameter's own.
-        help: what the help says of it.
-        panel: the box of the help that it is in.
-        default: what the help says it is by default, where None stands for something.
-        more: for `typer.Option`.
+    The root's help tells how its environment variable is called.
     """
     shown: Any = True if default is None else default
     return typer.Option(
@@ -42,16 +37,12 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option that a command takes by its name.
+    """One option that a command takes by its name; a list is an option that may be given again.
 
     Args:
         panel: the box of the help that it is in, which also decides where its value goes: `FILES` to `run_file`,
             `ANSWERS` to `RunOptions`, the others to `EngineOptions`.
-        name: of the parameter, with underscores.
-        type: of its value; bool makes a flag, a list an option that may be given again.
-        help: what the help says of it.
         shown: the default as the help says it, where None stands for something.
-        default: the default itself.
         names: "--name" and "-n" where they do not follow from `name`.
         metavar: what the help calls the value.
         setting: the name of the setting where it is not `name`; empty for what only the command uses.
@@ -305,11 +296,7 @@ class Given:
         return self._values.get(name)
 
     def settings(self, *panels: str) -> dict[str, Any]:
-        """Return the settings of these panels, without those that were not given.
-
-        Raises:
-            ConfigError: a value that cannot be read.
-        """
+        """Return the settings of these panels, without those that were not given."""
         named = {
             o.name if o.setting is None else o.setting: o.read(self._values[o.name])
             for o in OPTIONS

@@ -31,15 +31,7 @@ _WORDS: Mapping[type, str] = MappingProxyType(
 
 
 def set_options(given: Collection[str], taken: Collection[str]) -> dict[str, Any]:
-    """Return options by name.
-
-    Args:
-        given: each `name=value`.
-        taken: names that flags of the command line give.
-
-    Raises:
-        ConfigError: an unknown name, a name given twice, or a value of the wrong type.
-    """
+    """Return options by name, each given as `name=value`; `taken` are names that flags of the command line give."""
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")

@@ -32,14 +32,7 @@ class Reader(Generic[T]):
         take: Callable[[], T | None],
         end: Callable[[], None],
     ) -> None:
-        """Make one.
-
-        Args:
-            mailbox: of the batch.
-            has_next: whether `take` need not be waited for.
-            take: returns the next one; None after the last.
-            end: is called once, after the last or when the reader is left.
-        """
+        """Make one; `take` returns None after the last; `end` is called then, or when the reader is left."""
         self._mailbox, self._has_next, self._take, self._end = mailbox, has_next, take, end
         self._has_ended = False
 

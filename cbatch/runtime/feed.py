@@ -113,13 +113,7 @@ class Feed:
     def __init__(
         self, source: Iterator[object], mailbox: Mailbox, put: Callable[[object], None]
     ) -> None:
-        """Make one that has read nothing yet.
-
-        Args:
-            source: the prompts; it may wait, and it may use the engine.
-            mailbox: of the batch; its items say when there is room.
-            put: submits one prompt.
-        """
+        """Make one that has read nothing yet; `source` may wait and use the engine, `put` submits one prompt."""
         self._source, self._mailbox, self._put = source, mailbox, put
         self._is_reading = threading.Lock()
 

@@ -44,11 +44,7 @@ def is_meant(id: Any, request_id: str) -> bool:
 
 
 def check_own(ids: Sequence[str | None], taken: Container[str]) -> set[str]:
-    """Return the ids that callers gave.
-
-    Raises:
-        DuplicateIdError: an id occurs twice or is in `taken`.
-    """
+    """Return the ids that callers gave; a `DuplicateIdError` where one occurs twice or is in `taken`."""
     seen: set[str] = set()
     for id in ids:
         if id is None:
@@ -60,10 +56,7 @@ def check_own(ids: Sequence[str | None], taken: Container[str]) -> set[str]:
 
 
 class Ids:
-    """Gives the requests of one engine their ids; from one thread at a time.
-
-    Every request takes a number, so automatic ids of a first batch are its places.
-    """
+    """Gives requests their ids, from one thread at a time; each takes a number, so a first batch has its places."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -74,15 +67,7 @@ class Ids:
         return RequestId(next(n for n in names if not any(n in ids for ids in taken)))
 
     def of_batch(self, own: Sequence[str | None], taken: Container[str]) -> list[RequestId]:
-        """Return the ids of a batch: chosen or automatic ones.
-
-        Args:
-            own: ids that callers chose; None for an automatic one.
-            taken: the ids in flight in this engine.
-
-        Raises:
-            DuplicateIdError: a chosen id occurs twice in the batch or is in flight.
-        """
+        """Return the ids of a batch: those that callers chose, and automatic ones for None. Raises as `check_own`."""
         given = check_own(own, taken)
         return [self._of(id, given, taken) for id in own]
 

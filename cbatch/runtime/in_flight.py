@@ -38,15 +38,12 @@ class Route(NamedTuple):
 
 
 class InFlight:
-    """Submits sequences to a loop, within the queue's limit, and passes on orders by id. From any thread.
-
-    `routes` has the ids in flight; the loop takes out those that ended.
-    """
+    """Submits sequences to a loop, within the queue's limit, and passes on orders by id. From any thread."""
 
     def __init__(
         self, loop: Loop, batcher: MultiRequestBatcher, clock: Callable[[], float]
     ) -> None:
-        self.routes = loop.routes
+        self.routes = loop.routes  # the loop takes out those that ended
         self._loop, self._batcher, self._clock = loop, batcher, clock
         self._outside: dict[str, SequenceDriver] = {}
         """Sequences that wait for room in the queue, by id."""
@@ -68,9 +65,7 @@ class InFlight:
     ) -> None:
         """Make requests known, with where their output goes; their routes are added to `routes`, too.
 
-        Raises:
-            DuplicateIdError: an id is in flight. Nothing was added.
-            CacheError: a cache key that a request will save occurs twice or is in flight. Nothing was added.
+        Nothing is added where an id, or a cache key to save cells under, is in flight: DuplicateIdError, CacheError.
         """
         savers = self._checked_savers([d for item in items for d in item])
         for place, (id, drivers) in enumerate(zip(ids, items, strict=True), first_place):
@@ -89,11 +84,7 @@ class InFlight:
         self._savers.update(savers)
 
     def _checked_savers(self, drivers: Sequence[SequenceDriver]) -> dict[str, str]:
-        """Return the ids of requests that save cells, by cache key.
-
-        Raises:
-            CacheError: a key occurs twice or is in flight.
-        """
+        """Return the ids of requests that save cells, by cache key; each key must be theirs alone."""
         saving = [d.request for d in drivers if d.request.options.save_cache]
         if saving and len(self._savers) > 2 * len(self.routes) + _N_ENDED_SAVERS:
             self._savers = {key: id for key, id in self._savers.items() if self.find(id)}
@@ -134,11 +125,7 @@ class InFlight:
         )
 
     def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
-        """Queue sequences, all or none, where no more than `n_limit` wait for a slot then; else as `submit`.
-
-        Raises:
-            QueueFullError: more would wait; nothing was queued.
-        """
+        """Queue sequences, all or none: a `QueueFullError` where more than `n_limit` would wait for a slot."""
 
         def submit() -> None:
             n_waiting, n_room = self._room(n_limit)
@@ -157,6 +144,9 @@ class InFlight:
         until_s = _first_deadline(todo)
         self._outside.update((d.request.id, d) for d in todo)
 
+        def can_submit() -> bool:
+            return self._room(n_limit)[1] > 0 or not self._is_outside(todo[0])
+
         def submit_some() -> int:
             nonlocal todo, until_s
             now, n_room = self._clock(), self._room(n_limit)[1]
@@ -170,7 +160,7 @@ class InFlight:
 
         while todo:
             if not self._loop.call(submit_some) and todo:
-                self._wait_for_room(todo[0], n_limit, until_s)
+                self._loop.wait_for_change(can_submit, until_s)
 
     def _take_first(self, todo: deque[SequenceDriver], n_max: int) -> list[SequenceDriver]:
         """Take up to `n_max` sequences that still wait for room from the left of `todo`, and drop the queued ones."""
@@ -192,12 +182,6 @@ class InFlight:
         if newcomers:
             self._loop.enqueue(newcomers)
             self._loop.waiters.wake()  # the thread that brought them may wait for nothing else
-
-    def _wait_for_room(self, first: SequenceDriver, n_limit: int, until_s: float) -> None:
-        """Wait until there is room for `first`, the first of several sequences, or it was queued without."""
-        self._loop.wait_for_change(
-            lambda: self._room(n_limit)[1] > 0 or not self._is_outside(first), until_s
-        )
 
     def _room(self, n_limit: int) -> tuple[int, int]:
         """Return how many sequences wait and how many more may: those for which a slot is free do not count."""

@@ -163,11 +163,7 @@ class Loop:
         return 0 if plan is None else plan.slots.n_entering
 
     def call(self, command: Callable[[], T]) -> T:
-        """Do `command` between two runs and return what it returns. From any thread; waits.
-
-        Raises:
-            EngineClosedError: the loop has ended.
-        """
+        """Do `command` between two runs and return what it returns. From any thread; waits. Raises as `check_open`."""
         if self._thread is threading.current_thread():
             self.check_open()
             return command()
@@ -184,14 +180,9 @@ class Loop:
         return asked.wait()
 
     def post(self, command: Callable[[], object], *, is_urgent: bool = True) -> None:
-        """Have `command` done between two runs. From any thread; does not wait.
+        """Have `command` done between two runs; an urgent one has a run in flight end after its current step.
 
-        Args:
-            command: what to do.
-            is_urgent: ask a run in flight to end after its current step.
-
-        Raises:
-            EngineClosedError: the loop has ended.
+        From any thread; does not wait. Raises as `check_open`.
         """
         self.check_open()
         self._commands.put(command)
@@ -219,11 +210,7 @@ class Loop:
         self.waiters.wait_for(lambda: self._is_closed or is_ready(), timeout)
 
     def compiled(self, want: Grammar | DryBreakers) -> object:
-        """Return what compiling something brings, as a request that wants it is told. From any thread; waits.
-
-        Raises:
-            EngineClosedError: the loop has ended.
-        """
+        """Compile something; return the result or the error. From any thread; waits. Raises as `check_open`."""
         found = self.call(lambda: self._compiler.ask(want))
         try:
             return found.result()
@@ -231,11 +218,7 @@ class Loop:
             raise EngineClosedError("the engine is closed") from self._error
 
     def check_open(self) -> None:
-        """Refuse work that nobody would do.
-
-        Raises:
-            EngineClosedError: the engine is closed, has failed, or belongs to the parent process.
-        """
+        """Raise an `EngineClosedError` where the engine is closed, has failed, or belongs to the parent process."""
         if os.getpid() != self._pid:
             raise EngineClosedError(
                 "this engine belongs to the parent process: load one after the fork"
@@ -269,12 +252,9 @@ class Loop:
         return None if next_s is None else min(max(0.0, next_s - self._clock()), _LONGEST_SLEEP_S)
 
     def pump(self) -> bool:
-        """Do one step in an engine without a thread, in the thread of whoever waits; see `step`.
+        """Do one step in an engine without a thread, in the caller's; see `step`. A step that fails ends the engine.
 
         Ctrl-C during the step is raised behind it, and the requests go on with the next step.
-
-        Raises:
-            EngineClosedError: the engine is closed, or this step failed and ended it.
         """
         self.check_open()
         with self._turns.held():

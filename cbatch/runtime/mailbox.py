@@ -44,15 +44,10 @@ class Mailbox:
         log: Callable[[Sequence[tuple[int, BatchResult]]], object] | None = None,
         engine: object = None,
     ) -> None:
-        """Make an empty one.
+        """Make an empty one; `n_ahead` makes it that of a fed batch, with at most this number of items in hand.
 
-        Args:
-            n_items: results to expect.
-            in_flight: cancels the batch's requests.
-            pump: does one step of an engine without a thread; False where there is none to do.
-            n_ahead: makes the batch a fed one, with at most this many items that were not given out yet.
-            log: is told of the results, before a reader is.
-            engine: is kept alive while there is a reader.
+        `pump` does a step of an engine without a thread, and returns False where there is none to do; `log` is told of
+        results before a reader is; `engine` is kept alive.
         """
         self.is_streamed = False
         self.items = items = Items(n_items, n_ahead)
@@ -73,12 +68,7 @@ class Mailbox:
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
-        """Add what one step brought and wake the reader once. Owner thread.
-
-        Args:
-            chunks: in order; the last one of an item has a finish reason.
-            results: (place in the batch, result) of the items that ended.
-        """
+        """Add new chunks, and results with their places in the batch; wake the reader once. Owner thread."""
         if self._log is not None:
             self._log(results)
         with HeldBack():

@@ -70,11 +70,7 @@ class SequenceMaker:
         *,
         name: str = "",
     ) -> list[SequenceDriver]:
-        """Return the sequences of a prompt with the id `id`, one for each choice; errors name the prompt `name`.
-
-        Raises:
-            ConfigError: options that do not fit this engine or this prompt.
-        """
+        """Return the sequences of a prompt, one for each choice; a `ConfigError` of its options names it `name`."""
         try:
             options = self._settled.over(RunOptions.of(item.options), run_options)
             check_fits(options, self._backend, self._schedule)
@@ -196,11 +192,7 @@ def _with_prompt(request: Request, result: BatchResult) -> Request:
 
 
 def tokenize(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
-    """Return a prompt's tokens.
-
-    Raises:
-        RequestFailedError: a token id that is not in the vocabulary, or a template that refuses the messages.
-    """
+    """Return a prompt's tokens; a `RequestFailedError` where the template refuses it or a token is unknown."""
     if prompt.prompt is not None:
         return vocab.tokenize(prompt.prompt)
     if prompt.messages is not None:

@@ -80,15 +80,9 @@ class StepRecord:
 def record_of(
     plan: Plan, result: StepResult, n_cells: int, times: tuple[float, float, float, float]
 ) -> StepRecord:
-    """Return the record of a run up to its end; the loop adds what comes afterwards.
+    """Return the record of a run, before it is applied: sequences may leave their slots then.
 
-    Before the run is applied: sequences may leave their slots then.
-
-    Args:
-        plan: what was run.
-        result: what came of it.
-        n_cells: cells in use.
-        times: when the step began, and when admitting, building and running ended.
+    `times` is when the step began, and when admitting, building and running ended. The loop adds what comes afterwards.
     """
     start, admitted, built, ran = times
     tokens = result.tokens or repeat(())  # a step that failed may have none

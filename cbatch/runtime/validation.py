@@ -25,11 +25,7 @@ EXTENSIBLE = ("length", "cancelled", "timeout")
 
 
 def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions) -> None:
-    """Check that an engine supports the options.
-
-    Raises:
-        ConfigError: its model, memory or schedule does not support one.
-    """
+    """Refuse options that an engine's model, memory or schedule does not support."""
     _check_tokens(options, backend.vocab.n_vocab)
     if options.priority is not None and schedule.policy != "priority":
         raise ConfigError(
@@ -43,11 +39,7 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
 
 
 def check_adapters(options: RunOptions, backend: Backend) -> None:
-    """Check that the adapters are loaded.
-
-    Raises:
-        ConfigError: one is not; the message names the loaded ones.
-    """
+    """Refuse adapters that are not loaded."""
     for name in options.adapter or ():  # also those of scale 0
         if name not in backend.adapters:
             known = ", ".join(backend.adapters) or "none"
@@ -89,11 +81,7 @@ def _check_window(options: RunOptions, backend: Backend) -> None:
 
 
 def _check_scoring(options: RunOptions, backend: Backend) -> None:
-    """Check a scored prompt's use of the cache: it needs every token computed, and may differ in bits from others.
-
-    Raises:
-        ConfigError: `cache_required`, or `save_cache` with `exact=True` and a larger `n_ubatch`.
-    """
+    """Refuse some uses of the cache: a scored prompt needs every token computed, and may differ in bits from others."""
     if options.n_prompt_logprobs is None:
         return
     if options.cache_required:
@@ -109,12 +97,7 @@ def _check_scoring(options: RunOptions, backend: Backend) -> None:
 
 
 def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
-    """Check options that depend on whether the prompt is a chat.
-
-    Raises:
-        ConfigError: `tools` or `chat_template_kwargs` for a prompt without messages, or `echo` for one with messages.
-        UnsupportedOptionError: `tools` with a chat template that does not support them.
-    """
+    """Refuse options that are for chats alone, or for prompts that are no chats, or that the template cannot do."""
     if options.echo and prompt.messages is not None:
         raise ConfigError(
             "echo is for prompts of text or tokens, but this prompt has messages: leave echo out; prompt_logprobs "
@@ -132,11 +115,7 @@ def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
 
 
 def origin_of(result: BatchResult, owner: str) -> Origin:
-    """Return the origin of a result that is to be extended by the engine with the mark `owner`.
-
-    Raises:
-        ConfigError: the result is another engine's, has several choices, or was altered.
-    """
+    """Return the origin of a result; refuse one of another engine than `owner`, with several choices, or altered."""
     if not is_a(result, BatchResult):
         raise ConfigError(f"extend takes a BatchResult, not {type(result).__name__}")
     if isinstance(result.choices, tuple) and result.choices:
@@ -179,11 +158,7 @@ def _are_logprobs(found: object, n_tokens: int, *, is_asked: bool = True) -> boo
 
 
 def check_extension(result: BatchResult, n_tokens: int) -> int:
-    """Return the number of tokens to add to a result.
-
-    Raises:
-        ConfigError: `n_tokens` is not a number of tokens, or the answer is complete or cannot be continued.
-    """
+    """Return the number of tokens to add to a result; refuse an answer that is complete or cannot be continued."""
     n_more = int_of(n_tokens)
     if n_more is None or not 1 <= n_more <= MAX_INT:
         raise ConfigError(f"extend takes a number of tokens, 1 … {MAX_INT}, not {shown(n_tokens)}")

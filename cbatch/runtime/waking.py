@@ -94,12 +94,7 @@ class Readers:
     """
 
     def __init__(self, pump: Callable[[], bool] | None, n_open: Callable[[], int]) -> None:
-        """Make one without readers.
-
-        Args:
-            pump: does one step of an engine without a thread; False where there is none to do.
-            n_open: tells how many items have not ended.
-        """
+        """Make one without readers; `pump` is that of `Mailbox`, `n_open` tells how many items have not ended."""
         self._pump, self._n_open = pump, n_open
         self._threads = Sleepers()
         self._tasks: deque[tuple[LoopWaker, anyio.Event]] = deque()
