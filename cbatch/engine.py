@@ -32,26 +32,13 @@ from cbatch.core.prompts import PromptPreparer
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.engine_options import EngineOptions, ScheduleOptions
-from cbatch.errors import (
-    CBatchError,
-    ConfigError,
-    EngineClosedError,
-    RequestCancelledError,
-)
+from cbatch.errors import CBatchError, ConfigError, EngineClosedError, RequestCancelledError
 from cbatch.interrupts import Postponed
-from cbatch.messages import (
-    BatchPrompt,
-    LookAhead,
-    Prompt,
-    as_id,
-    as_prompt,
-    as_prompts,
-    is_source,
-)
+from cbatch.messages import BatchPrompt, LookAhead, Prompt, as_id, as_prompt, as_prompts, is_source
 from cbatch.options import RunOptions
 from cbatch.progress import Progress, check_view, choose_view, closing_line
 from cbatch.runtime.batch_response import BatchResponse
-from cbatch.runtime.delivery import RequestLog
+from cbatch.runtime.delivery import log_results
 from cbatch.runtime.ids import RequestId
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
@@ -63,7 +50,6 @@ from cbatch.runtime.waking import do_to_end, is_in_event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from types import TracebackType
 
     from cbatch.backend import Backend
     from cbatch.progress import View
@@ -133,7 +119,7 @@ class Engine:
         self._schedule = schedule or ScheduleOptions()
         self._threaded = check_flag("threaded", threaded)
         self._opener = opener
-        self._log = RequestLog(model_name)
+        self._log = partial(log_results, model_name)
         self._cache_dir = None if cache_dir is None else _folder(cache_dir)
         self._cache_mib = check_int("cache_mib", cache_mib, 1, MAX_INT)
         self._made: _Parts | None = None
@@ -152,12 +138,7 @@ class Engine:
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Engine:
@@ -171,12 +152,7 @@ class Engine:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await do_to_end(self.close)
 
     def _stop_loading(self) -> None:
@@ -260,26 +236,14 @@ class Engine:
         return cast("_Parts", self._made)
 
     @property
-    def _loop(self) -> Loop:
-        return self._parts.loop
-
-    @property
-    def _in_flight(self) -> InFlight:
-        return self._parts.in_flight
-
-    @property
-    def _backend(self) -> Backend:
-        return self._parts.backend
-
-    @property
     def parallel(self) -> int:
         """Number of slots: requests that run at once."""
-        return self._backend.n_slots
+        return self._parts.backend.n_slots
 
     @property
     def n_window(self) -> int:
         """Tokens, prompt and answer, that one slot holds."""
-        return self._backend.n_window
+        return self._parts.backend.n_window
 
     @property
     def options(self) -> RunOptions:
@@ -305,7 +269,7 @@ class Engine:
 
         Reads some 32 MiB of the model's file, the first time.
         """
-        backend = self._backend
+        backend = self._parts.backend
         try:
             said = dict(backend.fingerprint(tuple((name, 1.0) for name in backend.adapters)))
         except OSError:  # shared by an object that does not know its file, or changed since
@@ -357,7 +321,7 @@ class Engine:
             QueueFullError: with `max_queue` and `when_full="reject"`, more would wait. Nothing was queued.
             EngineClosedError: the engine is closed.
         """
-        self._loop.check_open()
+        self._parts.loop.check_open()
         run_options = run_options_of(self, options)
         ends_s = time.perf_counter() + check_seconds("max_time_s", max_time_s)
         view = check_view(progress)
@@ -394,7 +358,7 @@ class Engine:
             DuplicateIdError: the result's id is in flight.
             EngineClosedError: the engine is closed.
         """
-        self._loop.check_open()
+        self._parts.loop.check_open()
         return BatchResponse(self._parts.submitter.extend(result, n_tokens, self._mailbox))
 
     def cancel(self, id: str) -> bool:
@@ -408,7 +372,7 @@ class Engine:
         Returns:
             False where no such request is in flight.
         """
-        return bool(self._in_flight.cancel([_asked(id)]))
+        return bool(self._parts.in_flight.cancel([_asked(id)]))
 
     def pause(self, id: str) -> bool:
         """Stop one request where it is; it keeps its slot and cells until other requests need them.
@@ -418,7 +382,7 @@ class Engine:
         Returns:
             False where no such request is in flight, or it is paused already.
         """
-        return self._in_flight.pause(_asked(id))
+        return self._parts.in_flight.pause(_asked(id))
 
     def resume(self, id: str) -> bool:
         """Let a paused request go on; nothing is computed again while its cells are kept.
@@ -426,7 +390,7 @@ class Engine:
         Returns:
             False where no such request is in flight, or it is not paused.
         """
-        return self._in_flight.resume(_asked(id))
+        return self._parts.in_flight.resume(_asked(id))
 
     def cancel_all(self) -> int:
         """Cancel every request that is in flight now, queued or running, and read no further prompts of their runs.
@@ -437,15 +401,15 @@ class Engine:
             How many were in flight.
         """
         self._parts.submitter.end(RequestCancelledError(CANCELLED_EARLY))
-        return self._in_flight.cancel(list(self._loop.routes))
+        return self._parts.in_flight.cancel(list(self._parts.loop.routes))
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work done since the model was loaded, or since `reset_stats`."""
-        return self._loop.call(self._snapshot)
+        return self._parts.loop.call(self._snapshot)
 
     def reset_stats(self) -> None:
         """Set the statistics to zero. Work in flight counts from now on."""
-        self._loop.call(self._parts.stats.clear)
+        self._parts.loop.call(self._parts.stats.clear)
 
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
         """Have `into` called after each run of steps, in the thread that computes: it must be quick. None ends that.
@@ -454,7 +418,7 @@ class Engine:
         """
         if into is not None and not callable(into):
             raise ConfigError(f"record_steps takes a function or None, not {shown(into)}")
-        self._loop.call(partial(setattr, self._loop, "recorder", into))
+        self._parts.loop.call(partial(setattr, self._parts.loop, "recorder", into))
 
     def step(self) -> bool:
         """Do one step in the caller's thread; False where there is nothing to do.
@@ -464,13 +428,13 @@ class Engine:
         """
         if self._threaded:
             raise ConfigError("step() is for an engine loaded with threaded=False")
-        self._loop.check_open()
+        self._parts.loop.check_open()
         return self._pump()
 
     def _mailbox(self, n_items: int, n_ahead: int | None) -> Mailbox:
         return Mailbox(
             n_items,
-            self._in_flight,
+            self._parts.in_flight,
             None if self._threaded else self._pump,
             n_ahead=n_ahead,
             log=self._log,
@@ -479,7 +443,7 @@ class Engine:
 
     def _pump(self) -> bool:
         self._parts.submitter.fill()
-        return self._loop.pump()
+        return self._parts.loop.pump()
 
     def _show(
         self, mailbox: Mailbox, progress: bool | View, before: EngineStats | None
@@ -503,7 +467,7 @@ def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | Non
         ConfigError: a wrong option, or an adapter that is not loaded.
     """
     settled = engine._merger.over(RunOptions.of(options), engine.options)
-    check_adapters(settled, engine._backend)
+    check_adapters(settled, engine._parts.backend)
     return settled
 
 

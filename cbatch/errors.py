@@ -63,7 +63,6 @@ class DuplicateIdError(RequestError):
     """The id belongs to another request in flight, or occurs twice in one batch."""
 
     def __init__(self, id: str) -> None:
-        """Keep the id."""
         self.id = id
         super().__init__(
             f"the id {id!r} is in flight already or occurs twice in this batch: give each request its own id"
@@ -78,7 +77,6 @@ class DeadlineError(RequestError):
     """The deadline of the request or of its run passed before the request got a slot."""
 
     def __init__(self, waited_s: float) -> None:
-        """Keep how many seconds it had waited."""
         self.waited_s = waited_s
         super().__init__(
             f"the deadline passed after {waited_s:.3g} s in the queue, before the request got a slot: raise timeout_s, "
@@ -138,7 +136,6 @@ class OutputError(CBatchError):
     """A file of results could not be written; committed records stay, and a later run continues from them."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        """Keep the file and the reason."""
         self.path, self.reason = path, reason
         super().__init__(f"{path}: {reason}")
 
@@ -159,7 +156,6 @@ class DecodeError(EngineError):
     """`llama_decode` returned `code`; see docs/errors.md for what each code means."""
 
     def __init__(self, code: int) -> None:
-        """Keep llama.cpp's return code."""
         self.code = code
         meaning = _DECODE_CODES.get(code, "compute failed")
         super().__init__(f"llama_decode returned {code}: {meaning}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 _NAMES = (
     *("SIGHUP", "SIGQUIT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGBREAK"),
@@ -56,12 +56,7 @@ class Postponed:
         except BaseException as error:
             self._error = self._error or error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._give_back()
         self._raise()
 
@@ -96,12 +91,7 @@ class HeldBack(Postponed):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._struck.append((number, frame))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._give_back()
         if self._struck:
             with Postponed():  # all handlers are called, also after one that raises

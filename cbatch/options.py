@@ -383,18 +383,13 @@ class RunOptions:
         return self.best_of or self.n or 1
 
     @property
-    def has_logprobs(self) -> bool:
-        """Whether log-probabilities are requested."""
-        return bool(self.logprobs)
-
-    @property
     def n_logprobs(self) -> int | None:
         """Alternatives to report for each token; None where no log-probability is requested.
 
         Raises:
             ConfigError: alternatives are requested, but no log-probabilities.
         """
-        if not self.has_logprobs:
+        if not self.logprobs:
             if self.top_logprobs:
                 raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
             return 0 if self.n_choices > (self.n or 1) else None
@@ -403,10 +398,8 @@ class RunOptions:
     @property
     def n_prompt_logprobs(self) -> int | None:
         """Alternatives to report for each prompt token; None where no log-probability of them is requested."""
-        n_top = self.n_logprobs if self.echo and self.has_logprobs else None
-        if n_top is None or self.prompt_logprobs is None:
-            return self.prompt_logprobs if n_top is None else n_top
-        return max(n_top, self.prompt_logprobs)
+        n_top = self.n_logprobs if self.echo and self.logprobs else None
+        return max((n for n in (self.prompt_logprobs, n_top) if n is not None), default=None)
 
     @property
     def structure(self) -> Grammar | None:

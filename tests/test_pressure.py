@@ -631,7 +631,7 @@ def test_late_command_for_an_earlier_life_of_an_id_is_refused(
     first = engine.run(prompts("a", max_tokens=2))
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._loop, "call", late.append)
+        patch.setattr(engine._parts.loop, "call", late.append)
         getattr(engine, name)("a")  # on its way while the request ends
     assert ends(first) == [("length", 2)]
     second = engine.run(prompts("a", max_tokens=3))
@@ -761,7 +761,7 @@ def test_statistics_are_never_begun_anew_in_the_middle_of_a_run() -> None:
     engine.run(prompts("a"))
     backend.wait_for_run()
     resetting = in_thread(engine.reset_stats)
-    wait_until(lambda: len(engine._loop._commands) > 0)
+    wait_until(lambda: len(engine._parts.loop._commands) > 0)
     assert engine._parts.stats.n_submitted == 1
     backend.let(1000)
     resetting()

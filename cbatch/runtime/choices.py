@@ -42,16 +42,11 @@ class Choices:
     def __init__(self, mailbox: Mailbox, place: int, id: str, options: RunOptions) -> None:
         """Make one for the request `id` at `place` in its batch."""
         self.mailbox, self.id = mailbox, id
-        self._place, self._n = place, options.n or 1
+        self._place, self.n_kept = place, options.n or 1
         self._results: list[BatchResult | None] = [None] * options.n_choices
         self._held: dict[int, BatchOutputChunk] = {}
-        self._has_logprobs, self._has_echo = options.has_logprobs, bool(options.echo)
+        self._has_logprobs, self._has_echo = bool(options.logprobs), bool(options.echo)
         self._n_prompt_logprobs = options.n_prompt_logprobs
-
-    @property
-    def n_kept(self) -> int:
-        """Answers in the request's result."""
-        return self._n
 
     @property
     def member_ids(self) -> list[str]:
@@ -84,14 +79,14 @@ class Choices:
         all_results = self._with_prompt([r for r in self._results if r is not None])
         order = [*range(len(all_results))]
         if not self._keeps_all:
-            order = sorted(order, key=lambda i: self._rank(all_results[i]))[: self._n]
+            order = sorted(order, key=lambda i: self._rank(all_results[i]))[: self.n_kept]
             passed = [replace(self._held[i], index=place) for place, i in enumerate(order)]
         kept = [all_results[i] for i in order]
         self.mailbox.deliver(passed, [(self._place, self._joined(kept, all_results))])
 
     @property
     def _keeps_all(self) -> bool:
-        return self._n == len(self._results)
+        return self.n_kept == len(self._results)
 
     def _n_echoed(self, result: BatchResult) -> int:
         return result.usage.prompt_tokens if self._has_echo else 0

@@ -72,18 +72,11 @@ def _last_parcel(driver: SequenceDriver, place: int) -> Parcel:
 # ---- the log ----
 
 
-class RequestLog:
-    """Logs one line for each request that ends; costs a look at the level where the lines are not wanted."""
-
-    def __init__(self, model: str) -> None:
-        """Make one; `model` is what the lines call the model."""
-        self._model = model
-
-    def __call__(self, results: Sequence[tuple[int, BatchResult]]) -> None:
-        """Log the results of these items. From any thread."""
-        if results and _log.has_info:
-            for _, result in results:
-                _log.tell("request", **figures(result, self._model))
+def log_results(model: str, results: Sequence[tuple[int, BatchResult]]) -> None:
+    """Log one line for each of these requests that ended; cheap where the lines are not wanted."""
+    if results and _log.has_info:
+        for _, result in results:
+            _log.tell("request", **figures(result, model))
 
 
 def figures(result: BatchResult, model: str) -> dict[str, object]:

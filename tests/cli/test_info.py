@@ -113,7 +113,7 @@ def test_info_says_what_a_setting_takes(
 ) -> None:
     found = info(test_model, *args)
     with cbatch.load(test_model, n_threads=1, **settings) as engine:
-        memory = engine._backend.memory
+        memory = engine._parts.backend.memory
         assert (found["parallel"], found["n_window"]) == (engine.parallel, engine.n_window)
     assert found["n_cells"] == memory.n_cells
     assert 0 <= memory.saved_bytes_per_cell - found["n_cell_bytes"] <= 12

@@ -155,15 +155,15 @@ def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
 
 
 def owner_of(engine: Engine) -> threading.Thread:
-    thread = engine._loop._thread
+    thread = engine._parts.loop._thread
     assert thread is not None
     return thread
 
 
 def backend_of(engine: Engine, kind: type[T]) -> T:
     """What an engine computes on."""
-    assert isinstance(engine._backend, kind)
-    return engine._backend
+    assert isinstance(engine._parts.backend, kind)
+    return engine._parts.backend
 
 
 def batcher_of(engine: Engine) -> MultiRequestBatcher:
@@ -173,7 +173,7 @@ def batcher_of(engine: Engine) -> MultiRequestBatcher:
 
 def find_pool_full(engine: Engine) -> None:
     """Have the next step make room, as after a step that found no free cell."""
-    engine._loop._scheduler._is_pool_full = True
+    engine._parts.loop._scheduler._is_pool_full = True
 
 
 def is_threaded(engine: Engine) -> bool:
@@ -181,7 +181,7 @@ def is_threaded(engine: Engine) -> bool:
 
 
 def ids_in_flight(engine: Engine) -> list[str]:
-    return [*engine._loop.routes]
+    return [*engine._parts.loop.routes]
 
 
 def check_books(engine: Engine) -> None:
@@ -191,17 +191,17 @@ def check_books(engine: Engine) -> None:
 
 def in_owner(engine: Engine, work: Callable[[], T]) -> T:
     """What `work` returns to the thread that computes, which does it between two runs."""
-    return engine._loop.call(work)
+    return engine._parts.loop.call(work)
 
 
 def ids_outside(engine: Engine) -> list[str]:
     """The ids of requests that wait for room in the queue."""
-    return [*engine._in_flight._outside]
+    return [*engine._parts.in_flight._outside]
 
 
 def is_room_awaited(engine: Engine) -> bool:
     """Whether a thread sleeps until there is room in the queue."""
-    return len(engine._loop.waiters) > 0
+    return len(engine._parts.loop.waiters) > 0
 
 
 def all_results(response: BatchResponse) -> list[BatchResult]:
