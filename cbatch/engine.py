@@ -39,6 +39,7 @@ from cbatch.options import RunOptions
 from cbatch.progress import Progress, check_view, choose_view, closing_line
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.delivery import log_results
+from cbatch.runtime.feed import N_AHEAD_PER_SLOT
 from cbatch.runtime.ids import RequestId
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
@@ -329,11 +330,12 @@ class Engine:
         if is_source(prompts):
             with reading("prompts"):
                 source = iter(cast("Iterable[Prompt]", prompts))
-            mailbox = self._parts.submitter.feed(source, run_options, ends_s, self._mailbox)
+            mailbox = self._mailbox(0, n_ahead=N_AHEAD_PER_SLOT * self.parallel)
+            self._parts.submitter.feed(source, run_options, ends_s, mailbox)
         else:
-            mailbox = self._parts.submitter.queue(
-                as_prompts(prompts), run_options, ends_s, self._mailbox
-            )
+            items = as_prompts(prompts)
+            mailbox = self._mailbox(len(items))
+            self._parts.submitter.queue(items, run_options, ends_s, mailbox)
         return BatchResponse(mailbox, self._show(mailbox, view, before))
 
     def submit(
@@ -359,7 +361,9 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         self._parts.loop.check_open()
-        return BatchResponse(self._parts.submitter.extend(result, n_tokens, self._mailbox))
+        mailbox = self._mailbox(1)
+        self._parts.submitter.extend(result, n_tokens, mailbox)
+        return BatchResponse(mailbox)
 
     def cancel(self, id: str) -> bool:
         """Cancel one request: it ends with its partial text, or with an error where it never ran.
@@ -431,15 +435,9 @@ class Engine:
         self._parts.loop.check_open()
         return self._pump()
 
-    def _mailbox(self, n_items: int, n_ahead: int | None) -> Mailbox:
-        return Mailbox(
-            n_items,
-            self._parts.in_flight,
-            None if self._threaded else self._pump,
-            n_ahead=n_ahead,
-            log=self._log,
-            engine=self,
-        )
+    def _mailbox(self, n_items: int, n_ahead: int | None = None) -> Mailbox:
+        in_flight, pump = self._parts.in_flight, None if self._threaded else self._pump
+        return Mailbox(n_items, in_flight, pump, n_ahead=n_ahead, log=self._log, engine=self)
 
     def _pump(self) -> bool:
         self._parts.submitter.fill()

@@ -91,14 +91,8 @@ class ScheduleOptions:
         self._check_pairs()
 
     def _check_pairs(self) -> None:
-        if self.quantum is not None and self.policy != "round_robin":
-            raise ConfigError(
-                f"quantum={self.quantum} needs policy='round_robin', not {self.policy!r}"
-            )
-        if self.ageing_s is not None and self.policy != "priority":
-            raise ConfigError(
-                f"ageing_s={self.ageing_s} needs policy='priority', not {self.policy!r}"
-            )
+        self._check_need("quantum", "policy", ("round_robin",))
+        self._check_need("ageing_s", "policy", ("priority",))
         if self.when_full is not None and self.max_queue is None:
             raise ConfigError(
                 f"when_full={self.when_full!r} needs max_queue: a queue without a limit is never full"
@@ -107,6 +101,12 @@ class ScheduleOptions:
             raise ConfigError(
                 f"give itl_ms={self.itl_ms} or prefill_budget={self.prefill_budget}, not both: one sets the other"
             )
+
+    def _check_need(self, name: str, other: str, wanted: tuple[str | None, ...]) -> None:
+        """Check that where an option is given, another has one of the `wanted` values, the first as a rule."""
+        value, found = getattr(self, name), getattr(self, other)
+        if value is not None and found not in wanted:
+            raise ConfigError(f"{name}={value} needs {other}={wanted[0]!r}, not {found!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +228,7 @@ class EngineOptions(ScheduleOptions):
                 "use 'linear' or 'yarn', or leave it out"
             )
         for name in (f.name for f in fields(self) if f.name.startswith("yarn_")):
-            if getattr(self, name) is not None and self.rope_scaling not in (None, "yarn"):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} needs rope_scaling='yarn', not {self.rope_scaling!r}"
-                )
+            self._check_need(name, "rope_scaling", ("yarn", None))
 
     def _check_sizes(self) -> None:
         if self.n_ctx is not None and self.ctx_per_seq is not None and self.kv != "unified":

@@ -45,8 +45,7 @@ class Choices:
         self._place, self.n_kept = place, options.n or 1
         self._results: list[BatchResult | None] = [None] * options.n_choices
         self._held: dict[int, BatchOutputChunk] = {}
-        self._has_logprobs, self._has_echo = bool(options.logprobs), bool(options.echo)
-        self._n_prompt_logprobs = options.n_prompt_logprobs
+        self._options = options
 
     @property
     def member_ids(self) -> list[str]:
@@ -89,12 +88,12 @@ class Choices:
         return self.n_kept == len(self._results)
 
     def _n_echoed(self, result: BatchResult) -> int:
-        return result.usage.prompt_tokens if self._has_echo else 0
+        return result.usage.prompt_tokens if self._options.echo else 0
 
     def _with_prompt(self, results: Sequence[BatchResult]) -> list[BatchResult]:
         """Return the results, each with the prompt's log-probabilities, which only the first one has."""
         first, *others = results
-        if self._n_prompt_logprobs is None:
+        if self._options.n_prompt_logprobs is None:
             return [*results]
         return [first, *(self._scored(first, other) for other in others)]
 
@@ -122,8 +121,9 @@ class Choices:
 
     def _as_asked(self, request: Request) -> Request:
         """Return the request of one choice as its caller made it, for `Engine.extend` from that choice alone."""
-        n_logprobs = request.n_logprobs if self._has_logprobs else None  # else they were to rank by
-        n_top = self._n_prompt_logprobs
+        # log-probabilities that the caller did not ask for were to rank by
+        n_logprobs = request.n_logprobs if self._options.logprobs else None
+        n_top = self._options.n_prompt_logprobs
         return replace(request, id=self.id, n_logprobs=n_logprobs, n_prompt_logprobs=n_top)
 
     def _own(self, chunk: BatchOutputChunk) -> BatchOutputChunk:
@@ -133,7 +133,7 @@ class Choices:
         self, kept: Sequence[BatchResult], all_results: Sequence[BatchResult]
     ) -> BatchResult:
         """Return one result with all kept choices in it: the first choice's, or that of one that failed."""
-        if not self._has_logprobs:
+        if not self._options.logprobs:
             kept = [replace(r, logprobs=None) for r in kept]
         first = _leading(kept, all_results)
         usage = Usage(

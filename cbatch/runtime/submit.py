@@ -21,15 +21,15 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.messages import as_prompt
-from cbatch.runtime.feed import N_AHEAD_PER_SLOT, Feed
+from cbatch.runtime.feed import Feed
 from cbatch.runtime.ids import Ids, check_own, own_id
-from cbatch.runtime.mailbox import Mailbox, refused
+from cbatch.runtime.mailbox import refused
 from cbatch.runtime.sequences import SequenceMaker, extended
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
@@ -41,9 +41,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.in_flight import InFlight
     from cbatch.runtime.loop import Loop
-
-    MakeMailbox = Callable[[int, int | None], Mailbox]
-    """Makes the mailbox of a batch of some items, and with `n_ahead` that of a fed batch; see `Mailbox`."""
+    from cbatch.runtime.mailbox import Mailbox
 
 
 CLOSED_EARLY = "the engine was closed before all prompts were read"
@@ -69,7 +67,6 @@ class Submitter:
         self._loop, self._in_flight = loop, in_flight
         self._schedule, self._is_threaded = schedule, is_threaded
         self.sequences = SequenceMaker(backend, prompts, schedule)
-        self._n_ahead = N_AHEAD_PER_SLOT * backend.n_slots
         self._ids = Ids()
         self._submitting = threading.RLock()  # a handler of a signal may submit, too
         self._n_feeds = count()
@@ -97,8 +94,8 @@ class Submitter:
         prompts: Sequence[BatchPrompt],
         options: RunOptions,
         ends_s: float,
-        make_mailbox: MakeMailbox,
-    ) -> Mailbox:
+        mailbox: Mailbox,
+    ) -> None:
         """Submit a batch; nothing is queued where it raises. See `Engine.run`."""
         now = time.perf_counter()
         with self._in_flight.undone_if_it_raises() as routes:
@@ -110,12 +107,10 @@ class Submitter:
                     )
                     for i, (prompt, id) in enumerate(zip(prompts, ids, strict=True))
                 ]
-                mailbox = make_mailbox(len(ids), None)
                 self._in_flight.add(routes, mailbox, ids, items)
             self._submit([driver for item in items for driver in item], is_fed=False)
-        return mailbox
 
-    def extend(self, result: BatchResult, n_tokens: int, make_mailbox: MakeMailbox) -> Mailbox:
+    def extend(self, result: BatchResult, n_tokens: int, mailbox: Mailbox) -> None:
         """Submit a request that continues a result. See `Engine.extend`."""
         origin = origin_of(result, self.sequences.owner)
         n_tokens = check_extension(result, n_tokens)
@@ -125,20 +120,17 @@ class Submitter:
                 check_own((id,), self._in_flight.routes)
                 request = extended(origin, id, result, n_tokens, now)
                 driver = self.sequences.of_request(request, now)
-                mailbox = make_mailbox(1, None)
                 self._in_flight.add(routes, mailbox, [id], [[driver]])
             self._submit([driver], is_fed=False)
-        return mailbox
 
     def feed(
         self,
         source: Iterator[Prompt],
         options: RunOptions,
         ends_s: float,
-        make_mailbox: MakeMailbox,
-    ) -> Mailbox:
+        mailbox: Mailbox,
+    ) -> None:
         """Submit prompts as they are read from `source`, until the source or the batch ends."""
-        mailbox = make_mailbox(0, self._n_ahead)
         if ends_s < math.inf:
             self._loop.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
         feed = mailbox.feed = Feed(source, mailbox, partial(self._put, mailbox, options, ends_s))
@@ -146,7 +138,6 @@ class Submitter:
         self._loop.check_open()  # the loop may have ended before it knew of this feed
         if self._is_threaded:
             feed.start()
-        return mailbox
 
     def _put(self, mailbox: Mailbox, options: RunOptions, ends_s: float, item: Any) -> None:
         """Queue one prompt that was read; a refused one ends at once, with its error."""
