@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial, wraps
 from operator import not_
 from pathlib import Path
@@ -10,9 +10,12 @@ from typing import Any
 
 import typer
 
+from cbatch.checks import check_flag, check_float, check_int, check_path, check_seconds
 from cbatch.cli.sets import set_options
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
+from cbatch.files.places import file_of
+from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions
 
 FILES = "Files"
@@ -42,7 +45,8 @@ class Option:
     Args:
         panel: the box of the help that it is in, which also decides where its value goes: `FILES` to `run_file`,
             `ANSWERS` to `RunOptions`, the others to `EngineOptions`.
-        shown: the default as the help says it, where None stands for something.
+        shown: the default as the help says it, where it is not that of the setting.
+        type: of the value, where it does not follow from the setting.
         names: "--name" and "-n" where they do not follow from `name`.
         metavar: what the help calls the value.
         setting: the name of the setting where it is not `name`; empty for what only the command uses.
@@ -51,36 +55,37 @@ class Option:
 
     panel: str
     name: str
-    type: Any
     help: str
     shown: str | None = None
-    default: Any = None
+    type: Any = None
     names: tuple[str, ...] = ()
     metavar: str | None = None
     setting: str | None = None
     read: Callable[[Any], Any] = lambda value: value
 
-    @property
-    def initial(self) -> Any:
-        """What the command gets where the option was not given."""
-        return False if self.type is bool else self.default
-
     def parameter(self) -> inspect.Parameter:
         """Return the parameter by which typer knows the option."""
-        is_flag = self.type is bool
+        default, kind = self._of_setting()
+        is_flag = kind is bool
         names = self.names or ((f"--{self.name.replace('_', '-')}",) if is_flag else ())
-        kind = self.type if self.initial is not None else self.type | None
+        # a default number stays with the engine: what is not given is no setting of the run
+        initial = False if is_flag else default if isinstance(default, str) else None
+        shown = self.shown or (str(default) if initial is None and default is not None else None)
         info = option(
-            self.initial,
-            *names,
-            help=self.help,
-            panel=self.panel,
-            default=self.shown,
-            metavar=self.metavar,
+            initial, *names, help=self.help, panel=self.panel, default=shown, metavar=self.metavar
         )
+        kind = kind if initial is not None else kind | None
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind
         )
+
+    def _of_setting(self) -> tuple[Any, Any]:
+        """Return the default and the type of the setting; a type of the option's own comes first."""
+        owner = {FILES: FileOptions, ANSWERS: RunOptions}.get(self.panel, EngineOptions)
+        for f in fields(owner):
+            if f.name == (self.setting or self.name):
+                return f.default, self.type or _TYPES.get(f.metadata.get("check"), str)
+        return None, self.type
 
 
 def named_adapters(given: list[str] | None) -> dict[str, str] | None:
@@ -111,6 +116,16 @@ def _or_none(value: Any) -> Any:
     return value or None
 
 
+_TYPES: Mapping[Any, type] = {
+    check_int: int,
+    check_float: float,
+    check_seconds: float,
+    check_flag: bool,
+    check_path: Path,
+    file_of: Path,
+}
+"""Types by the checks of settings; every other value is text."""
+
 _file = partial(Option, FILES)
 _model = partial(Option, MODEL)
 _schedule = partial(Option, SCHEDULING)
@@ -118,166 +133,113 @@ _device = partial(Option, DEVICES)
 _answer = partial(Option, ANSWERS)
 
 OPTIONS = (
-    _file("errors", Path, "A file of their own for items that fail.", "in the output"),
+    _file("errors", "A file of their own for items that fail.", "in the output"),
+    _file("format", "Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow."),
+    _file("output_format", "Of the output.", "as its name says, else as the input"),
+    _file("template", "The prompt of a row: 'Classify: {review}'.", "none"),
+    _file("system", "A system message for each row, a template too.", "none"),
+    _file("raw", "Rows are text to complete, not chats.", setting="is_raw"),
+    _file("limit", "Most items to run.", "all"),
+    _file("shuffle", "Run the items in random order."),
+    _file("strict", "Check the whole input first, stop at a bad item."),
+    _file("check", "Check the input and count its tokens; run nothing.", setting="", type=bool),
+    _file("dry_run", "Run a sample, say how long all would take.", setting="", type=bool),
+    _file("retry_errors", "Run again what has failed before."),
+    _file("adopt", "Make a lost manifest again, of the JSON lines in the output, and go on."),
     _file(
-        "format",
-        str,
-        "Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow.",
-        default="auto",
+        "force", "Go on though settings differ, or replace a file that is not cbatch's.", setting=""
     ),
-    _file("output_format", str, "Of the output.", "as its name says, else as the input"),
-    _file("template", str, "The prompt of a row: 'Classify: {review}'.", "none"),
-    _file("system", str, "A system message for each row, a template too.", "none"),
-    _file("raw", bool, "Rows are text to complete, not chats.", setting="is_raw"),
-    _file("limit", int, "Most items to run.", "all"),
-    _file("shuffle", bool, "Run the items in random order."),
-    _file("strict", bool, "Check the whole input first, stop at a bad item."),
-    _file("check", bool, "Check the input and count its tokens; run nothing.", setting=""),
-    _file("dry_run", bool, "Run a sample, say how long all would take.", setting=""),
-    _file("retry_errors", bool, "Run again what has failed before."),
-    _file("adopt", bool, "Make a lost manifest again, of the JSON lines in the output, and go on."),
-    _file(
-        "force",
-        bool,
-        "Go on though settings differ, or replace a file that is not cbatch's.",
-        setting="",
-    ),
-    _file("report", Path, "A page on the run.", "none", metavar="HTML"),
-    _file("trace", Path, "Its steps, for Perfetto or Chrome.", "none", metavar="JSON"),
-    _file("window", int, "Items read ahead to be put in order.", "8 a slot"),
+    _file("report", "A page on the run.", "none", metavar="HTML"),
+    _file("trace", "Its steps, for Perfetto or Chrome.", "none", metavar="JSON"),
+    _file("window", "Items read ahead to be put in order.", "8 a slot"),
     _model(
         "model",
-        Path,
         "A GGUF file.",
         "the one that ships inside",
         names=("--model", "-m"),
         setting="",
+        type=Path,
     ),
-    _model("parallel", int, "Slots: requests that run at once.", "16, or what the memory holds"),
+    _model("parallel", "Slots: requests that run at once.", "16, or what the memory holds"),
     _model(
         "ctx_per_seq",
-        int,
         "Tokens, prompt and answer, that one slot holds.",
         "2048, or what the model was trained for or the memory holds",
     ),
-    _model("n_ctx", int, "Tokens of all slots together, instead of --ctx-per-seq."),
+    _model("n_ctx", "Tokens of all slots together, instead of --ctx-per-seq."),
+    _model("kv", "Memory: auto, partitioned (a part for each slot) or unified (one pool)."),
     _model(
-        "kv",
-        str,
-        "Memory: auto, partitioned (a part for each slot) or unified (one pool).",
-        default=EngineOptions.kv,
+        "cache_type_k", "How keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl."
     ),
+    _model("cache_type_v", "How values are stored; all but f16, bf16, f32 need flash attention."),
+    _model("flash_attn", "Flash attention: auto, on or off."),
     _model(
-        "cache_type_k",
-        str,
-        "How keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl.",
-        default=EngineOptions.cache_type_k,
+        "memory_mib", "Most memory for cells, where sizes are not said.", "half of what is free"
     ),
-    _model(
-        "cache_type_v",
-        str,
-        "How values are stored; all but f16, bf16, f32 need flash attention.",
-        default=EngineOptions.cache_type_v,
-    ),
-    _model(
-        "flash_attn", str, "Flash attention: auto, on or off.", default=EngineOptions.flash_attn
-    ),
-    _model(
-        "memory_mib",
-        int,
-        "Most memory for cells, where sizes are not said.",
-        "half of what is free",
-    ),
+    _schedule("policy", "Which request comes next: fcfs, priority, shortest or round_robin."),
+    _schedule("quantum", "Tokens of a turn in round_robin.", "64"),
+    _schedule("ageing_s", "Seconds of waiting that count as a point of priority.", "10"),
     _schedule(
-        "policy",
-        str,
-        "Which request comes next: fcfs, priority, shortest or round_robin.",
-        default=EngineOptions.policy,
+        "admission", "In a unified pool: optimistic, or reserve for the worst case.", "optimistic"
     ),
-    _schedule("quantum", int, "Tokens of a turn in round_robin.", "64"),
-    _schedule("ageing_s", float, "Seconds of waiting that count as a point of priority.", "10"),
+    _schedule("max_queue", "Most requests that wait.", "any number"),
+    _schedule("when_full", "With --max-queue: wait, or reject items.", "wait"),
+    _schedule("prefill_budget", "Most prompt tokens in a step that also decodes.", "as fits"),
+    _schedule("prefill_chunk", "Most prompt tokens of one request in a step.", "what a step holds"),
+    _schedule("itl_ms", "Milliseconds a step to aim at, instead of --prefill-budget.", "none"),
+    _schedule("swap_mib", "Host memory for cells of requests that lost their slot."),
     _schedule(
-        "admission",
-        str,
-        "In a unified pool: optimistic, or reserve for the worst case.",
-        "optimistic",
+        "no_share_prefixes", "Compute common beginnings anew.", setting="share_prefixes", read=not_
     ),
-    _schedule("max_queue", int, "Most requests that wait.", "any number"),
-    _schedule("when_full", str, "With --max-queue: wait, or reject items.", "wait"),
-    _schedule("prefill_budget", int, "Most prompt tokens in a step that also decodes.", "as fits"),
-    _schedule(
-        "prefill_chunk", int, "Most prompt tokens of one request in a step.", "what a step holds"
-    ),
-    _schedule(
-        "itl_ms", float, "Milliseconds a step to aim at, instead of --prefill-budget.", "none"
-    ),
-    _schedule("swap_mib", int, "Host memory for cells of requests that lost their slot.", "1024"),
-    _schedule(
-        "no_share_prefixes",
-        bool,
-        "Compute common beginnings anew.",
-        setting="share_prefixes",
-        read=not_,
-    ),
-    _device("n_batch", int, "Most tokens in a step.", "2048"),
-    _device("n_ubatch", int, "Most tokens in a run of the graph.", "512"),
-    _device("cache_mib", int, "Most that --cache-dir may hold.", "10240"),
-    _device(
-        "no_mmap", bool, "Read the model instead of mapping it.", setting="use_mmap", read=not_
-    ),
-    _device("mlock", bool, "Keep the weights in memory.", setting="use_mlock"),
-    _device(
-        "no_offload_kqv", bool, "Keep the cells off the GPU.", setting="offload_kqv", read=not_
-    ),
-    _device(
-        "split_mode", str, "Over several GPUs: none, layer, row or tensor.", "llama.cpp's: layer"
-    ),
-    _device("main_gpu", int, "The GPU of --split-mode none.", "0"),
+    _device("n_batch", "Most tokens in a step."),
+    _device("n_ubatch", "Most tokens in a run of the graph."),
+    _device("cache_mib", "Most that --cache-dir may hold."),
+    _device("no_mmap", "Read the model instead of mapping it.", setting="use_mmap", read=not_),
+    _device("mlock", "Keep the weights in memory.", setting="use_mlock"),
+    _device("no_offload_kqv", "Keep the cells off the GPU.", setting="offload_kqv", read=not_),
+    _device("split_mode", "Over several GPUs: none, layer, row or tensor.", "llama.cpp's: layer"),
+    _device("main_gpu", "The GPU of --split-mode none.", "0"),
     _device(
         "tensor_split",
-        str,
         "Shares of the GPUs, such as 3,1.",
         "by free memory",
         metavar="SHARES",
         read=shares_of,
     ),
-    _model("exact", bool, "Promise answers that do not depend on company, or refuse."),
-    _model("threads", int, "Threads to compute in.", "the cores it may use", setting="n_threads"),
-    _model("gpu_layers", int, "Layers on the GPU.", "llama.cpp's: all", setting="n_gpu_layers"),
+    _model("exact", "Promise answers that do not depend on company, or refuse."),
+    _model("threads", "Threads to compute in.", "the cores it may use", setting="n_threads"),
+    _model("gpu_layers", "Layers on the GPU.", "llama.cpp's: all", setting="n_gpu_layers"),
     _model(
         "adapter",
-        list[str],
         "A LoRA adapter; one alone answers all, of several each line's options name one.",
         names=("--adapter",),
         metavar="[NAME=]FILE",
         setting="adapters",
         read=named_adapters,
+        type=list[str],
     ),
     _model(
         "cache_dir",
-        Path,
         "Folder of cells that requests keep under a cache_key.",
         "the user's, or CBATCH_CACHE_DIR",
     ),
-    _model("chat_template", str, '"chatml" or Jinja.', "the model's own"),
-    _answer("max_tokens", int, "Most tokens of an answer.", "what the slot holds"),
-    _answer("temperature", float, "0 is greedy.", "the model's, else 0.8"),
-    _answer("top_k", int, "0 keeps all.", "the model's, else 40"),
-    _answer("top_p", float, "Keep the likeliest with this share.", "the model's, else 0.95"),
-    _answer(
-        "min_p", float, "Drop what is below this share of the likeliest.", "the model's, else 0.05"
-    ),
-    _answer("seed", int, "For answers that repeat.", "drawn"),
-    _answer("stop", list[str], "Text that ends an answer; may be given again.", read=_or_none),
-    _answer("ignore_eos", bool, "Go on where the model would end.", read=_or_none),
-    _answer("timeout_s", float, "Seconds for each request, from now on.", "as long as it takes"),
+    _model("chat_template", '"chatml" or Jinja.', "the model's own"),
+    _answer("max_tokens", "Most tokens of an answer.", "what the slot holds", type=int),
+    _answer("temperature", "0 is greedy.", "the model's, else 0.8"),
+    _answer("top_k", "0 keeps all.", "the model's, else 40"),
+    _answer("top_p", "Keep the likeliest with this share.", "the model's, else 0.95"),
+    _answer("min_p", "Drop what is below this share of the likeliest.", "the model's, else 0.05"),
+    _answer("seed", "For answers that repeat.", "drawn"),
+    _answer("stop", "Text that ends an answer; may be given again.", read=_or_none, type=list[str]),
+    _answer("ignore_eos", "Go on where the model would end.", read=_or_none),
+    _answer("timeout_s", "Seconds for each request, from now on.", "as long as it takes"),
     _answer(
         "set",
-        list[str],
         "Any option of a request, such as n=3, or json_schema=@FILE; may be given again.",
         names=("--set",),
         metavar="NAME=VALUE",
         setting="",
+        type=list[str],
     ),
 )
 """Every option that `run` takes and that other commands may take too, in the order of its help."""
