@@ -337,16 +337,14 @@ class MultiRequestBatcher:
 
     def _store(self, driver: SequenceDriver, *, has_cells: bool) -> None:
         """Have the cells of an ended sequence copied out, to be written to disk."""
+        self._storing[driver.request.id] = driver
         slot = driver.slot
         if slot is not None and has_cells and self._saved.can_save:
             n_cells = self._cells.n_known(driver, slot)
             if n_cells and slot not in self._cells.trims:
                 self._cells.saves.append((slot, self._saved.store(driver, n_cells)))
-                self._storing[driver.request.id] = driver
                 return
-        driver.warnings.append("the cells were not saved: none were left when it ended")
-        driver.end_storing()
-        self._ended.append(driver)
+        self._end_storing(driver, "the cells were not saved: none were left when it ended")
 
     def _forget(self, driver: SequenceDriver) -> None:
         """Give up a sequence's saved cells, if it has any."""

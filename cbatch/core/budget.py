@@ -86,14 +86,16 @@ class StepCosts:
         self._decode_s: dict[int, float] = {}  # by width
         self._token_s = 0.0
         self._copy_s = 0.0
-        self.has_decoded = False
-        """Whether a step was seen that only decoded."""
         self.n_free = 0
         """The most prompt tokens of a step that was no longer than one that only decodes."""
 
+    @property
+    def has_decoded(self) -> bool:
+        """Whether a step was seen that only decoded."""
+        return bool(self._decode_s)
+
     def learn_decode(self, n_rows: int, seconds: float) -> None:
         """Learn from one step of `n_rows` decoding rows."""
-        self.has_decoded = True
         self._decode_s[n_rows] = _smooth(self._decode_s.get(n_rows, 0.0), seconds)
 
     def learn_mixed(self, n_rows: int, n_prompt: int, seconds: float) -> None:

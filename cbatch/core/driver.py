@@ -70,7 +70,7 @@ class SequenceDriver:
     has_fetched: bool = False
     """Whether cells on disk were asked for."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)
-    """What was compiled of `Request.to_compile`."""
+    """What was compiled of the request's grammar and DRY breakers."""
     saved_key: int | None = None
     """The key of its cells in host memory, while it has no slot."""
     warnings: list[str] = field(default_factory=list)
@@ -220,11 +220,8 @@ class SequenceDriver:
     @property
     def lacks(self) -> tuple[Grammar | DryBreakers, ...]:
         """What has to be compiled before it can run, and is not yet."""
-        return tuple(want for want in self.request.to_compile if want not in self.compiled)
-
-    def equip(self, want: Grammar | DryBreakers, made: Any) -> None:
-        """Take what compiling `want` made."""
-        self.compiled[want] = made
+        wants = self.request.grammar, self.request.dry_breakers
+        return tuple(want for want in wants if want is not None and want not in self.compiled)
 
     # ---- slots ----
 

@@ -50,11 +50,6 @@ class Request:
     dry_breakers: DryBreakers | None = None
     """Strings past which DRY looks for no repetition."""
 
-    @property
-    def to_compile(self) -> tuple[Grammar | DryBreakers, ...]:
-        """What has to be compiled before its sequence can run."""
-        return tuple(want for want in (self.grammar, self.dry_breakers) if want is not None)
-
     def cap(self, n_prompt: int, n_window: int) -> tuple[int, list[str]]:
         """Return the most tokens of output for a prompt of `n_prompt` tokens, with a warning where more are asked for.
 

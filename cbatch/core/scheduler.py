@@ -160,10 +160,6 @@ class ContinuousBatchScheduler:
         self._shift_full_windows(plan)
         return drivers
 
-    def give_up(self, plan: Plan) -> None:
-        """Book as lost what a run that was broken off may have touched: the sequences go on from their tokens."""
-        self._batcher.lose_cells(plan.step)
-
     # ---- what becomes of slots ----
 
     def _change_slots(self, slots: SlotPlan) -> None:

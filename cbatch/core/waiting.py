@@ -284,7 +284,7 @@ class GrammarBuilds(Awaited[ToCompile, object]):
                     self._wants.append(want)
                 return True
             self._known[want] = self._known.pop(want)
-            driver.equip(want, self._known[want])
+            driver.compiled[want] = self._known[want]
         return False
 
     def arrive(self, want: ToCompile, made: object) -> list[SequenceDriver]:
@@ -292,7 +292,7 @@ class GrammarBuilds(Awaited[ToCompile, object]):
         drivers = self._arrived(want)
         if made is not None:
             for driver in drivers:
-                driver.equip(want, made)
+                driver.compiled[want] = made
             self._learn(want, made)
         return drivers
 

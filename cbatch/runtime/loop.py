@@ -281,7 +281,7 @@ class Loop:
     def _give_up_run(self) -> None:
         """After a run that was broken off, have the next plan empty every slot and bind the running sequences anew."""
         if self._unapplied is not None:
-            self._scheduler.give_up(self._unapplied)
+            self._batcher.lose_cells(self._unapplied.step)
             self._unapplied = None
 
     def enqueue(self, drivers: Sequence[SequenceDriver]) -> None:
@@ -356,7 +356,7 @@ class Loop:
         try:
             result = self._backend.run(plan.step)
         except Exception:  # the backend has failed before
-            self._scheduler.give_up(plan)
+            self._batcher.lose_cells(plan.step)
         else:
             self._scheduler.apply(plan, result, self._clock())
 

@@ -573,7 +573,7 @@ def test_run_that_was_broken_off_costs_its_cells_and_no_token(n_done: int) -> No
         result = rig.backend.run(plan.step)
         if n_done == 2:
             rig.scheduler.apply(plan, result, rig.now)
-    rig.scheduler.give_up(plan)
+    rig.batcher.lose_cells(plan.step)
     step(rig)
     assert not rig.backend.saved
     drive(rig)

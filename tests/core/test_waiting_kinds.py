@@ -185,7 +185,7 @@ def test_requests_whose_cells_are_gone_after_ctrl_c_ask_again(has_plan: bool) ->
         assert plan is not None
         assert plan.step.loads
         rig.backend.run(plan.step)
-        rig.scheduler.give_up(plan)
+        rig.batcher.lose_cells(plan.step)
         step(rig)
         assert [want.ref for want in rig.fetching] == [FETCH]
     drive(rig)
