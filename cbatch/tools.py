@@ -276,9 +276,5 @@ def call_id(owner: str, number: int, i_call: int) -> str:
         number: of the sequence in the engine.
         i_call: index of the call in the answer.
     """
-    digest = hashlib.blake2b(f"{owner}/{number}/{i_call}".encode(), digest_size=8).digest()
-    value, id = int.from_bytes(digest, "big"), ""
-    for _ in range(9):
-        value, i_character = divmod(value, len(_ID_CHARACTERS))
-        id += _ID_CHARACTERS[i_character]
-    return id
+    digest = hashlib.blake2b(f"{owner}/{number}/{i_call}".encode(), digest_size=9).digest()
+    return "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in digest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cbatch.chat.call_parser import Call, FoundCalls, find_calls, read_call
@@ -59,18 +60,13 @@ class _Written:
 
     def without(self, start: int, end: int) -> str:
         """Return `text[start:end]` without the removed spans."""
-        return "".join(self._kept(start, end))
-
-    def _kept(self, at: int, end: int) -> Iterator[str]:
-        for i in range(bisect_left(self.removed, (at,)), len(self.removed)):
-            first, last = self.removed[i]
+        kept, at = list[str](), start
+        for first, last in self.removed[bisect_left(self.removed, (start,)) :]:
             if first >= end:
                 break
-            if last > at:
-                yield self.text[at:first]
-                at = max(at, last)
-        if at < end:
-            yield self.text[at:end]
+            kept.append(self.text[at:first])
+            at = max(at, last)
+        return "".join((*kept, self.text[at:end]))
 
     def remove(self, spans: Iterable[Span]) -> None:
         """Remove more spans."""
@@ -126,21 +122,18 @@ class AnswerReader:
         self, tokens: Sequence[int], stops: Sequence[str], *, include_stop: bool
     ) -> _Written:
         """Return the text with control tokens written out."""
-        stream, removed = TextStream(self.pieces.plain, stops, include_stop=include_stop), []
-        n_chars = n_parts = start = 0
-        parts = list[str]()
+        stream = TextStream(self.pieces.plain, stops, include_stop=include_stop)
+        start, i_controls = 0, list[int]()
         for i, token in enumerate(tokens):
-            if token not in self.pieces.controls:
-                continue
-            stream.feed(tokens[start:i])
-            name = self.pieces.shown(token).decode(errors="replace")
-            parts += (*stream.parts[n_parts:], name)
-            n_chars += sum(map(len, stream.parts[n_parts:])) + len(name)
-            removed.append((n_chars - len(name), n_chars))
-            start, n_parts = i + 1, len(stream.parts)
+            if token in self.pieces.controls:
+                stream.feed(tokens[start:i])
+                i_controls.append(len(stream.parts))
+                stream.parts.append(self.pieces.shown(token).decode(errors="replace"))
+                start = i + 1
         stream.feed(tokens[start:])
         stream.flush()
-        return _Written("".join((*parts, *stream.parts[n_parts:])), removed)
+        ends = [0, *accumulate(map(len, stream.parts))]
+        return _Written("".join(stream.parts), [(ends[i], ends[i + 1]) for i in i_controls])
 
     def _take_apart(self, written: _Written, tail: Sequence[int]) -> Answer:
         if self.format.has_channels:
@@ -196,21 +189,20 @@ class AnswerReader:
 
     def _read_channels(self, written: _Written) -> Answer:
         """Return the parts of an answer in channels: analysis is thinking, commentary to a function is a call."""
-        calls, thoughts, said, found = list[Call](), list[str](), list[str](), FoundCalls()
+        thoughts, said, found = list[str](), list[str](), FoundCalls()
         for head, span in _channel_messages(written.text):
             recipient, call = _RECIPIENT.search(head), None
             if recipient and self.tools:
                 call = read_call(recipient[1], written.text[slice(*span)])
                 found.n_malformed += call is None
             if call is not None:
-                calls.append(call)
+                found.calls.append(call)
             elif "<|channel|>analysis" in head and self.splits_reasoning:
                 thoughts.append(written.without(*span).strip())
             else:
                 said.append(written.without(*span))
-        found.calls = calls
         warnings = list(self._warnings_about(found))
-        if thoughts and not said and not calls:
+        if thoughts and not said and not found.calls:
             warnings.append(_CUT_THINKING)
         return Answer("".join(said), "\n".join(thoughts), self._allowed(found), tuple(warnings))
 

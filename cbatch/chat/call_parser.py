@@ -74,8 +74,7 @@ def _find_marked(text: str, at: int, format: CallFormat, tools: Tools, found: Fo
             found.n_malformed += 1
             at = head.end()
             continue
-        tail = format.tail.match(text, end)
-        at = tail.end() if tail else end
+        at = _end(format.tail, text, end)
         found.calls += calls
         found.spans.append((head.start(), at))
 
@@ -116,7 +115,7 @@ def read_arguments(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call]
 def read_call(name: str, text: str) -> Call | None:
     """Return the call of a function with all of `text` as its arguments; None where the text is malformed."""
     try:
-        value, end = _read_json(text, _end(_SPACE, text, 0))
+        value, end = _read_json(text)
         return _call(name, value) if not text[end:].strip() else None
     except (ValueError, RecursionError):
         return None
@@ -170,7 +169,7 @@ def _typed(value: str, schema: object) -> Any:
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return value
     try:
-        typed, end = _read_json(value, _end(_SPACE, value, 0))
+        typed, end = _read_json(value)
     except (ValueError, RecursionError):
         return value
     return typed if not value[end:].strip() else value
@@ -198,7 +197,7 @@ def _first(value: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 def _call(name: object, arguments: Any) -> Call:
     if isinstance(arguments, str):  # JSON text within JSON
-        arguments, _ = _read_json(arguments, _end(_SPACE, arguments, 0))
+        arguments, _ = _read_json(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call has a name and an object of arguments")
     name.encode()  # half of a surrogate pair is no name: UnicodeEncodeError is a ValueError
@@ -214,14 +213,11 @@ def _as_text(arguments: Mapping[str, Any]) -> str:
     return text
 
 
-def _read_json(text: str, at: int) -> tuple[Any, int]:
-    value, end = _decoder().raw_decode(text, at)
+def _read_json(text: str, at: int = 0) -> tuple[Any, int]:
+    """Return the JSON value behind any space, and its end; a string may have line breaks, as models write them."""
+    decoder = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)
+    value, end = decoder.raw_decode(text, _end(_SPACE, text, at))
     return value, end
-
-
-def _decoder() -> json.JSONDecoder:
-    """Return a decoder that accepts line breaks within strings, as models write them, and refuses NaN."""
-    return json.JSONDecoder(strict=False, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> None:

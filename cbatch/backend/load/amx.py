@@ -33,6 +33,7 @@ compute(sys.argv[1])
 """
 
 
+@functools.cache
 def has_sound_amx(model: Path) -> bool:
     """Whether weights may be repacked: this processor has no AMX, or a process of its own survived a step with it.
 
@@ -43,13 +44,7 @@ def has_sound_amx(model: Path) -> bool:
     """
     if b"AMX_INT8 = 1" not in llama_cpp.llama_print_system_info():
         return True
-    folder = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).with_name("lib")
-    return _is_sound(model, Path(folder))
-
-
-@functools.cache
-def _is_sound(model: Path, libraries: Path) -> bool:
-    note = _note(libraries)
+    note = _note()
     if note.exists():
         return True
     code = _code_of_step(model)
@@ -60,11 +55,12 @@ def _is_sound(model: Path, libraries: Path) -> bool:
     return code is None or code >= 0
 
 
-def _note(libraries: Path) -> Path:
-    """Return the file that exists once the AMX code of these libraries worked."""
-    files = sorted(libraries.glob("*ggml*"))
+def _note() -> Path:
+    """Return the file that exists once the AMX code of this build of llama.cpp worked."""
+    folder = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).with_name("lib")
+    files = sorted(Path(folder).glob("*ggml*"))
     seen = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    digest = hashlib.sha256(repr((str(libraries), seen)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((str(folder), seen)).encode()).hexdigest()
     return platformdirs.user_cache_path("cbatch", appauthor=False) / f"amx-{digest[:16]}"
 
 

@@ -36,14 +36,14 @@ def built_with_amx(
             runs.append(" ".join(map(str, words)))
             return real([sys.executable, "-c", code], **options)  # type: ignore[call-overload]
 
-        amx._is_sound.cache_clear()
+        amx.has_sound_amx.cache_clear()
         monkeypatch.setattr(subprocess, "run", run)
         return runs
 
     monkeypatch.setattr(llama_cpp, "llama_print_system_info", lambda: b"AVX2 = 1 | AMX_INT8 = 1 | ")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield prepare
-    amx._is_sound.cache_clear()
+    amx.has_sound_amx.cache_clear()
 
 
 def test_build_whose_amx_crashes_loads_without_repacking_and_says_so(
@@ -74,7 +74,7 @@ def test_sound_amx_is_tried_once_for_a_build(
     runs = built_with_amx("")
     for _ in range(2):  # as two processes would
         assert amx.has_sound_amx(test_model)
-        amx._is_sound.cache_clear()
+        amx.has_sound_amx.cache_clear()
     assert len(runs) == 1
 
 
@@ -84,7 +84,7 @@ def test_what_a_failed_trial_found_is_not_kept(
 ) -> None:
     runs = built_with_amx(code)
     assert amx.has_sound_amx(test_model) is (code != _DIES)
-    amx._is_sound.cache_clear()
+    amx.has_sound_amx.cache_clear()
     amx.has_sound_amx(test_model)
     assert len(runs) == 2
 
