@@ -263,7 +263,7 @@ def json_object(name: str, value: object) -> str:
 @lru_cache(maxsize=64)  # a batch's options are merged anew for each of its items
 def _json_object_of_text(name: str, text: str) -> str:
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
     except RecursionError:
         raise ConfigError(TOO_DEEP.format(name)) from None
     except ValueError as error:
@@ -300,7 +300,8 @@ def _read_integer(digits: str) -> int:
         ) from None
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Refuse `NaN` and `Infinity`, for `json.loads(…, parse_constant=…)`."""
     raise ValueError(f"{name} is not a JSON number")
 
 

@@ -1,4 +1,7 @@
-"""The prompts that callers give, checked completely before anything is queued."""
+"""The prompts that callers give, checked completely before anything is queued.
+
+A check raises `ConfigError`, which names the value and says what it may be.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,9 @@ class BatchPrompt:
         if len(given) != 1:
             raise ConfigError(f"give one of messages, prompt and tokens, not {given or 'none'}")
         if self.id is not None:
-            object.__setattr__(self, "id", _new_id(self.id))
+            object.__setattr__(self, "id", as_id(self.id))
+            if "\0" in self.id:
+                raise ConfigError(f"an id must not have a NUL character: {shown(self.id)}")
         object.__setattr__(self, "options", RunOptions.of(self.options))
         for name, settle in (("messages", _messages), ("prompt", _text), ("tokens", _tokens)):
             if (value := getattr(self, name)) is not None:
@@ -96,11 +101,7 @@ class LookAhead:
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[BatchPrompt]:
-    """Return the prompts given to `Engine.run` as a list: one string, chat or BatchPrompt is a batch of one.
-
-    Raises:
-        ConfigError: an empty batch, or an invalid item; the message names its place.
-    """
+    """Return the prompts given to `Engine.run` as a list: one string, chat or BatchPrompt is a batch of one."""
     with reading("prompts"):
         if isinstance(prompts, BatchPrompt) or text_of(prompts) is not None or _is_chat(prompts):
             return [as_prompt(prompts)]
@@ -115,8 +116,7 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[BatchPrompt]:
 def is_source(prompts: object) -> bool:
     """Whether the prompts are to be read one by one: an iterable without a length.
 
-    Raises:
-        ConfigError: an iterable that holds no prompts, such as a file or the rows of a table.
+    An iterable that holds no prompts, such as a file or the rows of a table, is refused.
     """
     with reading("prompts"):
         if isinstance(prompts, Sized | BatchPrompt) or not isinstance(prompts, Iterable):
@@ -126,34 +126,26 @@ def is_source(prompts: object) -> bool:
 
 
 def as_prompt(item: Any) -> BatchPrompt:
-    """Return one item of a batch as a `BatchPrompt`.
-
-    Raises:
-        ConfigError: the item is no prompt.
-    """
+    """Return one item of a batch as a `BatchPrompt`."""
     if type(item) is BatchPrompt:
         return item
     with reading("the prompt"):
-        return _as_prompt(item)
-
-
-def _as_prompt(item: object) -> BatchPrompt:
-    if isinstance(item, BatchPrompt):
-        return item
-    text, listed = text_of(item), list_of(item)
-    if text is not None:
-        return BatchPrompt(prompt=text)
-    if isinstance(item, Mapping):
-        raise ConfigError(_NO_CHAT if "role" in map(text_of, item) else _NO_ROW)
-    if any(_is_number(value) for value in ([item] if listed is None else listed)):
-        raise ConfigError(
-            "these are numbers: for a prompt of token ids give BatchPrompt(tokens=[…])"
-        )
-    if listed is None:
-        raise ConfigError(
-            f"a prompt is a string, a list of messages or a BatchPrompt, not {_kind(item)}"
-        )
-    return BatchPrompt(messages=listed)  # type: ignore[arg-type]  # which looks at each
+        if isinstance(item, BatchPrompt):
+            return item
+        text, listed = text_of(item), list_of(item)
+        if text is not None:
+            return BatchPrompt(prompt=text)
+        if isinstance(item, Mapping):
+            raise ConfigError(_NO_CHAT if "role" in map(text_of, item) else _NO_ROW)
+        if any(_is_number(value) for value in ([item] if listed is None else listed)):
+            raise ConfigError(
+                "these are numbers: for a prompt of token ids give BatchPrompt(tokens=[…])"
+            )
+        if listed is None:
+            raise ConfigError(
+                f"a prompt is a string, a list of messages or a BatchPrompt, not {_kind(item)}"
+            )
+        return BatchPrompt(messages=listed)  # type: ignore[arg-type]  # which looks at each
 
 
 _NO_CHAT = "a message stands alone here: a chat is a list of messages"
@@ -164,23 +156,12 @@ _NO_ROW = (
 
 
 def as_id(value: object) -> str:
-    """Return the id of a request.
-
-    Raises:
-        ConfigError: the value cannot be an id.
-    """
+    """Return the id of a request."""
     with reading("id"):
         text = text_of(value)
     if not text:
         raise ConfigError(f"an id must be a non-empty string, not {shown(value)}")
     return text
-
-
-def _new_id(value: object) -> str:
-    id = as_id(value)
-    if "\0" in id:
-        raise ConfigError(f"an id must not have a NUL character: {shown(id)}")
-    return id
 
 
 def _is_chat(value: object) -> bool:
@@ -193,7 +174,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_batch(prompts: object) -> None:
-    """Raise a `ConfigError` for an iterable that is no collection of prompts."""
+    """Refuse an iterable that is no collection of prompts."""
     if isinstance(prompts, AsyncIterable):
         raise ConfigError("prompts is an async iterable: give a list, or a generator for `for`")
     if isinstance(prompts, Set) and not isinstance(prompts, MappingView):

@@ -1,4 +1,7 @@
-"""Tools as OpenAI's API has them: definitions, choices and calls, checked."""
+"""Tools as OpenAI's API has them: definitions, choices and calls, checked.
+
+A check raises `ConfigError`, which names the value and says what it may be.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +56,7 @@ class TemplateKwargs(dict[str, Any]):
 
 
 def check_tools(value: object) -> Tools | None:
-    """Return OpenAI's list of tools as checked definitions; an empty list means no tools.
-
-    Raises:
-        ConfigError: not a list of functions, two of one name, or no JSON.
-    """
+    """Return OpenAI's list of tools as checked definitions; an empty list means no tools."""
     if value is None or isinstance(value, Tools):
         return value
     check_depth("tools", value)
@@ -93,11 +92,7 @@ def _tool(place: str, tool: object) -> Tool:
 
 
 def check_tool_choice(value: object) -> ToolChoice | None:
-    """Return a tool choice: "none", "auto", "required" or one function by name.
-
-    Raises:
-        ConfigError: none of these.
-    """
+    """Return a tool choice: "none", "auto", "required" or one function by name."""
     check_depth("tool_choice", value)
     choice = plain(value)
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
@@ -114,15 +109,9 @@ def check_tool_choice(value: object) -> ToolChoice | None:
 
 
 def check_calls(place: str, role: str, value: object) -> list[dict[str, Any]]:
-    """Return a message's `tool_calls` with arguments as mappings; empty where there are none.
+    """Return a message's `tool_calls`, which are plain values, with arguments as mappings; empty where there are none.
 
-    Args:
-        place: what errors call the message.
-        role: its role.
-        value: OpenAI's list of calls, arguments as JSON text; mappings are taken too. Plain already.
-
-    Raises:
-        ConfigError: not such a list, or not of the assistant.
+    Errors call the message by its place. Arguments may be JSON text, as OpenAI has them, or mappings.
     """
     if not value:
         return []
@@ -167,11 +156,7 @@ def _arguments(place: str, value: object) -> dict[str, Any]:
 
 
 def check_template_kwargs(value: object) -> TemplateKwargs | None:
-    """Return variables for the chat template.
-
-    Raises:
-        ConfigError: not a mapping of names to JSON values, or a name that cbatch gives itself.
-    """
+    """Return variables for the chat template: a mapping of names that cbatch does not set itself to JSON values."""
     if value is None or isinstance(value, TemplateKwargs):
         return value
     if not isinstance(value, Mapping):
@@ -191,11 +176,7 @@ def check_template_kwargs(value: object) -> TemplateKwargs | None:
 
 
 def as_json(name: str, value: object) -> Any:
-    """Return a copy of `value` as plain JSON values.
-
-    Raises:
-        ConfigError: it is no JSON.
-    """
+    """Return a copy of `value` as plain JSON values."""
     check_depth(name, value)
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=plain_for_json))
@@ -230,12 +211,7 @@ def chosen_name(choice: ToolChoice | None) -> str | None:
 
 
 def demanded(tools: Tools, choice: ToolChoice | None) -> Tools:
-    """Return the tools of which the answer has to call one; none where calls are optional.
-
-    Args:
-        tools: the offered ones.
-        choice: a checked one.
-    """
+    """Return those of the offered tools of which the answer has to call one; none where calls are optional."""
     if choice in (None, "none", "auto"):
         return Tools()
     name = chosen_name(choice)
@@ -243,14 +219,7 @@ def demanded(tools: Tools, choice: ToolChoice | None) -> Tools:
 
 
 def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a call's arguments: an object with nothing but the properties of `parameters`.
-
-    Args:
-        parameters: of the function; without any, the object is empty.
-
-    Raises:
-        ConfigError: the parameters are not of type object.
-    """
+    """Return the JSON schema of a call's arguments: an object with nothing but the properties of `parameters`."""
     types = parameters.get("type", "object")
     if "object" not in ([types] if isinstance(types, str) else types):
         raise ConfigError(f"a function's parameters must have the type object, not {types!r}")
@@ -269,12 +238,9 @@ def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_id(owner: str, number: int, i_call: int) -> str:
-    """Return the id of a call: nine letters and digits, the only length that Mistral's templates accept.
+    """Return the id of an answer's call: nine letters and digits, the only length that Mistral's templates accept.
 
-    Args:
-        owner: the mark of the engine.
-        number: of the sequence in the engine.
-        i_call: index of the call in the answer.
+    The mark of the engine and the number of the sequence in it make the id unique.
     """
     digest = hashlib.blake2b(f"{owner}/{number}/{i_call}".encode(), digest_size=9).digest()
     return "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in digest)

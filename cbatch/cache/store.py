@@ -43,30 +43,20 @@ _LEFT_OVER_S = 3600.0
 _FILE = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.cells")
 _PART = re.compile(rf"\.{_FILE.pattern}\.[0-9a-f]{{16}}\.part")
 
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-
 
 @dataclass(frozen=True, slots=True)
 class CacheFile:
-    """One file, for listing.
-
-    Args:
-        key: of the file; empty where there is a problem, as are `n_tokens` and `fingerprint`.
-        n_tokens: tokens whose cells the file holds.
-        n_bytes: size of the file.
-        used_at: when the file was last written or read, in seconds of Unix time.
-        fingerprint: what the cells depend on.
-        path: of the file.
-        problem: why the file cannot be read, or None.
-    """
+    """One file, for listing. With a problem, key and fingerprint are empty, and `n_tokens` is 0."""
 
     key: str
     n_tokens: int
     n_bytes: int
     used_at: float
+    """When the file was last written or read, in seconds of Unix time."""
     fingerprint: Fingerprint
     path: Path
     problem: str | None = None
+    """Why the file cannot be read."""
 
 
 class CacheStore:
@@ -79,13 +69,7 @@ class CacheStore:
     def __init__(
         self, folder: Path, n_bytes_max: int, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """Create nothing: the first write makes the folder.
-
-        Args:
-            folder: of the files.
-            n_bytes_max: bytes that the finished files may have together; only a write removes files.
-            clock: Unix time in seconds.
-        """
+        """Create nothing: the first write makes the folder, and only a write removes files over `n_bytes_max`."""
         self._folder = Path(folder)
         self._n_bytes_max = n_bytes_max
         self._clock = clock
@@ -297,14 +281,11 @@ def cells_folder(named: str | os.PathLike[str] | None = None) -> Path:
     """
     folder = named or os.environ.get("CBATCH_CACHE_DIR")
     try:
-        return Path(folder or _users_folder()).expanduser().absolute()
+        default = Path(platformdirs.user_cache_dir("cbatch", appauthor=False), "cells")
+        return Path(folder or default).expanduser().absolute()
     except RuntimeError as error:
         said = f"cache_dir={os.fspath(folder)!r}" if folder else "give a cache_dir"
         raise ConfigError(f"{said}: {error}") from None
-
-
-def _users_folder() -> Path:
-    return Path(platformdirs.user_cache_dir("cbatch", appauthor=False), "cells")
 
 
 # ---- what differs ----
@@ -332,7 +313,7 @@ def _printable(text: str) -> str:
 
 
 def _write_part(path: Path, parts: Sequence[bytes | memoryview], now_s: float) -> None:
-    fd = os.open(path, _WRITE_FLAGS, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # follows no link
     try:
         for part in parts:
             left = memoryview(part)
@@ -347,7 +328,7 @@ def _write_part(path: Path, parts: Sequence[bytes | memoryview], now_s: float) -
 def _sync_folder(folder: Path) -> None:
     """Put a new name on the disk, where the file system can; the file is whole with its name or without."""
     with suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:

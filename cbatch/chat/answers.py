@@ -138,39 +138,29 @@ class AnswerReader:
     def _take_apart(self, written: _Written, tail: Sequence[int]) -> Answer:
         if self.format.has_channels:
             return self._read_channels(written)
-        thought = self._thought(written.text, tail)
-        reasoning, start, warnings = self._split_reasoning(written, thought)
+        first, last, behind = self._thought(written.text, tail)
+        reasoning, start, warnings = "", 0, list[str]()
+        if self.splits_reasoning:
+            reasoning, start = written.without(first, last).strip(), behind
+            warnings += [_CUT_THINKING] if reasoning and last == len(written.text) else []
         if (marks := self.format.response) is not None:
             written.remove(mark.span() for mark in marks.finditer(written.text, start))
         found = FoundCalls()
         if self.tools:
-            at = thought[1] if thought else 0
-            found = find_calls(written.text, at, self.format.calls, self.tools)
+            found = find_calls(written.text, behind, self.format.calls, self.tools)
             written.remove(found.spans)
         text = written.without(start, len(written.text))
         if found.calls:
             text = text.strip()
         elif start:
             text = text.lstrip()
-        return Answer(
-            text, reasoning, self._allowed(found), (*warnings, *self._warnings_about(found))
-        )
+        warnings += self._warnings_about(found)
+        return Answer(text, reasoning, self._allowed(found), tuple(warnings))
 
-    def _split_reasoning(
-        self, written: _Written, thought: tuple[Span, int] | None
-    ) -> tuple[str, int, tuple[str, ...]]:
-        """Return the thinking, where the answer continues behind it, and warnings."""
-        if thought is None or not self.splits_reasoning:
-            return "", 0, ()
-        (first, last), start = thought
-        reasoning = written.without(first, last).strip()
-        is_cut = bool(reasoning) and last == len(written.text)
-        return reasoning, start, (_CUT_THINKING,) if is_cut else ()
-
-    def _thought(self, text: str, tail: Sequence[int]) -> tuple[Span, int] | None:
-        """Return the span of thinking and where the answer continues behind its mark; None without thinking."""
+    def _thought(self, text: str, tail: Sequence[int]) -> tuple[int, int, int]:
+        """Return where thinking starts and ends, and where the answer continues; all 0 without thinking."""
         if self.format.thinking is None:
-            return None
+            return 0, 0, 0
         begin, end = self.format.thinking
         first = len(text) - len(text.lstrip())
         if text.startswith(begin, first):
@@ -178,9 +168,9 @@ class AnswerReader:
         elif self._is_opened(tail):
             first = 0
         else:
-            return None
+            return 0, 0, 0
         last = text.find(end, first)
-        return ((first, len(text)), len(text)) if last < 0 else ((first, last), last + len(end))
+        return (first, len(text), len(text)) if last < 0 else (first, last, last + len(end))
 
     def _is_opened(self, tail: Sequence[int]) -> bool:
         """Whether the prompt ends within thinking."""

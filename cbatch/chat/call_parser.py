@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cbatch.checks import refuse_constant
+
 if TYPE_CHECKING:
     from cbatch.chat.formats import CallFormat
     from cbatch.tools import Tools
@@ -48,14 +50,7 @@ class FoundCalls:
 
 
 def find_calls(text: str, start: int, format: CallFormat | None, tools: Tools) -> FoundCalls:
-    """Return the calls in `text[start:]`; the time is proportional to the length of the text.
-
-    Args:
-        text: an answer.
-        start: where the search starts.
-        format: the model family's; None for calls in bare JSON alone.
-        tools: that the request offers.
-    """
+    """Return the calls in `text[start:]`, without a format those in bare JSON; the time grows with the length."""
     found = FoundCalls()
     if format is not None:
         _find_marked(text, start, format, tools, found)
@@ -128,40 +123,34 @@ def read_mistral_calls(text: str, head: re.Match[str], _: Tools) -> tuple[list[C
     return ([_call(named[1], value)] if named else _calls_in(value)), end
 
 
+@dataclass(frozen=True, slots=True)
 class TaggedArguments:
     """Parses arguments that are written one by one in tags, or as one JSON object. A `CallReader`."""
 
-    def __init__(self, begin: str, end: str, close: str) -> None:
-        """Keep the tags.
-
-        Args:
-            begin: a pattern of what precedes a value, with a group `key`.
-            end: what follows a value.
-            close: what follows the last argument; a call without it was cut off.
-        """
-        self._begin, self._end, self._close = re.compile(rf"\s*{begin}"), end, close
+    begin: str
+    """A pattern of what precedes a value, with a group `key`."""
+    end: str
+    close: str
+    """What follows the last argument; a call without it was cut off."""
 
     def __call__(self, text: str, head: re.Match[str], tools: Tools) -> tuple[list[Call], int]:
         """Parse the calls behind `head`."""
         at = _end(_SPACE, text, head.end())
         if text[at : at + 1] == "{":
             return read_arguments(text, head, tools)
-        types, values = _types(tools, head["name"]), dict[str, Any]()
-        while begin := self._begin.match(text, at):
-            end = text.find(self._end, begin.end())
+        properties, values = tools.parameters(head["name"]).get("properties"), dict[str, Any]()
+        types = properties if isinstance(properties, Mapping) else {}
+        begins = re.compile(rf"\s*{self.begin}")
+        while begin := begins.match(text, at):
+            end = text.find(self.end, begin.end())
             if end < 0:
                 raise ValueError("a value without an end")
             value = text[begin.end() : end].removeprefix("\n").removesuffix("\n")
             values[begin["key"]] = _typed(value, types.get(begin["key"]))
-            at = _end(_SPACE, text, end + len(self._end))
-        if not text.startswith(self._close, at):
+            at = _end(_SPACE, text, end + len(self.end))
+        if not text.startswith(self.close, at):
             raise ValueError("arguments without an end")
         return [_call(head["name"], values)], at
-
-
-def _types(tools: Tools, name: str) -> Mapping[str, Any]:
-    properties = tools.parameters(name).get("properties")
-    return properties if isinstance(properties, Mapping) else {}
 
 
 def _typed(value: str, schema: object) -> Any:
@@ -215,13 +204,9 @@ def _as_text(arguments: Mapping[str, Any]) -> str:
 
 def _read_json(text: str, at: int = 0) -> tuple[Any, int]:
     """Return the JSON value behind any space, and its end; a string may have line breaks, as models write them."""
-    decoder = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)
+    decoder = json.JSONDecoder(strict=False, parse_constant=refuse_constant)
     value, end = decoder.raw_decode(text, _end(_SPACE, text, at))
     return value, end
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:

@@ -313,7 +313,7 @@ class AnswerFormat:
 
         Args:
             opened: the text of the last message, where it is the assistant's.
-            shown_tail: the end of the prompt, control tokens written out; not needed where `opened` is not empty.
+            shown_tail: the end of the prompt, control tokens written out; not needed with `opened`.
         """
         if self.thinking is None:
             return "none"
@@ -331,10 +331,9 @@ def answer_format(template: str) -> AnswerFormat:
     response = next((re.compile(pattern) for mark, pattern in RESPONSES if mark in template), None)
     thinking = next((marks for marks in THINKING if marks[1] in template), None)
     calls = next((f for f in CALL_FORMATS if all(mark in template for mark in f.marks)), None)
-    return AnswerFormat(thinking, calls, _syntax(template, calls), response)
-
-
-def _syntax(template: str, calls: CallFormat | None) -> CallSyntax:
     if calls is not None:
-        return next(syntax for mark, syntax in calls.syntaxes.items() if mark in template)
-    return _LLAMA if '"parameters": ' in template and '"arguments": ' not in template else BARE
+        syntax = next(syntax for mark, syntax in calls.syntaxes.items() if mark in template)
+    else:
+        is_llama = '"parameters": ' in template and '"arguments": ' not in template
+        syntax = _LLAMA if is_llama else BARE
+    return AnswerFormat(thinking, calls, syntax, response)

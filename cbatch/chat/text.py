@@ -16,8 +16,6 @@ class StopMatcher:
     not depend on how the bytes were cut.
     """
 
-    __slots__ = ("_held", "_n_hold_max", "_stops")
-
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted((s.encode() for s in stops), key=len, reverse=True)
         self._n_hold_max = max((len(s) for s in self._stops), default=0) - 1
@@ -56,17 +54,6 @@ class TextStream:
 
     A token costs nothing until it is fed, and any number of tokens can be fed at once.
     """
-
-    __slots__ = (
-        "_decoder",
-        "_include_stop",
-        "_matcher",
-        "has_stops",
-        "n_fed",
-        "parts",
-        "piece",
-        "stop",
-    )
 
     def __init__(
         self,

@@ -39,14 +39,7 @@ _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "descr
 def call_grammar(
     format: AnswerFormat, tools: Tools, *, thinking: Thinking, is_one: bool, named_token: NamedToken
 ) -> Grammar:
-    """Return the grammar of an answer that is calls of `tools` and nothing else.
-
-    Args:
-        format: of the answers under the chat template.
-        tools: that may be called.
-        thinking: whether thinking comes first.
-        is_one: whether the answer is exactly one call.
-        named_token: finds the tokens of marks.
+    """Return the grammar of an answer that is calls of `tools`, or exactly one call, and nothing but thinking before.
 
     Raises:
         UnsupportedOptionError: answers come in channels.

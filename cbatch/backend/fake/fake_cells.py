@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 class FakeCells:
     """The cells of each slot, and what was saved; a plan's moves are done in the order of `StepPlan`.
 
-    Args:
-        n_slots: sequences at once.
-        n_window: cells of a slot.
-        memory: what can be done with them.
-        start: the state of an empty slot.
-        swaps: called with a key before cells are saved or loaded; False makes that fail.
+    `start` is the state of an empty slot; `swaps` is called with a key before cells are saved or loaded, and lets that
+    fail by False.
     """
 
     def __init__(
@@ -42,35 +38,35 @@ class FakeCells:
         self._start, self._swaps = start, swaps
         self._rules = PlanCheck(memory, n_slots, n_window)
         self._is_unified = memory.kind == "unified"
-        self._shared: list[list[int]] = [[] for _ in range(n_slots)]  # which cell each one is
+        self._numbers: list[list[int]] = [
+            [] for _ in range(n_slots)
+        ]  # of a pool: which cell each one is
         self._n_made = 0
 
     @property
     def n_used(self) -> int:
         """Cells in use; in unified memory a cell that several slots share counts once."""
-        return len(set().union(*self._shared)) if self._is_unified else sum(map(len, self.cells))
+        return len(set().union(*self._numbers)) if self._is_unified else sum(map(len, self.cells))
 
     def append(self, slot: int, cells: list[int], state: int) -> None:
         """Put cells behind those of a slot, which leave it in `state`."""
         self.cells[slot].extend(cells)
         self.states[slot] = state
-        if self._is_unified:
-            self._number(slot)
+        self._number(slot)
 
-    def put(self, slot: int, cells: list[int], shared: list[int] | None = None) -> None:
-        """Set a slot's cells; `shared` are the numbers of cells that are copied from another slot."""
-        n_kept = len(cells) if cells == self.cells[slot][: len(cells)] else 0
+    def put(self, slot: int, cells: list[int], numbers: Sequence[int] = ()) -> None:
+        """Set a slot's cells; `numbers` are those of the first cells, which are kept or shared with another slot."""
         self.cells[slot] = cells
         self.states[slot] = state_after(self._start, cells)
-        if self._is_unified:
-            self._shared[slot] = shared or self._shared[slot][:n_kept]
-            self._number(slot)
+        self._numbers[slot] = [*numbers]
+        self._number(slot)
 
     def _number(self, slot: int) -> None:
-        """Give each new cell of a slot a number of its own: a copy has those of its source."""
-        n_new = len(self.cells[slot]) - len(self._shared[slot])
-        self._shared[slot] += range(self._n_made, self._n_made + n_new)
-        self._n_made += n_new
+        """Give each new cell of a slot a number of its own in a pool: a copy has those of its source."""
+        if self._is_unified:
+            n_new = len(self.cells[slot]) - len(self._numbers[slot])
+            self._numbers[slot] += range(self._n_made, self._n_made + n_new)
+            self._n_made += n_new
 
     def do(self, plan: StepPlan) -> tuple[int, ...]:
         """Do a plan's moves, which come before computing; return the keys of cells that were lost."""
@@ -81,14 +77,14 @@ class FakeCells:
         for slot in range(len(self.cells)) if plan.is_rebuild else plan.clears:
             self.put(slot, [])
         for slot, n_cells in plan.trims:
-            self.put(slot, self.cells[slot][:n_cells])
+            self.put(slot, self.cells[slot][:n_cells], self._numbers[slot][:n_cells])
         unloaded = [key for slot, key, n in plan.loads if not self._load(slot, key, n)]
         for source, slot, n_cells in () if unloaded else plan.copies:
-            self.put(slot, self.cells[source][:n_cells], self._shared[source][:n_cells])
+            self.put(slot, self.cells[source][:n_cells], self._numbers[source][:n_cells])
         for slot, n_kept, n in plan.shifts:
             cells = self.cells[slot]
             if len(cells) >= n_kept + n:  # else they were lost
-                self.put(slot, cells[:n_kept] + cells[n_kept + n :])
+                self.put(slot, cells[:n_kept] + cells[n_kept + n :], self._numbers[slot][:n_kept])
         return (*lost, *unloaded)
 
     def _save(self, slot: Slot, key: int) -> bool:
@@ -113,15 +109,15 @@ class FakeCells:
         """
         saved = {key: self.n_said.get(key, len(cells)) for key, cells in self.saved.items()}
         self._rules.check(plan, [len(cells) for cells in self.cells], saved)
-        for slot, n_kept, _ in plan.shifts:
-            self._check_shared(plan, slot, n_kept)
-
-    def _check_shared(self, plan: StepPlan, slot: Slot, n_kept: int) -> None:
-        """Refuse to shift cells that other slots have too: in a pool those would move as well."""
-        others = [set(s) for i, s in enumerate(self._shared) if i != slot]
-        is_copied = self._is_unified and any(slot in c[:2] for c in plan.copies)
-        if is_copied or set(self._shared[slot][n_kept:]) & set().union(*others):
-            raise PlanError(f"cells of slot {slot} belong to others too: {plan}")
+        for (
+            slot,
+            n_kept,
+            _,
+        ) in plan.shifts:  # in a pool, cells that other slots have too would move as well
+            others = set[int]().union(*(s for i, s in enumerate(self._numbers) if i != slot))
+            is_copied = self._is_unified and any(slot in c[:2] for c in plan.copies)
+            if is_copied or not others.isdisjoint(self._numbers[slot][n_kept:]):
+                raise PlanError(f"cells of slot {slot} belong to others too: {plan}")
 
 
 class History:

@@ -37,10 +37,7 @@ compute(sys.argv[1])
 def has_sound_amx(model: Path) -> bool:
     """Whether weights may be repacked: this processor has no AMX, or a process of its own survived a step with it.
 
-    Tried once a process. A success is noted in the user's cache folder, for this build of llama.cpp.
-
-    Args:
-        model: a small GGUF file to compute with, whose weights use AMX.
+    Tried once a process with a small model. A success is noted in the user's cache folder, for this build of llama.cpp.
     """
     if b"AMX_INT8 = 1" not in llama_cpp.llama_print_system_info():
         return True

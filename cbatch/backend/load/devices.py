@@ -62,18 +62,14 @@ def add_servers(servers: Sequence[str]) -> None:
             "--no-binary llama-cpp-python llama-cpp-python"
         )
     for server in servers:
-        _check_answers(server)
+        host, _, port = server.partition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except (OSError, ValueError) as error:  # ValueError: no valid name of a host
+            raise ModelLoadError(
+                f"rpc_servers: {server} does not answer: {error}; start rpc-server there, or leave it out"
+            ) from error
         _register(server)
-
-
-def _check_answers(server: str) -> None:
-    host, _, port = server.partition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, ValueError) as error:  # ValueError: no valid name of a host
-        raise ModelLoadError(
-            f"rpc_servers: {server} does not answer: {error}; start rpc-server there, or leave it out"
-        ) from error
 
 
 def _register(server: str) -> None:

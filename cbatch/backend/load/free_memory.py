@@ -19,13 +19,7 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def free_for_cells(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0) -> int | None:
-    """Return the bytes that are free for all cells together; None where the system does not tell.
-
-    Args:
-        model: a loaded model.
-        options: whether cells are on the devices of their layers.
-        n_unloaded: bytes of weights that are not in memory yet.
-    """
+    """Return the bytes that are free for all cells together besides `n_unloaded` bytes of weights; None: unknown."""
     found = [
         max(0, int((n_free - n_unloaded * share) / share))
         for n_free, share in _shares(model, options)

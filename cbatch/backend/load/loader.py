@@ -89,6 +89,8 @@ def _describe(
     with opened as loaded, closing(loaded):
         room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
         settled = settle(loaded, options, room)
+        n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
+        is_pool = settled.kv == "unified" and not loaded.has_states
         return {
             "path": loaded.name,
             "name": loaded.metadata.get("general.name", ""),
@@ -101,33 +103,23 @@ def _describe(
             "n_vocab": loaded.vocab.n_vocab,
             "end_tokens": list(loaded.vocab.end_tokens),
             "sampling_defaults": dict(loaded.sampling_defaults),
-            **_sizes(loaded, settled, room),
+            "parallel": n_slots,
+            "n_window": slot_window(settled, n_cells, loaded.n_ctx_train, is_pool=is_pool),
+            "n_cells": n_cells,
+            "kv": settled.kv,
+            "cache_type_k": settled.cache_type_k,
+            "cache_type_v": settled.cache_type_v,
+            "n_cell_bytes": cost and cost.n_cell_bytes,
+            "n_state_bytes": cost and cost.n_state_bytes,
+            "is_about": cost is None or cost.is_about,
+            "n_memory_bytes": cost and cost.of(n_slots, n_cells),
+            "n_weight_bytes": loaded.n_bytes,
+            "n_free_bytes": room.n_free,
+            "n_budget_bytes": room.n_budget,
+            "n_slots_fit": room.most_slots(n_cells // n_slots),
+            "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
             "exactness": probe(loaded, settled, is_stopped) if asks_probe else None,
         }
-
-
-def _sizes(loaded: LlamaModel, options: EngineOptions, room: Room) -> dict[str, Any]:
-    """Return the memory that decided options need, and what else would fit."""
-    n_cells, cost = context_cells(loaded, options), room.footprint
-    is_pool = options.kv == "unified" and not loaded.has_states
-    n_most = loaded.n_ctx_train or n_cells
-    return {
-        "parallel": options.n_slots,
-        "n_window": slot_window(options, n_cells, loaded.n_ctx_train, is_pool=is_pool),
-        "n_cells": n_cells,
-        "kv": options.kv,
-        "cache_type_k": options.cache_type_k,
-        "cache_type_v": options.cache_type_v,
-        "n_cell_bytes": cost and cost.n_cell_bytes,
-        "n_state_bytes": cost and cost.n_state_bytes,
-        "is_about": cost is None or cost.is_about,
-        "n_memory_bytes": cost and cost.of(options.n_slots, n_cells),
-        "n_weight_bytes": loaded.n_bytes,
-        "n_free_bytes": room.n_free,
-        "n_budget_bytes": room.n_budget,
-        "n_slots_fit": room.most_slots(n_cells // options.n_slots),
-        "n_window_fit": room.most_window(options.n_slots, n_most),
-    }
 
 
 def _load(

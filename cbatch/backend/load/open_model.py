@@ -81,7 +81,10 @@ def open_model(
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
     if has_weights:
         params.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
-        if options.exact or not _may_repack():
+        if options.exact:
+            params.use_extra_bufts = False
+        elif not has_sound_amx(shipped_model()):
+            _log.warn("%s", AMX_ADVICE)
             params.use_extra_bufts = False
     place(params, options)
     params.progress_callback = llama_cpp.llama_progress_callback(
@@ -97,14 +100,6 @@ def open_model(
         tensor_split=options.tensor_split,
     )
     return _checked(pointer, str(path), placement, template)
-
-
-def _may_repack() -> bool:
-    """Whether llama.cpp may repack weights for the CPU; warn where its AMX code does not allow it."""
-    is_sound = has_sound_amx(shipped_model())
-    if not is_sound:
-        _log.warn("%s", AMX_ADVICE)
-    return is_sound
 
 
 def place(params: Any, options: EngineOptions) -> None:

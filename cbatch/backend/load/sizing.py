@@ -50,33 +50,25 @@ _log = Log("cbatch")
 
 @dataclass(frozen=True, slots=True)
 class WorkloadProfile:
-    """What the prompts of a job need of a context.
-
-    Args:
-        n_window: tokens of the longest prompt with its output; 0 where no prompt could be read.
-        n_common: tokens that a prompt shares with the beginning of another, on average; each answer counts as one.
-        n_cells: tokens of a prompt with its output, on average.
-        is_all: whether all prompts of the job were read.
-    """
+    """What the prompts of a job need of a context."""
 
     n_window: int = 0
+    """Tokens of the longest prompt with its output; 0 where no prompt could be read."""
     n_common: float = 0.0
+    """Tokens that a prompt shares with the beginning of another, on average; each answer counts as one."""
     n_cells: float = 0.0
+    """Tokens of a prompt with its output, on average."""
     is_all: bool = False
+    """Whether all prompts of the job were read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What memory there is for cells; None is unknown, and no limit.
-
-    Args:
-        footprint: bytes of a cell and of a state.
-        n_budget: bytes that all cells together may take.
-        n_free: bytes that are free for them now.
-    """
+    """The memory for cells, in bytes; None is unknown, and no limit."""
 
     footprint: Footprint | None
     n_budget: int | None
+    """What all cells together may take."""
     n_free: int | None = None
 
     def holds(self, n_slots: int, n_window: int) -> bool:
@@ -113,13 +105,7 @@ class Sizes:
 def settle(
     model: LlamaModel, options: EngineOptions, room: Room, look_ahead: LookAhead | None = None
 ) -> EngineOptions:
-    """Return the options with the number of slots, the window and the kind of memory decided.
-
-    Args:
-        model: a loaded model.
-        options: values that are set are kept.
-        room: the free memory, from `find_room`.
-        look_ahead: prompts that will come.
+    """Return the options with the number of slots, the window and the kind of memory decided; what is set is kept.
 
     Raises:
         ModelLoadError: not even one slot of the smallest window fits.
@@ -139,12 +125,7 @@ def settle(
 
 
 def find_room(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0) -> Room:
-    """Return the memory for cells: `memory_mib`, or else half of what is free now.
-
-    Args:
-        model: a loaded model.
-        options: types of cells, where they are, and the budget where it is set.
-        n_unloaded: bytes of weights that are not in memory yet.
+    """Return the memory for cells: `memory_mib`, or else half of what is free besides `n_unloaded` bytes of weights.
 
     Raises:
         ConfigError: types of cells that the model cannot have.
@@ -158,11 +139,6 @@ def find_room(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0)
 
 def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
     """Refuse cells that the host cannot hold: the system would end the process while llama.cpp makes them.
-
-    Args:
-        model: a loaded model.
-        options: what `settle` returned.
-        room: bytes of a cell.
 
     Raises:
         ModelLoadError: the message has the numbers.
@@ -183,13 +159,9 @@ def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
 def choose_sizes(
     parallel: int | None, n_window: int, room: Room, *, is_fixed: bool = False
 ) -> Sizes:
-    """Return the slots and the window of a context.
+    """Return the slots and the window of a context: the window becomes smaller only for slots that an option sets.
 
-    Args:
-        parallel: slots that an option sets: then the window becomes smaller; None: the number of slots does.
-        n_window: the window that is wanted.
-        room: the free memory.
-        is_fixed: whether an option sets the window, which is kept then, and tried even where it does not fit.
+    A window that an option sets, `is_fixed`, stays as it is, and is tried even where it does not fit.
 
     Raises:
         ModelLoadError: nothing fits; the message has the numbers.
