@@ -49,19 +49,14 @@ class CachedCells:
     """The cells of one sequence.
 
     Args:
-        tokens: (n_tokens,) int32, ≥ 0: the tokens whose cells these are.
+        tokens: whose cells these are.
         n_prompt: how many of the tokens were given, not sampled.
         data: (n_bytes,) uint8: the state as llama.cpp wrote it.
     """
 
-    tokens: NDArray[np.int32]
+    tokens: Sequence[int]
     n_prompt: int
     data: NDArray[np.uint8]
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], n_prompt: int, data: NDArray[np.uint8]) -> CachedCells:
-        """Return the cells of a list of tokens."""
-        return cls(np.array(tokens, np.int32), n_prompt, data)
 
 
 # ---- names ----
@@ -97,7 +92,7 @@ def file_parts(
             {
                 "key": key,
                 "fingerprint": dict(fingerprint),
-                "n_tokens": cells.tokens.size,
+                "n_tokens": len(cells.tokens),
                 "n_prompt": cells.n_prompt,
                 "n_data": cells.data.size,
             }
@@ -106,7 +101,7 @@ def file_parts(
     if len(header) > _MAX_HEADER:
         raise CacheError(key, f"key and fingerprint have more than {_MAX_HEADER:,} bytes")
     head = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
-    head += cells.tokens.astype("<i4", copy=False).tobytes()
+    head += np.array(cells.tokens, "<i4").tobytes()
     head += hashlib.sha256(head).digest()
     data = np.ascontiguousarray(cells.data).data
     digest = hashlib.sha256(head)
@@ -149,10 +144,10 @@ class FileReader:
         self._n_bytes = self._n_left = found.st_size
         self._hash = hashlib.sha256()
 
-    def head(self) -> tuple[FileHeader, NDArray[np.int32]]:
-        """Read and check everything up to the cells; return the header and the tokens, (n_tokens,) int32."""
+    def head(self) -> tuple[FileHeader, list[int]]:
+        """Read and check everything up to the cells; return the header and the tokens."""
         header = self._header()
-        tokens = self.take(4 * header.n_tokens).view("<i4").astype(np.int32, copy=False)
+        tokens: list[int] = self.take(4 * header.n_tokens).view("<i4").tolist()
         self.check()
         if file_name(header.key, header.fingerprint) != self._name:
             raise BadFileError("is the file of another key or fingerprint")

@@ -96,7 +96,7 @@ class CacheIo:
         """Read a file and cut it to the cells that are wanted."""
         ref = want.ref
         cells = self._store.read(ref.key, self._backend.fingerprint(ref.adapters))
-        found = CacheEntry(cells.tokens.tolist(), cells.n_prompt)
+        found = CacheEntry(cells.tokens, cells.n_prompt)
         if not want.choose(found):
             return found, None
         try:
@@ -112,7 +112,7 @@ class CacheIo:
             from cbatch.cache.cell_file import CachedCells  # numpy is slow to import
 
             tokens, n_prompt = driver.tokens[:n_cells], min(driver.n_prompt, n_cells)
-            cells = CachedCells.of(tokens, n_prompt, data)
+            cells = CachedCells(tokens, n_prompt, data)
             self._store.write(ref.key, cells, self._backend.fingerprint(ref.adapters))
             found = CacheEntry(tokens, n_prompt)
         except Exception as error:

@@ -45,7 +45,7 @@ def keep(folder: Path, *keys: str, fingerprint: dict[str, str] = FINGERPRINT) ->
     store = CacheStore(folder, 2**30, clock=lambda: next(now_s))
     for key in keys:
         data = np.zeros(2**20, np.uint8)
-        store.write(key, CachedCells(np.arange(1234, dtype=np.int32), 9, data), fingerprint)
+        store.write(key, CachedCells(range(1234), 9, data), fingerprint)
     return CacheStore(folder, 0)
 
 

@@ -128,7 +128,7 @@ def test_file_that_was_written_is_read(owner: Owner) -> None:
 def test_write_without_memory_for_its_tokens_is_told_the_next_read_done(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CachedCells, "of", raises(MemoryError()))
+    monkeypatch.setattr(CachedCells, "__init__", raises(MemoryError()))
     owner.write("k")
     [problem] = owner.take()
     assert problem == "the cells were not saved: MemoryError"

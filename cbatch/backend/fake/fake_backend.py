@@ -192,11 +192,13 @@ class FakeBackend:
             sampled = [self._sample(c) if c.has_output else None for c in chunks]
             for row, token in zip(tokens, sampled, strict=True):
                 row.extend(() if token is None else (token,))
-            is_interrupted = self._take_interrupt()
+            is_interrupted, self._is_interrupted = self._is_interrupted, False
             if is_interrupted or n_done == plan.n_steps or any(map(self._ends, chunks, sampled)):
                 break
             chunks = [
-                _next_chunk(c, t) for c, t in zip(chunks, sampled, strict=True) if t is not None
+                Chunk(c.slot, c.start + len(c.tokens), (token,), has_output=True)
+                for c, token in zip(chunks, sampled, strict=True)
+                if token is not None
             ]
         return n_done, 0, first_s
 
@@ -311,10 +313,6 @@ class FakeBackend:
     def _ends(self, chunk: Chunk, token: int | None) -> bool:
         return token == BROKEN_ROW or token in self._bound[chunk.slot].binding.stop_tokens
 
-    def _take_interrupt(self) -> bool:
-        was, self._is_interrupted = self._is_interrupted, False
-        return was
-
     def _check(self, plan: StepPlan) -> None:
         """Refuse a plan that breaks a rule of `StepPlan`, whatever slots hold."""
         chunks, is_one_step = plan.chunks, plan.n_steps == 1
@@ -347,7 +345,3 @@ def _n_computed(code: int, n_tokens: int) -> int:
     if code in (1, -1):
         return 0
     return (n_tokens + 1) // 2 if code else n_tokens
-
-
-def _next_chunk(chunk: Chunk, token: int) -> Chunk:
-    return Chunk(chunk.slot, chunk.start + len(chunk.tokens), (token,), has_output=True)
