@@ -51,8 +51,10 @@ class ChatFormat:
         tools, splits = options.offered_tools, options.reasoning_format != "none"
         if not tools and (self._format.is_plain or not splits):
             return None
-        opened = _opened_text(prompt.messages)
-        pieces = self._shown_pieces if options.skip_special_tokens is False else self._pieces
+        vocab, opened = self._vocab, _opened_text(prompt.messages)
+        pieces = Pieces(vocab.shown_piece, vocab.shown_piece)
+        if options.skip_special_tokens is not False:
+            pieces = Pieces(vocab.piece, vocab.shown_piece, vocab.control_tokens)
         n_calls_max = 1 if options.parallel_tool_calls is False else None
         return AnswerReader(self._format, pieces, tools, splits, opened, n_calls_max)
 
@@ -99,15 +101,6 @@ class ChatFormat:
     @cached_property
     def _format(self) -> AnswerFormat:
         return answer_format(self._vocab.template)
-
-    @cached_property
-    def _pieces(self) -> Pieces:
-        vocab = self._vocab
-        return Pieces(vocab.piece, vocab.shown_piece, vocab.control_tokens)
-
-    @cached_property
-    def _shown_pieces(self) -> Pieces:
-        return Pieces(self._vocab.shown_piece, self._vocab.shown_piece)
 
 
 def _opened_text(messages: Sequence[Message]) -> str:

@@ -150,7 +150,8 @@ class _Probe:
         self._clear()
         prompt, n_batch = tokens[:-_N_DECODED], self._backend.n_batch
         n_first = min(len(prompt), self._backend.chunk_alignment or n_batch // 2)
-        company = self._fitting(n_batch - n_first)
+        sizes = accumulate(len(other) - _N_DECODED for other in self._others[:-1])
+        company = self._others[: sum(size <= n_batch - n_first for size in sizes)]
         i_ours, is_whole = len(company), n_first == len(prompt)
         chunks = [
             Chunk(Slot(i), 0, other[:-_N_DECODED], has_output=True)
@@ -161,12 +162,6 @@ class _Probe:
         if not is_whole:
             first = self._prefill(Slot(i_ours), prompt, start=n_first)
         return [first, *self._decode([*company, tokens], i_ours)]
-
-    def _fitting(self, n_tokens: int) -> list[list[int]]:
-        """Return the first of the other sequences whose prompts have at most `n_tokens` tokens in total; never all."""
-        sizes = accumulate(len(other) - _N_DECODED for other in self._others[:-1])
-        n_fitting = sum(size <= n_tokens for size in sizes)
-        return self._others[:n_fitting]
 
     def _again(self, tokens: Sequence[int]) -> list[Logits]:
         """Compute prompt and decoded tokens as one prompt, as after a preemption."""

@@ -249,18 +249,14 @@ def _tokens(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[
 
 def _tell(sizes: Sizes, wanted: Sizes, room: Room) -> None:
     """Log sizes that are smaller than they would be with more memory."""
-    if sizes == wanted:
-        return
-    _log.warn(
-        "%d slots of %d tokens, for %d of %d would take %s MiB and the memory budget is %s MiB: "
-        "memory_mib sets another, cache_type_k and cache_type_v='q8_0' need about half",
-        sizes.n_slots,
-        sizes.n_window,
-        wanted.n_slots,
-        wanted.n_window,
-        _mib(room.n_bytes(wanted.n_slots, wanted.n_window)),
-        _mib(room.n_budget),
-    )
+    if sizes != wanted:
+        n_bytes = room.n_bytes(wanted.n_slots, wanted.n_window)
+        _log.warn(
+            "%s",
+            f"{sizes.n_slots} slots of {sizes.n_window} tokens, for {wanted.n_slots} of {wanted.n_window} would take "
+            f"{_mib(n_bytes)} MiB and the memory budget is {_mib(room.n_budget)} MiB: memory_mib sets another, "
+            "cache_type_k and cache_type_v='q8_0' need about half",
+        )
 
 
 def _refusal(n_slots: int, room: Room) -> str:
