@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if MODELS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("real")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what asks for `any_way` in each way, in the profile `fast` in one."""
+    if "any_way" in metafunc.fixturenames:
+        ways = profiles.some(["threaded", "by hand", "async"], 1)
+        metafunc.parametrize("any_way", ways, indirect=True)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -113,6 +121,15 @@ def random_model(synth: SynthFactory) -> Path:
     return synth("test")
 
 
+@pytest.fixture
+def new_objects_only() -> Iterator[None]:
+    """Let `gc.get_objects` return only objects made from now on: all others take long to look at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def _place(folder: Path, way: str) -> Iterator[Place]:
     from tests.places import place_of
 
@@ -120,7 +137,7 @@ def _place(folder: Path, way: str) -> Iterator[Place]:
         yield made
 
 
-@pytest.fixture(params=["threaded", "by hand", "async"])
+@pytest.fixture
 def any_way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """Engines on fake backends over one folder of cells, by each way to ask."""
     yield from _place(tmp_path, request.param)

@@ -215,6 +215,7 @@ def make_scheduler(
     chunk_alignment: int = 0,
     adapters: tuple[str, ...] = (),
     copy_s: float = 0.0,
+    tokens_of: Callable[[BatchPrompt, RunOptions], Sequence[int]] | None = None,
     **options: Any,
 ) -> Rig:
     backend = FakeBackend(
@@ -231,7 +232,7 @@ def make_scheduler(
     memory = backend.memory
     ledger = KvLedger(n_slots, n_window, memory)
     backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
-    prompts = PromptPreparer(partial(tokenize, backend), n_window)
+    prompts = PromptPreparer(tokens_of or partial(tokenize, backend), n_window)
     batcher = MultiRequestBatcher(ledger, prompts, schedule, chunk_alignment)
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
@@ -592,9 +593,14 @@ def check_ledger(ledger: KvLedger) -> None:
         assert [sum(b.n for b in blocks) for blocks in ledger._blocks] == ledger.n_cells
 
 
+def saved_by_key(rig: Rig) -> dict[int, Any]:
+    """What is saved under each key: the driver and the bytes."""
+    return rig.books.saved._saved
+
+
 def check_cells(rig: Rig) -> None:
     """The backend holds exactly the computed tokens, but for what the next plan takes off."""
-    cells, saved = rig.books.cells, rig.books.saved
+    cells, cells_saved = rig.books.cells, saved_by_key(rig)
     for driver in rig.books.running:
         if driver is None or driver.slot is None:
             continue
@@ -607,8 +613,8 @@ def check_cells(rig: Rig) -> None:
         assert held == driver.tokens[: driver.n_computed]
     if rig.ledger.is_shared and not (cells.clears or cells.trims or cells.shifts):
         assert rig.backend.n_used == rig.ledger.n_used
-    assert set(rig.backend.saved) - set(cells.forgets) == set(saved._saved)
-    for key, entry in saved._saved.items():
+    assert set(rig.backend.saved) - set(cells.forgets) == set(cells_saved)
+    for key, entry in cells_saved.items():
         driver = entry.driver
         assert driver.slot is None
         assert driver.saved_key == key
@@ -621,6 +627,7 @@ def check_invariants(rig: Rig) -> None:
     """The books of slots, cells and requests balance."""
     batcher, ledger, saved = rig.batcher, rig.ledger, rig.books.saved
     check_ledger(ledger)
+    cells_saved = saved_by_key(rig)
     having = [d for d in rig.books.running if d is not None]
     assert ledger.n_lent == len(having) == len(set(map(id, having)))
     for slot, driver in enumerate(rig.books.running):
@@ -639,7 +646,7 @@ def check_invariants(rig: Rig) -> None:
     storing = {d.request.id for d in leaving}
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing
     assert batcher.occupancy().n_storing == len(leaving)
-    sums = sum(entry.n_bytes for entry in saved._saved.values())
+    sums = sum(entry.n_bytes for entry in cells_saved.values())
     assert sums == saved.n_bytes <= rig.scheduler.options.swap_mib * 2**20
     for driver in batcher.in_flight.values():
         assert driver.n_preempted <= N_PREEMPTED_MAX

@@ -236,6 +236,7 @@ async def test_leaving_one_batch_leaves_others_their_tokens() -> None:
         assert (await staying)[0].token_ids == alone
 
 
+@pytest.mark.slow
 async def test_two_hundred_that_vanish_leave_nothing() -> None:
     with Engine(FakeBackend(4, 100_000, 64), options=ENDLESS) as engine:
         await collect(engine.submit("warm", options={"max_tokens": 2}))

@@ -20,7 +20,7 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
-from tests.runtime.backends import PATIENCE_S, all_results, ids_in_flight, streams
+from tests.runtime.backends import PATIENCE_S, all_results, batcher_of, ids_in_flight, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -238,7 +238,7 @@ class Watched:
             stats.n_steps,
             stats.n_finished,
             ids_in_flight(self.engine),
-            dict(self.engine._parts.batcher.in_flight),
+            dict(batcher_of(self.engine).in_flight),
         )
 
     def check_works(self) -> None:

@@ -54,6 +54,7 @@ from tests.runtime.backends import (
     ids_in_flight,
     ids_outside,
     in_thread,
+    loop_of,
     owner_of,
 )
 
@@ -652,7 +653,7 @@ def test_close_by_the_thread_that_reads_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [Engine(FakeBackend(memory=can_all(1024)), cache_dir=tmp_path)]
-    owner, loop = owner_of(made[0]), made[0]._parts.loop
+    owner, loop = owner_of(made[0]), loop_of(made[0])
 
     def read(*_: object) -> None:
         loop.close()  # the collector may run in any thread, and find an engine that nobody has
@@ -813,7 +814,7 @@ def test_ctrl_c_while_run_waits_for_room_leaves_the_engine_usable(
 
     items = [item(text_of(9), id, cache_key=id, save_cache=True, max_tokens=9999) for id in "ab"]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._parts.loop, "wait_for_change", strike)
+        patch.setattr(loop_of(engine), "wait_for_change", strike)
         with pytest.raises(KeyboardInterrupt):
             engine.run(items)
     wait_until(lambda: not ids_in_flight(engine))

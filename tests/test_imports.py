@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import cbatch
 import cbatch.models
+from tests.private_parts import private_parts
 
 ROOT = Path(cbatch.__file__).parent
 
@@ -101,6 +103,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
 def imports(module: str) -> set[str]:
     """Every module that `module` imports anywhere, also inside functions and for types alone, by its full name."""
     found: set[str] = set()
@@ -110,13 +113,21 @@ def imports(module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: imports are absolute"
             found.update(_from(node))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _name(node.func).endswith("import_module"):
             found.update(ast.literal_eval(a) for a in node.args if isinstance(a, ast.Constant))
     return found
 
 
+@cache
 def tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def _name(called: ast.expr) -> str:
+    """`f` of `f(…)` and of `x.f(…)`."""
+    if isinstance(called, ast.Attribute):
+        return called.attr
+    return called.id if isinstance(called, ast.Name) else ""
 
 
 def _from(node: ast.ImportFrom) -> set[str]:
@@ -169,10 +180,11 @@ def test_walk_finds_the_package() -> None:
     assert "models.recipe.train" in MODULES
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m])  # the front door shows every room
-def test_module_sees_only_what_its_room_may(module: str) -> None:
-    assert room(module) in SEES, f"{module} is in no room of the design"
-    assert not {i for i in beyond_walls(module) if not is_in(i, OPEN.get(module, set()))}
+def test_every_module_sees_only_what_its_room_may() -> None:
+    inner = [m for m in MODULES if m]  # the front door shows every room
+    assert not [m for m in inner if room(m) not in SEES], "in no room of the design"
+    found = {(m, i) for m in inner for i in beyond_walls(m)}
+    assert not {(m, i) for m, i in found if not is_in(i, OPEN.get(m, set()))}
 
 
 @pytest.mark.parametrize("module", OPEN)
@@ -191,35 +203,32 @@ def test_sees_of_the_rooms_go_one_way() -> None:
         assert not places & above - {name} or name in FACE, f"{name} sees what sees it"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) == "core"])
-def test_core_has_no_thread_clock_or_file(module: str) -> None:
-    assert not outside(module) & NOT_IN_CORE
+def test_core_has_no_thread_clock_or_file() -> None:
+    core = [m for m in MODULES if room(m) == "core"]
+    assert not {(m, name) for m in core for name in outside(m) & NOT_IN_CORE}
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m != "backend.bindings"])
-def test_llama_cpp_is_imported_in_one_module_alone(module: str) -> None:
-    assert "llama_cpp" not in outside(module)
+def test_llama_cpp_is_imported_in_one_module_alone() -> None:
+    assert [m for m in MODULES if "llama_cpp" in outside(m)] == ["backend.bindings"]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_imports_a_private_name(module: str) -> None:
-    imported = [n for n in ast.walk(tree(module)) if isinstance(n, ast.ImportFrom)]
-    names = [alias.name for node in imported if node.module != "__future__" for alias in node.names]
-    assert not [name for name in names if name.startswith("_")]
+def test_no_module_imports_a_private_name() -> None:
+    imported = [
+        (module, alias.name)
+        for module in MODULES
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for alias in node.names
+    ]
+    assert imported
+    assert not [(module, name) for module, name in imported if name.startswith("_")]
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ("bench", "models.recipe")])
-def test_benches_and_the_recipe_reach_for_no_private_part(module: str) -> None:
-    own = {"self", "cls"}
-    found = {
-        ast.unparse(n)
-        for n in ast.walk(tree(module))
-        if isinstance(n, ast.Attribute)
-        and n.attr.startswith("_")
-        and not n.attr.endswith("__")
-        and not (isinstance(n.value, ast.Name) and n.value.id in own)
-    }
-    assert not found
+def test_benches_and_the_recipe_reach_for_no_private_part() -> None:
+    modules = [m for m in MODULES if room(m) in ("bench", "models.recipe")]
+    assert modules
+    found = {m: {ast.unparse(part) for part in private_parts(tree(m))} for m in modules}
+    assert not {m: parts for m, parts in found.items() if parts}
 
 
 def test_name_of_a_module_occurs_once() -> None:

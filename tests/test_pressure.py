@@ -45,6 +45,9 @@ from tests.runtime.backends import (
     in_thread,
     is_room_awaited,
     is_threaded,
+    loop_of,
+    n_commands,
+    stats_of,
     streams,
 )
 
@@ -631,7 +634,7 @@ def test_late_command_for_an_earlier_life_of_an_id_is_refused(
     first = engine.run(prompts("a", max_tokens=2))
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._parts.loop, "call", late.append)
+        patch.setattr(loop_of(engine), "call", late.append)
         getattr(engine, name)("a")  # on its way while the request ends
     assert ends(first) == [("length", 2)]
     second = engine.run(prompts("a", max_tokens=3))
@@ -761,12 +764,12 @@ def test_statistics_are_never_begun_anew_in_the_middle_of_a_run() -> None:
     engine.run(prompts("a"))
     backend.wait_for_run()
     resetting = in_thread(engine.reset_stats)
-    wait_until(lambda: len(engine._parts.loop._commands) > 0)
-    assert engine._parts.stats.n_submitted == 1
+    wait_until(lambda: n_commands(engine) > 0)
+    assert stats_of(engine).n_submitted == 1
     backend.let(1000)
     resetting()
     engine.close()
-    assert engine._parts.stats.n_submitted == 0
+    assert stats_of(engine).n_submitted == 0
 
 
 def test_snapshot_stays_as_it_was(by_hand: MakeEngine) -> None:

@@ -36,7 +36,7 @@ from cbatch.files.settings import FileOptions
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 from tests.odd_values import GOOD, changed, odd
-from tests.runtime.backends import is_threaded
+from tests.runtime.backends import is_threaded, mailbox_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -292,7 +292,7 @@ def drain(w: World, response: BatchResponse) -> None:
         else:
             check(response.results(timeout=PATIENCE_S, return_errors=True))
     except Exception as error:
-        if error is not response._mailbox.items.error:  # which a generator's own error is
+        if error is not mailbox_of(response).items.error:  # which a generator's own error is
             raise
 
 

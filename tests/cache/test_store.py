@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import signal
 import stat
 import struct
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 import cbatch.cache.cell_file
 import cbatch.cache.store
 from cbatch.backend.fake import FakeBackend
-from cbatch.cache.cell_file import CachedCells
+from cbatch.cache.cell_file import CachedCells, file_name
 from cbatch.cache.store import CacheStore, cells_folder
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
@@ -197,7 +198,8 @@ def test_any_text_is_a_key_and_names_a_file_of_the_folder(store: CacheStore, fol
         assert same(store.read(key, F16), cells(seed=seed))
     assert keys(store) == NASTY[::-1]
     assert [path.name for path in folder.parent.iterdir()] == ["cells"]
-    assert all(cbatch.cache.store._FILE.fullmatch(path.name) for path in folder.iterdir())
+    name = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.cells")
+    assert all(name.fullmatch(path.name) for path in folder.iterdir())
     assert [store.remove(key) for key in NASTY] == [1] * len(NASTY)
     assert list(folder.iterdir()) == []
 
@@ -310,12 +312,20 @@ def test_key_of_several_fingerprints_names_the_nearest(store: CacheStore) -> Non
 
 
 def test_file_that_came_while_it_was_missed_differs_in_nothing(
-    store: CacheStore, folder: Path
+    store: CacheStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def miss_once(path: Path) -> NoReturn:
+        monkeypatch.undo()
+        raise FileNotFoundError(path)
+
+    def reason() -> str:
+        monkeypatch.setattr(cbatch.cache.store, "opened_file", miss_once)
+        return fails(store)
+
     store.write("a", cells(), F16)
-    assert store._missing("a", F16).reason == f"nothing is kept under this key in {folder}"
+    assert reason() == f"nothing is kept under this key in {folder}"
     store.write("a", cells(), Q8)
-    assert store._missing("a", F16).reason == "type_k is f16, was saved with q8_0"
+    assert reason() == "type_k is f16, was saved with q8_0"
 
 
 def test_values_in_an_error_cannot_command_a_terminal(store: CacheStore) -> None:
@@ -435,15 +445,15 @@ GOOD = {"key": "a", "fingerprint": F16, "n_tokens": 1, "n_prompt": 1, "n_data": 
 TOKEN = struct.pack("<i", 5)
 
 
-def put(store: CacheStore, data: bytes) -> None:
+def put(folder: Path, data: bytes) -> None:
     """Put a file of these bytes where the cells of ("a", F16) are."""
-    path = store._path("a", F16)
+    path = folder / file_name("a", F16)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 
 
-def test_forged_file_is_as_one_that_was_written(store: CacheStore) -> None:
-    put(store, forged({**GOOD, "later": 1}, tokens=TOKEN, n_data=3))
+def test_forged_file_is_as_one_that_was_written(store: CacheStore, folder: Path) -> None:
+    put(folder, forged({**GOOD, "later": 1}, tokens=TOKEN, n_data=3))
     found = store.read("a", F16)
     assert (found.tokens, found.n_prompt, found.data.tolist()) == ([5], 1, [0, 0, 0])
 
@@ -462,8 +472,10 @@ def test_forged_file_is_as_one_that_was_written(store: CacheStore) -> None:
     ],
     ids=lambda header: str(header)[:60],
 )  # fmt: skip
-def test_header_that_says_nonsense_is_an_error(store: CacheStore, header: object) -> None:
-    put(store, forged(header, tokens=TOKEN, n_data=3))
+def test_header_that_says_nonsense_is_an_error(
+    store: CacheStore, folder: Path, header: object
+) -> None:
+    put(folder, forged(header, tokens=TOKEN, n_data=3))
     assert fails(store).endswith("has a damaged header")
     assert only(store).problem == store.verify(only(store)) == "has a damaged header"
 
@@ -487,24 +499,26 @@ def test_header_that_says_nonsense_is_an_error(store: CacheStore, header: object
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
 def test_file_that_is_not_what_it_says_is_an_error(
-    store: CacheStore, data: bytes, words: str
+    store: CacheStore, folder: Path, data: bytes, words: str
 ) -> None:
-    put(store, data)
+    put(folder, data)
     assert words in fails(store)
     assert words in (only(store).problem or "")
 
 
-def test_file_of_one_key_under_the_name_of_another_is_an_error(store: CacheStore) -> None:
+def test_file_of_one_key_under_the_name_of_another_is_an_error(
+    store: CacheStore, folder: Path
+) -> None:
     store.write("a", cells(), F16)
-    store._path("a", F16).rename(store._path("b", F16))
+    (folder / file_name("a", F16)).rename(folder / file_name("b", F16))
     assert "another key" in fails(store, "b")
     assert "nothing is kept" in fails(store, "a")
 
 
 def test_lengths_beyond_the_file_allocate_nothing(
-    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+    store: CacheStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(store, forged({**GOOD, "n_data": 2**40}, tokens=TOKEN, n_data=3))
+    put(folder, forged({**GOOD, "n_data": 2**40}, tokens=TOKEN, n_data=3))
     asked: list[int] = []
     empty = np.empty
 
@@ -533,14 +547,14 @@ def test_file_beyond_the_memory_is_an_error(
 
 
 def test_file_cut_off_while_it_is_read_is_an_error(
-    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+    store: CacheStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("a", cells(100_000), F16)
     head = cbatch.cache.cell_file.FileReader.head
 
     def cut(reader: Any) -> Any:
         found = head(reader)
-        os.truncate(store._path("a", F16), 300)
+        os.truncate(folder / file_name("a", F16), 300)
         return found
 
     monkeypatch.setattr(cbatch.cache.cell_file.FileReader, "head", cut)
@@ -592,7 +606,7 @@ def test_write_replaces_a_link_and_not_what_it_leads_to(store: CacheStore, tmp_p
 
 
 def test_write_over_a_folder_is_an_error(store: CacheStore, folder: Path) -> None:
-    path = store._path("a", F16)
+    path = folder / file_name("a", F16)
     path.mkdir(parents=True)
     with pytest.raises(CacheError, match="cannot be written"):
         store.write("a", cells(), F16)
@@ -606,7 +620,7 @@ def test_write_over_a_folder_is_an_error(store: CacheStore, folder: Path) -> Non
 def test_descriptors_are_closed_whatever_happens(store: CacheStore, folder: Path) -> None:
     store.write("a", cells(), F16)
     store.write("b", cells(), F16)
-    put(store, b"bad")
+    put(folder, b"bad")
     n_before = len(os.listdir("/dev/fd"))
     for _ in range(20):
         store.read("b", F16)
@@ -959,7 +973,7 @@ def test_what_is_no_file_is_neither_counted_nor_removed(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = make_store(folder, 2 * size_of_one(folder))
-    fifo, inner = store._path("x", F16), store._path("y", F16)
+    fifo, inner = folder / file_name("x", F16), folder / file_name("y", F16)
     inner.mkdir(parents=True)
     os.mkfifo(fifo)
     for path in (fifo, inner):
@@ -978,7 +992,7 @@ def test_file_that_may_not_be_removed_is_passed_over(
     store = make_store(folder, 2 * size_of_one(folder))
     for key in "ab":
         store.write(key, cells(), F16)
-    kept, unlink = store._path("a", F16), Path.unlink
+    kept, unlink = folder / file_name("a", F16), Path.unlink
 
     def refuse(path: Path, **more: Any) -> None:
         if path == kept:
@@ -1140,11 +1154,11 @@ def test_listing_tells_what_there_is(store: CacheStore, folder: Path) -> None:
 
 
 def test_bad_file_is_listed_with_its_problem_and_can_be_removed_by_its_key(
-    store: CacheStore,
+    store: CacheStore, folder: Path
 ) -> None:
     store.write("a", cells(), F16)
     store.write("b", cells(), F16)
-    path = store._path("a", F16)
+    path = folder / file_name("a", F16)
     path.write_bytes(path.read_bytes()[:-1])
     [bad] = store.files("a")
     assert bad in store.files()
@@ -1157,7 +1171,8 @@ def test_bad_file_is_listed_with_its_problem_and_can_be_removed_by_its_key(
 def test_remove_all_takes_unfinished_writes_too(store: CacheStore, folder: Path) -> None:
     store.write("a", cells(), F16)
     store.write("b", cells(), F16)
-    (folder / f".{store._path('a', F16).name}.0123456789abcdef.part").write_bytes(b"half")
+    part = folder / f".{file_name('a', F16)}.0123456789abcdef.part"
+    part.write_bytes(b"half")
     assert store.remove_all() == 3
     assert list(folder.iterdir()) == []
 

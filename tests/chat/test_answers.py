@@ -276,6 +276,7 @@ def seconds(n_tokens: int, template: str, unit: list[int]) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [THINK + HERMES, CHANNELS, ">>>all", "<response></response>"])
 @pytest.mark.parametrize(
     "unit", [[*b"word "], [*b"a", 1002], [1000, *b"{"], [*b"\n"], [*b"<|message|>"]]

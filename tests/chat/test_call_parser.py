@@ -264,6 +264,7 @@ def seconds(text: str, format: CallFormat) -> float:
     return time.process_time() - start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", CALL_FORMATS, ids=lambda f: f.name)
 def test_no_text_takes_more_than_its_length(format: CallFormat) -> None:
     for head in [*HEADS, EXAMPLES[format.name][:-20]]:

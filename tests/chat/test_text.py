@@ -178,6 +178,7 @@ def seconds_per_token(n_tokens: int, stops: Sequence[str]) -> float:
     return best / n_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [[], ["STOP", "\n\n"], ["x" * 1000]])
 def test_token_costs_the_same_however_long_the_answer(stops: Sequence[str]) -> None:
     assert seconds_per_token(100_000, stops) < 5 * seconds_per_token(2_000, stops)

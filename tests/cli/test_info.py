@@ -17,6 +17,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.cli import app
 from cbatch.cli.info import as_text
 from tests.cli.conftest import forbid_opening, invoke
+from tests.runtime.backends import backend_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,7 +114,7 @@ def test_info_says_what_a_setting_takes(
 ) -> None:
     found = info(test_model, *args)
     with cbatch.load(test_model, n_threads=1, **settings) as engine:
-        memory = engine._parts.backend.memory
+        memory = backend_of(engine, LlamaBackend).memory
         assert (found["parallel"], found["n_window"]) == (engine.parallel, engine.n_window)
     assert found["n_cells"] == memory.n_cells
     assert 0 <= memory.saved_bytes_per_cell - found["n_cell_bytes"] <= 12

@@ -132,14 +132,12 @@ def test_refused_request_gives_its_slot_to_the_next_in_the_same_plan() -> None:
 
 @pytest.mark.parametrize("cause", [ConfigError("no"), ValueError("template"), KeyError("role")])
 def test_prompt_that_cannot_be_prepared_fails_alone(cause: Exception) -> None:
-    rig = make_scheduler(n_slots=1)
-
     def tokenize(prompt: BatchPrompt, _: object) -> Sequence[int]:
         if prompt.prompt == "bad":
             raise cause
         return (1, 2)
 
-    rig.batcher._prompts._tokenize = tokenize
+    rig = make_scheduler(n_slots=1, tokens_of=tokenize)
     rig.submit(make_request("a", "bad"), make_request("b", "good", max_tokens=2))
     drive(rig)
     error = rig.results["a"].error
@@ -148,14 +146,13 @@ def test_prompt_that_cannot_be_prepared_fails_alone(cause: Exception) -> None:
 
 
 def test_long_queue_is_tokenized_only_when_its_turn_comes() -> None:
-    rig = make_scheduler(n_slots=1)
     seen: list[str | None] = []
 
     def tokenize(prompt: BatchPrompt, _: object) -> Sequence[int]:
         seen.append(prompt.prompt)
         return (1,)
 
-    rig.batcher._prompts._tokenize = tokenize
+    rig = make_scheduler(n_slots=1, tokens_of=tokenize)
     rig.submit(*(make_request(id, id, max_tokens=1) for id in "abc"))
     step(rig)
     assert seen == ["a"]

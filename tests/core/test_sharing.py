@@ -281,14 +281,15 @@ def test_slots_that_are_copied_or_promised_to_followers_are_no_room_beside(n: in
     rig = make_rig(4)
     rig.submit(make_request("enters"), make_request("a"))
     driver, slots = rig.drivers["a"], rig.batcher.slot_plan()
+    has_slot_to_spare = slots._has_slot_to_spare
     slots.cells.prefixes.copied = {Slot(i): 50 for i in range(n)}
-    assert slots._has_slot_to_spare() is (n < 2)
+    assert has_slot_to_spare() is (n < 2)
     slots.cells.prefixes.copied = {}
     for i in range(n):  # those that follow are not queued
         rig.submit(make_request(str(i)))
         rig.books.queue.remove(rig.drivers[str(i)])
         rig.books.followers.add(rig.drivers[str(i)], driver, 50)
-    assert slots._has_slot_to_spare() is (n < 2)
+    assert has_slot_to_spare() is (n < 2)
 
 
 def test_newcomer_takes_no_slot_that_was_used_since_its_beginning_was() -> None:

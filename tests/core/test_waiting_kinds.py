@@ -20,6 +20,7 @@ from tests.helpers import (
     make_request,
     make_scheduler,
     partitioned,
+    saved_by_key,
     settle_disk,
     step,
     store,
@@ -197,7 +198,7 @@ def test_request_with_cells_of_its_own_asks_for_none_when_another_leaves() -> No
     rig.cancel("0")
     drive(rig, before=lambda rig: rig.fetching and pytest.fail("it is read again"))
     assert rig.results["1"].usage.cached_tokens == 119
-    assert not rig.books.saved._saved
+    assert not saved_by_key(rig)
 
 
 def test_one_with_cells_of_its_own_is_not_refused_with_the_one_before() -> None:
@@ -402,5 +403,6 @@ def test_files_whose_tokens_are_remembered_are_the_last_few() -> None:
     fetches = make_rig().books.reads
     for i in range(_N_FILES_MAX + 1):
         fetches.learn(CacheRef(str(i)), FILE)
-    assert len(fetches._known) == _N_FILES_MAX
-    assert CacheRef("0") not in fetches._known
+    known = fetches._known
+    assert len(known) == _N_FILES_MAX
+    assert CacheRef("0") not in known

@@ -262,6 +262,7 @@ def log_of(folder: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_log_of_the_manifest_stays_small(quick_path: Path) -> None:
     most = 0
     with open_journal(quick_path, sync_s=1e9) as journal:

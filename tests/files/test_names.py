@@ -12,6 +12,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.output.sorting import sort_to
 from tests.files.runs import records
+from tests.profiles import some
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
@@ -60,21 +61,24 @@ OWN = {
 @pytest.mark.parametrize("source", INPUTS)
 @pytest.mark.parametrize(
     ("name", "format"),
-    [
-        ("out", None),
-        ("out.dat", None),
-        ("out.csv", "csv"),
-        ("OUT.CSV", "csv"),
-        ("out.tsv", "tsv"),
-        ("out.tab", "tsv"),
-        ("out.parquet", "parquet"),
-        ("out.pq", "parquet"),
-        ("out.arrow", "arrow"),
-        ("out.feather", "arrow"),
-        ("out.jsonl", "json lines"),
-        ("out.ndjson", "json lines"),
-        ("out.json", "json lines"),
-    ],
+    some(
+        [
+            ("out", None),
+            ("out.dat", None),
+            ("out.csv", "csv"),
+            ("OUT.CSV", "csv"),
+            ("out.tsv", "tsv"),
+            ("out.tab", "tsv"),
+            ("out.parquet", "parquet"),
+            ("out.pq", "parquet"),
+            ("out.arrow", "arrow"),
+            ("out.feather", "arrow"),
+            ("out.jsonl", "json lines"),
+            ("out.ndjson", "json lines"),
+            ("out.json", "json lines"),
+        ],
+        5,
+    ),
 )
 def test_name_of_the_output_says_its_format(
     engine: Engine, inputs: dict[str, Path], source: str, name: str, format: str | None

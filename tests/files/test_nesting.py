@@ -15,13 +15,14 @@ from cbatch.files.file_run import run_file
 from cbatch.files.preview import check_file, estimate_file
 from cbatch.options import RunOptions
 from tests.files.runs import SHORT, records
+from tests.profiles import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 
-DEPTHS = (MAX_DEPTH + 1, 300, 480, 700, 965, 5000, 100_000)
+DEPTHS = some((MAX_DEPTH + 1, 300, 480, 700, 965, 5000, 100_000))
 
 
 def nested(depth: int) -> str:
@@ -101,7 +102,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("how", some([*SETTINGS], 1))
 @pytest.mark.parametrize("place", PLACES)
 def test_deep_line_costs_that_line_alone(
     engine: Engine, quick_path: Path, place: str, how: str

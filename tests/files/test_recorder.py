@@ -226,6 +226,7 @@ def test_in_the_parts_that_are_shown_no_span_is_missing(
         assert len(parts) == bool(everything)
 
 
+@pytest.mark.slow
 def test_recorder_of_a_long_run_stays_small() -> None:
     recorder, n_bytes = RunRecorder(2), list[int]()
     for i in range(20_000):

@@ -133,6 +133,7 @@ def test_what_a_killed_run_left_is_an_array_without_its_end(tmp_path: Path) -> N
     trace.close()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     trace = TraceWriter(tmp_path / "t.json")
     n_bytes = list[int]()

@@ -7,6 +7,7 @@ import threading
 
 import llama_cpp
 import pytest
+from llama_cpp._logger import llama_log_callback
 
 from cbatch.backend.llama.library import library
 from cbatch.backend.llama.log import LlamaLog, llama_log
@@ -143,5 +144,5 @@ def test_log_removed_gives_llama_cpp_python_its_callback_back(
     monkeypatch.setattr(llama_cpp, "llama_log_set", lambda callback, data: given.append(callback))
     log.install()
     log.remove()
-    assert given[1] is llama_cpp._logger.llama_log_callback
+    assert given[1] is llama_log_callback
     assert len(given) == 2

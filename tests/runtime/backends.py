@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.stats import EngineStats
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
@@ -154,54 +155,83 @@ def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
     return wait
 
 
+def parts_of(engine: Engine) -> Any:
+    """What an engine is made of, read where no turn of its thread may be waited for."""
+    return engine._parts
+
+
+def loop_of(engine: Engine) -> Loop:
+    """The loop of an engine."""
+    loop: Loop = parts_of(engine).loop
+    return loop
+
+
 def owner_of(engine: Engine) -> threading.Thread:
-    thread = engine._parts.loop._thread
+    thread = loop_of(engine)._thread
     assert thread is not None
     return thread
 
 
 def backend_of(engine: Engine, kind: type[T]) -> T:
     """What an engine computes on."""
-    assert isinstance(engine._parts.backend, kind)
-    return engine._parts.backend
+    backend = parts_of(engine).backend
+    assert isinstance(backend, kind)
+    return backend
+
+
+def stats_of(engine: Engine) -> EngineStats:
+    """The statistics of an engine, read where no turn of its thread may be waited for."""
+    stats: EngineStats = parts_of(engine).stats
+    return stats
 
 
 def batcher_of(engine: Engine) -> MultiRequestBatcher:
     """The requests of an engine, read where no turn of its thread may be waited for."""
-    return engine._parts.batcher
+    batcher: MultiRequestBatcher = parts_of(engine).batcher
+    return batcher
 
 
 def find_pool_full(engine: Engine) -> None:
     """Have the next step make room, as after a step that found no free cell."""
-    engine._parts.loop._scheduler._is_pool_full = True
+    loop_of(engine)._scheduler._is_pool_full = True
 
 
 def is_threaded(engine: Engine) -> bool:
     return engine._threaded
 
 
+def n_commands(engine: Engine) -> int:
+    """How many commands wait for the thread that computes."""
+    return len(loop_of(engine)._commands)
+
+
+def mailbox_of(response: BatchResponse) -> Mailbox:
+    """What an engine's thread delivers to."""
+    return response._mailbox
+
+
 def ids_in_flight(engine: Engine) -> list[str]:
-    return [*engine._parts.loop.routes]
+    return [*loop_of(engine).routes]
 
 
 def check_books(engine: Engine) -> None:
     """Fail unless the books of cells and slots balance."""
-    check_ledger(engine._parts.batcher._ledger)
+    check_ledger(batcher_of(engine)._ledger)
 
 
 def in_owner(engine: Engine, work: Callable[[], T]) -> T:
     """What `work` returns to the thread that computes, which does it between two runs."""
-    return engine._parts.loop.call(work)
+    return loop_of(engine).call(work)
 
 
 def ids_outside(engine: Engine) -> list[str]:
     """The ids of requests that wait for room in the queue."""
-    return [*engine._parts.in_flight._outside]
+    return [*parts_of(engine).in_flight._outside]
 
 
 def is_room_awaited(engine: Engine) -> bool:
     """Whether a thread sleeps until there is room in the queue."""
-    return len(engine._parts.loop.waiters) > 0
+    return len(loop_of(engine).waiters) > 0
 
 
 def all_results(response: BatchResponse) -> list[BatchResult]:

@@ -166,6 +166,7 @@ def test_leaving_after_close_is_harmless() -> None:
     assert not owner_of(engine).is_alive()
 
 
+@pytest.mark.slow
 def test_many_that_vanish_in_threads_of_their_own_leave_nothing(engine: Engine) -> None:
     responses = [engine.run([f"{i}a", f"{i}b"]) for i in range(40)]
     waits = [in_thread(partial(WAYS[i % len(WAYS)], r)) for i, r in enumerate(responses)]

@@ -54,7 +54,7 @@ def test_stream_is_the_expected_one_and_does_not_depend_on_the_slot() -> None:
 
 def test_leaked_cell_gives_another_token() -> None:
     clean, leaky = FakeBackend(), FakeBackend()
-    leaky._kv.put(0, [7])
+    leaky.run(StepPlan((Chunk(Slot(0), 0, (7,), has_output=False),), binds=(bind(),)))
     good = clean.run(StepPlan((row(),), binds=(bind(),))).tokens
     assert leaky.run(StepPlan((row(start=1),), binds=(bind(),))).tokens != good
 

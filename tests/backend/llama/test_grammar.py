@@ -50,6 +50,11 @@ def compiled(grammars: LlamaGrammars, **options: Any) -> Constraint:
     return grammars.compile(grammar)
 
 
+def tokens_of(model: LlamaModel, text: bytes) -> list[int]:
+    """The tokens of an output, which no BOS begins."""
+    return model.vocab._tokenize(text, add_special=False, parse_special=True)
+
+
 def guides(
     constraint: Constraint, *, output: Sequence[int] = (), stops: Sequence[int] = (2, 4)
 ) -> GrammarMatchers:
@@ -90,13 +95,13 @@ def test_end_tokens_are_allowed_only_where_the_grammar_is_complete(
     ends = set(model.vocab.end_tokens)
     assert len(ends) > 1
     assert not ends & set(may_follow(made, model.vocab.n_vocab))
-    [token] = model.vocab._tokenize(b"a", add_special=False, parse_special=True)
+    [token] = tokens_of(model, b"a")
     assert made.follow([row()], [[token]]) == ([[token]], {})
     assert ends < set(may_follow(made, model.vocab.n_vocab))
 
 
 def test_ignored_end_tokens_are_never_allowed(model: LlamaModel, grammars: LlamaGrammars) -> None:
-    [token] = model.vocab._tokenize(b"a", add_special=False, parse_special=True)
+    [token] = tokens_of(model, b"a")
     made = guides(compiled(grammars, regex="a+"), output=[token], stops=())
     found = may_follow(made, model.vocab.n_vocab)
     assert found
@@ -106,7 +111,7 @@ def test_ignored_end_tokens_are_never_allowed(model: LlamaModel, grammars: Llama
 def test_tokens_without_text_are_not_allowed_in_a_json_string(
     model: LlamaModel, grammars: LlamaGrammars
 ) -> None:
-    output = model.vocab._tokenize(b'"a', add_special=False, parse_special=True)
+    output = tokens_of(model, b'"a')
     made = guides(compiled(grammars, json_schema={"type": "string"}), output=output)
     found = may_follow(made, model.vocab.n_vocab)
     assert len(found) > 100
@@ -130,7 +135,7 @@ def test_slot_bound_anew_without_a_constraint_is_free(grammars: LlamaGrammars) -
 
 
 def test_output_so_far_is_followed(model: LlamaModel, grammars: LlamaGrammars) -> None:
-    [a] = model.vocab._tokenize(b"a", add_special=False, parse_special=True)
+    [a] = tokens_of(model, b"a")
     made = guides(compiled(grammars, regex="ab"), output=[a])
     assert texts(model, may_follow(made, model.vocab.n_vocab)) == {b"b"}
 
@@ -140,9 +145,7 @@ def test_rows_of_one_grammar_are_apart(
     model: LlamaModel, grammars: LlamaGrammars, n_threads: int
 ) -> None:
     constraint, made = compiled(grammars, regex="ab|cd"), GrammarMatchers(3, n_threads)
-    [a], [c] = (
-        model.vocab._tokenize(t, add_special=False, parse_special=True) for t in (b"a", b"c")
-    )
+    [a], [c] = (tokens_of(model, t) for t in (b"a", b"c"))
     for slot, output in enumerate(([], [a], [c])):
         made.bind(Binding(Slot(slot), 3, GREEDY, (), constraint=constraint, output=tuple(output)))
     chunks = [Chunk(Slot(i), 5, (7,), has_output=True) for i in range(3)]
@@ -174,7 +177,7 @@ def test_token_that_is_not_allowed_breaks_the_row_with_a_reason(
     model: LlamaModel, grammars: LlamaGrammars
 ) -> None:
     made = guides(compiled(grammars, regex="a"))
-    [b] = model.vocab._tokenize(b"b", add_special=False, parse_special=True)
+    [b] = tokens_of(model, b"b")
     tokens, guided = made.follow([row()], [[b]])
     assert tokens == [[BROKEN_ROW]]
     assert guided[SLOT].problem

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import pytest
+from llama_cpp._logger import llama_log_callback
 
 import cbatch
 from cbatch.backend.llama import context
@@ -513,7 +514,7 @@ def test_log_is_handed_back_after_the_last_engine(
     test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = record_log_calls(monkeypatch)
-    native_callback = llama_cpp._logger.llama_log_callback
+    native_callback = llama_log_callback
     one = load(test_model, parallel=1, n_threads=1)
     two = load(test_model, parallel=1, n_threads=1)
     one.close()
@@ -528,7 +529,7 @@ def test_failed_load_hands_the_log_back(tmp_path: Path, monkeypatch: pytest.Monk
     calls = record_log_calls(monkeypatch)
     with pytest.raises(ModelLoadError):
         load(tmp_path / "none.gguf")
-    assert calls[-1] is llama_cpp._logger.llama_log_callback
+    assert calls[-1] is llama_log_callback
 
 
 def test_log_reaches_the_logger_of_cbatch(

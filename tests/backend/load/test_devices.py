@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -64,12 +65,12 @@ def test_servers_come_first_and_shared_memory_only_without_others(
 
 
 def test_signatures_are_those_of_the_library() -> None:
-    n = devices._ggml("ggml_backend_dev_count")
-    assert n >= 1
-    first = devices._ggml("ggml_backend_dev_get", 0)
+    ggml = devices._ggml
+    assert ggml("ggml_backend_dev_count") >= 1
+    first = ggml("ggml_backend_dev_get", 0)
     assert devices._n_free(first) >= 0
     assert devices._is_server(first) is False
-    assert not devices._ggml("ggml_backend_reg_by_name", b"none")
+    assert not ggml("ggml_backend_reg_by_name", b"none")
 
 
 @pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")
@@ -118,11 +119,11 @@ def test_server_is_registered_by_the_backend_s_own_function(
         return ctypes.cast(add, ctypes.c_void_p).value if name.endswith("address") else 5
 
     monkeypatch.setattr(devices, "_ggml", ggml)
+    refused = pytest.raises(ModelLoadError, match="h:1 has no device")
+    with nullcontext() if has_device else refused:
+        devices._register("h:1")
     if not has_device:
-        with pytest.raises(ModelLoadError, match="h:1 has no device"):
-            devices._register("h:1")
         return
-    devices._register("h:1")
     assert calls == [
         ("ggml_backend_reg_by_name", b"RPC"),
         ("ggml_backend_reg_get_proc_address", 5, b"ggml_backend_rpc_add_server"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -94,10 +95,11 @@ def test_host_gives_at_most_what_is_free_and_its_swap(system: Path) -> None:
 
 
 def test_mapping_of_a_real_model_is_found(test_model: Path) -> None:
-    n_others = free_memory._mapped(str(test_model))  # which other tests have open
+    n_mapped = partial(free_memory._mapped, str(test_model))
+    n_others = n_mapped()  # which other tests have open
     with closing(open_model(test_model, EngineOptions(exact=True))) as model:
-        assert n_others + 0.9 * model.n_bytes < free_memory._mapped(str(test_model))
-    assert free_memory._mapped(str(test_model)) == n_others
+        assert n_others + 0.9 * model.n_bytes < n_mapped()
+    assert n_mapped() == n_others
 
 
 def test_system_that_does_not_tell_is_asked_elsewhere(
