@@ -37,10 +37,21 @@ def pytest_configure(config: pytest.Config) -> None:
     places = [_package().parent, ROOT]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, places))
     os.environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
+    _share_cores()
     GUARD.install()
     _add_recipe()
     if not config.getoption("--hypothesis-profile", None):
         profiles.load("fast" if "not real" in config.option.markexpr else "full")
+
+
+def _share_cores() -> None:
+    """Give each of the processes of pytest-xdist cores of its own: llama.cpp takes all that it sees."""
+    worker, n_workers = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if not (worker and n_workers and hasattr(os, "sched_setaffinity")):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    own = cores[int(worker.removeprefix("gw")) :: int(n_workers)]
+    os.sched_setaffinity(0, own or cores)
 
 
 def _add_recipe() -> None:

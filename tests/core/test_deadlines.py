@@ -217,7 +217,7 @@ def test_tail_held_back_for_a_stop_string_comes_out_at_the_timeout(
     def speak(_: FakeBackend, state: int, history: object, binding: Binding, *more: object) -> int:
         return said[len(rig.drivers["a"].output)]
 
-    monkeypatch.setattr(FakeBackend, "_token", speak)
+    monkeypatch.setattr(FakeBackend, "next_token", speak)
     rig = make_scheduler(1)
     timed = make_request(max_tokens=20, stop="ne two three, and never on", timeout_s=timeout_s)
     rig.submit(with_deadline(timed, 0.0))
