@@ -46,11 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _share_cores() -> None:
     """Give each of the processes of pytest-xdist cores of its own: llama.cpp takes all that it sees."""
-    worker, n_workers = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
-    if not (worker and n_workers and hasattr(os, "sched_setaffinity")):
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not hasattr(os, "sched_setaffinity"):
         return
     cores = sorted(os.sched_getaffinity(0))
-    own = cores[int(worker.removeprefix("gw")) :: int(n_workers)]
+    n_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    own = cores[int(worker.removeprefix("gw")) :: n_workers]
     os.sched_setaffinity(0, own or cores)
 
 
