@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from cbatch.options import AdapterSet
 
 N_STEPS_MAX = 64
-"""Most steps in one run. A run also ends after about 20 ms, so this only sizes the buffers."""
+"""Most steps in one run. A run also ends after about 50 ms, so this only sizes the buffers."""
+
+WATCHED_RUN_S = 0.02
+"""About how long a run may take while output is streamed: its tokens come at once then. Our choice."""
 
 DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
@@ -358,11 +362,13 @@ class ContinuousBatchScheduler:
         for chunk in chunks:
             if not chunk.has_output or chunk.targets:
                 return 1
-        n_steps = N_STEPS_MAX
+        n_steps, is_short = N_STEPS_MAX, False
         is_turn = self._quantum and slots.n_waiting
         for d in rows:
             if d.request.grammar is not None:
                 return 1
+            # what is sampled behind a stop string is computed in vain
+            is_short = is_short or d.reply.is_watched or d.reply.text.has_stops
             n_steps = min(n_steps, d.n_cap - len(d.output), d.n_window + 1 - len(d.tokens))
             if is_turn:
                 n_turn = 0 if d in slots.placed else len(d.output) - d.n_before_turn
@@ -370,6 +376,8 @@ class ContinuousBatchScheduler:
         if self._is_pool:
             n_tokens = sum([len(c.tokens) for c in chunks])
             n_steps = min(n_steps, 1 + (slots.cells.ledger.n_free_cells - n_tokens) // len(chunks))
+        if is_short and (step_s := self.costs.seen_s(len(rows))):
+            n_steps = min(n_steps, math.ceil(WATCHED_RUN_S / step_s))
         return n_steps
 
     def _check_progress(self, slots: SlotPlan) -> None:

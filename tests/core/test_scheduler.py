@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from cbatch.backend.fake import StepCost
 from cbatch.core.plan import KvCapabilities, StepResult
 from cbatch.core.scheduler import N_STEPS_MAX
 from cbatch.errors import DecodeError, PlanError, PromptTooLongError, RequestFailedError
@@ -192,6 +193,20 @@ def test_plan_repeats_no_more_than_its_buffers_hold() -> None:
     rig = make_scheduler(n_slots=1, n_window=512)
     rig.submit(make_request(max_tokens=N_STEPS_MAX + 36))
     assert [p.n_steps for p in drive(rig)] == [N_STEPS_MAX, 36, 1]
+
+
+def test_run_is_short_where_output_is_read_as_it_comes() -> None:
+    rig = make_scheduler(n_slots=1, n_window=512, cost=StepCost(base_s=0.006))
+    rig.submit(make_request(max_tokens=200))
+    assert [must(step(rig)).n_steps for _ in range(2)] == [N_STEPS_MAX, N_STEPS_MAX]
+    rig.batcher.in_flight["a"].reply.is_watched = True
+    assert must(step(rig)).n_steps == 4  # as many as take 20 ms
+
+
+def test_run_is_short_where_a_stop_string_may_end_it() -> None:
+    rig = make_scheduler(n_slots=1, n_window=512, cost=StepCost(base_s=0.03))
+    rig.submit(make_request(max_tokens=200, stop=["never"]))
+    assert [must(step(rig)).n_steps for _ in range(3)] == [N_STEPS_MAX, 1, 1]  # the first learns
 
 
 def test_interrupted_run_ends_after_its_step_and_loses_nothing() -> None:
