@@ -37,12 +37,12 @@ class Adapters:
     """LoRA adapters of one model, by name; frees them."""
 
     def __init__(self, model: LlamaModel, files: Mapping[str, str | os.PathLike[str]]) -> None:
-        """Load all of them into the memory that the model's weights are in.
+        """Load all adapters into the memory that the model's weights are in.
 
-        A context that was made before may use them: llama.cpp sizes its graph anew whenever the set changes.
+        A context that was made before may use the adapters: llama.cpp sizes its graph anew whenever the set changes.
 
         Args:
-            model: the model that they were trained for, or one of the same shape; it must stay open as long.
+            model: the model that the adapters were trained for, or one of the same shape; it must stay open as long.
             files: names and GGUF files.
 
         Raises:
@@ -73,10 +73,8 @@ class Adapters:
             ConfigError: no adapter of that name.
             ModelLoadError: the file cannot be read any more.
         """
-        if name not in self._files:
-            raise self._unknown(name)
+        path = self._path(name)
         if name not in self._digests:
-            path = self._files[name]
             try:
                 self._digests[name] = _digest(path)
             except OSError as error:
@@ -97,7 +95,7 @@ class Adapters:
         Raises:
             ConfigError: no adapter of one of the names; nothing has changed.
             PlanError: llama.cpp refuses the set.
-            EngineClosedError: they are freed.
+            EngineClosedError: the adapters are freed.
         """
         n = len(adapters)
         pointers = (llama_cpp.llama_adapter_lora_p_ctypes * n)(
@@ -109,19 +107,20 @@ class Adapters:
             raise PlanError(f"llama.cpp refuses the adapters {adapters!r} with code {code}")
 
     def close(self) -> None:
-        """Free them. Twice is harmless; before the model is freed, and no context may compute with them."""
+        """Free the adapters. Twice is harmless; before the model is freed, and when no context computes with them."""
         while self._pointers:
             llama_cpp.llama_adapter_lora_free(self._pointers.popitem()[1])
 
     def _pointer(self, name: str) -> Any:
-        if name not in self._files:
-            raise self._unknown(name)
+        self._path(name)
         if name not in self._pointers:
             raise EngineClosedError(f"adapter {name!r} is closed")
         return self._pointers[name]
 
-    def _unknown(self, name: str) -> ConfigError:
-        return ConfigError(f"no adapter {name!r}; loaded: {', '.join(self._files) or 'none'}")
+    def _path(self, name: str) -> Path:
+        if name not in self._files:
+            raise ConfigError(f"no adapter {name!r}; loaded: {', '.join(self._files) or 'none'}")
+        return self._files[name]
 
 
 def _load(model: LlamaModel, path: Path) -> Any:

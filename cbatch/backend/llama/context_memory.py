@@ -1,4 +1,4 @@
-"""The cells of slots: how many each slot has, what plans do to them, and the states that are saved from them."""
+"""The memory of one context: how many cells each slot has, what plans do to cells, and which states are saved."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class ContextMemory:
-    """Does what plans order to the cells of one context's slots, and keeps the books of them.
+    """Moves the cells of one context's slots as plans say, and counts them.
 
-    llama.cpp ends the process at some orders, so `check` refuses them by these books.
+    llama.cpp ends the process at some moves, so `check` refuses them by these counts.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ContextMemory:
         return [key for slot, key in wanted if not self._save(slot, key)]
 
     def _save(self, slot: Slot, key: int) -> bool:
-        if slot in self._uncopied or slot in self._unshifted:  # a step failed before that was done
+        if slot in self._uncopied or slot in self._unshifted:  # the step that does it has failed
             return False
         state = self._cells.save(slot)
         if state is None or state.n_cells != self.n_cells[slot]:
@@ -111,7 +111,7 @@ class ContextMemory:
 
         Memory that slots share, and sliding windows, cannot be overwritten as a whole.
         """
-        if self._uncopied:  # as for `_put`
+        if self._uncopied:  # see `_put`
             return
         empty = [slot for slot, n in enumerate(self.n_cells) if not n]
         left = self._maybe_nonfinite.intersection(empty)

@@ -112,7 +112,7 @@ def _ask(process: subprocess.Popen[bytes], source: str) -> bytes:
 
 
 def _read(process: subprocess.Popen[bytes]) -> bytes:
-    """Return a line; one without a newline at its end means that the process ended or was ended after too long."""
+    """Return a line; without a newline at its end where the process ended, or was ended after too long."""
     watch = threading.Timer(_WALL_S, process.kill)
     watch.daemon = True
     watch.start()
@@ -132,9 +132,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _limit_memory() -> None:
-    with suppress(
-        ImportError
-    ):  # Windows has no such limits: the time by the clock holds all the same
+    # Windows has no such limits: the time by the clock holds all the same
+    with suppress(ImportError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_N_BYTES, _N_BYTES))

@@ -66,7 +66,7 @@ class LlamaLog:
         self.drain()
 
     def drain(self) -> list[str]:
-        """Pass new lines to the logger `cbatch.llama`; return the warnings and errors of them."""
+        """Pass new lines to the logger `cbatch.llama`; return those that are warnings or errors."""
         with self._lock:
             n = self._lib.cbatch_log_drain(self.ring, self._buffer, *self._sizes)
             if not n:  # as after nearly every step

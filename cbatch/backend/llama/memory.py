@@ -266,10 +266,8 @@ def most_long_context_prefills(model: LlamaModel, options: EngineOptions, n_thre
 
     0 where attention does not work in tiles.
     """
-    has_tiles = options.cache_type_k == options.cache_type_v and options.cache_type_k in (
-        "f16",
-        "f32",
-    )
+    types = (options.cache_type_k, options.cache_type_v)
+    has_tiles = types in (("f16", "f16"), ("f32", "f32"))
     if not has_tiles or options.exact or options.flash_attn == "off":
         return 0
     n_heads = max(1, int(llama_cpp.llama_model_n_head(model.pointer)))

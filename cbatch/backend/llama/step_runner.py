@@ -1,4 +1,4 @@
-"""What a plan computes: one native call, or in exact mode one for each prompt; grammar masks come along."""
+"""A plan's chunks are computed: in one native call, in exact mode in one for each prompt, with grammar masks."""
 
 from __future__ import annotations
 

@@ -95,11 +95,7 @@ class LlamaVocab:
         return known
 
     def shown_piece(self, token: int) -> bytes:
-        """Return the bytes of a token; control tokens are written out.
-
-        Raises:
-            ValueError: no such token id.
-        """
+        """Return the bytes of a token, as `piece` does; control tokens are written out."""
         if piece := self.piece(token):
             return piece
         if token not in self._shown:
@@ -171,11 +167,8 @@ class LlamaVocab:
         return [self._read_word(token) for token in range(self.n_vocab)]
 
     def _read_word(self, token: int) -> bytes:
-        tokens, to_text, vocab = (
-            (ctypes.c_int32 * 1)(token),
-            llama_cpp.llama_detokenize,
-            self.pointer,
-        )
+        tokens = (ctypes.c_int32 * 1)(token)
+        to_text, vocab = llama_cpp.llama_detokenize, self.pointer
         return _read(lambda buffer, n: to_text(vocab, tokens, 1, buffer, n, False, True))
 
     def _read_breakers(self, strings: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
