@@ -31,9 +31,8 @@ class PlanCheck:
             PlanError: a slot out of range, a move that the memory cannot do, or a chunk that does not follow its
                 slot's cells or ends past the window.
         """
-        moved = (*plan.clears, *(slot for slot, *_ in (*plan.trims, *plan.saves, *plan.loads)))
-        moved += tuple(slot for slot, *_ in plan.shifts)
-        moved += tuple(slot for source, target, _ in plan.copies for slot in (source, target))
+        moves = (*plan.trims, *plan.copies, *plan.saves, *plan.loads, *plan.shifts)
+        moved = (*plan.clears, *(slot for slot, *_ in moves), *(slot for _, slot, _ in plan.copies))
         named = (*moved, *(b.slot for b in plan.binds))
         if named and not 0 <= min(named) <= max(named) < self._n_slots:
             raise PlanError(f"slots are 0 … {self._n_slots - 1}: {plan!r}")

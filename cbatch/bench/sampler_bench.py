@@ -33,12 +33,10 @@ class LogitRows:
         self._slots = [Slot(i) for i in range(self._backend.n_slots)]
         self.n_vocab = self._backend.vocab.n_vocab
         binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in self._slots)
-        self._backend.run(StepPlan(self._chunks(0), binds=binds))
+        self._chunks = tuple(Chunk(slot, 0, (1 + slot,), has_output=True) for slot in self._slots)
+        self._backend.run(StepPlan(self._chunks, binds=binds))
         nothing = _DECODE(lambda ctx, batch: 0)
         self._resting = LlamaApi(nothing, llama_cpp.llama_get_logits_ith)
-
-    def _chunks(self, start: int) -> tuple[Chunk, ...]:
-        return tuple(Chunk(slot, start, (1 + slot,), has_output=True) for slot in self._slots)
 
     def ours_s(self, sampling: Sampling, history: Sequence[int], n_steps: int) -> float:
         """Return the seconds that native sampling takes for a row, on one thread."""
@@ -83,7 +81,7 @@ class LogitRows:
         )
         for slot in self._slots:
             stepper.bind(Binding(slot, 0, sampling, (), tuple(history)))
-        result = stepper.run(self._chunks(0), n_steps)
+        result = stepper.run(self._chunks, n_steps)
         stepper.close()
         return result.sample_s / (result.n_steps * len(self._slots))
 

@@ -35,6 +35,7 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, Sampling
+from tests.backend.slots import is_refused
 from tests.oracle.python_stepper import PythonStepper
 from tests.runtime.backends import PATIENCE_S, in_thread, streams
 
@@ -282,14 +283,6 @@ WRONG_PLANS = {
     "top_p above 1": plan(binds=(bound(0, top_p=1.5),)),
     "stop token past 32 bits": plan(binds=(Binding(Slot(0), 4, GREEDY, (2**31,)),)),
 }
-
-
-def is_refused(backend: LlamaBackend, wrong: StepPlan) -> bool:
-    try:
-        backend.run(wrong)
-    except PlanError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
