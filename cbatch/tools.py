@@ -224,15 +224,11 @@ def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if "object" not in ([types] if isinstance(types, str) else types):
         raise ConfigError(f"a function's parameters must have the type object, not {types!r}")
     schema = {**parameters, "type": "object"}
-    properties = (
-        schema.setdefault("properties", {})
-        if parameters.keys() <= {"type"}
-        else schema.get("properties")
-    )
-    is_listed = isinstance(properties, Mapping) and set(schema.get("required", ())) <= set(
-        properties
-    )
-    if is_listed and not set(schema) & _OPENS:
+    if parameters.keys() <= {"type"}:
+        schema["properties"] = {}
+    listed = schema.get("properties")
+    has_all = isinstance(listed, Mapping) and set(schema.get("required", ())) <= set(listed)
+    if has_all and not set(schema) & _OPENS:
         schema["additionalProperties"] = False
     return schema
 

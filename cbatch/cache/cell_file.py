@@ -87,17 +87,14 @@ def file_parts(
     key: str, cells: CachedCells, fingerprint: Fingerprint
 ) -> tuple[bytes, memoryview, bytes]:
     """Return a file as the bytes before the cells, the cells, which are not copied, and the last digest."""
-    header = _encoded(
-        _json(
-            {
-                "key": key,
-                "fingerprint": dict(fingerprint),
-                "n_tokens": len(cells.tokens),
-                "n_prompt": cells.n_prompt,
-                "n_data": cells.data.size,
-            }
-        )
-    )
+    said = {
+        "key": key,
+        "fingerprint": dict(fingerprint),
+        "n_tokens": len(cells.tokens),
+        "n_prompt": cells.n_prompt,
+        "n_data": cells.data.size,
+    }
+    header = _encoded(_json(said))
     if len(header) > _MAX_HEADER:
         raise CacheError(key, f"key and fingerprint have more than {_MAX_HEADER:,} bytes")
     head = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header

@@ -190,16 +190,12 @@ def _call(name: object, arguments: Any) -> Call:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call has a name and an object of arguments")
     name.encode()  # half of a surrogate pair is no name: UnicodeEncodeError is a ValueError
-    return Call(name, _as_text(arguments))
-
-
-def _as_text(arguments: Mapping[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
-        return json.dumps(arguments)
-    return text
+        text = json.dumps(arguments)
+    return Call(name, text)
 
 
 def _read_json(text: str, at: int = 0) -> tuple[Any, int]:

@@ -111,7 +111,9 @@ class _GrammarWriter:
         """Return the grammar: thinking first, if there is any, then calls."""
         first, last = self.syntax.around_calls()
         thought = "" if marks is None or thinking == "none" else self._thought(*marks, thinking)
-        more = "" if is_one else self._more_calls()
+        between, more = None if is_one else self.syntax.between, ""
+        if between is not None:
+            more = f"({self._text(between)} call){{0,{N_CALLS_MAX - 1}}}"
         self._rule("start", _sequence(thought, self._text(first), "call", more, self._text(last)))
         self._rule("call", " | ".join(f"call_{i}" for i in range(len(tools))))
         for i, name in enumerate(tools.names):
@@ -126,10 +128,6 @@ class _GrammarWriter:
         rest = f'{self._up_to("THOUGHT", end)} ("\\n\\n" | "\\n")?'
         opened = self._text("\n" + begin)
         return rest if thinking == "must end" else f"(({opened} | {self._text(begin)}) {rest})?"
-
-    def _more_calls(self) -> str:
-        between = self.syntax.between
-        return "" if between is None else f"({self._text(between)} call){{0,{N_CALLS_MAX - 1}}}"
 
     def _call(self, i: int, name: str, schema: Mapping[str, Any]) -> None:
         head, tail = self.syntax.around_arguments(name)

@@ -14,7 +14,7 @@ from cbatch.backend.llama.gguf import AGAIN, DamagedError, Header, read_header
 from cbatch.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # Source: llama-hparams.h; larger ones end the process
@@ -131,11 +131,4 @@ def _vocabulary(header: Header) -> Iterator[str]:
         yield "is damaged: it has no token for some bytes, and llama.cpp ends when it meets one"
 
 
-_RULES: tuple[Callable[[Header], Iterator[str]], ...] = (
-    _kind_of_file,
-    _tensors_in_file,
-    _layers,
-    _experts,
-    _rope_and_norm,
-    _vocabulary,
-)
+_RULES = (_kind_of_file, _tensors_in_file, _layers, _experts, _rope_and_norm, _vocabulary)

@@ -123,10 +123,7 @@ def _describe(
 
 
 def _load(
-    model: Any,
-    options: EngineOptions,
-    look_ahead: LookAhead | None,
-    is_stopped: Callable[[], bool],
+    model: Any, options: EngineOptions, look_ahead: LookAhead | None, is_stopped: Callable[[], bool]
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
@@ -177,11 +174,7 @@ def _checked(model: object) -> object:
 
 @contextmanager
 def _opened(
-    model: Any,
-    options: EngineOptions,
-    is_stopped: Callable[[], bool],
-    *,
-    has_weights: bool = True,
+    model: Any, options: EngineOptions, is_stopped: Callable[[], bool], *, has_weights: bool = True
 ) -> Iterator[LlamaModel]:
     """Open a model while llama.cpp's log is captured; close it where the block fails."""
     handshake()
