@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.core.plan import Chunk, StepPlan
+    from cbatch.core.prefix_index import Branch, PrefixIndex
     from cbatch.options import Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
 
@@ -585,12 +586,18 @@ def check_ledger(ledger: KvLedger) -> None:
     """The books balance: no slot is overfull, and no cell is counted twice."""
     assert set(ledger.free_slots) <= set(range(ledger.n_slots))
     assert all(0 <= n <= ledger.n_window for n in ledger.n_cells)
-    held = [b for blocks in ledger._blocks for b in blocks]
+    blocks_by_slot = ledger._blocks
+    held = [b for blocks in blocks_by_slot for b in blocks]
     counted = {id(b): b.n for b in held} if ledger.is_shared else dict(enumerate(ledger.n_cells))
     assert sum(counted.values()) == ledger.n_used <= ledger.n_pool
     assert all(b.n >= 1 and b.n_slots == held.count(b) for b in held)
     if ledger.is_shared:
-        assert [sum(b.n for b in blocks) for blocks in ledger._blocks] == ledger.n_cells
+        assert [sum(b.n for b in blocks) for blocks in blocks_by_slot] == ledger.n_cells
+
+
+def root_of(index: PrefixIndex) -> Branch:
+    """The node that every beginning in an index starts at."""
+    return index._root
 
 
 def saved_by_key(rig: Rig) -> dict[int, Any]:

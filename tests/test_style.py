@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
+from tests.private_parts import private_parts
+
 TESTS = Path(__file__).parent
 N_NAME_MAX = 70
+N_PRIVATE_MAX = 40
+"""Most accesses of private parts in all tests. This number only shrinks."""
 
 
 def names_of_tests() -> list[str]:
@@ -23,3 +28,12 @@ def test_names_of_tests_are_short() -> None:
     names = names_of_tests()
     assert "test_style.py::test_names_of_tests_are_short" in names
     assert not [name for name in names if len(name.partition("::")[2]) > N_NAME_MAX]
+
+
+def test_few_tests_reach_for_private_parts() -> None:
+    found = [
+        f"{path.relative_to(TESTS)}:{part.lineno}: {ast.unparse(part)}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for part in private_parts(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert 0 < len(found) <= N_PRIVATE_MAX, "\n".join(found)

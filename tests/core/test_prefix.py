@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cbatch.core.plan import Slot
 from cbatch.core.prefix_index import PrefixIndex, n_common
+from tests.helpers import root_of
 from tests.profiles import examples
 
 TOKENS = st.lists(st.integers(0, 1), max_size=6)
@@ -24,7 +25,7 @@ def plain_common(a: list[int], b: list[int]) -> int:
 
 def n_tokens_in(index: PrefixIndex) -> int:
     """Return how many tokens an index keeps."""
-    todo, n = [index._root], 0
+    todo, n = [root_of(index)], 0
     while todo:
         node = todo.pop()
         n += len(node.tokens)
@@ -99,7 +100,7 @@ def test_what_is_alone_again_is_one_node() -> None:
     for n in (1, 2, 3):
         index.put(Slot(1), [1, 2, 3][:n])
     index.remove(Slot(1))
-    [node] = index._root.children.values()
+    [node] = root_of(index).children.values()
     assert (node.tokens, node.children) == ([1, 2, 3, 4], {})
 
 

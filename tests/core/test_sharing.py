@@ -20,6 +20,7 @@ from tests.helpers import (
     partitioned,
     plan_of,
     recurrent,
+    root_of,
     shared_pool,
     step,
 )
@@ -346,7 +347,7 @@ def test_sets_of_adapters_that_are_gone_leave_no_index() -> None:
     for i in range(3):
         rig.submit(make_request(str(i), max_tokens=1, adapter={"a": 1 + i}))
         drive(rig)
-    assert len(rig.books.cells.prefixes._index._root.children) == 1
+    assert len(root_of(rig.books.cells.prefixes._index).children) == 1
 
 
 @pytest.mark.parametrize(("copy_s", "admitted"), [(10.0, ["1"]), (1.0, ["1", "2"])])

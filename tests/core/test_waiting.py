@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.lifecycle import Status, Wait
-from cbatch.core.queue import FifoPolicy
 from cbatch.errors import PromptTooLongError, RequestCancelledError
 from tests.helpers import (
     Rig,
@@ -273,5 +272,5 @@ def test_many_paused_in_a_long_queue_cost_those_behind_nothing() -> None:
     step(rig)
     assert [*rig.results] == ["999"]
     assert rig.n_visited == 2  # to make its prompt tokens, and to plan
-    assert isinstance(rig.books.queue._policy, FifoPolicy)
+    assert rig.scheduler.options.policy == "fcfs"
     assert {d.status for d in rig.batcher.in_flight.values()} == {Status.PAUSED}

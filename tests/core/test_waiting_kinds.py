@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,7 +28,6 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
 
 FETCH = CacheRef("k")
@@ -335,18 +335,12 @@ def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> N
 
 def test_followers_of_other_adapters_stay_in_place_during_our_turn() -> None:
     rig = make_rig(n_batch=16, adapters=("a",))
-    hold, held = rig.batcher._hold, list[str]()
-
-    def noted(driver: SequenceDriver, reason: Wait) -> None:
-        held.append(driver.request.id)
-        hold(driver, reason)
-
-    rig.batcher._hold = noted  # type: ignore[method-assign]
     rig.submit(make_request("other", [9] * 100, max_tokens=30))
     alike = [make_request(f"{i}", [*range(100), i], max_tokens=2, adapter="a") for i in range(3)]
-    rig.submit(*alike)
-    drive(rig)
-    assert held == ["1", "2"]
+    with patch.object(rig.batcher, "_hold", wraps=rig.batcher._hold) as hold:
+        rig.submit(*alike)
+        drive(rig)
+    assert [call.args[0].request.id for call in hold.call_args_list] == ["1", "2"]
     assert [rig.results[r.id].usage.cached_tokens for r in alike] == [0, 100, 100]
 
 

@@ -60,7 +60,7 @@ def test_what_is_computed_again_is_prefill() -> None:
     submit(loop, rig, *make_sequences(1, max_tokens=3))
     rig.backend.interrupt()
     loop.step()
-    [driver] = rig.batcher._rows()
+    driver = rig.batcher.in_flight["0"]
     rig.batcher.keep_cells(driver, 0)
     rig.backend.interrupt()
     loop.step()

@@ -104,12 +104,12 @@ def test_host_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, host: str
 
 @pytest.mark.parametrize("has_device", [True, False])
 def test_server_is_registered_by_the_backend_s_own_function(
-    monkeypatch: pytest.MonkeyPatch, has_device: bool
+    monkeypatch: pytest.MonkeyPatch, port: int, has_device: bool
 ) -> None:
-    calls: list[object] = []
+    server, calls = f"127.0.0.1:{port}", list[object]()
 
-    def note(server: bytes) -> int:
-        calls.append(server)
+    def note(named: bytes) -> int:
+        calls.append(named)
         return 7 if has_device else 0
 
     add = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(note)
@@ -119,15 +119,16 @@ def test_server_is_registered_by_the_backend_s_own_function(
         return ctypes.cast(add, ctypes.c_void_p).value if name.endswith("address") else 5
 
     monkeypatch.setattr(devices, "_ggml", ggml)
-    refused = pytest.raises(ModelLoadError, match="h:1 has no device")
+    monkeypatch.setattr(llama_cpp, "llama_supports_rpc", lambda: True)
+    refused = pytest.raises(ModelLoadError, match=f"{server} has no device")
     with nullcontext() if has_device else refused:
-        devices._register("h:1")
+        add_servers([server])
     if not has_device:
         return
     assert calls == [
         ("ggml_backend_reg_by_name", b"RPC"),
         ("ggml_backend_reg_get_proc_address", 5, b"ggml_backend_rpc_add_server"),
-        b"h:1",
+        server.encode(),
         ("ggml_backend_register", 7),
     ]
 

@@ -90,7 +90,7 @@ def test_close_twice_is_harmless(test_model: Path) -> None:
 def test_llama_object_is_borrowed_and_not_freed(test_model: Path) -> None:
     llama = llama_cpp.Llama(str(test_model), n_ctx=64, verbose=False)
     model = open_model(llama)
-    assert model.pointer == llama._model.model
+    assert model.pointer == llama.model
     n_prompt = len(model.vocab.tokenize("Hi"))
     model.close()
     assert len(llama.tokenize(b"Hi")) == n_prompt
