@@ -187,7 +187,7 @@ class ContinuousBatchScheduler:
         over = [d for d in self._past_quantum(slots) if d.slot not in slots.cells.shifts]
         over.sort(key=lambda d: -d.n_turn)
         for driver in over[:n_needed]:
-            slots.end_turn(driver)
+            slots.leave(driver, "turn")
 
     def _past_quantum(self, slots: SlotPlan) -> list[SequenceDriver]:
         """Return the running sequences that have had their quantum."""

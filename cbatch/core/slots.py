@@ -164,10 +164,6 @@ class SlotPlan:
 
     # ---- leaving ----
 
-    def end_turn(self, driver: SequenceDriver) -> None:
-        """Take the slot of a sequence that has had its quantum."""
-        self._leave(driver, "turn")
-
     def make_room(self, n_cells: int) -> bool:
         """Empty free slots until `n_cells` cells are free; return whether any was emptied."""
         has_room = self.cells.ledger.n_free_cells >= n_cells
@@ -182,18 +178,19 @@ class SlotPlan:
             return True
         victim = choose_victim(self.running, self.cells.ledger)
         if victim is not None:
-            self._leave(victim, "cells")
+            self.leave(victim, "cells")
         return victim is not None
 
     def park(self) -> bool:
         """Take the slot of a paused sequence; False where there is none."""
         for driver in self.running:
             if driver is not None and driver.status is Status.PAUSED:
-                self._leave(driver, "pause")
+                self.leave(driver, "pause")
                 return True
         return False
 
-    def _leave(self, driver: SequenceDriver, reason: Reason) -> None:
+    def leave(self, driver: SequenceDriver, reason: Reason) -> None:
+        """Take the slot of a sequence."""
         cells, slot = self._edit(), driver.slot
         if slot is None:
             return
@@ -267,19 +264,16 @@ class SlotPlan:
         head = waiting[0]
         for driver in waiting:
             found = self.cells.prefixes.find(driver)
-            if found.leader is not None or self._fits(driver, found.source, demand):
+            source, n_shared = found.source, 0
+            if source is not None and self.running[source.slot] is not None:
+                n_shared = source.n_cells
+            if found.leader is not None or demand.fits(driver, self.cells.ledger, n_shared):
                 if driver is not head:
                     self.overtaken[head] = self.overtaken.get(head, 0) + 1
                 return driver, found
             if head.n_overtaken + self.overtaken.get(head, 0) >= N_OVERTAKEN_MAX:
                 break
         return None
-
-    def _fits(self, driver: SequenceDriver, source: Source | None, demand: Demand) -> bool:
-        """Whether there are cells for a waiting sequence besides the running ones."""
-        has_holder = source is not None and self.running[source.slot] is not None
-        n_shared = source.n_cells if source is not None and has_holder else 0
-        return demand.fits(driver, self.cells.ledger, n_shared)
 
     def _let_in(self, driver: SequenceDriver, found: PrefixMatch, demand: Demand) -> bool:
         """Give a slot to a sequence, or hold it until it can begin further on; False if no slot is free for it."""
