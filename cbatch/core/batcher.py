@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from cbatch.core.cell_ops import SavedCells, SlotCells, Stored
-from cbatch.core.lifecycle import Status, Wait
+from cbatch.core.lifecycle import Event, Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
@@ -246,7 +246,7 @@ class MultiRequestBatcher:
         elif found is not None:
             driver.warnings.append(str(found))
         del self._storing[driver.request.id]
-        driver.end_storing()
+        driver.undergo(Event.FINISH)
         self._ended.append(driver)
 
     def refuse_cells(self, driver: SequenceDriver, error: CacheError) -> None:
@@ -277,7 +277,7 @@ class MultiRequestBatcher:
             return False
         if driver.status is Status.WAITING and driver.waits_for is None:
             self._queue.remove(driver)
-        driver.pause()
+        driver.undergo(Event.PAUSE)
         self._order = None
         return True
 
@@ -287,11 +287,11 @@ class MultiRequestBatcher:
         if driver is None or driver.status is not Status.PAUSED:
             return False
         if driver.slot is None:
-            driver.requeue()
+            driver.undergo(Event.REQUEUE)
             if driver.waits_for is None:
                 self._queue.put_back(driver)
         else:
-            driver.resume()
+            driver.undergo(Event.RESUME)
             self._order = None
         return True
 
@@ -437,7 +437,7 @@ class MultiRequestBatcher:
         driver.slot = None
         if leave.reason == "pause":
             return
-        driver.preempt()
+        driver.undergo(Event.PREEMPT)
         if leave.reason == "turn":
             self._queue.add([driver])
         else:

@@ -240,7 +240,7 @@ class SavedCells:
 
     def adopt(self, driver: SequenceDriver, n_cells: int) -> int:
         """Return a key under which the backend is to get cells from disk, for a waiting driver to begin with."""
-        driver.adopt(driver.number, n_cells)
+        driver.saved_key, driver.n_computed = driver.number, n_cells
         self._saved[driver.number] = _Saved(driver, 0, is_from_disk=True)
         return driver.number
 

@@ -225,30 +225,26 @@ class SequenceDriver:
 
     # ---- slots ----
 
+    def undergo(self, event: Event) -> None:
+        """Change the status as the table has it.
+
+        Raises:
+            SequenceStateError: the status has no such event; nothing has changed.
+        """
+        status = TRANSITIONS.get((self.status, event))
+        if status is None:
+            raise SequenceStateError(
+                f"{self.request.id!r} is {self.status.value}: no {event.value}"
+            )
+        self.status = status
+
     def admit(self, slot: Slot, now: float) -> None:
         """Enter `slot`: for the first time, or again."""
-        self._move(Event.ADMIT)
+        self.undergo(Event.ADMIT)
         self.slot, self.waits_for = slot, None
         self.n_before_turn = len(self.output)
         if self.clock.admitted_s is None:
             self.clock.admitted_s = now
-
-    def preempt(self) -> None:
-        """Leave the slot and wait for another."""
-        self._move(Event.PREEMPT)
-        self.slot = None
-
-    def pause(self) -> None:
-        """Stop where it is: out of the queue, or in its slot with its cells."""
-        self._move(Event.PAUSE)
-
-    def resume(self) -> None:
-        """Go on in the slot, after a pause."""
-        self._move(Event.RESUME)
-
-    def requeue(self) -> None:
-        """Wait for a slot, after a pause."""
-        self._move(Event.REQUEUE)
 
     def binding(self, slot: Slot) -> Binding:
         """Return what the backend must know of this sequence in `slot`."""
@@ -308,10 +304,6 @@ class SequenceDriver:
             self.error = error
         elif not (error.is_missing and options.save_cache):
             self.warnings.append(str(error))
-
-    def adopt(self, key: int, n_cells: int) -> None:
-        """Wait with `n_cells` cells that were read from disk and stand in host memory under `key`."""
-        self.saved_key, self.n_computed = key, n_cells
 
     # ---- a step ----
 
@@ -438,7 +430,7 @@ class SequenceDriver:
     def finish(self, reason: FinishReason, now: float, error: CBatchError | None = None) -> None:
         """End with `reason`; text that was held back comes out. Cells that are to be stored delay the last status."""
         can_store = self.slot is not None and error is None
-        self._move(Event.STORE if can_store and self.request.options.save_cache else Event.FINISH)
+        self.undergo(Event.STORE if can_store and self.request.options.save_cache else Event.FINISH)
         self.waits_for = None
         self.finish_reason, self.error = reason, error
         self.clock.finished_s = now
@@ -449,15 +441,3 @@ class SequenceDriver:
             answer = self.reply.read_answer(reader, self.output, self.given)
             if answer.calls and reason == "stop":
                 self.finish_reason = "tool_calls"
-
-    def end_storing(self) -> None:
-        """Be finished: the cells are stored, or cannot be."""
-        self._move(Event.FINISH)
-
-    def _move(self, event: Event) -> None:
-        status = TRANSITIONS.get((self.status, event))
-        if status is None:
-            raise SequenceStateError(
-                f"{self.request.id!r} is {self.status.value}: no {event.value}"
-            )
-        self.status = status

@@ -105,7 +105,8 @@ class Awaited(Generic[C, V]):
     def _arrived(self, cause: C) -> list[SequenceDriver]:
         return [*self._waiting.pop(cause, {}).values()]
 
-    def _learn(self, cause: C, found: V) -> None:
+    def learn(self, cause: C, found: V) -> None:
+        """Remember a thing, and forget the one unused for longest where there are too many."""
         self._known.pop(cause, None)
         self._known[cause] = found
         if len(self._known) > self._n_known_max:
@@ -216,7 +217,7 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
         """
         drivers = self._arrived(want.ref)
         if isinstance(found, CacheEntry):
-            self._learn(want.ref, found)
+            self.learn(want.ref, found)
             return drivers, [*self._adopt(want, found, drivers)]
         for driver in drivers:
             if isinstance(found, CacheError):
@@ -252,10 +253,6 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
                 yield driver, self._saved.adopt(driver, n_cells)
                 if can_share:
                     n_loaded = n_cells
-
-    def learn(self, ref: CacheRef, found: CacheEntry) -> None:
-        """Note what a file holds now."""
-        self._learn(ref, found)
 
     def _is_in_memory(
         self, driver: SequenceDriver, found: CacheEntry, prefixes: PrefixCache
@@ -293,7 +290,7 @@ class GrammarBuilds(Awaited[ToCompile, object]):
         if made is not None:
             for driver in drivers:
                 driver.compiled[want] = made
-            self._learn(want, made)
+            self.learn(want, made)
         return drivers
 
 

@@ -9,6 +9,7 @@ import pytest
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.bisection import FaultBisection
 from cbatch.core.driver import SequenceDriver
+from cbatch.core.lifecycle import Event
 from cbatch.core.plan import Slot
 from tests.helpers import make_request
 from tests.profiles import some
@@ -67,8 +68,8 @@ def test_who_leaves_its_slot_is_no_longer_looked_at() -> None:
     bisection, drivers = FaultBisection(), running(4)
     bisection.suspect(dict.fromkeys(drivers, 5))
     drivers[0].cancel(0.0)
-    drivers[1].pause()
-    drivers[2].preempt()
+    drivers[1].undergo(Event.PAUSE)
+    drivers[2].undergo(Event.PREEMPT)
     assert ids(bisection.suspects()) == "3"
 
 

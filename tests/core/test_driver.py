@@ -31,7 +31,7 @@ def make_in(status: Status) -> SequenceDriver:
     if status is Status.STORING:
         driver.request = SAVING
     if status is Status.PAUSED:
-        driver.pause()
+        driver.undergo(Event.PAUSE)
     if status in (Status.STORING, Status.FINISHED):
         driver.finish("stop", 2.0)
     assert driver.status is status
@@ -46,7 +46,7 @@ def send(driver: SequenceDriver, event: Event) -> None:
     elif event is Event.STORE:
         driver.finish("length", 9.0)
     else:
-        getattr(driver, event.value)()
+        driver.undergo(event)
 
 
 def snapshot(driver: SequenceDriver) -> dict[str, object]:
