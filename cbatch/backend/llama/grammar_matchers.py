@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, GrammarStep, Slot
+from cbatch.core.plan import BROKEN_ROW, FREE, Binding, Chunk, GrammarStep, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ class GrammarMatchers:
             step = _after(row, sampled[slot][-1])
             if step.problem:
                 sampled[slot] = [BROKEN_ROW]
-            if step != _NOTHING:
+            if step != FREE:
                 steps[slot] = step
         return list(sampled.values()), steps
 
@@ -138,9 +138,6 @@ class GrammarMatchers:
 
             self._executor = LLExecutor(self._n_threads)
         return self._executor
-
-
-_NOTHING = GrammarStep()
 
 
 def _banned(constraint: Constraint, binding: Binding) -> NDArray[np.uint32] | None:
