@@ -39,11 +39,10 @@ from cbatch.options import RunOptions
 from cbatch.progress import Progress, check_view, choose_view, closing_line
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.delivery import log_results
-from cbatch.runtime.feed import N_AHEAD_PER_SLOT
 from cbatch.runtime.ids import RequestId
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
-from cbatch.runtime.mailbox import Mailbox
+from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
 from cbatch.runtime.sequences import OptionsMerger, tokenize
 from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, Submitter
 from cbatch.runtime.validation import check_adapters

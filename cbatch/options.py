@@ -364,7 +364,7 @@ class RunOptions:
             if isinstance(value, RunOptions):
                 return value
             if isinstance(value, Mapping):
-                return cls(**{_name(name): option for name, option in value.items()})
+                return cls(**{text_of(name) or shown(name): value[name] for name in value})
         raise ConfigError(f"options must be RunOptions or a mapping, not {type(value).__name__}")
 
     def over(self, other: RunOptions) -> RunOptions:
@@ -471,18 +471,6 @@ class RunOptions:
         bias = {**(self.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
         known: dict[str, Any] = {**defaults, **given, "seed": seed}
         return Sampling(**known | {"logit_bias": tuple(sorted(bias.items()))})
-
-
-def _name(given: object) -> str:
-    """Return the name of an option.
-
-    Raises:
-        UnsupportedOptionError: there is no option of this name.
-    """
-    name = text_of(given)
-    if name is None or name not in _NAMES:
-        raise UnsupportedOptionError(shown(given) if name is None else name, sorted(_NAMES))
-    return name
 
 
 _SAMPLED = tuple(f.name for f in fields(Sampling) if f.name in RunOptions.__annotations__)

@@ -23,7 +23,7 @@ from cbatch.errors import (
 from cbatch.messages import BatchPrompt
 from cbatch.progress import SilentView, Snapshot
 from cbatch.response import BatchError, BatchResult
-from cbatch.runtime.feed import N_AHEAD_PER_SLOT
+from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT
 from cbatch.runtime.sequences import SequenceMaker
 from tests.profiles import some
 from tests.runtime.backends import (

@@ -3,9 +3,7 @@
 import json
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,10 +42,15 @@ def run_demo(
         cbatch.load(model, options=options, look_ahead=look_ahead, **settings) as engine,
         opened(target, force=force) as file,
     ):
-        write = partial(write_shown(prompts) if is_shown else write_result, file)
+        by_id = {str(prompt.id): prompt for prompt in prompts}
+        width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
         with closing(engine.run(prompts, progress=view).as_completed()) as results:
             for result in results:
-                write(result)
+                if is_shown:
+                    file.write(f"{as_text(by_id[result.id], result, width)}\n\n".encode())
+                    file.flush()
+                else:
+                    write_result(file, result)
 
 
 def demo_prompts() -> list[cbatch.BatchPrompt]:
@@ -57,20 +60,6 @@ def demo_prompts() -> list[cbatch.BatchPrompt]:
         cbatch.BatchPrompt(json.loads(line)["messages"], id=str(i), options=_GREEDY)
         for i, line in enumerate(lines)
     ]
-
-
-def write_shown(
-    prompts: Sequence[cbatch.BatchPrompt],
-) -> Callable[[BinaryIO, cbatch.BatchResult], None]:
-    """Return a function that writes a result as text below its question."""
-    by_id = {str(prompt.id): prompt for prompt in prompts}
-    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-
-    def write(file: BinaryIO, result: cbatch.BatchResult) -> None:
-        file.write((as_text(by_id[result.id], result, width) + "\n\n").encode())
-        file.flush()
-
-    return write
 
 
 def as_text(prompt: cbatch.BatchPrompt, result: cbatch.BatchResult, width: int) -> str:

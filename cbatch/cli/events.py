@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from cbatch.cli.terminal import tell, tell_at_once
+from cbatch.cli.terminal import tell
 from cbatch.progress import PLAIN_INTERVAL_S, Snapshot
 
 
@@ -27,11 +27,6 @@ class EventView:
     def finish(self, snapshot: Snapshot) -> None:
         """Print the summary."""
         tell("summary", **as_json(snapshot))
-
-
-def note_at_once(words: str) -> None:
-    """Print a note from a signal handler, even in the middle of other output."""
-    tell_at_once("note", text=words)
 
 
 def as_json(s: Snapshot) -> dict[str, Any]:

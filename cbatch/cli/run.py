@@ -9,10 +9,10 @@ import typer
 
 import cbatch
 from cbatch.cli.demo import run_demo
-from cbatch.cli.events import EventView, note_at_once
+from cbatch.cli.events import EventView
 from cbatch.cli.main import ExitCode, leave_stdout
 from cbatch.cli.option_table import FILES, NAMES, OPTIONS, Given, option, takes
-from cbatch.cli.terminal import say
+from cbatch.cli.terminal import note_at_once, say
 from cbatch.files.file_run import run_file
 from cbatch.files.outcome import Interrupted, RunSummary, Stopper
 from cbatch.files.places import STDOUT, is_dash

@@ -57,7 +57,7 @@ def tell(kind: str, **values: Any) -> None:
     say(event_line(kind, **values))
 
 
-def tell_at_once(kind: str, **values: Any) -> None:
-    """Print an event from a signal handler, even in the middle of other output."""
+def note_at_once(words: str) -> None:
+    """Print a note as an event from a signal handler, even in the middle of other output."""
     with suppress(OSError):
-        os.write(2, f"{event_line(kind, **values)}\n".encode())
+        os.write(2, f"{event_line('note', text=words)}\n".encode())

@@ -21,7 +21,6 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.messages import as_prompt
-from cbatch.runtime.feed import Feed
 from cbatch.runtime.ids import Ids, check_own, own_id
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.sequences import SequenceMaker, extended
@@ -29,7 +28,7 @@ from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
@@ -49,6 +48,49 @@ CANCELLED_EARLY = "cancel_all() ended the batch before all prompts were read"
 
 _N_CHECKED = 64
 """Structures for which the outcome of compiling is kept."""
+
+
+class Feed:
+    """Reads a source of prompts while its mailbox has room, in a thread of its own or by `fill`."""
+
+    def __init__(
+        self, source: Iterator[object], mailbox: Mailbox, put: Callable[[object], None]
+    ) -> None:
+        """Make one that has read nothing yet; `source` may wait and use the engine, `put` submits one prompt."""
+        self._source, self._mailbox, self._put = source, mailbox, put
+        self._is_reading = threading.Lock()
+
+    def start(self) -> None:
+        """Read in a thread until the source or the batch ends."""
+        threading.Thread(target=self._run, name="cbatch-feed", daemon=True).start()
+
+    def fill(self) -> None:
+        """Read while there is room. A source that waits for its own engine is not entered again."""
+        if not self._is_reading.acquire(blocking=False):
+            return
+        try:
+            while self._mailbox.items.has_room():
+                self._read()
+        finally:
+            self._is_reading.release()
+
+    def end(self, error: BaseException) -> None:
+        """Read no more, for the items in hand are being ended; the batch's reader gets `error` behind them."""
+        self._mailbox.break_off(error)
+
+    def _run(self) -> None:
+        while self._mailbox.items.wait_for_room():
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            self._put(next(self._source))
+        except StopIteration:
+            self._mailbox.end_feed()
+        except BaseException as error:
+            self._mailbox.end_feed(error)
+            if not isinstance(error, Exception):  # Ctrl-C, where the reader's own thread reads here
+                raise
 
 
 class Submitter:
