@@ -363,9 +363,8 @@ def summary_lines(s: Snapshot) -> str:
 
 def _say(line: str) -> None:
     """Print to stderr, which may be closed."""
-    with suppress(
-        OSError, AttributeError
-    ):  # a program without a terminal may have no stderr at all
+    # a program without a terminal may have no stderr at all
+    with suppress(OSError, AttributeError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 

@@ -124,9 +124,7 @@ class _Help:
             return
         try:
             super().format_help(ctx, formatter)  # type: ignore[misc]
-        except (
-            SystemExit
-        ):  # rich found that the reader has left. Source: its `Console.on_broken_pipe`
+        except SystemExit:  # the reader has left. Source: rich's `Console.on_broken_pipe`
             raise typer.Exit(ExitCode.DONE) from None
 
 

@@ -303,9 +303,7 @@ class Loop:
         if self._thread is threading.current_thread():  # the engine's last reference died here
             self._is_closed = True
             return
-        if (
-            self._cache_io.is_current_thread and self._thread is not None
-        ):  # or in the cache's thread
+        if self._cache_io.is_current_thread:  # or in the cache's thread
             self._commands.put(self._mark_closed)
             return
         with Postponed(), self._closing:

@@ -184,9 +184,8 @@ def _with_prompt(request: Request, result: BatchResult) -> Request:
     found = result.prompt_logprobs or ()
     if len(found) != result.usage.prompt_tokens or None in found[1:]:
         return request
-    if (
-        request.options.prompt_logprobs != request.options.n_prompt_logprobs
-    ):  # the echo has more alternatives
+    options = request.options
+    if options.prompt_logprobs != options.n_prompt_logprobs:  # the echo has more alternatives
         found = (None, *(result.logprobs or ())[1 : len(found)])
     return replace(request, n_prompt_logprobs=None, prompt_logprobs=found)
 

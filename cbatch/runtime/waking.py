@@ -128,10 +128,8 @@ class Readers:
     async def wait_async(self, is_ready: Callable[[], bool]) -> None:
         """Return when it is ready."""
         self._check_process(is_ready)
-        if is_ready():
-            await (
-                checkpoint()
-            )  # other tasks must run even if results always come before their reader
+        if is_ready():  # other tasks must run even if results always come before their reader
+            await checkpoint()
         while not is_ready():
             if self._pump is not None:
                 self._step(is_ready, self._pump)
