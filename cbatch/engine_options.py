@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from cbatch.checks import (
     MAX_INT,
+    MAX_KEY_LENGTH,
     MAX_TIME_S,
     check_choice,
     check_fields,
@@ -16,13 +17,13 @@ from cbatch.checks import (
     check_int,
     check_path,
     check_string,
+    check_text,
     checked,
     reading,
     shown,
 )
 from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.option_checks import check_adapter_files, check_servers, check_shares
-from cbatch.plain import text_of
+from cbatch.plain import list_of, text_of
 
 if TYPE_CHECKING:
     import os
@@ -42,6 +43,9 @@ Kv: TypeAlias = Literal["auto", "partitioned", "unified"]
 Policy: TypeAlias = Literal["fcfs", "priority", "shortest", "round_robin"]
 SplitMode: TypeAlias = Literal["none", "layer", "row", "tensor"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn", "longrope"]
+
+MAX_RPC_SERVERS = 16
+"""Source: ggml/include/ggml-rpc.h, GGML_RPC_MAX_SERVERS."""
 
 MAX_THREADS = 512
 """ggml ends the process where it cannot start a thread. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
@@ -107,6 +111,51 @@ class ScheduleOptions:
         value, found = getattr(self, name), getattr(self, other)
         if value is not None and found not in wanted:
             raise ConfigError(f"{name}={value} needs {other}={wanted[0]!r}, not {found!r}")
+
+
+def check_shares(name: str, value: object) -> tuple[float, ...]:
+    """Return the shares of a model that devices hold."""
+    items = list_of(value)
+    if not items:
+        raise ConfigError(
+            f"{name} must be a list of numbers, one for each device, not {shown(value)}"
+        )
+    shares = tuple(float(check_float(f"a share in {name}", share, 0.0, 1e6)) for share in items)
+    if not any(shares):
+        raise ConfigError(f"{name} has no share above 0: leave it out to split by free memory")
+    return shares
+
+
+def check_servers(name: str, value: object) -> tuple[str, ...]:
+    """Return the addresses of RPC servers."""
+    items = list_of(value)
+    if not items:
+        raise ConfigError(f"{name} must be a list of 'host:port', not {shown(value)}")
+    if len(items) > MAX_RPC_SERVERS:
+        raise ConfigError(f"{name} has {len(items)} servers; at most {MAX_RPC_SERVERS} are allowed")
+    return tuple(_server(name, item) for item in items)
+
+
+def _server(name: str, value: object) -> str:
+    text = text_of(value) or ""
+    host, _, port = text.partition(":")
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not (host and is_number and 0 < int(port) < 2**16):
+        raise ConfigError(
+            f"{name}: a server must be 'host:port' with a port of 1 … 65535, not {shown(value)}"
+        )
+    return text
+
+
+def check_adapter_files(name: str, value: object) -> dict[str, str]:
+    """Return adapters' files by name."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a mapping of names to files, not {shown(value)}")
+    files = {}
+    for key, path in value.items():
+        text = check_text(f"a name in {name}", key, MAX_KEY_LENGTH)
+        files[text] = check_path(f"the file of {name} {text!r}", path)
+    return files
 
 
 @dataclass(frozen=True, kw_only=True)
