@@ -29,7 +29,7 @@ MAX_KEY_LENGTH = 1024
 """Characters of a cache key or an adapter's name: a name, not a prompt."""
 
 MAX_GRAMMAR_LENGTH = 2**20
-"""Characters of a schema, regex or grammar: our choice; those that compile are far shorter."""
+"""Characters of a schema, regex or grammar: our choice; grammars that compile are far shorter."""
 
 MAX_DEPTH = 128
 """Nesting of lists and objects: our choice, far above any schema and far below Python's recursion limit."""

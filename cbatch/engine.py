@@ -373,35 +373,28 @@ class Engine:
                 `resume`.
 
         Returns:
-            False where no such request is in flight.
+            Whether the request was in flight.
         """
         return bool(self._parts.in_flight.cancel([_asked(id)]))
 
     def pause(self, id: str) -> bool:
-        """Stop one request where it is; it keeps its slot and cells until other requests need them.
+        """Stop one request where it is; return False where it is not in flight, or paused already.
 
-        A request that waits for room in the queue needs none while it is paused: others pass it.
-
-        Returns:
-            False where no such request is in flight, or it is paused already.
+        It keeps its slot and cells until other requests need them. Where it waits for room in the queue, others pass.
         """
         return self._parts.in_flight.pause(_asked(id))
 
     def resume(self, id: str) -> bool:
-        """Let a paused request go on; nothing is computed again while its cells are kept.
+        """Let a paused request go on; return False where it is not in flight, or not paused.
 
-        Returns:
-            False where no such request is in flight, or it is not paused.
+        Nothing is computed again while its cells are kept.
         """
         return self._parts.in_flight.resume(_asked(id))
 
     def cancel_all(self) -> int:
-        """Cancel every request that is in flight now, queued or running, and read no further prompts of their runs.
+        """Cancel every request in flight, queued or running, and read no further prompts; return how many there were.
 
         A reader of a generator's results gets a `RequestCancelledError` behind the prompts that were read.
-
-        Returns:
-            How many were in flight.
         """
         self._parts.submitter.end(RequestCancelledError(CANCELLED_EARLY))
         return self._parts.in_flight.cancel(list(self._parts.loop.routes))

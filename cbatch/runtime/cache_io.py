@@ -135,6 +135,6 @@ class CacheIo:
             try:
                 if data is not None:
                     self._backend.import_state(key, data, want.n_read)
-            except Exception as error:  # noqa: PERF203  # for want of memory
+            except Exception as error:  # noqa: PERF203  # such as too little memory
                 what = f"no room for its cells: {words_of(error)}"
                 self._batcher.refuse_cells(driver, CacheError(want.ref.key, what))

@@ -1,14 +1,13 @@
-"""What a step brought, told to others: output to mailboxes, requests that ended to the log."""
+"""After a step: new output goes to the mailboxes, and requests that ended to the log."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from cbatch.errors import RequestFailedError, words_of
 from cbatch.logs import Log
-from cbatch.response import BatchOutputChunk, BatchResult
 from cbatch.runtime.choices import Choices
-from cbatch.runtime.mailbox import refused
+from cbatch.runtime.mailbox import Parcel, refused
 from cbatch.runtime.output import result_of, take_chunk
 
 if TYPE_CHECKING:
@@ -17,11 +16,9 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.stats import EngineStats
+    from cbatch.response import BatchResult
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.mailbox import Mailbox
-
-Parcel: TypeAlias = tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]
-"""What is delivered at once: chunks, and results with their places in the batch."""
 
 _log = Log("cbatch")
 

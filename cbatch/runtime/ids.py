@@ -67,7 +67,7 @@ class Ids:
         return RequestId(next(n for n in names if not any(n in ids for ids in taken)))
 
     def of_batch(self, own: Sequence[str | None], taken: Container[str]) -> list[RequestId]:
-        """Return the ids of a batch: those that callers chose, and automatic ones for None. Raises as `check_own`."""
+        """Return the ids of a batch: chosen ones, and automatic ones for None. Raises as `check_own`."""
         given = check_own(own, taken)
         return [self._of(id, given, taken) for id in own]
 

@@ -119,10 +119,8 @@ class InFlight:
 
         Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free.
         """
-        enqueue = partial(self._loop.enqueue, drivers)
-        self._loop.post(
-            enqueue, is_urgent=self._batcher.occupancy().n_waiting <= self._loop.n_entering
-        )
+        is_first = self._batcher.occupancy().n_waiting <= self._loop.n_entering
+        self._loop.post(partial(self._loop.enqueue, drivers), is_urgent=is_first)
 
     def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences, all or none: a `QueueFullError` where more than `n_limit` would wait for a slot."""
@@ -181,7 +179,7 @@ class InFlight:
             del self._outside[driver.request.id]
         if newcomers:
             self._loop.enqueue(newcomers)
-            self._loop.waiters.wake()  # the thread that brought them may wait for nothing else
+            self._loop.waiters.wake()  # the submitting thread may wait for these alone
 
     def _room(self, n_limit: int) -> tuple[int, int]:
         """Return how many sequences wait and how many more may: those for which a slot is free do not count."""
@@ -274,7 +272,7 @@ class InFlight:
         return n_cancelled
 
     def _queued_members(self, id: str) -> list[str]:
-        """Return the ids of a request's sequences, after those that wait for room were queued."""
+        """Return the ids of a request's sequences; sequences that waited for room are queued first."""
         members = self._member_ids(id)
         self._enter([d for m in members if (d := self._outside.get(m))])
         return members

@@ -85,7 +85,7 @@ class Loop:
         self._error: BaseException | None = None
         self._closing = threading.RLock()  # a handler of a signal may close while its thread does
         self._turns = FairLock()
-        """Of an engine without a thread: whoever has it is the owner."""
+        """Of an engine without a thread: the thread that holds it is the owner."""
         self._unapplied: Plan | None = None
         """The plan of a run in flight, or of one that was broken off."""
 
@@ -189,7 +189,7 @@ class Loop:
         if self._thread is not None:
             if is_urgent:
                 self._backend.interrupt()
-            if self._is_closed:  # it ended in between: nobody else will look into the queue
+            if self._is_closed:  # it ended in between: no other thread will do the commands
                 self._ended.wait()
                 with self._closing:
                     self._commands.do_all()
@@ -332,7 +332,7 @@ class Loop:
         self._is_closed = True
 
     def _end(self) -> None:
-        """Leave nobody waiting, then free the backend. Owner thread, or after it."""
+        """End every request, then free the backend. Owner thread, or after it."""
         self._commands.do_all()
         self._give_up_run()  # slots may hold anything: their cells must not be saved
         if self.on_end is not None:

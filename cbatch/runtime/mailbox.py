@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cbatch.interrupts import HeldBack
 from cbatch.progress import Counts
@@ -23,9 +23,11 @@ N_AHEAD_PER_SLOT = 4
 """Items in hand for each slot: running, waiting, and ended but not yet given out."""
 
 
-def refused(
-    id: str, place: int, error: CBatchError
-) -> tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]:
+Parcel: TypeAlias = tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]
+"""What is delivered at once: chunks, and results with their places in the batch."""
+
+
+def refused(id: str, place: int, error: CBatchError) -> Parcel:
     """Return what is delivered of an item that was never queued."""
     timings = Timings(0.0, None, 0.0, None, None)
     result = BatchResult(id, "", (), "error", error, Usage(0, 0), timings, seed=0)
@@ -146,10 +148,10 @@ class Mailbox:
         self.is_streamed = False
         self.items = items = Items(n_items, n_ahead)
         self.ids: dict[int, str] = {}
-        """The items' ids by place; of a fed batch those that `take_result` has not given out."""
+        """The items' ids by place; of a fed batch, ids of items that `take_result` has not given out."""
         self.given: dict[str, Any] = {}
         """Of a fed batch the same ids, to look them up."""
-        self.feed: object | None = None  # which lives as long as somebody may read
+        self.feed: object | None = None  # kept alive while results may be read
         self._in_flight, self._log, self._engine = in_flight, log, engine
         self._is_fed = n_ahead is not None
         self._end_late: Callable[[Mailbox], object] | None = None

@@ -88,7 +88,7 @@ def is_in_event_loop() -> bool:
 
 
 class Readers:
-    """Threads and tasks that wait for something of one batch; whoever changes the batch calls `wake`.
+    """Threads and tasks that wait for something of one batch; `wake` is called behind each change of the batch.
 
     Where the engine has no thread of its own, a reader does its steps instead of sleeping.
     """
