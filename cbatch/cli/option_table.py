@@ -18,6 +18,7 @@ from cbatch.files.places import file_of
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions
 
+RUN = "Options"
 FILES = "Files"
 MODEL = "Model"
 SCHEDULING = "Scheduling"
@@ -43,8 +44,8 @@ class Option:
     """One option that a command takes by its name; a list is an option that may be given again.
 
     Args:
-        panel: the box of the help that it is in, which also decides where its value goes: `FILES` to `run_file`,
-            `ANSWERS` to `RunOptions`, the others to `EngineOptions`.
+        panel: the box of the help that it is in, which also decides where its value goes: `RUN` and `FILES` to
+            `run_file`, `ANSWERS` to `RunOptions`, the others to `EngineOptions`.
         shown: the default as the help says it, where it is not that of the setting.
         type: of the value, where it does not follow from the setting.
         names: "--name" and "-n" where they do not follow from `name`.
@@ -81,7 +82,8 @@ class Option:
 
     def _of_setting(self) -> tuple[Any, Any]:
         """Return the default and the type of the setting; a type of the option's own comes first."""
-        owner = {FILES: FileOptions, ANSWERS: RunOptions}.get(self.panel, EngineOptions)
+        owners = {RUN: FileOptions, FILES: FileOptions, ANSWERS: RunOptions}
+        owner = owners.get(self.panel, EngineOptions)
         for f in fields(owner):
             if f.name == (self.setting or self.name):
                 return f.default, self.type or _TYPES.get(f.metadata.get("check"), str)
@@ -126,6 +128,7 @@ _TYPES: Mapping[Any, type] = {
 }
 """Types by the checks of settings; every other value is text."""
 
+_run = partial(Option, RUN)
 _file = partial(Option, FILES)
 _model = partial(Option, MODEL)
 _schedule = partial(Option, SCHEDULING)
@@ -133,6 +136,14 @@ _device = partial(Option, DEVICES)
 _answer = partial(Option, ANSWERS)
 
 OPTIONS = (
+    _run("demo", "Ask 64 chats that show what the model inside can do.", setting="", type=bool),
+    _run(
+        "max_time_s",
+        "Stop after so many seconds; what is not done then is left for the next run.",
+        "as long as it takes",
+    ),
+    _run("json", "Progress and summary as JSON lines, on stderr.", setting="", type=bool),
+    _run("quiet", "No progress, no summary.", names=("--quiet", "-q"), setting="", type=bool),
     _file("errors", "A file of their own for items that fail.", "in the output"),
     _file("format", "Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow."),
     _file("output_format", "Of the output.", "as its name says, else as the input"),
@@ -146,9 +157,7 @@ OPTIONS = (
     _file("dry_run", "Run a sample, say how long all would take.", setting="", type=bool),
     _file("retry_errors", "Run again what has failed before."),
     _file("adopt", "Make a lost manifest again, of the JSON lines in the output, and go on."),
-    _file(
-        "force", "Go on though settings differ, or replace a file that is not cbatch's.", setting=""
-    ),
+    _file("force", "Go on though settings differ, or replace a file that is not cbatch's."),
     _file("report", "A page on the run.", "none", metavar="HTML"),
     _file("trace", "Its steps, for Perfetto or Chrome.", "none", metavar="JSON"),
     _file("window", "Items read ahead to be put in order.", "8 a slot"),

@@ -11,7 +11,7 @@ import cbatch
 from cbatch.cli.demo import run_demo
 from cbatch.cli.events import EventView
 from cbatch.cli.main import ExitCode, leave_stdout
-from cbatch.cli.option_table import FILES, NAMES, OPTIONS, Given, option, takes
+from cbatch.cli.option_table import FILES, NAMES, OPTIONS, RUN, Given, option, takes
 from cbatch.cli.terminal import note_at_once, say
 from cbatch.files.file_run import run_file
 from cbatch.files.outcome import Interrupted, RunSummary, Stopper
@@ -19,7 +19,8 @@ from cbatch.files.places import STDOUT, is_dash
 from cbatch.files.preview import CheckSummary, Estimate, check_file, estimate_file
 from cbatch.progress import View, choose_view, summary_lines
 
-_NOT_FOR_DEMO = tuple(o.name for o in OPTIONS if o.panel == FILES and o.name != "force")
+_FOR_DEMO = ("demo", "json", "quiet", "force")
+_NOT_FOR_DEMO = [o.name for o in OPTIONS if o.panel in (RUN, FILES) and o.name not in _FOR_DEMO]
 
 
 @takes(*NAMES)
@@ -41,21 +42,7 @@ def run(
             default="of --demo: text on stdout",
         ),
     ] = None,
-    demo: Annotated[
-        bool, option("--demo", help="Ask 64 chats that show what the model inside can do.")
-    ] = False,
     given: Given,
-    max_time_s: Annotated[
-        float | None,
-        option(
-            help="Stop after so many seconds; what is not done then is left for the next run.",
-            default="as long as it takes",
-        ),
-    ] = None,
-    json: Annotated[
-        bool, option("--json", help="Progress and summary as JSON lines, on stderr.")
-    ] = False,
-    quiet: Annotated[bool, option("--quiet", "-q", help="No progress, no summary.")] = False,
 ) -> None:
     """Answer every item of batch files.
 
@@ -74,11 +61,11 @@ def run(
     """
     options, settings = given.run_options(), given.engine_settings()
     is_dry = given["check"] or given["dry_run"]
-    _check_call(source, output, demo=demo, needs_output=not is_dry)
+    _check_call(source, output, demo=given["demo"], needs_output=not is_dry)
     target = STDOUT if output is None else output
-    view = _view(target, is_quiet=quiet, is_json=json)
-    if demo:
-        _check_demo(given, max_time_s)
+    view = _view(target, is_quiet=given["quiet"], is_json=given["json"])
+    if given["demo"]:
+        _check_demo(given)
         with _ending_with_the_reader(view):
             run_demo(
                 target,
@@ -90,14 +77,8 @@ def run(
                 force=given["force"],
             )
         return
-    call = {
-        "model": given["model"],
-        "options": options,
-        "force": given["force"],
-        "max_time_s": max_time_s,
-        **given.settings(FILES),
-        **settings,
-    }
+    files = given.settings(RUN, FILES)
+    call = {"model": given["model"], "options": options, **files, **settings}
     if is_dry:
         _look(source or [], view, is_estimate=given["dry_run"], call=call)
     else:
@@ -170,11 +151,10 @@ def _view(target: Path, *, is_quiet: bool, is_json: bool) -> View:
     return choose_view(summary_lines, is_quiet=is_quiet, has_free_terminal=not is_dash(target))
 
 
-def _check_demo(given: Given, max_time_s: float | None) -> None:
+def _check_demo(given: Given) -> None:
     """Refuse options for files: --demo would ignore them."""
-    values = {name: given[name] for name in _NOT_FOR_DEMO} | {"max_time_s": max_time_s}
-    for name, value in values.items():
-        if value not in (None, False, "auto"):
+    for name in _NOT_FOR_DEMO:
+        if given[name] not in (None, False, "auto"):
             flag = name.replace("_", "-")
             raise cbatch.ConfigError(f"--demo brings its own chats: leave out --{flag}")
 
