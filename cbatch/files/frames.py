@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from cbatch.checks import check_flag, check_string
 from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError
 from cbatch.files.input.row_prompts import Asking, RowPrompts
-from cbatch.files.input.tables import check_columns, item_of_row
+from cbatch.files.input.tables import check_unique, item_of_row
 from cbatch.files.output.encoders import ANSWERS, added_names, answer, no_answer
 from cbatch.files.settings import check_engine
 from cbatch.response import BatchError
@@ -86,7 +86,7 @@ def run_table(
         check_flag("is_raw", is_raw),
     )
     frame = _frame(table)
-    check_columns(frame.columns, None, "table")
+    check_unique(frame.columns, "table")
     prompt_of = RowPrompts(asking, frame.columns, "table")
     items: list[Item | None] = []
     asked = _prompts(frame, prompt_of, items)

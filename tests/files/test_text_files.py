@@ -177,7 +177,7 @@ def test_utf16_is_refused_by_name(tmp_path: Path, opened: OpenFile) -> None:
 def test_line_over_the_limit_takes_no_memory(tmp_path: Path, opened: OpenFile) -> None:
     file = opened(write(tmp_path / "file.gz", b"x" * 2**25), 2**16)
     tracemalloc.start()
-    assert list(file.lines()) == [LongLine(2**25, 0)]
+    assert list(file.lines()) == [LongLine(2**25, 0, 2**16)]
     assert tracemalloc.get_traced_memory()[1] < 2**22
     tracemalloc.stop()
 
@@ -185,7 +185,7 @@ def test_line_over_the_limit_takes_no_memory(tmp_path: Path, opened: OpenFile) -
 @pytest.mark.parametrize("end", [b"\n", b""])
 def test_line_over_the_limit_is_passed_over(tmp_path: Path, end: bytes, opened: OpenFile) -> None:
     file = opened(write(tmp_path / "file", b"1234\n" + b'"' * 300_000 + end), 4)
-    assert list(file.lines()) == [b"1234\n", LongLine(300_000 + len(end), 300_000)]
+    assert list(file.lines()) == [b"1234\n", LongLine(300_000 + len(end), 300_000, 4)]
 
 
 def test_lines_ahead_come_again(tmp_path: Path, opened: OpenFile) -> None:

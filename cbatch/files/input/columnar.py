@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import readable
 from cbatch.errors import ConfigError
-from cbatch.files.input.row_prompts import RowPrompts
-from cbatch.files.input.tables import check_columns, item_of_row
+from cbatch.files.input.tables import Table, check_unique
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cbatch.files.input.item import Item
-    from cbatch.files.input.row_prompts import Asking
+    from cbatch.files.input.tables import Rows
     from cbatch.files.input.text_files import InputFile
 
 N_ROWS = 1024
@@ -69,57 +67,24 @@ def _arrow_batches(reader: Any, *, is_file: bool) -> Iterator[Any]:
             yield batch.slice(start, N_ROWS)
 
 
-class ColumnarReader:
-    """Reads Parquet and Arrow files."""
+@contextmanager
+def columnar_table(
+    file: InputFile, lines: object, known: object, *, format: str
+) -> Iterator[Table]:
+    """Open the table of an input file."""
+    with open_table(file.path, format) as (schema, n_rows, batches):
+        check_unique(schema.names, file.name)
+        yield Table(types_of(schema), _rows(file, n_rows, batches))
 
-    def __init__(self, asking: Asking, format: str) -> None:
-        """Make a reader for all files of a run.
 
-        Raises:
-            ConfigError: pyarrow is not installed.
-        """
-        import_pyarrow()
-        self.columns: tuple[str, ...] = ()
-        self._asking, self._format = asking, format
-        self._prompt_of: RowPrompts | None = None
-        self._types: dict[str, str] = {}
-
-    def look(self, file: InputFile) -> None:
-        """Check a file's columns.
-
-        Raises:
-            ConfigError: it cannot be read, or does not fit the template or the files before.
-        """
-        with open_table(file.path, self._format) as (schema, _, _):
-            if self._prompt_of is None:
-                check_columns(schema.names, None, file.name)
-                self._types = types_of(schema)
-                self.columns = tuple(self._types)
-                self._prompt_of = RowPrompts(self._asking, self.columns, file.name)
-            self._check(schema, file.name)
-
-    def _check(self, schema: Any, name: str) -> None:
-        """Check that a file has the columns of the files before it."""
-        check_columns(schema.names, self.columns, name)
-        for column, type in types_of(schema).items():
-            if type != (known := self._types[column]):
-                raise ConfigError(
-                    f"{name}: column {column!r} is {type}, in the files before {known}"
-                )
-
-    def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
-        """Yield a file's rows; the first has the number `n_before` + 1."""
-        assert self._prompt_of is not None  # `look` came before
-        n_done = 0
-        with open_table(file.path, self._format) as (schema, n_rows, batches):
-            self._check(schema, file.name)  # for the file may have been replaced since `look`
-            for batch in batches:
-                for row in batch.to_pylist():
-                    n_done += 1
-                    place = f"{file.name}, row {n_done}"
-                    yield item_of_row(n_before + n_done, place, row, self._prompt_of)
-                if n_rows:
-                    file.tell_share(n_done / n_rows)
+def _rows(file: InputFile, n_rows: int | None, batches: Iterator[Any]) -> Rows:
+    n_done = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            n_done += 1
+            yield f"row {n_done}", row, None
+        if n_rows:
+            file.tell_share(n_done / n_rows)
 
 
 def types_of(schema: Any) -> dict[str, str]:

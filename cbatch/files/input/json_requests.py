@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.checks import MAX_DEPTH, is_too_deep, why_unread
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import WRONG, Item, LineError, unlabelled, what_is_wrong
-from cbatch.files.input.text_files import LineReader, not_utf8
+from cbatch.files.input.text_files import LongLine, not_utf8, numbered
 from cbatch.files.units import cut
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from cbatch.files.input.text_files import InputFile
 
 KEYS = ("id", "messages", "prompt", "tokens", "options")
 """Keys of a cbatch request."""
@@ -36,13 +39,6 @@ _decode = json.JSONDecoder().decode
 # ---- JSON ----
 
 
-class Loaded(NamedTuple):
-    """The object of a line, and an error of its values, with which its keys can still be read."""
-
-    value: dict[str, Any]
-    wrong: LineError | RecursionError | None
-
-
 def load(line: bytes) -> dict[str, Any]:
     """Return the object of a line.
 
@@ -56,13 +52,17 @@ def load(line: bytes) -> dict[str, Any]:
     return value
 
 
-def loaded(line: bytes) -> Loaded:
-    """Return the object of a line, also where a value is no text or is nested too deeply.
+def loaded(
+    line: bytes | LongLine,
+) -> tuple[dict[str, Any], LineError | RecursionError | None]:
+    """Return the object of a line, and an error of its values, with which its keys can still be read.
 
     Raises:
-        LineError: no JSON, or no object.
+        LineError: no JSON, no object, or a line over the limit.
         RecursionError: nested so deeply that it cannot be decoded.
     """
+    if isinstance(line, LongLine):
+        raise line.error
     wrong: LineError | None = None
     try:
         text = line.decode()
@@ -76,10 +76,12 @@ def loaded(line: bytes) -> Loaded:
     if not isinstance(value, dict):
         raise wrong or LineError("invalid_json_line", f"not a JSON object: {shown(text)}")
     if _is_too_deep(text, value):
-        return Loaded(value, RecursionError())
-    if wrong is None and (b"\\ud" in line or b"\\uD" in line):
-        wrong = _half_of_a_pair(value)
-    return Loaded(value, wrong)
+        return value, RecursionError()
+    may_have_half = wrong is None and (b"\\ud" in line or b"\\uD" in line)
+    if may_have_half and not is_text(json.dumps(value, ensure_ascii=False)):
+        message = "a string in it holds half of a surrogate pair, which is no text"
+        wrong = LineError("invalid_json_line", message)
+    return value, wrong
 
 
 def is_text(value: object) -> bool:
@@ -108,13 +110,6 @@ def decoded(text: str) -> Any:
 
 def _is_too_deep(text: str, value: object) -> bool:
     return text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value)
-
-
-def _half_of_a_pair(value: object) -> LineError | None:
-    if is_text(json.dumps(value, ensure_ascii=False)):
-        return None
-    message = "a string in it holds half of a surrogate pair, which is no text"
-    return LineError("invalid_json_line", message)
 
 
 def without_nulls(value: Any) -> Any:
@@ -146,30 +141,47 @@ class OptionsOf:
         options = self._known.get(key)
         if options is None:
             options = RunOptions.of(said)
+            if len(self._known) >= _N_KEPT:
+                self._known.clear()
             if len(key) <= _MAX_KEY_LENGTH:
-                self._keep(key, options)
+                self._known[key] = options
         return options
 
-    def _keep(self, key: str, options: RunOptions) -> None:
-        if len(self._known) >= _N_KEPT:
-            self._known.clear()
-        self._known[key] = options
+
+class RequestReader(ABC):
+    """Reads requests, one a line; one reader for all files of a run."""
+
+    columns = None  # items are no rows
+
+    def __init__(self) -> None:
+        """Read nothing yet."""
+        self._options_of = OptionsOf()
+
+    def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
+        """Yield a file's items; the first has the number `n_before` + 1."""
+        for number, (place, line) in enumerate(numbered(file.lines()), n_before + 1):
+            yield self._item(number, f"{file.name}, {place}", line)
+
+    @abstractmethod
+    def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
+        """Return the item of a line, with an error where it gives no prompt."""
+
+
+def _check_keys(request: Collection[str], known: Sequence[str], hint: str = "") -> None:
+    for key in request:
+        if key not in known:
+            message = f"unknown key {key!r}; known: {', '.join(known)}{hint}"
+            raise LineError("invalid_request", message, key)
 
 
 # ---- cbatch ----
 
 
-class CbatchReader(LineReader):
+class CbatchReader(RequestReader):
     """Reads cbatch requests: `id`, one of `messages`, `prompt` and `tokens`, and `options`."""
 
-    def __init__(self) -> None:
-        """Make a reader for all lines of a run."""
-        self._options_of = OptionsOf()
-
-    def parse(self, number: int, place: str, line: bytes) -> Item:
-        """Return the item of a line, with an error where it gives no prompt."""
-        id = unlabelled(number)
-        is_labelled = False
+    def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
+        id, is_labelled = unlabelled(number), False
         try:
             request, wrong = loaded(line)
             given = request.pop("id", None)
@@ -183,13 +195,7 @@ class CbatchReader(LineReader):
             return Item(number, place, id, None, found, is_labelled=is_labelled)
 
     def _prompt(self, request: dict[str, Any]) -> BatchPrompt:
-        for key in request:
-            if key not in KEYS:
-                raise LineError(
-                    "invalid_request",
-                    f"unknown key {key!r}; known: {', '.join(KEYS)} (for objects of your own give a template)",
-                    key,
-                )
+        _check_keys(request, KEYS, " (for objects of your own give a template)")
         options = request.pop("options", None)
         if options is not None and not isinstance(options, dict):
             raise LineError("invalid_request", "options must be an object of names", "options")
@@ -230,11 +236,11 @@ class Call(NamedTuple):
     model: str
 
 
-class OpenAIReader(LineReader):
+class OpenAIReader(RequestReader):
     """Reads OpenAI's batch requests."""
 
     def __init__(self, url: str | None = None) -> None:
-        """Make a reader for all lines of a run.
+        """Read nothing yet.
 
         Args:
             url: of every line; None: any that is served.
@@ -244,12 +250,11 @@ class OpenAIReader(LineReader):
         """
         if url is not None and url not in _URLS:
             raise ConfigError(f"url={url!r} is not served; served: {', '.join(_URLS)}")
+        super().__init__()
         self._url = url
         self._model: str | None = None
-        self._options_of = OptionsOf()
 
-    def parse(self, number: int, place: str, line: bytes) -> Item:
-        """Return the item of a line, with an error where it gives no prompt."""
+    def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
         id, is_labelled, call = unlabelled(number), False, None
         names: tuple[str, ...] = ()
         try:
@@ -260,7 +265,7 @@ class OpenAIReader(LineReader):
                 raise wrong
             call, body = self._call(request)
             names = tuple(body)
-            if b"null" in line:
+            if isinstance(line, bytes) and b"null" in line:
                 body = _without_nulls(body)
             prompt = self._prompt(call.url, body)
             return Item(number, place, id, prompt, None, call, is_labelled)
@@ -268,10 +273,7 @@ class OpenAIReader(LineReader):
             return Item(number, place, id, None, what_is_wrong(error, names), call, is_labelled)
 
     def _call(self, request: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-        for key in request:
-            if key not in _KEYS:
-                message = f"unknown key {key!r}; known: {', '.join(_KEYS)}"
-                raise LineError("invalid_request", message, key)
+        _check_keys(request, _KEYS)
         method, url, body = request.get("method"), request.get("url"), request.get("body")
         if method != "POST":
             raise LineError("invalid_method", f"method must be POST, not {method!r}", "method")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from cbatch.checks import check_path, reading, shown
 from cbatch.errors import ConfigError
-from cbatch.files.file_formats import COLUMNAR, check_format, first_object, format_of
+from cbatch.files.file_formats import COLUMNAR, check_format, format_of
 from cbatch.files.input.json_requests import CbatchReader, OpenAIReader
 from cbatch.files.input.row_prompts import Asking
-from cbatch.files.input.tables import CsvReader, ObjectReader, TextReader
+from cbatch.files.input.tables import RowReader, csv_table, object_table, text_table
 from cbatch.files.input.text_files import MAX_LINE_BYTES, InputFile, find_files
 from cbatch.plain import is_table, text_of
 
@@ -21,26 +23,15 @@ if TYPE_CHECKING:
 
     from cbatch.files.file_formats import Format
     from cbatch.files.input.item import Item
-
-
-class Reader(Protocol):
-    """Reads the files of one format."""
-
-    @property
-    def columns(self) -> Sequence[str] | None:
-        """The names in its rows; None where its items are no rows."""
-
-    def look(self, file: InputFile) -> None:
-        """Check a file's beginning."""
-
-    def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
-        """Yield a file's items; the first has the number `n_before` + 1."""
+    from cbatch.files.input.json_requests import RequestReader
 
 
 class Source:
     """The items of one or several files, once, read as they are needed."""
 
-    def __init__(self, files: Sequence[InputFile], format: Format, reader: Reader) -> None:
+    def __init__(
+        self, files: Sequence[InputFile], format: Format, reader: RequestReader | RowReader
+    ) -> None:
         """Take the files and their reader; see `open_source`."""
         self.format = format
         self.paths = [file.path for file in files]
@@ -165,11 +156,7 @@ def _looked_at(files: Sequence[InputFile], format: str, asking: Asking, url: str
             f"{kept[0].name}: its lines are requests ({found}), which a template or a system message does not fit: "
             "leave it out, or give format='jsonl' for objects of your own"
         )
-    reader = _reader(found, kept[0], asking, url)
-    for file in kept:
-        reader.look(file)
-        file.rewind()
-    return Source(kept, found, reader)
+    return Source(kept, found, _reader(found, kept, asking, url))
 
 
 def _close(files: Sequence[InputFile]) -> None:
@@ -192,18 +179,22 @@ def _only(files: Sequence[InputFile], formats: Sequence[Format]) -> Format:
     return formats[0]
 
 
-def _reader(format: Format, file: InputFile, asking: Asking, url: str | None) -> Reader:
-    """Return the reader of a format; `file` is the first."""
+def _reader(
+    format: Format, files: Sequence[InputFile], asking: Asking, url: str | None
+) -> RequestReader | RowReader:
     if format == "openai":
         return OpenAIReader(url)
     if format == "cbatch":
         return CbatchReader()
-    if format == "text":
-        return TextReader(asking, file.name)
     if format == "jsonl":
-        return ObjectReader(asking, file.name, first_object(file))
+        return RowReader(files, asking, object_table)
+    if format == "text":
+        template = "{line}" if asking.template is None else asking.template
+        return RowReader(files, replace(asking, template=template), text_table)
     if format in COLUMNAR:
-        from cbatch.files.input.columnar import ColumnarReader  # pyarrow is slow to import
+        from cbatch.files.input.columnar import columnar_table, import_pyarrow  # which is slow
 
-        return ColumnarReader(asking, format)
-    return CsvReader(asking, "\t" if format == "tsv" else ",", file.max_line_bytes)
+        import_pyarrow()
+        return RowReader(files, asking, partial(columnar_table, format=format))
+    delimiter = "\t" if format == "tsv" else ","
+    return RowReader(files, asking, partial(csv_table, delimiter=delimiter))

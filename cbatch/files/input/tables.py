@@ -1,45 +1,109 @@
-"""Readers of tables that are text: CSV and TSV, JSON objects, plain lines."""
+"""Readers of tables: rows become prompts. CSV and TSV, JSON objects and plain lines are here."""
 
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.errors import ConfigError
+from cbatch.files.file_formats import first_object
 from cbatch.files.input.item import WRONG, Item, ItemError, what_is_wrong
 from cbatch.files.input.json_requests import loaded, mended
 from cbatch.files.input.row_prompts import RowPrompts
-from cbatch.files.input.text_files import LineReader, LongLine, long_line, not_utf8
+from cbatch.files.input.text_files import LongLine, not_utf8, numbered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from typing import TypeAlias
 
     from cbatch.files.input.row_prompts import Asking, Row
     from cbatch.files.input.text_files import InputFile
 
+    Lines: TypeAlias = "Iterator[bytes | LongLine]"
 
-def check_columns(columns: Sequence[str], known: Sequence[str] | None, name: str) -> None:
-    """Check the columns of a table, and that the tables before it have the same.
+    Rows: TypeAlias = "Iterator[tuple[str, Row | None, ItemError | None]]"
+    """The place of each row in its file, its values, and its error; None for no values, and for no error."""
+
+    OpenTable: TypeAlias = (
+        "Callable[[InputFile, Lines, Sequence[str]], AbstractContextManager[Table]]"
+    )
+    """Opens a file, of which the lines may be read already, and whose columns may be known by files before it."""
+
+
+class Table(NamedTuple):
+    """An open table; the type of a column of text is empty."""
+
+    columns: Mapping[str, str]
+    rows: Rows
+
+
+class RowReader:
+    """Reads tables of one format, each row a prompt; one reader for all files of a run."""
+
+    def __init__(self, files: Sequence[InputFile], asking: Asking, open_table: OpenTable) -> None:
+        """Look at the columns of the files.
+
+        Raises:
+            ConfigError: a file cannot be read, or does not fit the template or the files before.
+        """
+        self._open_table = open_table
+        self.columns: Sequence[str] = ()
+        self._types = self._types_of(files[0])
+        self.columns = tuple(self._types)
+        self._prompt_of = RowPrompts(asking, self.columns, files[0].name)
+        for file in files[1:]:
+            self._check(self._types_of(file), file.name)
+
+    def _types_of(self, file: InputFile) -> Mapping[str, str]:
+        with self._open_table(file, file.ahead(), self.columns) as table:
+            types = table.columns
+        file.rewind()
+        return types
+
+    def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
+        """Yield a file's rows; the first has the number `n_before` + 1."""
+        with self._open_table(file, file.lines(), self.columns) as table:
+            self._check(table.columns, file.name)  # the file may have been replaced
+            for number, (place, row, error) in enumerate(table.rows, n_before + 1):
+                yield item_of_row(number, f"{file.name}, {place}", row, self._prompt_of, error)
+
+    def _check(self, columns: Mapping[str, str], name: str) -> None:
+        """Check that a table has the columns of the tables before it."""
+        if columns.keys() != self._types.keys():
+            raise ConfigError(
+                f"{name}: its columns are {', '.join(columns)}; those of the files before it are "
+                f"{', '.join(self.columns)}"
+            )
+        for column, type in columns.items():
+            if type != (known := self._types[column]):
+                raise ConfigError(
+                    f"{name}: column {column!r} is {type}, in the files before {known}"
+                )
+
+
+def check_unique(columns: Sequence[str], name: str) -> None:
+    """Check the columns of a table.
 
     Raises:
-        ConfigError: two columns of one name, or other columns than before.
+        ConfigError: two columns of one name.
     """
     twice = [c for i, c in enumerate(columns) if c in columns[:i]]
     if twice:
         raise ConfigError(f"{name}: has two columns named {twice[0]!r}: names must be unique")
-    if known is not None and set(known) != set(columns):
-        raise ConfigError(
-            f"{name}: its columns are {', '.join(columns)}; those of the files before it are {', '.join(known)}"
-        )
 
 
 def item_of_row(
-    number: int, place: str, row: Row, prompt_of: RowPrompts, error: ItemError | None = None
+    number: int,
+    place: str,
+    row: Row | None,
+    prompt_of: RowPrompts,
+    error: ItemError | None = None,
 ) -> Item:
     """Return the item of a row; `error` is a known error of the row."""
     try:
-        if error is None:
+        if row is not None and error is None:
             return Item(number, place, str(number), prompt_of(row), None, row)
     except WRONG as wrong:
         error = what_is_wrong(wrong, ("messages", "prompt"))
@@ -49,73 +113,50 @@ def item_of_row(
 # ---- CSV and TSV ----
 
 
-class CsvReader:
-    """Reads CSV with a header; quoted fields may hold line ends."""
-
-    def __init__(self, asking: Asking, delimiter: str, max_line_bytes: int) -> None:
-        """Make a reader for all files of a run."""
-        self.columns: tuple[str, ...] = ()
-        self._asking, self._delimiter = asking, delimiter
-        self._prompt_of: RowPrompts | None = None
-        # it holds for the whole process, so it is never lowered
-        csv.field_size_limit(max(csv.field_size_limit(), max_line_bytes))
-
-    def look(self, file: InputFile) -> None:
-        """Check a file's header.
-
-        Raises:
-            ConfigError: it cannot be read, or does not fit the template or the files before.
-        """
-        columns = _CsvRows(file, file.ahead(), self._delimiter).header()
-        if self._prompt_of is None:
-            check_columns(columns, None, file.name)
-            self._prompt_of = RowPrompts(self._asking, columns, file.name)
-            self.columns = columns
-        check_columns(columns, self.columns, file.name)
-
-    def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
-        """Yield a file's rows; the first has the number `n_before` + 1."""
-        rows = _CsvRows(file, file.lines(), self._delimiter)
-        columns, prompt_of, number = rows.header(), self._prompt_of, n_before
-        check_columns(
-            columns, self.columns, file.name
-        )  # for it may have been replaced since `look`
-        assert prompt_of is not None  # `look` came before
-        for i_line, cells, error in rows:
-            number += 1
-            if error is None and len(cells) != len(columns):
-                error = _ragged(len(cells), len(columns))
-            row = dict(zip(columns, cells, strict=False))
-            yield item_of_row(number, f"{file.name}, line {i_line}", row, prompt_of, error)
+@contextmanager
+def csv_table(
+    file: InputFile, lines: Lines, known: Sequence[str], *, delimiter: str
+) -> Iterator[Table]:
+    """Open CSV with a header; quoted fields may hold line ends."""
+    # it holds for the whole process, so it is never lowered
+    csv.field_size_limit(max(csv.field_size_limit(), file.max_line_bytes))
+    table = _CsvTable(file, lines, delimiter)
+    header = table.header()
+    check_unique(header, file.name)
+    yield Table(dict.fromkeys(header, ""), table.rows(header))
 
 
-def _ragged(n_cells: int, n_columns: int) -> ItemError:
-    message = f"the row has {n_cells} fields, the header {n_columns}"
-    return ItemError("invalid_row", f"{message}: quote fields that hold a separator")
+class _CsvTable:
+    """The rows of a CSV file, each with its first line and its error."""
 
-
-class _CsvRows:
-    """Rows of a CSV file, each with its first line and its error."""
-
-    def __init__(self, file: InputFile, lines: Iterator[bytes | LongLine], delimiter: str) -> None:
+    def __init__(self, file: InputFile, lines: Lines, delimiter: str) -> None:
         self._name, self._n_most = file.name, file.max_line_bytes
         self._n_lines = self._n_row_bytes = 0
         self._error: ItemError | None = None
         self._reader = csv.reader(map(self._text, lines), delimiter=delimiter, strict=True)
 
-    def header(self) -> tuple[str, ...]:
+    def header(self) -> list[str]:
         """Read the first row.
 
         Raises:
             ConfigError: it cannot be read.
         """
-        for _, cells, error in self:
-            if error is not None:
-                raise ConfigError(f"{self._name}: the header cannot be read: {error.message}")
-            return tuple(cells)
-        return ()
+        _, cells, error = next(self._cells(), (0, [], None))
+        if error is not None:
+            raise ConfigError(f"{self._name}: the header cannot be read: {error.message}")
+        return cells
 
-    def __iter__(self) -> Iterator[tuple[int, list[str], ItemError | None]]:
+    def rows(self, header: Sequence[str]) -> Rows:
+        """Yield the other rows."""
+        for i_line, cells, error in self._cells():
+            if error is None and len(cells) != len(header):
+                error = ItemError(
+                    "invalid_row",
+                    f"the row has {len(cells)} fields, the header {len(header)}: quote fields that hold a separator",
+                )
+            yield f"line {i_line}", dict(zip(header, cells, strict=False)), error
+
+    def _cells(self) -> Iterator[tuple[int, list[str], ItemError | None]]:
         while True:
             i_first, self._n_row_bytes, self._error = self._n_lines + 1, 0, None
             try:
@@ -134,7 +175,7 @@ class _CsvRows:
         n_before = self._n_row_bytes
         if isinstance(line, LongLine):
             self._n_row_bytes += line.n_bytes
-            self._error = self._error or long_line(line.n_bytes, self._n_most).error
+            self._error = self._error or line.error.error
             return '"' if line.n_quotes % 2 else ""
         self._n_row_bytes += len(line)
         if n_before and self._n_row_bytes > self._n_most:
@@ -160,53 +201,37 @@ def _from_closing_quote(line: bytes) -> bytes:
 # ---- objects and plain lines ----
 
 
-class ObjectReader(LineReader):
-    """Reads JSON objects, one a line, as rows."""
-
-    def __init__(self, asking: Asking, name: str, first: Row | None) -> None:
-        """Make a reader for all files of a run; the template may have the keys of `first`, the first object.
-
-        Raises:
-            ConfigError: there is no object, or the template does not fit it.
-        """
-        if first is None:
-            raise ConfigError(f"{name}: its first lines hold no JSON object")
-        self.columns = tuple(first)
-        self._prompt_of = RowPrompts(asking, self.columns, name)
-
-    def parse(self, number: int, place: str, line: bytes) -> Item:
-        """Return the item of a line, with an error where it gives no prompt."""
-        try:
-            row, wrong = loaded(line)
-            if isinstance(wrong, RecursionError):
-                raise wrong
-        except WRONG as error:
-            return Item(number, place, str(number), None, what_is_wrong(error))
-        if wrong is None:
-            return item_of_row(number, place, row, self._prompt_of)
-        return item_of_row(number, place, mended(row), self._prompt_of, wrong.error)
+@contextmanager
+def object_table(file: InputFile, lines: Lines, known: Sequence[str]) -> Iterator[Table]:
+    """Open JSON objects, one a line; the template may have the keys of the first of all."""
+    first = known or first_object(file)
+    if first is None:
+        raise ConfigError(f"{file.name}: its first lines hold no JSON object")
+    rows = ((place, *_object(line)) for place, line in numbered(lines))
+    yield Table(dict.fromkeys(first, ""), rows)
 
 
-class TextReader(LineReader):
-    """Reads plain text: a prompt a line, in the template's field `line`."""
+def _object(line: bytes | LongLine) -> tuple[Row | None, ItemError | None]:
+    try:
+        row, wrong = loaded(line)
+    except WRONG as error:
+        return None, what_is_wrong(error)
+    if wrong is None:
+        return row, None
+    return None if isinstance(wrong, RecursionError) else mended(row), what_is_wrong(wrong)
 
-    columns = ("line",)
 
-    def __init__(self, asking: Asking, name: str) -> None:
-        """Make a reader for all files of a run.
+@contextmanager
+def text_table(file: InputFile, lines: Lines, known: Sequence[str]) -> Iterator[Table]:
+    """Open plain text: a table of one column, `line`."""
+    yield Table({"line": ""}, ((place, *_text(line)) for place, line in numbered(lines)))
 
-        Raises:
-            ConfigError: a template with another field.
-        """
-        if asking.template is None:
-            asking = replace(asking, template="{line}")
-        self._prompt_of = RowPrompts(asking, self.columns, name)
 
-    def parse(self, number: int, place: str, line: bytes) -> Item:
-        """Return the item of a line, with an error where it gives no prompt."""
-        try:
-            text, error = line.decode(), None
-        except UnicodeDecodeError as wrong:
-            text, error = line.decode(errors="replace"), not_utf8(wrong).error
-        row = {"line": text.rstrip("\r\n")}
-        return item_of_row(number, place, row, self._prompt_of, error)
+def _text(line: bytes | LongLine) -> tuple[Row | None, ItemError | None]:
+    if isinstance(line, LongLine):
+        return None, line.error.error
+    try:
+        text, error = line.decode(), None
+    except UnicodeDecodeError as wrong:
+        text, error = line.decode(errors="replace"), not_utf8(wrong).error
+    return {"line": text.rstrip("\r\n")}, error

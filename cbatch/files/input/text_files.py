@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import stat
-from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from cbatch.checks import readable
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import Item, LineError, unlabelled
+from cbatch.files.input.item import LineError
 from cbatch.files.input.raw_streams import BUFFER_BYTES, Pipe, decompressed, open_raw, read_errors
 from cbatch.files.places import is_dash, status_of
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator
 
 MAX_LINE_BYTES = 16 * 2**20
 """Our choice: four times the text that a window of a million tokens holds."""
@@ -38,6 +37,15 @@ class LongLine:
 
     n_bytes: int
     n_quotes: int
+    n_most: int
+
+    @property
+    def error(self) -> LineError:
+        """The error of the line."""
+        return LineError(
+            "line_too_long",
+            f"the line has {self.n_bytes} bytes, the most is {self.n_most}: shorten it, or raise max_line_bytes",
+        )
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]], without: Collection[str] = ()) -> list[str]:
@@ -228,7 +236,7 @@ class InputFile:
             n_bytes += len(piece)
             n_quotes += piece.count(b'"')
             piece = b"" if piece.endswith(b"\n") else self._readline(BUFFER_BYTES)
-        return LongLine(n_bytes, n_quotes)
+        return LongLine(n_bytes, n_quotes, self.max_line_bytes)
 
     def _without_bom(self, line: bytes) -> bytes:
         if line.startswith(_UTF16_BOMS):
@@ -247,43 +255,13 @@ class InputFile:
         return f"{self.name}: its compressed data is damaged: {error}; {read}"
 
 
-def long_line(n_bytes: int, n_most: int) -> LineError:
-    """Return the error of a line over the limit."""
-    message = (
-        f"the line has {n_bytes} bytes, the most is {n_most}: shorten it, or raise max_line_bytes"
-    )
-    return LineError("line_too_long", message)
-
-
 def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> LineError:
     """Return the error of bytes that are no UTF-8; `n_before` bytes of the item are before them."""
     return LineError("invalid_utf8", f"not UTF-8: {error.reason} at byte {n_before + error.start}")
 
 
-class LineReader(ABC):
-    """Reads files of a format that has one item a line; one reader for all files of a run."""
-
-    columns: Sequence[str] | None = None
-    """The names in its rows; None where its items are no rows."""
-
-    @abstractmethod
-    def parse(self, number: int, place: str, line: bytes) -> Item:
-        """Return the item of a line; a line that gives no prompt is an item with an error."""
-
-    def look(self, file: InputFile) -> None:  # noqa: B027  # most formats of lines need no look
-        """Check a file's beginning: nothing, for each line is checked by itself."""
-
-    def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
-        """Yield a file's items; the first has the number `n_before` + 1."""
-        number, parse, prefix = n_before, self.parse, f"{file.name}, line "
-        for i_line, line in enumerate(file.lines(), 1):
-            if isinstance(line, LongLine):
-                number += 1
-                error = long_line(line.n_bytes, file.max_line_bytes).error
-                yield Item(number, f"{prefix}{i_line}", self._id(number), None, error)
-            elif line.strip():
-                number += 1
-                yield parse(number, f"{prefix}{i_line}", line)
-
-    def _id(self, number: int) -> str:
-        return unlabelled(number) if self.columns is None else str(number)
+def numbered(lines: Iterable[bytes | LongLine]) -> Iterator[tuple[str, bytes | LongLine]]:
+    """Yield the place in its file and the content of every line that is not blank."""
+    for i, line in enumerate(lines, 1):
+        if isinstance(line, LongLine) or line.strip():
+            yield f"line {i}", line
