@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import LineError
@@ -13,10 +12,12 @@ from cbatch.files.input.raw_streams import COMPRESSED, UNREAD
 from cbatch.files.input.text_files import LongLine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable
 
     from cbatch.files.input.source import Source
     from cbatch.files.input.text_files import InputFile
+
+T = TypeVar("T")
 
 Format: TypeAlias = Literal["openai", "cbatch", "jsonl", "csv", "tsv", "text", "parquet", "arrow"]
 """Formats of batch files; `jsonl` is objects of the user's own, with a template."""
@@ -42,21 +43,17 @@ _N_LOOK, _N_LOOK_BYTES = 100, 2**20
 
 
 def check_format(format: str, *more: str) -> None:
-    """Check the name of a format, or one of `more`.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """Raise ConfigError for an unknown name of a format; `more` names are allowed too."""
     known = (*more, *get_args(Format))
     if format not in known:
         raise ConfigError(f"format must be one of {', '.join(known)}, not {format!r}")
 
 
 def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | None:
-    """Return a file's format; None for an empty file.
+    """Return a file's format, None for an empty file, and rewind the file.
 
     Args:
-        file: is rewound before this returns.
+        file: of the input.
         asked: the format, or auto.
         has_template: whether there is a template, so that JSON objects are rows and no requests.
 
@@ -67,11 +64,10 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
     if format in COLUMNAR:
         _check_columnar(file)
         return format if file.n_bytes else None
-    lines = list(_first_lines(file, up_to_any=format is not None))
-    file.rewind()
-    if not lines or format is not None:
-        return format if lines else None
-    return _format_of_lines(file, lines, has_template=has_template)
+    start: bytes | LongLine | None = _first(file, _content_of)
+    if start is None or format is not None:
+        return None if start is None else format
+    return _format_of_lines(file, start, has_template=has_template)
 
 
 def named_format(path: PurePath) -> Format | None:
@@ -99,48 +95,47 @@ def _check_columnar(file: InputFile) -> None:
         )
 
 
-def _first_lines(file: InputFile, *, up_to_any: bool) -> Iterator[bytes | LongLine]:
-    """Yield the first lines that are not blank, up to the first object, or up to the first line if `up_to_any`."""
-    n_bytes = 0
+def _first(file: InputFile, found_in: Callable[[bytes | LongLine], T | None]) -> T | None:
+    """Return what is found first in a file's first lines, and rewind the file."""
+    n_bytes, found = 0, None
     for _, line in zip(range(_N_LOOK), file.ahead(), strict=False):
+        found = found_in(line)
         n_bytes += 0 if isinstance(line, LongLine) else len(line)
-        if isinstance(line, LongLine) or line.strip():
-            yield line
-            if up_to_any or _object_of(line) is not None:
-                return
-        if n_bytes > _N_LOOK_BYTES:
-            return
+        if found is not None or n_bytes > _N_LOOK_BYTES:
+            break
+    file.rewind()
+    return found
 
 
 def first_object(file: InputFile) -> dict[str, Any] | None:
     """Return the first JSON object among a file's first lines, and rewind the file."""
-    last = deque(_first_lines(file, up_to_any=False), maxlen=1)
-    file.rewind()
-    return _object_of(last[0]) if last else None
+    return _first(file, _object_of)
+
+
+def _content_of(line: bytes | LongLine) -> bytes | LongLine | None:
+    return line if isinstance(line, LongLine) or line.strip() else None
 
 
 def _object_of(line: bytes | LongLine) -> dict[str, Any] | None:
     try:
-        return None if isinstance(line, LongLine) else load(line)
+        return load(line)
     except (LineError, RecursionError):
         return None
 
 
-def _format_of_lines(
-    file: InputFile, lines: Sequence[bytes | LongLine], *, has_template: bool
-) -> Format:
+def _format_of_lines(file: InputFile, line: bytes | LongLine, *, has_template: bool) -> Format:
     """Return the format of JSON lines by the first object among them; `cbatch` where there is none."""
-    start = lines[0] if isinstance(lines[0], bytes) else b""
-    if _suffix(file.path) not in _JSON_SUFFIXES and not start.lstrip().startswith(b"{"):
+    start = b"" if isinstance(line, LongLine) else line.lstrip()
+    if _suffix(file.path) not in _JSON_SUFFIXES and not start.startswith(b"{"):
         known = ", ".join(get_args(Format))
         raise ConfigError(f"{file.name}: its format cannot be told by its name: give it ({known})")
-    if start.lstrip().startswith(b"["):
+    if start.startswith(b"["):
         raise ConfigError(
             f"{file.name}: begins with [, as a JSON array does: give one object a line (jq -c '.[]' writes that)"
         )
     if has_template:
         return "jsonl"
-    request = _object_of(lines[-1])
+    request = first_object(file)
     if request is None or not request.keys().isdisjoint(KEYS):
         return "cbatch"
     return "openai" if request.keys() & {"custom_id", "body"} else "jsonl"
@@ -177,15 +172,9 @@ def output_format(source: Source, asked: str = "auto", path: PurePath | None = N
 
 
 def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
-    """Check that the name of a file of answers fits its format.
+    """Raise ConfigError where the name of a file of answers is that of a compressed file or of another format.
 
-    Args:
-        path: of the file.
-        format: in which it is written.
-        is_asked: whether the user chose the format: the name may then be that of another text format.
-
-    Raises:
-        ConfigError: the name of a compressed file or of another format.
+    A name may be that of another text format if the user chose the format (`is_asked`).
     """
     if path.suffix.lower() in (*COMPRESSED, *UNREAD):
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from cbatch.progress import Progress, SilentView, check_view, choose_view, closi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from cbatch.engine import Engine
     from cbatch.files.input.item_stream import Paths
@@ -262,23 +263,19 @@ def _left_over(ledger: Ledger) -> Iterator[str]:
         )
 
 
-@contextmanager
-def _shown(view: View, work: Work, engine: Engine) -> Iterator[None]:
+def _shown(view: View, work: Work, engine: Engine) -> AbstractContextManager[object]:
     """Show the progress for the length of the block."""
     if isinstance(view, SilentView):  # no thread for a view that shows nothing
-        yield
-        return
-    with closing(Progress(view, work.counts, engine.stats, engine.stats(), engine.parallel)):
-        yield
+        return nullcontext()
+    return closing(Progress(view, work.counts, engine.stats, engine.stats(), engine.parallel))
 
 
 def _settings_of(
     engine: Engine, stream: ItemStream, target: Target, options: RunOptions, asked: FileOptions
 ) -> dict[str, str]:
     """Return the settings that must be the same for a later run to continue this one, for people."""
-    said = {
-        f.name: value for f in fields(RunOptions) if (value := getattr(options, f.name)) is not None
-    }
+    values = ((f.name, getattr(options, f.name)) for f in fields(RunOptions))
+    said = [f"{name}={value!r}" for name, value in values if value is not None]
     return {
         "input format": stream.source.format,
         OUTPUT_FORMAT: target.format,
@@ -286,5 +283,5 @@ def _settings_of(
         "system message": asked.system or "none",
         "rows": "text to complete" if asked.is_raw else "chats",
         **engine.fingerprint,
-        "options": ", ".join(f"{name}={value!r}" for name, value in said.items()) or "none",
+        "options": ", ".join(said) or "none",
     }

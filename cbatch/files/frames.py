@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.checks import check_flag, check_string
 from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from cbatch.engine import Engine
-    from cbatch.files.input.item import Item
     from cbatch.messages import BatchPrompt
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
@@ -28,27 +27,6 @@ T = TypeVar("T")
 
 _N_ROWS = 1024
 """Rows of an Arrow table to have as Python values at once: our choice."""
-
-
-class _Column(NamedTuple):
-    name: str
-    type: type
-    values: list[Any]
-
-
-class _Frame(Protocol):
-    """A table of either library."""
-
-    columns: Sequence[str]
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    def rows(self) -> Iterator[dict[str, object]]:
-        """Yield every row."""
-
-    def with_columns(self, columns: Sequence[_Column]) -> Any:
-        """Return a copy of the table with more columns."""
 
 
 def run_table(
@@ -88,25 +66,19 @@ def run_table(
     frame = _frame(table)
     check_unique(frame.columns, "table")
     prompt_of = RowPrompts(asking, frame.columns, "table")
-    items: list[Item | None] = []
-    asked = _prompts(frame, prompt_of, items)
-    results, end = _results(engine.run(asked, options=options, progress=progress))
-    answers = _answers(items, results, f"not asked: {end}")
-    answers += [no_answer(f"not asked: {end}")] * (len(frame) - len(answers))
-    added = zip(added_names(frame.columns), ANSWERS.values(), strict=True)
-    columns = [_Column(*named, [row[i] for row in answers]) for i, named in enumerate(added)]
-    return frame.with_columns(columns)  # type: ignore[no-any-return]
+    errors: list[str | None] = []  # of the rows that were read; None for a row with a prompt
 
+    def prompts() -> Iterator[BatchPrompt]:
+        for number, row in enumerate(frame.rows(), 1):
+            item = item_of_row(number, "", row, prompt_of)
+            errors.append(None if item.error is None else item.error.message)
+            if item.prompt is not None:
+                yield item.prompt
 
-def _prompts(
-    frame: _Frame, prompt_of: RowPrompts, items: list[Item | None]
-) -> Iterator[BatchPrompt]:
-    """Yield the prompts of the rows that give one; add for each row its item if it has an error, else None."""
-    for number, row in enumerate(frame.rows(), 1):
-        item = item_of_row(number, f"row {number}", row, prompt_of)
-        items.append(None if item.error is None else item)
-        if item.prompt is not None:
-            yield item.prompt
+    results, end = _results(engine.run(prompts(), options=options, progress=progress))
+    answers = _answers(tuple(errors), results, len(frame), no_answer(f"not asked: {end}"))
+    columns = [[row[i] for row in answers] for i in range(len(ANSWERS))]
+    return frame.with_columns(dict(zip(added_names(frame.columns), columns, strict=True)))  # type: ignore[no-any-return]
 
 
 def _results(response: BatchResponse) -> tuple[list[BatchResult], BaseException | None]:
@@ -120,36 +92,35 @@ def _results(response: BatchResponse) -> tuple[list[BatchResult], BaseException 
 
 
 def _answers(
-    items: Sequence[Item | None], results: Sequence[BatchResult], left_out: str
+    errors: Sequence[str | None],
+    results: Sequence[BatchResult],
+    n_rows: int,
+    not_asked: tuple[object, ...],
 ) -> list[tuple[object, ...]]:
-    """Return the added values of the rows that were read; the last rows may not have run."""
+    """Return the added values of all rows; the last rows may not have been read, or may not have run."""
     left = iter(results)
-    answers: list[tuple[object, ...]] = []
-    for item in tuple(items):  # which may still be read, in another thread
-        if item is not None and item.error:
-            answers.append(no_answer(item.error.message))
-        else:
-            result = next(left, None)
-            answers.append(no_answer(left_out) if result is None else answer(result))
-    return answers
+    answers = []
+    for error in errors:
+        result = next(left, None) if error is None else None
+        answered = not_asked if result is None else answer(result)
+        answers.append(answered if error is None else no_answer(error))
+    return answers + [not_asked] * (n_rows - len(answers))
 
 
-def _frame(table: Any) -> _Frame:
-    for module, name, frame in (
-        ("pandas", "DataFrame", _PandasFrame),
-        ("pyarrow", "Table", _ArrowFrame),
-    ):
-        kind = getattr(sys.modules.get(module), name, None)  # whose table it is has been imported
-        if kind is not None and isinstance(table, kind):
-            return frame(table)
+def _frame(table: Any) -> _PandasFrame | _ArrowFrame:
+    pandas, pyarrow = (sys.modules.get(name) for name in ("pandas", "pyarrow"))
+    if pandas is not None and isinstance(table, pandas.DataFrame):  # who has one has imported it
+        return _PandasFrame(table, pandas)
+    if pyarrow is not None and isinstance(table, pyarrow.Table):
+        return _ArrowFrame(table, pyarrow)
     raise ConfigError(
         f"a table is a pandas.DataFrame or a pyarrow.Table, not {type(table).__name__}"
     )
 
 
 class _PandasFrame:
-    def __init__(self, table: Any) -> None:
-        self._table, self._pandas = table, sys.modules["pandas"]
+    def __init__(self, table: Any, pandas: Any) -> None:
+        self._table, self._pandas = table, pandas
         self.columns: Sequence[str] = [str(name) for name in table.columns]
 
     def __len__(self) -> int:
@@ -165,16 +136,20 @@ class _PandasFrame:
             return None
         return None if isinstance(value, float) and math.isnan(value) else value
 
-    def with_columns(self, columns: Sequence[_Column]) -> Any:
-        array, dtypes = self._pandas.array, {str: "string", int: "Int64"}
+    def with_columns(self, columns: Mapping[str, list[object]]) -> Any:
+        dtypes = {str: "string", int: "Int64"}
+        added = zip(columns.items(), ANSWERS.values(), strict=True)
         return self._table.assign(
-            **{c.name: array(c.values, dtype=dtypes[c.type]) for c in columns}
+            **{
+                name: self._pandas.array(values, dtype=dtypes[type])
+                for (name, values), type in added
+            }
         )
 
 
 class _ArrowFrame:
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    def __init__(self, table: Any, pyarrow: Any) -> None:
+        self._table, self._pyarrow = table, pyarrow
         self.columns: Sequence[str] = table.column_names
 
     def __len__(self) -> int:
@@ -184,11 +159,8 @@ class _ArrowFrame:
         for batch in self._table.to_batches(max_chunksize=_N_ROWS):
             yield from batch.to_pylist()
 
-    def with_columns(self, columns: Sequence[_Column]) -> Any:
-        pyarrow, table = sys.modules["pyarrow"], self._table
-        types = {str: pyarrow.string(), int: pyarrow.int64()}
-        for column in columns:
-            table = table.append_column(
-                column.name, pyarrow.array(column.values, types[column.type])
-            )
+    def with_columns(self, columns: Mapping[str, list[object]]) -> Any:
+        table, types = self._table, {str: self._pyarrow.string(), int: self._pyarrow.int64()}
+        for (name, values), type in zip(columns.items(), ANSWERS.values(), strict=True):
+            table = table.append_column(name, self._pyarrow.array(values, types[type]))
         return table

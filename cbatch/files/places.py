@@ -30,11 +30,7 @@ def is_dash(path: str | Path) -> bool:
 
 
 def file_of(name: str, value: object) -> Path:
-    """Return the path of a file, or `-`; `~` is the home.
-
-    Raises:
-        ConfigError: the value is no path.
-    """
+    """Return the path of a file, or `-`, with the home for `~`; ConfigError where the value is no path."""
     with reading(name):
         path = Path(check_path(name, value))
     _check_name(path)
@@ -42,22 +38,14 @@ def file_of(name: str, value: object) -> Path:
 
 
 def stdin() -> BinaryIO:
-    """Return stdin.
-
-    Raises:
-        ConfigError: the program was started with it closed.
-    """
+    """Return stdin; ConfigError where the program was started with it closed."""
     if sys.stdin is None:
         raise ConfigError("stdin is closed: there is nothing to read")
     return sys.stdin.buffer
 
 
 def stdout() -> BinaryIO:
-    """Return stdout.
-
-    Raises:
-        ConfigError: the program was started with it closed.
-    """
+    """Return stdout; ConfigError where the program was started with it closed."""
     if sys.stdout is None:
         raise ConfigError("stdout is closed: there is nowhere to write to")
     return sys.stdout.buffer
@@ -87,11 +75,7 @@ def real(path: Path) -> Path:
 
 
 def check_place(path: Path) -> None:
-    """Check that a file can be written here.
-
-    Raises:
-        ConfigError: a directory, a missing folder, no permission.
-    """
+    """Raise ConfigError where no file can be written: a directory, a missing folder, no permission."""
     if is_dash(path):
         return
     _check_name(path)
@@ -116,21 +100,13 @@ def _check_name(path: Path) -> None:
 
 
 def check_apart(path: Path, inputs: Iterable[str | Path]) -> None:
-    """Check that an output is none of the inputs, under any name.
-
-    Raises:
-        ConfigError: it is one of them.
-    """
+    """Raise ConfigError where an output is one of the inputs, under any name."""
     if path.is_file() and any(os.path.exists(i) and path.samefile(i) for i in inputs):
         raise ConfigError(f"{path}: is the input: give another file for the results")
 
 
 def check_new(path: Path, *, force: bool) -> None:
-    """Check that no existing file would be lost.
-
-    Raises:
-        ConfigError: a directory, or an existing file without `force`.
-    """
+    """Raise ConfigError for a directory, and for an existing file without `force`."""
     if path.is_dir():
         raise ConfigError(f"{path}: is a directory: give a file")
     if path.is_file() and not force:
@@ -142,8 +118,8 @@ def opened(path: Path, *, force: bool) -> Iterator[BinaryIO]:
     """Open a new file of results, or stdout for `-`, for the length of the block.
 
     Raises:
-        ConfigError: it cannot be opened, or exists and `force` is False.
-        OSError: it cannot be written; the error names the file.
+        ConfigError: the file cannot be opened, or exists and `force` is False.
+        OSError: the file cannot be written; the error names it.
     """
     if is_dash(path):
         yield stdout()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-import sys
+import resource
 from collections import Counter
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -38,27 +39,22 @@ N_SHOWN = 10
 
 @dataclass(eq=False, slots=True)
 class CheckSummary:
-    """The items of a batch file, in numbers.
-
-    Attributes:
-        n_items: blank lines not counted.
-        n_by_code: items with an error, by code.
-        first: the first errors, for people.
-        n_tokens: of all prompts.
-        n_least: tokens of the shortest prompt.
-        n_most: tokens of the longest.
-        longest: the place of the longest.
-        n_window: tokens of a slot, for prompt and answer.
-    """
+    """The items of a batch file, in numbers; blank lines do not count."""
 
     n_window: int
+    """Tokens of a slot, for prompt and answer."""
     n_items: int = 0
     n_by_code: Counter[str] = field(default_factory=Counter)
+    """Items with an error, by code."""
     first: list[str] = field(default_factory=list)
+    """The first errors, for people."""
     n_tokens: int = 0
+    """Of all prompts."""
     n_least: int = 0
+    """Tokens of the shortest prompt."""
     n_most: int = 0
     longest: str = ""
+    """The place of the longest prompt."""
 
     @property
     def n_errors(self) -> int:
@@ -78,12 +74,12 @@ class CheckSummary:
         if n_tokens > self.n_most:
             self.n_most, self.longest = n_tokens, item.place
 
-    def refuse(self, item: Item, code: str, message: str) -> None:
+    def refuse(self, item: Item, error: ItemError) -> None:
         """Count an item with an error."""
         self.n_items += 1
-        self.n_by_code[code] += 1
+        self.n_by_code[error.code] += 1
         if len(self.first) < N_SHOWN:
-            self.first.append(f"{item.place}: {message} ({code})")
+            self.first.append(f"{item.place}: {error.message} ({error.code})")
 
     def lines(self) -> list[str]:
         """Return it as lines for people."""
@@ -108,11 +104,9 @@ def check_file(
     """Check batch files in constant memory: the errors of items, and the tokens of prompts.
 
     Args:
-        source: see `run_file`, as for the others.
-        engine: for tokens and window; None: one is loaded, and closed at the end.
+        source, options, settings: see `run_file`.
+        engine: for tokens and window; None: the model is loaded, and closed at the end.
         model: to load.
-        options: that an item leaves out.
-        settings: those of `FileOptions` and of `cbatch.load`, by name.
 
     Raises:
         ConfigError: a wrong setting, or the input cannot be read.
@@ -128,32 +122,17 @@ def check_file(
         settled = run_options_of(runner, defaults)
         seen = stack.enter_context(closing(Seen()))
         summary = CheckSummary(runner.n_window)
-        for item in reading.items:
-            _look(item, runner, settled, seen, summary)
+        for item in reading:
+            found = seen.error_of(item) or why_refused(item, runner, settled)
+            if isinstance(found, int):
+                summary.add(item, found)
+            else:
+                summary.refuse(item, found)
     return summary
 
 
-def _look(
-    item: Item, engine: Engine, options: RunOptions, seen: Seen, summary: CheckSummary
-) -> None:
-    found = seen.error_of(item) or why_refused(item, engine, options)
-    if isinstance(found, int):
-        summary.add(item, found)
-    else:
-        summary.refuse(item, found.code, found.message)
-
-
 def why_refused(item: Item, engine: Engine, options: RunOptions) -> ItemError | int:
-    """Return the error with which the engine would refuse an item, else the number of its prompt's tokens.
-
-    Args:
-        item: without an error of its own.
-        engine: that would run it.
-        options: that the item leaves out, the engine's own included.
-
-    Raises:
-        EngineClosedError: the engine was closed.
-    """
+    """Return the error with which the engine would refuse a good item, else the number of its prompt's tokens."""
     assert item.prompt is not None  # for there is no error
     try:
         return checked_tokens(engine, item.prompt, options)
@@ -190,8 +169,7 @@ class Estimate:
         prompt_tokens: of the whole run.
         output_tokens: of the whole run.
         sample_s: seconds that the sample took.
-        memory_bytes: the most host memory of the process so far, enough for a run of any length; None where the system
-            does not tell.
+        memory_bytes: the most host memory of the process so far, enough for a run of any length; None: nothing ran.
     """
 
     n_items: int
@@ -205,13 +183,15 @@ class Estimate:
     def lines(self) -> list[str]:
         """Return it as lines for people."""
         low, high = (duration(seconds) for seconds in self.seconds)
-        memory = "" if self.memory_bytes is None else f"{self.memory_bytes / 2**20:,.0f} MiB"
-        return [
+        lines = [
             f"sample  {self.n_sample:,} of {self.n_items:,} items in {self.sample_s:.1f} s",
             f"time    {low} … {high} for all",
             f"tokens  about {self.prompt_tokens:,} in, {self.output_tokens:,} out",
-            *([f"memory  {memory} of the host, as with the sample"] if memory else []),
         ]
+        if self.memory_bytes is not None:
+            n_mib = self.memory_bytes / 2**20
+            lines.append(f"memory  {n_mib:,.0f} MiB of the host, as with the sample")
+        return lines
 
 
 def estimate_file(
@@ -230,13 +210,11 @@ def estimate_file(
     end of a run, so a long run takes rather less than the estimate.
 
     Args:
-        source: see `run_file`, as for the others.
-        engine: runs the sample; None: one is loaded, and closed at the end.
+        source, options, settings: see `run_file`.
+        engine: runs the sample; None: the model is loaded, and closed at the end.
         model: to load.
-        options: that an item leaves out.
         n_sample: items of the sample.
         sample_s: most seconds of the sample.
-        settings: those of `FileOptions` and of `cbatch.load`, by name.
 
     Raises:
         ConfigError: a wrong setting, or the input cannot be read.
@@ -248,7 +226,7 @@ def estimate_file(
     defaults = RunOptions.of(options)
     with ExitStack() as stack:
         reading = stack.enter_context(closing(ItemStream(source, asked)))
-        prompts, n_items = drawn(reading.items, n_drawn, random.Random(asked.shuffle_seed))
+        prompts, n_items = drawn(reading, n_drawn, random.Random(asked.shuffle_seed))
         n_items = min(n_items, asked.limit or n_items)
         is_all = n_items == len(prompts)
         runner = stack.enter_context(
@@ -270,14 +248,11 @@ def drawn(
     """Return `n_sample` prompts, drawn evenly, and the number of all prompts. Source: Vitter's algorithm R."""
     kept: list[BatchPrompt] = []
     n = 0
-    for item in items:
-        if item.prompt is None:
-            continue
-        n += 1
-        if len(kept) < n_sample:
-            kept.append(item.prompt)
+    for n, prompt in enumerate((item.prompt for item in items if item.prompt is not None), 1):
+        if n <= n_sample:
+            kept.append(prompt)
         elif (i := chance.randrange(n)) < n_sample:
-            kept[i] = item.prompt
+            kept[i] = prompt
     return kept, n
 
 
@@ -287,8 +262,8 @@ def _extrapolated(results: list[BatchResult], n_items: int, elapsed_s: float) ->
     n = len(whole)
     n_prompt = sum(r.usage.prompt_tokens for r in whole)
     n_output = [r.usage.completion_tokens for r in whole]
-    mean = sum(n_output) / max(n, 1)
-    spread = math.sqrt(sum((k - mean) ** 2 for k in n_output) / max(n - 1, 1))
+    mean = fmean(n_output) if n else 0.0
+    spread = stdev(n_output) if n > 1 else 0.0
     share = _SURE * spread / math.sqrt(max(n, 1)) / max(mean, 1e-9)
     # items that were cut off have taken time too
     n_done = sum(r.usage.completion_tokens for r in results) / max(mean, 1e-9)
@@ -296,23 +271,13 @@ def _extrapolated(results: list[BatchResult], n_items: int, elapsed_s: float) ->
     low, high = seconds * max(0.0, 1 - share), seconds * (1 + share)
     if n == n_items:
         low = high = elapsed_s
-    factor = n_items / max(n, 1)
+    n_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Estimate(
         n_items,
         n,
         (low, high),
-        round(n_prompt * factor),
+        round(n_prompt * n_items / max(n, 1)),
         round(mean * n_items),
         elapsed_s,
-        _peak_bytes(),
+        n_kib * 1024,
     )
-
-
-def _peak_bytes() -> int | None:
-    """Return the most host memory that this process has had, in bytes; None where the system does not tell."""
-    try:
-        import resource  # which Windows has not
-    except ImportError:
-        return None
-    n = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return n if sys.platform == "darwin" else n * 1024

@@ -54,12 +54,7 @@ class Window:
     """
 
     def __init__(self, n_max: int, max_chars: int = MAX_CHARS) -> None:
-        """Begin without items.
-
-        Args:
-            n_max: most items.
-            max_chars: most characters of all items; an empty window takes any item.
-        """
+        """Begin without items; `max_chars` is the most characters of all items, but an empty window takes any item."""
         self._n_max, self._max_chars = n_max, max_chars
         self._waiting: OrderedDict[int, Entry] = OrderedDict()  # by number
         self._groups: dict[Hashable, list[_Rank]] = {}  # each sorted

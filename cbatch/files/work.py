@@ -101,16 +101,7 @@ class Work:
         *,
         is_own_engine: bool,
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            stream: the items of the input.
-            context: turns items into records.
-            engine: runs the items.
-            asked: options of the run.
-            stop: whether to read no more items.
-            is_own_engine: whether nobody else uses the engine, so that ids of the run need no prefix.
-        """
+        """Read nothing yet; an engine that is not of this run alone gets ids with a prefix of their own."""
         self.tally = Tally()
         self.has_read_all = False
         self._stream, self._context, self._engine, self._stop = stream, context, engine, stop
@@ -148,12 +139,10 @@ class Work:
         while self._window.has_room and self._is_reading and not self._stop.is_asked:
             is_dry = self._stream.is_dry()
             if self._n_started >= self._limit:  # which is no reason to end where no item is left
-                self._end_reading(
-                    has_read_all=not is_dry and next(self._stream.items, None) is None
-                )
+                self._end_reading(has_read_all=not is_dry and next(self._stream, None) is None)
             elif is_dry and len(self._window):
                 return
-            elif (item := next(self._stream.items, None)) is None:
+            elif (item := next(self._stream, None)) is None:
                 self._end_reading(has_read_all=True)
             else:
                 with self._stop.guarded(), self._lock:
@@ -231,11 +220,7 @@ class Work:
         return summary
 
     def check_engine(self) -> None:
-        """Check, after the last result, that no item is left because the engine was closed.
-
-        Raises:
-            EngineClosedError: the engine was closed.
-        """
+        """Raise EngineClosedError where items are left, after the last result, because the engine was closed."""
         if self._is_cut_off:
             self._engine.stats()
 

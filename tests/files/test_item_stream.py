@@ -27,7 +27,7 @@ def test_number_of_items_is_about_right_before_all_were_read(tmp_path: Path) -> 
     source = write_requests(tmp_path / "in.jsonl", 20_000)
     with closing(ItemStream(str(source), FileOptions())) as reading:
         assert reading.about() is None
-        for _ in islice(reading.items, 10_000):
+        for _ in islice(reading, 10_000):
             pass
         assert abs((reading.about() or 0) - 20_000) < 2_000
 
@@ -39,14 +39,14 @@ def test_what_is_looked_at_ahead_comes_again(tmp_path: Path) -> None:
         assert ahead is not None
         assert [options.max_tokens for _, options in ahead.prompts] == [7] * 4
         assert not ahead.is_all
-        assert [item.number for item in reading.items] == list(range(1, 11))
+        assert [item.number for item in reading] == list(range(1, 11))
 
 
 def test_shuffled_input_is_counted_and_has_every_item_once(tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 50)
     with closing(ItemStream(str(source), FileOptions(shuffle=True))) as reading:
-        numbers = [item.number for item in reading.items]
-        assert (reading.n_items, reading.about(), reading.is_piped) == (50, 50, False)
+        numbers = [item.number for item in reading]
+        assert (reading.about(), reading.is_piped) == (50, False)
     assert numbers != sorted(numbers)
     assert sorted(numbers) == list(range(1, 51))
 
@@ -85,7 +85,7 @@ def test_pipe_is_answered_before_it_ends(pipe: BinaryIO) -> None:
 def test_closing_ends_the_thread_that_waits_for_stdin(pipe: BinaryIO) -> None:
     pipe.write(b'{"id": "a", "prompt": "a"}\n')
     with closing(ItemStream("-", FileOptions())) as reading:
-        assert next(reading.items).id == "a"
+        assert next(reading).id == "a"
     assert "cbatch-pipe" not in {thread.name for thread in threading.enumerate()}
     pipe.write(b"what comes now is for others\n")
     assert sys.stdin.buffer.readline() == b"what comes now is for others\n"
@@ -107,4 +107,4 @@ def test_what_was_read_of_stdin_before_is_not_read_again(pipe: BinaryIO) -> None
         ahead = reading.look_ahead(RunOptions())
         assert ahead is not None
         assert not reading.is_dry()
-        assert [item.id for item in reading.items] == ["a"]
+        assert [item.id for item in reading] == ["a"]

@@ -22,11 +22,7 @@ _ARROW_MAGIC = b"ARROW1"  # Source: Arrow's format, IPC file format; a stream ha
 
 
 def import_pyarrow() -> Any:
-    """Return pyarrow.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return pyarrow; ConfigError where it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ _N_MESSAGE = 2000
 """Characters of a message: our choice; a message may quote a value that is as long as a line."""
 
 _UNLABELLED = "line-"
-
 _N_ID = 40
 """Characters of an id in a label: our choice."""
 
@@ -87,27 +85,22 @@ def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
         return error.error
     if isinstance(error, RecursionError):
         return ItemError("invalid_json_line", f"its values are nested more than {MAX_DEPTH} deep")
-    if isinstance(error, UnsupportedOptionError):
-        return ItemError("unsupported_parameter", cut(str(error), _N_MESSAGE), error.option)
     message = cut(str(error), _N_MESSAGE)
+    if isinstance(error, UnsupportedOptionError):
+        return ItemError("unsupported_parameter", message, error.option)
     word = re.match(r"\w*", message)
-    param = word[0] if word and word[0] in names else None
-    return ItemError("invalid_request", message, param)
+    return ItemError("invalid_request", message, word[0] if word and word[0] in names else None)
 
 
 def duplicate(item: Item) -> Item:
     """Return an item whose id is already in the input as an item with an error."""
-    error = item.error or _duplicate_id(item)
-    return replace(item, prompt=None, error=error)
-
-
-def _duplicate_id(item: Item) -> ItemError:
     twice = f"the id {item.id!r} stands twice"
     if not item.is_labelled:
         twice = f"the line has no id, and {item.id!r}, which its answer would have, is the id of another line"
     elif item.id.startswith(_UNLABELLED):
         twice += ", or is the id in the answer of a line without an id"
-    return ItemError("duplicate_custom_id", f"{twice}: ids must be unique", "custom_id")
+    error = ItemError("duplicate_custom_id", f"{twice}: ids must be unique", "custom_id")
+    return replace(item, prompt=None, error=item.error or error)
 
 
 def in_own_words(error: CBatchError, id: str) -> CBatchError:
@@ -168,15 +161,12 @@ class Seen:
 
     def add(self, key: str, rival: str | None = None) -> bool:
         """Add a key; return whether it is new, and its rival too. See `item_key` and `rival_key`."""
-        with closing(
-            self._db.execute("INSERT OR IGNORE INTO seen VALUES (?)", (_digest(key),))
-        ) as done:
-            is_new = done.rowcount == 1
-        return is_new and (rival is None or not self._has(rival))
-
-    def _has(self, key: str) -> bool:
-        found = self._db.execute("SELECT 1 FROM seen WHERE id = ?", (_digest(key),))
-        return found.fetchone() is not None
+        added = self._db.execute("INSERT OR IGNORE INTO seen VALUES (?)", (_digest(key),))
+        is_new = added.rowcount == 1
+        if rival is None:
+            return is_new
+        found = self._db.execute("SELECT 1 FROM seen WHERE id = ?", (_digest(rival),))
+        return is_new and found.fetchone() is None
 
     def error_of(self, item: Item) -> ItemError | None:
         """Return an item's error, also where its id is not new; call it once for each item."""

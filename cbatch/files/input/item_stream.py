@@ -8,8 +8,8 @@ import tempfile
 import threading
 import time
 from array import array
+from collections import deque
 from contextlib import closing, suppress
-from itertools import chain, islice
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, cast
 
@@ -112,23 +112,18 @@ class Arrivals:
 
 
 class ItemStream:
-    """The items of an input in the order of the run, once.
+    """Iterates over the items of an input in the order of the run, once.
 
     Attributes:
         source: of the items.
-        items: all of them.
+        is_piped: whether reading may have to wait for a pipe.
     """
 
     def __init__(self, paths: Paths, options: FileOptions, without: Collection[str] = ()) -> None:
-        """Open the input; read all of it into a temporary file if the options are strict or shuffle.
-
-        Args:
-            paths: of the input.
-            options: of the run.
-            without: real paths of files that patterns leave out: those that the run writes.
+        """Open the input without the files `without`; copy all of it if the options are strict or shuffle.
 
         Raises:
-            ConfigError: it cannot be read; with strict, the first item with an error.
+            ConfigError: the input cannot be read; with strict, the first item with an error.
         """
         self.source = open_source(
             paths,
@@ -139,100 +134,80 @@ class ItemStream:
             without=without,
         )
         self._spool: Spool | None = None
-        self._n_read = self._n_looked = 0
-        self._has_ended = False
         self._arrivals: Arrivals | None = None
+        self._looked: deque[Item] = deque()
+        """Items that were looked at, and not yet given."""
+        self._has_looked_at_all = False
         try:
-            self.items: Iterator[Item] = iter(self._ordered(options))
+            self._rest = iter(self._ordered(options))
         except BaseException:
             self.source.close()
             raise
+        self.is_piped = self._arrivals is not None
 
-    def _ordered(self, options: FileOptions) -> Iterator[Item]:
-        if not options.strict and not options.shuffle:
-            if self.source.n_bytes is not None:
-                return self._counted()
-            self._arrivals = Arrivals(self._counted())
-            return iter(self._arrivals)
-        self._spool = Spool(checked(self.source) if options.strict else self.source)
-        if options.shuffle:
-            self._spool.shuffle(options.shuffle_seed)
-        return iter(self._spool)
+    def _ordered(self, options: FileOptions) -> Iterable[Item]:
+        if options.strict or options.shuffle:
+            self._spool = Spool(checked(self.source) if options.strict else self.source)
+            if options.shuffle:
+                self._spool.shuffle(options.shuffle_seed)
+            return self._spool
+        if self.source.n_bytes is not None:
+            return self.source
+        self._arrivals = Arrivals(iter(self.source))
+        return self._arrivals
 
-    def _counted(self) -> Iterator[Item]:
-        for item in self.source:
-            self._n_read += 1
-            yield item
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        return self._looked.popleft() if self._looked else next(self._rest)
 
     def check(self, why: Callable[[Item], ItemError | int]) -> None:
-        """Check the items of an input that was read whole by `why`, which returns an error or a number.
-
-        Raises:
-            ConfigError: the first error.
-        """
+        """Raise ConfigError for the first item, of an input that was read whole, of which `why` returns an error."""
         for item in self._spool.as_read() if self._spool is not None else ():
             if isinstance(error := why(item), ItemError):
                 raise refusal_of(item, error)
 
-    @property
-    def n_items(self) -> int | None:
-        """The number of items of an input that was read whole."""
-        return None if self._spool is None else len(self._spool)
-
-    @property
-    def is_piped(self) -> bool:
-        """Whether reading may have to wait for a pipe."""
-        return self._arrivals is not None
-
     def is_dry(self) -> bool:
         """Return whether reading the next item would wait for a pipe."""
-        return self._arrivals is not None and self._arrivals.is_dry
+        return self._arrivals is not None and not self._looked and self._arrivals.is_dry
 
     def look_ahead(self, defaults: RunOptions, n_most: int = N_LOOKED_AHEAD) -> LookAhead | None:
-        """Return the first prompts with their options; they stay in `items`.
+        """Return the first prompts with their options, before the first item is read.
 
         Of a pipe these are the prompts that arrive soon: its writer may wait for the first answers.
         """
-        first = self._look(n_most)
-        prompts = [item.prompt for item in first if item.prompt is not None]
-        return ahead_of(prompts, defaults, is_all=self._has_ended)
+        self._look(n_most)
+        prompts = [item.prompt for item in self._looked if item.prompt is not None]
+        return ahead_of(prompts, defaults, is_all=self._has_looked_at_all)
 
     @property
     def is_at_hand(self) -> bool:
         """Whether `peek` returns without waiting for a pipe."""
-        return not self.is_piped or self._n_looked > 0
+        return not self.is_piped or bool(self._looked)
 
     def peek(self) -> list[Item]:
-        """Return the items of `look_ahead`, else the first items, of a pipe one; they stay in `items`."""
-        if not self._n_looked:
-            return self._look(1 if self.is_piped else N_LOOKED_AHEAD)
-        first = list(islice(self.items, self._n_looked))
-        self.items = chain(first, self.items)
-        return first
+        """Return the items of `look_ahead`, else the first items, of a pipe one, before the first item is read."""
+        if not self._looked:
+            self._look(1 if self.is_piped else N_LOOKED_AHEAD)
+        return list(self._looked)
 
-    def _look(self, n_most: int) -> list[Item]:
-        first = list(self._first(n_most))
-        self._n_looked = len(first)
-        self.items = chain(first, self.items)
-        return first
-
-    def _first(self, n_most: int) -> Iterator[Item]:
-        """Yield at most `n_most` items, fewer where they are long; note whether these are all."""
+    def _look(self, n_most: int) -> None:
+        """Look at `n_most` items, fewer where they are long; note whether these are all."""
         n_chars = 0
-        items = self.items if self._arrivals is None else self._arrivals.soon(n_most)
-        for n, item in enumerate(items, 1):
-            yield item
+        for item in self._rest if self._arrivals is None else self._arrivals.soon(n_most):
+            self._looked.append(item)
             n_chars += length(item.prompt, RunOptions()) if item.prompt else 0
-            if n >= n_most or n_chars > MAX_CHARS:
+            if len(self._looked) >= n_most or n_chars > MAX_CHARS:
                 return
-        self._has_ended = self._arrivals is None or self._arrivals.has_ended
+        self._has_looked_at_all = self._arrivals is None or self._arrivals.has_ended
 
     def about(self) -> int | None:
         """Estimate the number of items by the bytes of the items that were read; None where nothing tells."""
+        if self._spool is not None:
+            return len(self._spool)
         n_bytes, n_read = self.source.n_bytes, self.source.n_bytes_read
-        if self.n_items is not None or not n_bytes or not n_read:
-            return self.n_items
-        return round(self._n_read * n_bytes / n_read)
+        return round(self.source.n_items_read * n_bytes / n_read) if n_bytes and n_read else None
 
     def close(self) -> None:
         """Close the input."""
@@ -295,11 +270,7 @@ class Spool:
 
 
 def checked(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield items.
-
-    Raises:
-        ConfigError: an item has an error, or the id of an item before it.
-    """
+    """Yield items; ConfigError for an item with an error, or with the id of an item before it."""
     with closing(Seen()) as seen:
         for item in items:
             if error := seen.error_of(item):

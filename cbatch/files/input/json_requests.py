@@ -39,13 +39,8 @@ _decode = json.JSONDecoder().decode
 # ---- JSON ----
 
 
-def load(line: bytes) -> dict[str, Any]:
-    """Return the object of a line.
-
-    Raises:
-        LineError: no UTF-8, no JSON, no object, or text that UTF-8 cannot encode.
-        RecursionError: see `decoded`.
-    """
+def load(line: bytes | LongLine) -> dict[str, Any]:
+    """Return the object of a line; LineError or RecursionError where `loaded` has or raises an error."""
     value, wrong = loaded(line)
     if wrong is not None:
         raise wrong
@@ -96,12 +91,7 @@ def mended(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def decoded(text: str) -> Any:
-    """Return the value of JSON text.
-
-    Raises:
-        ValueError: no JSON.
-        RecursionError: nested more than `MAX_DEPTH` deep.
-    """
+    """Return the value of JSON text; ValueError where it is no JSON, RecursionError where it is nested too deeply."""
     value = _decode(text)
     if _is_too_deep(text, value):
         raise RecursionError
@@ -132,11 +122,7 @@ class OptionsOf:
         self._known: dict[str, RunOptions] = {}
 
     def __call__(self, said: Mapping[str, Any]) -> RunOptions:
-        """Return `said` as options.
-
-        Raises:
-            ConfigError: see `RunOptions`.
-        """
+        """Return `said` as options; ConfigError as from `RunOptions`."""
         key = repr(said)  # tells 1 from True and 1.0, which are equal
         options = self._known.get(key)
         if options is None:
@@ -240,14 +226,7 @@ class OpenAIReader(RequestReader):
     """Reads OpenAI's batch requests."""
 
     def __init__(self, url: str | None = None) -> None:
-        """Read nothing yet.
-
-        Args:
-            url: of every line; None: any that is served.
-
-        Raises:
-            ConfigError: a url that is not served.
-        """
+        """Read nothing yet; `url` is that of every line, None for any that is served; ConfigError for another."""
         if url is not None and url not in _URLS:
             raise ConfigError(f"url={url!r} is not served; served: {', '.join(_URLS)}")
         super().__init__()

@@ -55,12 +55,7 @@ _CHUNK_BYTES = 2**16
 
 
 def open_raw(path: str, *, is_regular: bool) -> io.BufferedReader:
-    """Open a file, a pipe, or stdin for `-`, as its bytes are.
-
-    Raises:
-        ConfigError: stdin is closed.
-        OSError: it cannot be opened.
-    """
+    """Open a file, a pipe, or stdin for `-`, without decompression; ConfigError where stdin is closed."""
     if is_regular:
         return io.BufferedReader(io.FileIO(path), BUFFER_BYTES)
     if not is_dash(path):

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from cbatch.checks import check_whole, why_unread
+from cbatch.checks import check_string, why_unread
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import LineError
 from cbatch.files.input.json_requests import decoded, without_nulls
@@ -30,24 +30,21 @@ _DEFAULTS = ("prompt", "text", "messages")
 class Asking:
     """How rows become prompts.
 
-    Args:
-        template: the text of a prompt, columns' names in braces; None: a column named prompt, text or messages.
-        system: the text of a system message before it, with fields too.
-        is_raw: text to complete as it is, instead of a chat.
-
     Raises:
-        ConfigError: a system message for raw text.
+        ConfigError: text that is not Unicode, or a system message for raw text.
     """
 
     template: str | None = None
+    """The text of a prompt, columns' names in braces; None: a column named prompt, text or messages."""
     system: str | None = None
+    """The text of a system message before it, with fields too."""
     is_raw: bool = False
+    """Whether prompts are text to complete as it is, instead of chats."""
 
     def __post_init__(self) -> None:
         """Check the texts, and that they fit together."""
-        for name in ("template", "system"):
-            if (text := getattr(self, name)) is not None:
-                check_whole(name, text)
+        check_string("template", self.template)
+        check_string("system", self.system)
         if self.is_raw and self.system is not None:
             raise ConfigError(
                 f"system={self.system!r} is for chats, raw prompts have no messages: put it into the template"
@@ -66,31 +63,12 @@ class Template:
     """
 
     def __init__(self, text: str, columns: Collection[str], *, name: str = "template") -> None:
-        """Parse and check a template.
-
-        Args:
-            text: the template.
-            columns: the names that a field may have.
-            name: of the template, for errors.
+        """Parse a template; errors call it `name`.
 
         Raises:
             ConfigError: a brace without its pair, or a field that is no column.
         """
         self._pieces: list[str] = []  # text, field, text, field, …, text
-        self._parse(text, columns, name)
-
-    def fill(self, row: Mapping[str, object]) -> str:
-        """Return the text with a row's values.
-
-        Raises:
-            KeyError: the row has no such column.
-        """
-        pieces = self._pieces.copy()
-        for i in range(1, len(pieces), 2):
-            pieces[i] = as_text(row[pieces[i]])
-        return "".join(pieces)
-
-    def _parse(self, text: str, columns: Collection[str], name: str) -> None:
         literal, end = "", 0
         for match in _PIECE.finditer(text):
             literal += text[end : match.start()]
@@ -103,18 +81,22 @@ class Template:
                     f"{name}: the {piece!r} at character {match.start() + 1} has no pair: "
                     f"a field is {{column}}, a brace is {piece * 2}"
                 )
+            elif field not in columns:
+                raise ConfigError(
+                    f"{name}: there is no column {field!r}; the columns are: {', '.join(columns)} "
+                    "(a brace is {{ or }})"
+                )
             else:
-                _check_column(name, field, columns)
                 self._pieces += [literal, field]
                 literal = ""
         self._pieces.append(literal + text[end:])
 
-
-def _check_column(name: str, field: str, columns: Collection[str]) -> None:
-    if field not in columns:
-        raise ConfigError(
-            f"{name}: there is no column {field!r}; the columns are: {', '.join(columns)} (a brace is {{{{ or }}}})"
-        )
+    def fill(self, row: Mapping[str, object]) -> str:
+        """Return the text with a row's values; KeyError where the row has no such column."""
+        pieces = self._pieces.copy()
+        for i in range(1, len(pieces), 2):
+            pieces[i] = as_text(row[pieces[i]])
+        return "".join(pieces)
 
 
 def as_text(value: object) -> str:
@@ -132,22 +114,19 @@ class RowPrompts:
     """Makes prompts of a table's rows."""
 
     def __init__(self, asking: Asking, columns: Collection[str], name: str) -> None:
-        """Check the templates.
-
-        Args:
-            asking: how rows become prompts.
-            columns: of the rows.
-            name: of the table, for errors.
+        """Check the templates against the columns of a table; errors call it `name`.
 
         Raises:
             ConfigError: a field that is no column, or no template and no column that holds prompts.
         """
         self._is_raw = asking.is_raw
-        self._chats: str | None = None  # the column that holds whole chats
         column = None if asking.template is not None else _default_column(columns, name)
-        if column == "messages":
-            self._chats = column
-            _check_alone(asking, name)
+        self._has_chats = column == "messages"
+        if self._has_chats and (asking.system or asking.is_raw):
+            given = "system" if asking.system else "is_raw"
+            raise ConfigError(
+                f"{name}: its column messages holds whole chats: leave out {given}, or give a template"
+            )
         text = asking.template if column is None else "{" + column + "}"
         self._user = Template(text or "", columns, name=f"{name}: template")
         system = asking.system
@@ -167,8 +146,8 @@ class RowPrompts:
             raise LineError("missing_field", message, error.args[0]) from None
 
     def _prompt(self, row: Row) -> BatchPrompt:
-        if self._chats is not None:
-            return BatchPrompt(messages=_chat(row[self._chats]))
+        if self._has_chats:
+            return BatchPrompt(messages=_chat(row["messages"]))
         text = self._user.fill(row)
         if not text.strip():
             raise LineError("invalid_request", "the prompt is empty")
@@ -190,14 +169,6 @@ def _default_column(columns: Collection[str], name: str) -> str:
         f"{name}: has {why}: give a template such as 'Classify: {{{next(iter(columns), 'column')}}}'; "
         f"its columns are: {', '.join(columns)}"
     )
-
-
-def _check_alone(asking: Asking, name: str) -> None:
-    for given, value in (("system", asking.system), ("is_raw", asking.is_raw)):
-        if value:
-            raise ConfigError(
-                f"{name}: its column messages holds whole chats: leave out {given}, or give a template"
-            )
 
 
 def _chat(value: object) -> Sequence[Message]:

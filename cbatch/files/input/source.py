@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Set
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ class Source:
         self.format = format
         self.paths = [file.path for file in files]
         self._files, self._reader = files, reader
+        self.n_items_read = 0
         self._n_bytes_before = 0
         self._file: InputFile | None = None
 
@@ -48,8 +50,7 @@ class Source:
     def n_bytes(self) -> int | None:
         """Bytes of all files; None where one is a pipe."""
         sizes = [file.n_bytes for file in self._files]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
+        return None if None in sizes else sum(filter(None, sizes))
 
     @property
     def n_bytes_read(self) -> int:
@@ -57,21 +58,17 @@ class Source:
         return self._n_bytes_before + (self._file.n_bytes_read if self._file else 0)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield every item.
-
-        Raises:
-            ConfigError: a file cannot be read to its end, or there is no item at all.
-        """
-        number = self._n_bytes_before = 0
+        """Yield every item; ConfigError where a file cannot be read to its end, or there is no item at all."""
+        self.n_items_read = self._n_bytes_before = 0
         for file in self._files:
             self._file = file
-            for item in self._reader.items(file, number):
-                number = item.number
+            for item in self._reader.items(file, self.n_items_read):
+                self.n_items_read = item.number
                 yield item
             self._n_bytes_before += file.n_bytes or file.n_bytes_read
             self._file = None
             file.close()
-        if not number:
+        if not self.n_items_read:
             raise _empty(self._files)
 
     def stop(self) -> None:
@@ -81,7 +78,8 @@ class Source:
 
     def close(self) -> None:
         """Close the files. Twice is harmless."""
-        _close(self._files)
+        for file in self._files:
+            file.close()
 
     def __enter__(self) -> Source:
         return self
@@ -120,20 +118,15 @@ def open_source(
     asking = Asking(template, system, is_raw)
     check_format(format, "auto")
     named = find_files(names_of("source", paths), without)
-    files = [InputFile(name, max_line_bytes) for name in named]
-    try:
-        return _looked_at(files, format, asking, url)
-    except BaseException:
-        _close(files)
-        raise
+    with ExitStack() as stack:
+        files = [stack.enter_context(closing(InputFile(name, max_line_bytes))) for name in named]
+        source = _looked_at(files, format, asking, url)
+        stack.pop_all()
+    return source
 
 
 def names_of(name: str, paths: object) -> list[str]:
-    """Return names of files, given alone or in a list.
-
-    Raises:
-        ConfigError: a value that is no name; errors call the names `name`.
-    """
+    """Return names of files, given alone or in a list; a ConfigError for another value calls them `name`."""
     with reading(name):
         if isinstance(paths, os.PathLike) or text_of(paths) is not None:
             return [check_path(name, paths)]
@@ -146,37 +139,32 @@ def names_of(name: str, paths: object) -> list[str]:
 
 
 def _looked_at(files: Sequence[InputFile], format: str, asking: Asking, url: str | None) -> Source:
-    formats = [format_of(file, format, has_template=asking.template is not None) for file in files]
-    kept = [file for file, found in zip(files, formats, strict=True) if found is not None]
-    if not kept:
+    found = [
+        (file, one)
+        for file in files
+        if (one := format_of(file, format, has_template=asking.template is not None)) is not None
+    ]
+    if not found:
         raise _empty(files)
-    found = _only(kept, [found for found in formats if found is not None])
-    if found in ("openai", "cbatch") and not asking.is_empty:
+    first, known = found[0]
+    for file, other in found:
+        if other != known:
+            raise ConfigError(
+                f"{first.name} is {known} and {file.name} is {other}: give files of one format, "
+                "or say which it is (format)"
+            )
+    if known in ("openai", "cbatch") and not asking.is_empty:
         raise ConfigError(
-            f"{kept[0].name}: its lines are requests ({found}), which a template or a system message does not fit: "
+            f"{first.name}: its lines are requests ({known}), which a template or a system message does not fit: "
             "leave it out, or give format='jsonl' for objects of your own"
         )
-    return Source(kept, found, _reader(found, kept, asking, url))
-
-
-def _close(files: Sequence[InputFile]) -> None:
-    for file in files:
-        file.close()
+    kept = [file for file, _ in found]
+    return Source(kept, known, _reader(known, kept, asking, url))
 
 
 def _empty(files: Sequence[InputFile]) -> ConfigError:
     names = ", ".join(file.name for file in files[:3]) + ", …" * (len(files) > 3)
     return ConfigError(f"{names}: no request in it (empty_file)")
-
-
-def _only(files: Sequence[InputFile], formats: Sequence[Format]) -> Format:
-    for file, format in zip(files, formats, strict=True):
-        if format != formats[0]:
-            raise ConfigError(
-                f"{files[0].name} is {formats[0]} and {file.name} is {format}: give files of one format, "
-                "or say which it is (format)"
-            )
-    return formats[0]
 
 
 def _reader(

@@ -43,11 +43,7 @@ class RowReader:
     """Reads tables of one format, each row a prompt; one reader for all files of a run."""
 
     def __init__(self, files: Sequence[InputFile], asking: Asking, open_table: OpenTable) -> None:
-        """Look at the columns of the files.
-
-        Raises:
-            ConfigError: a file cannot be read, or does not fit the template or the files before.
-        """
+        """Look at the columns of the files; ConfigError where they differ, or do not fit the template."""
         self._open_table = open_table
         self.columns: Sequence[str] = ()
         self._types = self._types_of(files[0])
@@ -84,11 +80,7 @@ class RowReader:
 
 
 def check_unique(columns: Sequence[str], name: str) -> None:
-    """Check the columns of a table.
-
-    Raises:
-        ConfigError: two columns of one name.
-    """
+    """Raise ConfigError where two columns of a table have one name."""
     twice = [c for i, c in enumerate(columns) if c in columns[:i]]
     if twice:
         raise ConfigError(f"{name}: has two columns named {twice[0]!r}: names must be unique")
@@ -136,11 +128,7 @@ class _CsvTable:
         self._reader = csv.reader(map(self._text, lines), delimiter=delimiter, strict=True)
 
     def header(self) -> list[str]:
-        """Read the first row.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """Read the first row; ConfigError where it cannot be read."""
         _, cells, error = next(self._cells(), (0, [], None))
         if error is not None:
             raise ConfigError(f"{self._name}: the header cannot be read: {error.message}")

@@ -51,9 +51,7 @@ class LongLine:
 def find_files(paths: Iterable[str | os.PathLike[str]], without: Collection[str] = ()) -> list[str]:
     """Return the files of names and patterns, those of a pattern in order of their names; `-` is stdin.
 
-    Args:
-        paths: names and patterns.
-        without: real paths of files that patterns leave out.
+    Patterns leave out the files with the real paths `without`.
 
     Raises:
         ConfigError: no such file, a directory, or a file that is named twice.
@@ -77,8 +75,7 @@ def _expanded(name: str, without: Collection[str]) -> list[str]:
     if is_dash(name) or os.path.lexists(name) or not glob.has_magic(name):
         return [name]
     found = sorted(glob.glob(name, recursive=True))
-    if without:
-        found = [file for file in found if os.path.realpath(file) not in without]
+    found = [file for file in found if os.path.realpath(file) not in without]
     if not found:
         raise ConfigError(f"{readable(name)}: no file has a name of this pattern")
     return [f for f in found if not Path(f).is_dir()] or found
@@ -104,44 +101,29 @@ class InputFile:
     """One input file: its lines, of which the first can be read ahead, and the number of bytes read."""
 
     def __init__(self, path: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        """Take a path, or `-`; the file is opened when it is read.
-
-        Raises:
-            ConfigError: there is no such file.
-        """
+        """Take a path, or `-`; the file is opened when it is read."""
         self.path, self.name = path, "<stdin>" if is_dash(path) else readable(path)
         self.max_line_bytes = max_line_bytes
         self._ahead: deque[bytes | LongLine] = deque()
         self._raw: io.BufferedReader | None = None
         self._text: io.BufferedReader | None = None
         self._n_lines = self._n_bytes = 0
-        size = self._size()
-        self.is_regular, self.n_bytes = size is not None, size
+        self.is_regular = not is_dash(path) and os.path.isfile(path)
+        self.n_bytes = os.path.getsize(path) if self.is_regular else None
 
     def open(self) -> None:
-        """Open the file, if it is not open.
-
-        Raises:
-            ConfigError: it cannot be read, or stdin is closed.
-        """
+        """Open the file, if it is not open; ConfigError where it cannot be read, or stdin is closed."""
         if self._raw is not None:
             return
         try:
             self._raw = open_raw(self.path, is_regular=self.is_regular)
             self._text = decompressed(self._raw, self.name)
-        except (OSError, ConfigError) as error:
-            self.close()
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{self.name}: cannot be read: {error.strerror or error}") from error
-
-    def _size(self) -> int | None:
-        """Return the size of a regular file, None for a pipe or a device."""
-        try:
-            status = None if is_dash(self.path) else os.stat(self.path)
         except OSError as error:
-            raise ConfigError(f"{self.name}: cannot be read: {error.strerror}") from error
-        return status.st_size if status and stat.S_ISREG(status.st_mode) else None
+            self.close()
+            raise ConfigError(f"{self.name}: cannot be read: {error.strerror or error}") from error
+        except ConfigError:
+            self.close()
+            raise
 
     @property
     def is_compressed(self) -> bool:
@@ -169,12 +151,8 @@ class InputFile:
         while self._ahead:
             yield self._ahead.popleft()
         yield from self._rest()
-        self._check_whole()
-
-    def _check_whole(self) -> None:
-        """Check that the file was not cut off while it was read: missing lines must not count as removed."""
         is_plain = self.n_bytes is not None and self._raw is self._text
-        if is_plain and self._n_bytes < (self.n_bytes or 0):
+        if is_plain and self._n_bytes < (self.n_bytes or 0):  # missing lines were not removed
             raise ConfigError(
                 f"{self.name}: was cut off or replaced while it was read: it has {self._n_bytes:,} bytes and had "
                 f"{self.n_bytes:,}: run the same command again when it is whole"
@@ -214,7 +192,9 @@ class InputFile:
         while line := readline(most + 1):
             self._n_lines += 1
             if self._n_lines == 1:
-                line = self._without_bom(line)
+                if line.startswith(_UTF16_BOMS):
+                    raise ConfigError(f"{self.name}: is UTF-16: save it as UTF-8")
+                line = line.removeprefix(_BOM)
             if len(line) > most and not line.endswith(b"\n"):
                 yield self._past(line)
             else:
@@ -237,11 +217,6 @@ class InputFile:
             n_quotes += piece.count(b'"')
             piece = b"" if piece.endswith(b"\n") else self._readline(BUFFER_BYTES)
         return LongLine(n_bytes, n_quotes, self.max_line_bytes)
-
-    def _without_bom(self, line: bytes) -> bytes:
-        if line.startswith(_UTF16_BOMS):
-            raise ConfigError(f"{self.name}: is UTF-16: save it as UTF-8")
-        return line.removeprefix(_BOM)
 
     def _broken(self, error: Exception) -> str:
         read = f"{self._n_lines} lines ({self._n_bytes} bytes) were read before"

@@ -48,11 +48,7 @@ class Recording:
     def of(
         self, engine: Engine, title: str, settings: Mapping[str, str], on_ended: OnEnded | None
     ) -> Iterator[OnEnded | None]:
-        """Record an inner block, and lend it the function to call with each item that ended.
-
-        Raises:
-            ConfigError: the trace cannot be written.
-        """
+        """Record an inner block, and lend the function for items that ended; ConfigError: no trace can be written."""
         with ExitStack() as stack:
             recorders: list[Callable[[StepRecord], object]] = []
             if self._asked.trace is not None:
