@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import LineError
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from cbatch.files.input.source import Source
     from cbatch.files.input.text_files import InputFile
-
-T = TypeVar("T")
 
 Format: TypeAlias = Literal["openai", "cbatch", "jsonl", "csv", "tsv", "text", "parquet", "arrow"]
 """Formats of batch files; `jsonl` is objects of the user's own, with a template."""
@@ -64,7 +62,7 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
     if format in COLUMNAR:
         _check_columnar(file)
         return format if file.n_bytes else None
-    start: bytes | LongLine | None = _first(file, _content_of)
+    start = _first_line(file, lambda line: isinstance(line, LongLine) or line.strip())
     if start is None or format is not None:
         return None if start is None else format
     return _format_of_lines(file, start, has_template=has_template)
@@ -95,12 +93,14 @@ def _check_columnar(file: InputFile) -> None:
         )
 
 
-def _first(file: InputFile, found_in: Callable[[bytes | LongLine], T | None]) -> T | None:
-    """Return what is found first in a file's first lines, and rewind the file."""
+def _first_line(
+    file: InputFile, is_wanted: Callable[[bytes | LongLine], object]
+) -> bytes | LongLine | None:
+    """Return the first line that is wanted among a file's first lines, and rewind the file."""
     n_bytes, found = 0, None
     for _, line in zip(range(_N_LOOK), file.ahead(), strict=False):
-        found = found_in(line)
         n_bytes += 0 if isinstance(line, LongLine) else len(line)
+        found = line if is_wanted(line) else None
         if found is not None or n_bytes > _N_LOOK_BYTES:
             break
     file.rewind()
@@ -109,11 +109,8 @@ def _first(file: InputFile, found_in: Callable[[bytes | LongLine], T | None]) ->
 
 def first_object(file: InputFile) -> dict[str, Any] | None:
     """Return the first JSON object among a file's first lines, and rewind the file."""
-    return _first(file, _object_of)
-
-
-def _content_of(line: bytes | LongLine) -> bytes | LongLine | None:
-    return line if isinstance(line, LongLine) or line.strip() else None
+    line = _first_line(file, lambda line: _object_of(line) is not None)
+    return None if line is None else _object_of(line)
 
 
 def _object_of(line: bytes | LongLine) -> dict[str, Any] | None:
