@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_N_ROWS = 1024
-"""Rows of an Arrow table to have as Python values at once: our choice."""
+_N_ROWS = 1024  # rows of an Arrow table to have as Python values at once: our choice
 
 
 def run_table(

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 STDOUT = Path("-")
 
-_NO_FILE = (OSError, ValueError, AttributeError)
-"""Errors of a stream without a file descriptor."""
-
-_N_BESIDE = 40
-"""Most characters that names of files beside an output are longer than its own."""
+_NO_FILE = (OSError, ValueError, AttributeError)  # errors of a stream without a file descriptor
+_N_BESIDE = 40  # most characters that names of files beside an output are longer than its own
 
 
 def is_dash(path: str | Path) -> bool:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 # ---- check ----
 
-N_SHOWN = 10
-"""Errors that are kept with their message."""
+N_SHOWN = 10  # errors that are kept with their message
 
 
 @dataclass(eq=False, slots=True)
@@ -151,11 +150,8 @@ def why_refused(item: Item, engine: Engine, options: RunOptions) -> ItemError | 
 N_SAMPLE = 128
 """Items of the sample: the mean is exact to about a tenth if the spread of lengths is as large as their mean."""
 
-SAMPLE_S = 20.0
-"""Most seconds of the sample."""
-
-_SURE = 1.96
-"""Standard deviations on both sides of the mean with 95 % of a normal distribution."""
+SAMPLE_S = 20.0  # most seconds of the sample
+_SURE = 1.96  # standard deviations on both sides of the mean with 95 % of a normal distribution
 
 
 @dataclass(frozen=True, slots=True)

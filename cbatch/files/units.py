@@ -44,11 +44,7 @@ def duration(seconds: float | None) -> str:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 99.95:
         return f"{seconds:.3g} s"
-    return _long(round(seconds))
-
-
-def _long(seconds: int) -> str:
-    minutes, s = divmod(seconds, 60)
+    minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     if days:

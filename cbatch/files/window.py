@@ -14,14 +14,9 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.options import RunOptions
 
-N_BEGINNING = 64
-"""Characters of a common prefix: about 16 tokens, from which on sharing cells pays."""
-
-N_CHARS_PER_TOKEN = 4
-"""Of English text, with current vocabularies."""
-
-MAX_CHARS = 64 * 2**20
-"""Most characters of prompts in a window that has any."""
+N_BEGINNING = 64  # characters of a common prefix: about 16 tokens, from which on sharing cells pays
+N_CHARS_PER_TOKEN = 4  # of English text, with current vocabularies
+MAX_CHARS = 64 * 2**20  # most characters of prompts in a window that has any
 
 
 @dataclass(eq=False, slots=True)

@@ -48,27 +48,18 @@ if TYPE_CHECKING:
 N_WINDOW_PER_SLOT = 8
 """Items read ahead for each slot, besides the four a slot that the engine reads itself."""
 
-N_COMMIT = 64
-"""Most records that are written together, where several results are ready at once."""
+N_COMMIT = 64  # most records that are written together, where several results are ready at once
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all items of a run share.
-
-    Args:
-        ledger: takes records.
-        encoder: of records.
-        digests: of items.
-        options: that an item leaves out, the engine's own included.
-        model: its name, for records.
-    """
+    """What all items of a run share."""
 
     ledger: Ledger
     encoder: Encoder
     digests: Digests
-    options: RunOptions
-    model: str
+    options: RunOptions  # that an item leaves out, the engine's own included
+    model: str  # its name, for records
 
 
 @dataclass(eq=False, slots=True)
@@ -185,11 +176,8 @@ class Work:
         self._ends_s = math.inf if seconds is None else self._start_s + seconds
         return self._engine.run(self.prompts(), options=options, max_time_s=seconds)
 
-    def run(self, on_ended: OnEnded | None = None) -> RunSummary:
+    def run(self, on_ended: OnEnded) -> RunSummary:
         """Run all items; return when each has its record, or when the run is stopped.
-
-        Args:
-            on_ended: called with each item that ended.
 
         Raises:
             EngineError: the engine failed.
@@ -201,7 +189,7 @@ class Work:
         ending: Ending | None = None
         try:
             with closing(response.as_completed()) as results:
-                self._take_all(response, results, on_ended or _tell_nobody)
+                self._take_all(response, results, on_ended)
             self.check_engine()
             if self._is_cut_off:
                 raise RequestCancelledError(
@@ -249,12 +237,7 @@ class Work:
     def take(self, result: BatchResult, *, gives_left: bool = False) -> list[Ended]:
         """Add the record of a result; return the items that ended since the last call, those with an error too.
 
-        Args:
-            result: of one item.
-            gives_left: whether to return an item that is left for a later run.
-
-        Raises:
-            EngineError: the engine failed, not the item.
+        An item that is left for a later run is one of them where `gives_left`. The engine's own failure is raised.
         """
         ended = self.take_refused()
         with self._lock:
@@ -353,7 +336,3 @@ class Work:
 def _named(entry: Entry, result: BatchResult) -> Ended:
     """Return an item and its result, with the item's id."""
     return entry.item, replace(result, id=entry.item.id)
-
-
-def _tell_nobody(item: Item, result: BatchResult | None) -> None:
-    """Do nothing."""

@@ -20,7 +20,6 @@ from cbatch.files.report.recorder import (
     N_MESSAGE,
     N_SPANS_PER_SLOT,
     OTHER,
-    Bucket,
     RunRecorder,
     WorkOverTime,
     phases,
@@ -157,29 +156,31 @@ def test_buckets_lose_no_work_and_stay_few(entries: list[tuple[float, float, int
     time, start_s = WorkOverTime(n_max=16), 0.0
     for gap_s, seconds, n in entries:
         start_s += gap_s
-        time.add(start_s, start_s + seconds, Bucket(slots_s=seconds, n_output=n))
+        time.add(start_s, start_s + seconds, (n, 0, seconds, 0, 0))
         start_s += seconds
-    assert len(time.buckets) <= 16
-    assert sum(b.n_output for b in time.buckets) == pytest.approx(sum(n for _, _, n in entries))
-    assert all(b.slots_s <= time.width_s * (1 + 1e-9) for b in time.buckets)
-    pieces = time.joined(5)
-    assert len(pieces) <= 5
-    assert sum(work.n_output for _, _, work in pieces) == pytest.approx(
-        sum(n for _, _, n in entries)
-    )
-    assert sum(seconds for _, seconds, _ in pieces) == pytest.approx(time.end_s)
+    n_all = sum(n for _, _, n in entries)
+    for n_most in (16, 5):
+        _, seconds_of_each, figures = time.joined(n_most)
+        assert len(figures) <= n_most
+        assert figures[:, 0].sum() == pytest.approx(n_all)
+        assert (figures[:, 2] <= seconds_of_each * (1 + 1e-9)).all()
+        assert seconds_of_each.sum() == pytest.approx(start_s)
 
 
 def test_work_is_spread_over_its_time() -> None:
     time = WorkOverTime(width_s=1.0)
-    time.add(0.5, 2.5, Bucket(n_output=8))
-    assert [b.n_output for b in time.buckets] == [2, 4, 2]
+    time.add(0.5, 2.75, (9, 0, 0, 0, 0))
+    starts_s, seconds, figures = time.joined(512)
+    assert list(starts_s) == [0, 1, 2]
+    assert list(seconds) == [1, 1, 0.75]
+    assert list(figures[:, 0]) == [2, 4, 3]
 
 
 def test_last_piece_that_is_too_short_for_a_rate_joins_the_one_before() -> None:
     time = WorkOverTime(width_s=1.0)
-    time.add(0.0, 2.25, Bucket(n_output=9))
-    assert [(a, s, w.n_output) for a, s, w in time.joined(9)] == [(0.0, 1.0, 4), (1.0, 1.25, 5)]
+    time.add(0.0, 2.25, (9, 0, 0, 0, 0))
+    starts_s, seconds, figures = time.joined(9)
+    assert (list(starts_s), list(seconds), list(figures[:, 0])) == ([0, 1], [1, 1.25], [4, 5])
 
 
 # ---- the first and the last spans ----
@@ -237,7 +238,7 @@ def test_recorder_of_a_long_run_stays_small() -> None:
     steps = recorder.steps
     assert steps.spans.n_spans == 40_000
     assert len(steps.spans.first) + len(steps.spans.last) == 2 * N_SPANS_PER_SLOT * 2
-    assert len(steps.work.buckets) <= 512
+    assert len(steps.work.joined(10_000)[0]) <= 512
     assert steps.total_s == pytest.approx(200.0)
 
 

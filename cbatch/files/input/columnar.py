@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from cbatch.files.input.tables import Rows
     from cbatch.files.input.text_files import InputFile
 
-N_ROWS = 1024
-"""Rows in memory at once: our choice."""
-
+N_ROWS = 1024  # rows in memory at once: our choice
 _ARROW_MAGIC = b"ARROW1"  # Source: Arrow's format, IPC file format; a stream has none
 
 

@@ -23,19 +23,15 @@ _N_MESSAGE = 2000
 """Characters of a message: our choice; a message may quote a value that is as long as a line."""
 
 _UNLABELLED = "line-"
-_N_ID = 40
-"""Characters of an id in a label: our choice."""
+_N_ID = 40  # characters of an id in a label: our choice
 
 
 @dataclass(frozen=True, slots=True)
 class ItemError:
     """Why one item cannot run.
 
-    Args:
-        code: OpenAI's code where OpenAI has one (`invalid_json_line`, `duplicate_custom_id`, `url_mismatch`,
-            `model_mismatch`), else a code of cbatch.
-        message: for people.
-        param: the name in the request that is wrong.
+    The code is OpenAI's where OpenAI has one (`invalid_json_line`, `duplicate_custom_id`, `url_mismatch`,
+    `model_mismatch`), else cbatch's; `param` is the name in the request that is wrong.
     """
 
     code: str
@@ -75,8 +71,7 @@ class LineError(Exception):
         super().__init__(message)
 
 
-WRONG = (LineError, ConfigError, RecursionError)
-"""Errors of a line or a row that gives no prompt."""
+WRONG = (LineError, ConfigError, RecursionError)  # errors of a line or a row that gives no prompt
 
 
 def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 N_LOOKED_AHEAD = 1024
 """Items read before a model is loaded, for the size of its windows: as many as `load` uses."""
 
-N_ARRIVED = 64
-"""Most items of a pipe that are read ahead: our choice."""
+N_ARRIVED = 64  # most items of a pipe that are read ahead: our choice
 
 SOON_S = 0.5
 """Our choice: less than a model takes to load, more than a file takes to come through a pipe."""

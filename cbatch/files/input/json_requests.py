@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 
     from cbatch.files.input.text_files import InputFile
 
-KEYS = ("id", "messages", "prompt", "tokens", "options")
-"""Keys of a cbatch request."""
-
-_N_SHOWN = 60
-"""Characters of a line in an error."""
-
+KEYS = ("id", "messages", "prompt", "tokens", "options")  # keys of a cbatch request
+_N_SHOWN = 60  # characters of a line in an error
 _HALF = re.compile("[\ud800-\udfff]")
 
 _N_KEPT = 64
@@ -172,7 +168,10 @@ class CbatchReader(RequestReader):
             request, wrong = loaded(line)
             given = request.pop("id", None)
             if given is not None and (wrong is None or is_text(given)):
-                id, is_labelled = _label(given), True
+                if not isinstance(given, str) or not given:
+                    message = f"an id must be a non-empty string, not {given!r}"
+                    raise LineError("invalid_request", message, "id")
+                id, is_labelled = given, True
             if wrong is not None:
                 raise wrong
             return Item(number, place, id, self._prompt(request), is_labelled=is_labelled)
@@ -186,12 +185,6 @@ class CbatchReader(RequestReader):
         if options is not None and not isinstance(options, dict):
             raise LineError("invalid_request", "options must be an object of names", "options")
         return BatchPrompt(**request, options=self._options_of(options or {}))
-
-
-def _label(given: object) -> str:
-    if not isinstance(given, str) or not given:
-        raise LineError("invalid_request", f"an id must be a non-empty string, not {given!r}", "id")
-    return given
 
 
 # ---- OpenAI ----

@@ -17,24 +17,25 @@ from cbatch.errors import ConfigError
 from cbatch.files.places import is_dash, stdin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-"""Endings of the names of files that are decompressed."""
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # endings of the names of files that are decompressed
 
 UNREAD = (".zip", ".7z", ".lz4", ".lz", ".lzma", ".z", ".br")
 """Endings of the names of files that are packed in a way that is not supported."""
 
 BUFFER_BYTES = 2**18
 
+_ZSTD = ("compression.zstd", "backports.zstd")  # Python's own from 3.14 on
+
 _PACKED = {
-    re.compile(rb"\x1f\x8b"): "gzip",
-    re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
-    re.compile(rb"\xfd7zXZ\0"): "lzma",
+    re.compile(rb"\x1f\x8b"): ("gzip",),
+    re.compile(rb"\x28\xb5\x2f\xfd"): _ZSTD,
+    re.compile(rb"\xfd7zXZ\0"): ("lzma",),
     # a header and the mark of a block or of the end: the first three bytes may be text. Source: bzip2's decompress.c
-    re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"): "bz2",
+    re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"): ("bz2",),
 }
-"""First bytes of a compressed file, and the module that reads it."""
+"""First bytes of a compressed file, and the modules that read it."""
 
 _UNREAD = {
     b"PK\x03\x04": "a zip archive",
@@ -45,8 +46,7 @@ _UNREAD = {
 }
 """First bytes of packed files that are not supported."""
 
-_N_START = 10
-"""Bytes of a file that tell how it is compressed."""
+_N_START = 10  # bytes of a file that tell how it is compressed
 
 _DECOMPRESSORS = {"lzma": "LZMADecompressor", "bz2": "BZ2Decompressor"}
 """Of the modules whose own file objects end silently where other bytes follow a stream."""
@@ -127,11 +127,16 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
             f"{name}: is {unread or 'packed'}, which is not supported: unpack it, or compress it by gzip, bzip2, xz or "
             "zstd"
         )
-    module = next((module for magic, module in _PACKED.items() if magic.match(start)), None)
-    if module is None:
+    modules = next((modules for magic, modules in _PACKED.items() if magic.match(start)), None)
+    if modules is None:
         return raw
-    packer = _import_packer(module, name)
-    make = getattr(packer, _DECOMPRESSORS.get(module, ""), None)
+    packer = _import_first(modules)
+    if packer is None:
+        why = f"this Python was built without {modules[0]}: unpack it"
+        if modules == _ZSTD:
+            why = 'reading .zst needs a package: pip install "cbatch[zstd]"'
+        raise ConfigError(f"{name}: {why}")
+    make = getattr(packer, _DECOMPRESSORS.get(modules[0], ""), None)
     text = packer.open(raw) if make is None else _PackedStreams(raw, make)
     return io.BufferedReader(text, BUFFER_BYTES)
 
@@ -176,30 +181,17 @@ class _PackedStreams(io.RawIOBase):
         return True
 
 
-def _import_packer(module: str, name: str) -> Any:
-    if module == "zstd":
-        if (zstd := _import_zstd()) is None:
-            raise ConfigError(f'{name}: reading .zst needs a package: pip install "cbatch[zstd]"')
-        return zstd
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{name}: this Python was built without {module}: unpack it") from error
-
-
-def _import_zstd() -> Any:
-    """Return the module for Zstandard, Python's own from 3.14 on, or None."""
-    for name in ("compression.zstd", "backports.zstd"):
+def _import_first(modules: Sequence[str]) -> Any:
+    """Return the first module that is there, or None."""
+    for module in modules:
         with suppress(ImportError):
-            return import_module(name)
+            return import_module(module)
     return None
 
 
 @cache
 def read_errors() -> tuple[type[Exception], ...]:
     """Return the errors of reading a file that is damaged, cut off or not readable."""
-    zstd = _import_zstd()
-    found = [EOFError, OSError, zlib.error, *((zstd.ZstdError,) if zstd else ())]
-    with suppress(ImportError):
-        found.append(import_module("lzma").LZMAError)
-    return tuple(found)
+    zstd, lzma = _import_first(_ZSTD), _import_first(("lzma",))
+    own = [*((zstd.ZstdError,) if zstd else ()), *((lzma.LZMAError,) if lzma else ())]
+    return EOFError, OSError, zlib.error, *own

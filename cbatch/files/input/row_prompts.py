@@ -22,8 +22,7 @@ Row: TypeAlias = "Mapping[str, object]"
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
-_DEFAULTS = ("prompt", "text", "messages")
-"""Columns that hold prompts, without a template."""
+_DEFAULTS = ("prompt", "text", "messages")  # columns that hold prompts, without a template
 
 
 @dataclass(frozen=True, slots=True)

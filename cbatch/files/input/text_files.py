@@ -83,9 +83,9 @@ def _expanded(name: str, without: Collection[str]) -> list[str]:
 
 def _identity(name: str) -> object:
     if is_dash(name):
-        known = status_of(name)
-        is_file = known is not None and stat.S_ISREG(known.st_mode)
-        return (known.st_dev, known.st_ino) if known and is_file else name
+        stdin = status_of(name)
+        is_file = stdin is not None and stat.S_ISREG(stdin.st_mode)
+        return (stdin.st_dev, stdin.st_ino) if stdin and is_file else name
     try:
         status = os.stat(name)
     except OSError as error:

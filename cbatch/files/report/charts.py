@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from cbatch.files.report.spans import Part, Span
 
 WIDTH = 1040.0
-LEFT = 52.0
-"""Room for the labels of the vertical axis."""
+LEFT = 52.0  # room for the labels of the vertical axis
 _MARGIN = 6.0
 
 
@@ -121,15 +120,9 @@ class CurveChart:
         color: str,
         limit: float | None,
     ) -> None:
-        """Compute the scales.
+        """Compute the scales; at `limit`, the largest possible value, is the top of the chart.
 
-        Args:
-            name: of the values.
-            mean: of the values.
-            points: (seconds, value), at least one: each value holds until the next, the last until the axis ends.
-            axis: of the times.
-            color: of the curve.
-            limit: the largest possible value, which is the top of the chart.
+        Each of the points, (seconds, value), at least one, holds until the next, the last until the axis ends.
         """
         self.name, self.axis, self.color = name, axis, color
         most = max(value for _, value in points)
@@ -157,11 +150,8 @@ def _levels(ceiling: float, step: float, limit: float | None) -> list[float]:
 # ---- distributions ----
 
 _PERCENTILES = (50, 90, 99)
-_LABEL = 96.0
-"""Width of the label of a percentile."""
-
-_N_BARS = 44
-"""About the number of bars: each is a whole number of the buckets that were counted."""
+_LABEL = 96.0  # width of the label of a percentile
+_N_BARS = 44  # about the number of bars: each is a whole number of the buckets that were counted
 
 
 class TimeBar(NamedTuple):

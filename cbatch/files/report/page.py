@@ -17,17 +17,13 @@ from cbatch.files.report.charts import Axis, CurveChart, DistributionChart, Slot
 from cbatch.files.units import count, duration, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from cbatch.files.report.recorder import Bucket, RunRecorder
+    from cbatch.files.report.recorder import RunRecorder
 
-N_POINTS = 170
-"""Points of a curve: six pixels each."""
-
+N_POINTS = 170  # points of a curve: six pixels each
 _GENERATOR = b'<meta name="generator" content="cbatch">'
-_N_BEGINNING = 256
-"""The template has the generator in these first bytes of a page."""
-
+_N_BEGINNING = 256  # the template has the generator in these first bytes of a page
 _SLOTS = "Slots in use"
 _PACKAGES = ("llama-cpp-python", "llguidance", "numpy")
 
@@ -93,6 +89,7 @@ def report_page(
         lstrip_blocks=True,
     )
     engine.filters.update(count=count, duration=duration, percent=percent, px=_px)
+    zero_s = recorder.steps.start_s or 0.0
     return engine.get_template("report.html").render(
         title=title,
         now=now,
@@ -100,7 +97,7 @@ def report_page(
         n_slots=recorder.n_slots,
         steps=recorder.steps,
         results=recorder.results,
-        timeline=_timeline(recorder),
+        timeline=[SlotChart(p, recorder.n_slots, zero_s) for p in recorder.steps.spans.parts()],
         curves=_curves(recorder),
         distributions=_distributions(recorder),
         settings=settings,
@@ -112,34 +109,29 @@ def _px(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _timeline(recorder: RunRecorder) -> list[SlotChart]:
-    zero_s = recorder.steps.start_s or 0.0
-    return [SlotChart(p, recorder.n_slots, zero_s) for p in recorder.steps.spans.parts()]
-
-
-_CURVES: tuple[tuple[str, str, Callable[[Bucket], float]], ...] = (
-    ("Output tokens per second", "blue", lambda work: work.n_output),
-    ("Prompt tokens per second", "violet", lambda work: work.n_prompt),
-    (_SLOTS, "teal", lambda work: work.slots_s),
-    ("Requests waiting for a slot", "amber", lambda work: work.waiting_s),
-    ("Cells in use, kept prompts included", "rose", lambda work: work.cells_s),
+_CURVES = (
+    ("Output tokens per second", "blue"),
+    ("Prompt tokens per second", "violet"),
+    (_SLOTS, "teal"),
+    ("Requests waiting for a slot", "amber"),
+    ("Cells in use, kept prompts included", "rose"),
 )
-"""Name, color, and the figure that is divided by seconds."""
+"""Name and color of each figure of `WorkOverTime`, divided by seconds."""
 
 
 def _curves(recorder: RunRecorder) -> list[CurveChart]:
     steps = recorder.steps
-    pieces = steps.work.joined(N_POINTS)
+    if not steps.total_s:
+        return []
+    starts_s, seconds, figures = steps.work.joined(N_POINTS)
     axis = Axis(0.0, steps.total_s)
     charts = []
-    for name, color, figure in _CURVES if pieces else ():
-        points = [(start_s, figure(work) / seconds) for start_s, seconds, work in pieces]
-        is_slots = name == _SLOTS
-        mean = sum(figure(work) for _, _, work in pieces) / steps.total_s
-        limit = recorder.n_slots if is_slots else None
-        charts.append(
-            CurveChart(name, steps.mean_slots if is_slots else mean, points, axis, color, limit)
-        )
+    for (name, color), values in zip(_CURVES, figures.T, strict=True):
+        points = list(zip(starts_s.tolist(), (values / seconds).tolist(), strict=True))
+        mean, limit = values.sum() / steps.total_s, None
+        if name == _SLOTS:
+            mean, limit = steps.mean_slots, recorder.n_slots
+        charts.append(CurveChart(name, mean, points, axis, color, limit))
     return charts
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cbatch.core.stats import Percentiles
 from cbatch.errors import ConfigError
@@ -12,29 +14,22 @@ from cbatch.files.report.spans import SlotSpans, SpanStore
 from cbatch.files.units import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    from numpy.typing import NDArray
 
     from cbatch.response import BatchResult
     from cbatch.runtime.step_record import StepRecord
 
-N_BUCKETS = 512
-"""Most points of a curve: twice what a page is wide enough for."""
+    _Floats: TypeAlias = NDArray[Any]
 
-FIRST_WIDTH_S = 0.01
-"""Width of the first buckets: about a step of a small model."""
-
-N_SPANS_PER_SLOT = 60
-"""Spans of a slot in each part of the timeline: about ten pixels each."""
-
-N_SPANS = 1500
-"""Most spans of each part, for a page that opens quickly."""
-
-N_KINDS = 50
-"""Most kinds of errors; others are counted together."""
-
-N_MESSAGE = 300
-"""Characters of an error's message."""
-
+N_BUCKETS = 512  # most points of a curve: twice what a page is wide enough for
+FIRST_WIDTH_S = 0.01  # width of the first buckets: about a step of a small model
+N_SPANS_PER_SLOT = 60  # spans of a slot in each part of the timeline: about ten pixels each
+N_SPANS = 1500  # most spans of each part, for a page that opens quickly
+N_KINDS = 50  # most kinds of errors; others are counted together
+N_MESSAGE = 300  # characters of an error's message
 OTHER = "other"
 
 
@@ -48,81 +43,47 @@ def tee(*recorders: Callable[[StepRecord], object]) -> Callable[[StepRecord], No
     return record
 
 
-@dataclass(eq=False, slots=True)
-class Bucket:
-    """Sums over a piece of time."""
-
-    n_prompt: float = 0.0
-    """Prompt tokens computed, including those computed again."""
-    n_output: float = 0.0
-    slots_s: float = 0.0
-    """Slots in use, times seconds."""
-    waiting_s: float = 0.0
-    """Requests waiting for a slot, times seconds."""
-    cells_s: float = 0.0
-
-    def add(self, other: Bucket, share: float = 1.0) -> None:
-        """Add a share of another bucket."""
-        for f in _FIGURES:
-            setattr(self, f, getattr(self, f) + share * getattr(other, f))
-
-
-_FIGURES = tuple(f.name for f in fields(Bucket))
-
-
 class WorkOverTime:
-    """Time in buckets of one width, which doubles when there are too many."""
+    """Figures summed in buckets of time of one width, which doubles when there are too many.
+
+    The figures: output tokens; prompt tokens computed, those computed again included; slots in use, requests waiting
+    for a slot, and cells in use, each times seconds.
+    """
 
     def __init__(self, n_max: int = N_BUCKETS, width_s: float = FIRST_WIDTH_S) -> None:
-        self.width_s = width_s
-        self.end_s = 0.0
-        """End of the last entry."""
-        self.buckets: list[Bucket] = []
-        self._n_max = n_max
+        self._end_s = 0.0  # of the last entry
+        self._width_s, self._sums = width_s, np.zeros((n_max, 5))
 
-    def add(self, start_s: float, end_s: float, work: Bucket) -> None:
-        """Spread work evenly over a time, in seconds from the beginning."""
-        self._reach(end_s)
-        first, last = self._index(start_s), self._index(end_s)
+    def add(self, start_s: float, end_s: float, figures: Sequence[float]) -> None:
+        """Spread figures evenly over a time, in seconds from the beginning."""
+        self._end_s = max(self._end_s, end_s)
+        half = len(self._sums) // 2
+        while (last := self._index(end_s)) >= len(self._sums):
+            self._width_s *= 2
+            self._sums[:half] = self._sums.reshape(half, 2, -1).sum(1)
+            self._sums[half:] = 0.0
+        first = self._index(start_s)
         if first == last:
-            self.buckets[first].add(work)
+            self._sums[first] += figures
             return
-        for i in range(first, last + 1):
-            from_s, to_s = max(start_s, i * self.width_s), min(end_s, (i + 1) * self.width_s)
-            self.buckets[i].add(work, max(0.0, to_s - from_s) / (end_s - start_s))
+        edges = np.arange(first, last + 2) * self._width_s
+        seconds = np.diff(np.clip(edges, start_s, end_s))
+        self._sums[first : last + 1] += np.outer(seconds / (end_s - start_s), figures)
 
-    def joined(self, n_max: int) -> list[tuple[float, float, Bucket]]:
-        """Return (start, seconds, work) of at most `n_max` pieces of time, of one width but for the last."""
-        n_join = -(-len(self.buckets) // n_max) or 1
-        width_s = self.width_s * n_join
-        pieces: list[tuple[float, float, Bucket]] = []
-        for i in range(0, len(self.buckets), n_join):
-            start_s, work = i * self.width_s, Bucket()
-            seconds = min(width_s, self.end_s - start_s)
-            if pieces and seconds < width_s / 2:  # too short for a rate: part of the piece before
-                start_s, before_s, work = pieces.pop()
-                seconds += before_s
-            for bucket in self.buckets[i : i + n_join]:
-                work.add(bucket)
-            pieces.append((start_s, seconds, work))
-        return pieces
-
-    def _reach(self, end_s: float) -> None:
-        self.end_s = max(self.end_s, end_s)
-        while self._index(end_s) >= self._n_max:
-            self._halve()
-        n_missing = self._index(end_s) + 1 - len(self.buckets)
-        self.buckets += [Bucket() for _ in range(n_missing)]
+    def joined(self, n_max: int) -> tuple[_Floats, _Floats, _Floats]:
+        """Return the starts, the seconds and the figures of at most `n_max` pieces of one width but for the last."""
+        n_buckets = self._index(self._end_s) + 1
+        n_join = -(-n_buckets // n_max)
+        firsts = np.arange(0, n_buckets, n_join)
+        last_s = self._end_s - firsts[-1] * self._width_s
+        if len(firsts) > 1 and last_s < n_join * self._width_s / 2:  # too short for a rate
+            firsts = firsts[:-1]
+        starts_s = firsts * self._width_s
+        seconds = np.diff(np.append(starts_s, self._end_s))
+        return starts_s, seconds, np.add.reduceat(self._sums[:n_buckets], firsts)
 
     def _index(self, time_s: float) -> int:
-        return max(0, int(time_s / self.width_s))
-
-    def _halve(self) -> None:
-        """Join neighbours."""
-        self.width_s *= 2
-        for left, right in zip(self.buckets[::2], self.buckets[1::2], strict=False):
-            left.add(right)
-        del self.buckets[1::2]
+        return max(0, int(time_s / self._width_s))
 
 
 @dataclass(eq=False, slots=True)
@@ -216,14 +177,9 @@ class StepBooks:
         self.n_active_steps += record.n_rows * record.n_steps
         start_s = record.start_s - (self.start_s or 0.0)
         seconds = record.end_s - record.start_s
-        work = Bucket(
-            n_prompt=n_prompt,
-            n_output=n_output,
-            slots_s=seconds * record.n_rows,
-            waiting_s=seconds * record.n_waiting,
-            cells_s=seconds * record.n_cells,
-        )
-        self.work.add(start_s, start_s + seconds, work)
+        slots_s, waiting_s = seconds * record.n_rows, seconds * record.n_waiting
+        figures = (n_output, n_prompt, slots_s, waiting_s, seconds * record.n_cells)
+        self.work.add(start_s, start_s + seconds, figures)
         for phase, phase_s in phases(record).items():
             self.phases[phase] += phase_s
 

@@ -47,21 +47,21 @@ class Recording:
     @contextmanager
     def of(
         self, engine: Engine, title: str, settings: Mapping[str, str], on_ended: OnEnded | None
-    ) -> Iterator[OnEnded | None]:
+    ) -> Iterator[OnEnded]:
         """Record an inner block, and lend the function for items that ended; ConfigError: no trace can be written."""
         with ExitStack() as stack:
             recorders: list[Callable[[StepRecord], object]] = []
             if self._asked.trace is not None:
                 recorders.append(stack.enter_context(_traced(self._asked.trace, self._say)))
+            recorder = None
             if self._asked.report is not None:
                 recorder = RunRecorder(engine.parallel)
                 recorders.append(recorder)
                 stack.callback(self._write, self._asked.report, recorder, title, settings)
-                on_ended = _telling(recorder, on_ended)
             if recorders:
                 stack.callback(engine.record_steps, None)
                 engine.record_steps(tee(*recorders))
-            yield on_ended
+            yield _telling(recorder, on_ended)
 
     def _write(
         self, path: Path, recorder: RunRecorder, title: str, settings: Mapping[str, str]
@@ -81,11 +81,11 @@ def _traced(path: Path, say: Callable[[str], object]) -> Iterator[TraceWriter]:
         say(f"{path}: the trace ends early: {trace.error.strerror or trace.error}")
 
 
-def _telling(recorder: RunRecorder, on_ended: OnEnded | None) -> OnEnded:
+def _telling(recorder: RunRecorder | None, on_ended: OnEnded | None) -> OnEnded:
     def tell(item: Item, result: BatchResult | None) -> None:
-        if result is not None:
+        if recorder is not None and result is not None:
             recorder.add_result(result)
-        elif item.error is not None:
+        elif recorder is not None and item.error is not None:
             recorder.add_error(item.error.code, item.error.message)
         if on_ended is not None:
             on_ended(item, result)

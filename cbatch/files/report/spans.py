@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     from cbatch.runtime.step_record import StepRecord, StepRow
 
-GAP_S = 0.02
-"""Most seconds between two runs of one span: about a run of several steps."""
+GAP_S = 0.02  # most seconds between two runs of one span: about a run of several steps
 
 
 @dataclass(eq=False, slots=True)

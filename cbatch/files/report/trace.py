@@ -21,16 +21,12 @@ if TYPE_CHECKING:
     from cbatch.files.report.spans import Change, Span
     from cbatch.runtime.step_record import StepRecord
 
-FLUSH_S = 1.0
-"""Most seconds that a killed process loses."""
-
+FLUSH_S = 1.0  # most seconds that a killed process loses
 _PROCESS = 1
 _ENGINE = 1
 """Thread of the engine's track: the main one has the process's number. Perfetto joins thread 0 with it."""
 
-_SLOTS = 1000
-"""Thread of slot 0: Perfetto shows these numbers after the names."""
-
+_SLOTS = 1000  # thread of slot 0: Perfetto shows these numbers after the names
 _N_BUFFER = 1 << 16
 
 _Event = dict[str, Any]
@@ -51,15 +47,7 @@ class TraceWriter:
     def __init__(
         self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Begin a file; an older one is replaced.
-
-        Args:
-            path: of the file.
-            clock: in seconds, for flushes.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Begin a file, an older one is replaced; ConfigError where it cannot be written."""
         self.error: OSError | None = None
         """Why the trace ended early, or None."""
         self._clock, self._flushed_s = clock, clock()
