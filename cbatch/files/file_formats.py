@@ -50,13 +50,8 @@ def check_format(format: str, *more: str) -> None:
 def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | None:
     """Return a file's format, None for an empty file, and rewind the file.
 
-    Args:
-        file: of the input.
-        asked: the format, or auto.
-        has_template: whether there is a template, so that JSON objects are rows and no requests.
-
-    Raises:
-        ConfigError: the format cannot be told, or a columnar file is no plain file.
+    With a template JSON objects are rows and no requests. ConfigError where the format cannot be told, or a columnar
+    file is no plain file.
     """
     format = SUFFIXES.get(_suffix(file.path)) if asked == "auto" else cast("Format", asked)
     if format in COLUMNAR:

@@ -114,9 +114,7 @@ def check_new(path: Path, *, force: bool) -> None:
 def opened(path: Path, *, force: bool) -> Iterator[BinaryIO]:
     """Open a new file of results, or stdout for `-`, for the length of the block.
 
-    Raises:
-        ConfigError: the file cannot be opened, or exists and `force` is False.
-        OSError: the file cannot be written; the error names it.
+    ConfigError where it cannot be opened, or exists and `force` is False. An OSError of writing names the file.
     """
     if is_dash(path):
         yield stdout()

@@ -116,14 +116,11 @@ class Work:
             self._fill()
             if not len(self._window):
                 return
-            yield self._hand_out()
-
-    def _hand_out(self) -> BatchPrompt:
-        entry = self._window.take()
-        prompt = copy(entry.prompt)
-        object.__setattr__(prompt, "id", self._prefix + label(entry.item))
-        self._running[str(prompt.id)] = entry
-        return prompt
+            entry = self._window.take()
+            prompt = copy(entry.prompt)
+            object.__setattr__(prompt, "id", self._prefix + label(entry.item))
+            self._running[str(prompt.id)] = entry
+            yield prompt
 
     def _fill(self) -> None:
         """Read items until the window is full, or until an item would have to wait for the next."""
@@ -177,13 +174,7 @@ class Work:
         return self._engine.run(self.prompts(), options=options, max_time_s=seconds)
 
     def run(self, on_ended: OnEnded) -> RunSummary:
-        """Run all items; return when each has its record, or when the run is stopped.
-
-        Raises:
-            EngineError: the engine failed.
-            RequestCancelledError: items were cancelled through the engine.
-            CBatchError, OSError: the input cannot be read, or a record cannot be written.
-        """
+        """Run all items until each has its record, or the run is stopped; errors are those of `run_file`."""
         response = self.start()
         self._stop.on_ask = response.wind_down
         ending: Ending | None = None

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.errors import PromptTooLongError
-from cbatch.files.input.json_requests import OptionsOf
 from cbatch.options import RunOptions
 from cbatch.response import TokenLogprob, ToolCall
 from tests.files.samples import ANSWER, error_of, failed, read, records, write
@@ -140,12 +139,14 @@ def test_line_over_the_limit_is_an_item_with_its_error(tmp_path: Path) -> None:
     assert (first.error, third.error, third.number) == (None, None, 3)
 
 
-def test_options_that_are_alike_are_one_object() -> None:
-    options_of = OptionsOf()
-    assert options_of({"seed": 1}) is options_of({"seed": 1})
-    assert options_of({"temperature": 1}) is not options_of({"temperature": 1.0})
-    for seed in range(200):
-        assert options_of({"seed": seed}).seed == seed
+def test_options_that_are_alike_are_one_object(tmp_path: Path) -> None:
+    said = ['{"seed": 1}', '{"seed": 1}', '{"temperature": 1}', '{"temperature": 1.0}']
+    said += [f'{{"seed": {seed}}}' for seed in range(200)]
+    lines = [f'{{"prompt": "x", "options": {options}}}' for options in said]
+    found = [item.prompt.options for item in items(tmp_path, *lines) if item.prompt]
+    assert found[0] is found[1]
+    assert found[2] is not found[3]
+    assert [RunOptions.of(options).seed for options in found[4:]] == list(range(200))
 
 
 def test_result_is_a_line_with_the_items_id(tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ def import_pyarrow() -> Any:
 def open_table(path: str, format: str) -> Iterator[tuple[Any, int | None, Iterator[Any]]]:
     """Open a file: its schema, its number of rows where the file tells it, and its batches.
 
-    Raises:
-        ConfigError: it is of another format, or damaged.
+    ConfigError where it is of another format, or damaged.
     """
     pyarrow = import_pyarrow()
     try:

@@ -111,19 +111,10 @@ class Arrivals:
 
 
 class ItemStream:
-    """Iterates over the items of an input in the order of the run, once.
-
-    Attributes:
-        source: of the items.
-        is_piped: whether reading may have to wait for a pipe.
-    """
+    """Iterates over the items of an input in the order of the run, once."""
 
     def __init__(self, paths: Paths, options: FileOptions, without: Collection[str] = ()) -> None:
-        """Open the input without the files `without`; copy all of it if the options are strict or shuffle.
-
-        Raises:
-            ConfigError: the input cannot be read; with strict, the first item with an error.
-        """
+        """Open the input without the files `without`; copy, and check, all of it for `shuffle`, or `strict`."""
         self.source = open_source(
             paths,
             format=options.format,

@@ -48,9 +48,7 @@ def loaded(
 ) -> tuple[dict[str, Any], LineError | RecursionError | None]:
     """Return the object of a line, and an error of its values, with which its keys can still be read.
 
-    Raises:
-        LineError: no JSON, no object, or a line over the limit.
-        RecursionError: nested so deeply that it cannot be decoded.
+    LineError where it is no object; RecursionError where it is nested so deeply that it cannot be decoded.
     """
     if isinstance(line, LongLine):
         raise line.error
@@ -110,26 +108,6 @@ def shown(text: str) -> str:
     return cut(text.strip(), _N_SHOWN)
 
 
-class OptionsOf:
-    """Builds the options of requests; equal options are checked once and are one object."""
-
-    def __init__(self) -> None:
-        """Keep no options yet."""
-        self._known: dict[str, RunOptions] = {}
-
-    def __call__(self, said: Mapping[str, Any]) -> RunOptions:
-        """Return `said` as options; ConfigError as from `RunOptions`."""
-        key = repr(said)  # tells 1 from True and 1.0, which are equal
-        options = self._known.get(key)
-        if options is None:
-            options = RunOptions.of(said)
-            if len(self._known) >= _N_KEPT:
-                self._known.clear()
-            if len(key) <= _MAX_KEY_LENGTH:
-                self._known[key] = options
-        return options
-
-
 class RequestReader(ABC):
     """Reads requests, one a line; one reader for all files of a run."""
 
@@ -137,7 +115,7 @@ class RequestReader(ABC):
 
     def __init__(self) -> None:
         """Read nothing yet."""
-        self._options_of = OptionsOf()
+        self._known: dict[str, RunOptions] = {}
 
     def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
         """Yield a file's items; the first has the number `n_before` + 1."""
@@ -147,6 +125,18 @@ class RequestReader(ABC):
     @abstractmethod
     def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
         """Return the item of a line, with an error where it gives no prompt."""
+
+    def _options_of(self, said: Mapping[str, Any]) -> RunOptions:
+        """Return the options of a request; equal options are checked once and are one object."""
+        key = repr(said)  # tells 1 from True and 1.0, which are equal
+        options = self._known.get(key)
+        if options is None:
+            options = RunOptions.of(said)
+            if len(self._known) >= _N_KEPT:
+                self._known.clear()
+            if len(key) <= _MAX_KEY_LENGTH:
+                self._known[key] = options
+        return options
 
 
 def _check_keys(request: Collection[str], known: Sequence[str], hint: str = "") -> None:
@@ -198,11 +188,7 @@ IGNORED = frozenset(
 )
 """Names in a body that do not change the answer."""
 
-_HARMLESS = {
-    "stream": (False,),
-    "modalities": (["text"],),
-    "suffix": ("",),
-}
+_HARMLESS = {"stream": (False,), "modalities": (["text"],), "suffix": ("",)}
 """Names in a body that are ignored where their value asks for the default."""
 
 _KEYS = ("custom_id", "method", "url", "body")

@@ -117,8 +117,7 @@ class Pipe(io.RawIOBase):
 def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
     """Return the file's text: `raw` itself where its first bytes are not those of a compressed file.
 
-    Raises:
-        ConfigError: it is packed in a way that is not supported, or a module is missing.
+    ConfigError where it is packed in a way that is not supported, or a module is missing.
     """
     start = raw.peek(_N_START)[:_N_START]
     unread = next((what for magic, what in _UNREAD.items() if start.startswith(magic)), None)

@@ -27,11 +27,7 @@ _DEFAULTS = ("prompt", "text", "messages")  # columns that hold prompts, without
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How rows become prompts.
-
-    Raises:
-        ConfigError: text that is not Unicode, or a system message for raw text.
-    """
+    """How rows become prompts; ConfigError for text that is not Unicode, or a system message for raw text."""
 
     template: str | None = None
     """The text of a prompt, columns' names in braces; None: a column named prompt, text or messages."""
@@ -62,11 +58,7 @@ class Template:
     """
 
     def __init__(self, text: str, columns: Collection[str], *, name: str = "template") -> None:
-        """Parse a template; errors call it `name`.
-
-        Raises:
-            ConfigError: a brace without its pair, or a field that is no column.
-        """
+        """Parse a template, which errors call `name`; ConfigError for a brace without its pair, or no column."""
         self._pieces: list[str] = []  # text, field, text, field, …, text
         literal, end = "", 0
         for match in _PIECE.finditer(text):
@@ -113,11 +105,7 @@ class RowPrompts:
     """Makes prompts of a table's rows."""
 
     def __init__(self, asking: Asking, columns: Collection[str], name: str) -> None:
-        """Check the templates against the columns of a table; errors call it `name`.
-
-        Raises:
-            ConfigError: a field that is no column, or no template and no column that holds prompts.
-        """
+        """Check the templates against a table's columns; ConfigError where no column holds prompts."""
         self._is_raw = asking.is_raw
         column = None if asking.template is not None else _default_column(columns, name)
         self._has_chats = column == "messages"
@@ -132,12 +120,7 @@ class RowPrompts:
         self._system = system and Template(system, columns, name=f"{name}: system")
 
     def __call__(self, row: Row) -> BatchPrompt:
-        """Return a row's prompt.
-
-        Raises:
-            LineError: a column is missing, or a value of the column of chats is no chat.
-            ConfigError: the prompt is empty or malformed.
-        """
+        """Return a row's prompt; LineError or ConfigError where a column is missing, or the prompt is none."""
         try:
             return self._prompt(row)
         except KeyError as error:

@@ -51,10 +51,7 @@ class LongLine:
 def find_files(paths: Iterable[str | os.PathLike[str]], without: Collection[str] = ()) -> list[str]:
     """Return the files of names and patterns, those of a pattern in order of their names; `-` is stdin.
 
-    Patterns leave out the files with the real paths `without`.
-
-    Raises:
-        ConfigError: no such file, a directory, or a file that is named twice.
+    Patterns leave out the files with the real paths `without`. ConfigError for a file that is not there, or twice.
     """
     found = [file for path in paths for file in _expanded(os.fspath(path), without)]
     if not found:
@@ -145,8 +142,7 @@ class InputFile:
     def lines(self) -> Iterator[bytes | LongLine]:
         """Yield every line with its ending, without the file's BOM; lines read ahead come again.
 
-        Raises:
-            ConfigError: it cannot be read to its end, or is shorter than it was; the message says how much was read.
+        ConfigError, which says how much was read, where the file cannot be read to its end, or is shorter than it was.
         """
         while self._ahead:
             yield self._ahead.popleft()

@@ -179,13 +179,10 @@ def _processor() -> str:
 
 
 def _cores() -> str:
-    n_all = os.cpu_count() or 1
-    n_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else n_all
+    n_all, n_usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     return str(n_all) if n_usable == n_all else f"{n_usable} of {n_all}"
 
 
 def _memory() -> str:
-    with suppress(OSError, ValueError, AttributeError):
-        n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return f"{n_bytes / 2**30:.0f} GiB"
-    return ""
+    n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{n_bytes / 2**30:.0f} GiB"
