@@ -238,7 +238,9 @@ class Work:
             if self._is_left(entry, result):
                 self._n_given_back += 1
                 return [*ended, _named(entry, result)] if gives_left else ended
-            self._count(result)
+            self.tally.prompt_tokens += result.usage.prompt_tokens
+            self.tally.output_tokens += result.usage.completion_tokens
+            self.tally.cached_tokens += result.usage.cached_tokens
             if result.error is not None:
                 result = replace(result, error=in_own_words(result.error, result.id))
             context, is_error = self._context, result.error is not None
@@ -265,12 +267,6 @@ class Work:
             return False
         own = RunOptions.of(entry.prompt.options).over(self._context.options).timeout_s
         return own is None or result.timings.total_s < own
-
-    def _count(self, result: BatchResult) -> None:
-        usage, tally = result.usage, self.tally
-        tally.prompt_tokens += usage.prompt_tokens
-        tally.output_tokens += usage.completion_tokens
-        tally.cached_tokens += usage.cached_tokens
 
     def _add(self, item: Item, record: bytes, *, is_error: bool) -> None:
         self._context.ledger.add(item.number, record, is_error=is_error)

@@ -125,8 +125,7 @@ class ItemStream:
         )
         self._spool: Spool | None = None
         self._arrivals: Arrivals | None = None
-        self._looked: deque[Item] = deque()
-        """Items that were looked at, and not yet given."""
+        self._looked: deque[Item] = deque()  # items that were looked at, and not yet given
         self._has_looked_at_all = False
         try:
             self._rest = iter(self._ordered(options))
@@ -137,7 +136,9 @@ class ItemStream:
 
     def _ordered(self, options: FileOptions) -> Iterable[Item]:
         if options.strict or options.shuffle:
-            self._spool = Spool(checked(self.source) if options.strict else self.source)
+            with closing(Seen()) as seen:
+                strictly = checked(self.source, seen.error_of)
+                self._spool = Spool(strictly if options.strict else self.source)
             if options.shuffle:
                 self._spool.shuffle(options.shuffle_seed)
             return self._spool
@@ -154,9 +155,8 @@ class ItemStream:
 
     def check(self, why: Callable[[Item], ItemError | int]) -> None:
         """Raise ConfigError for the first item, of an input that was read whole, of which `why` returns an error."""
-        for item in self._spool.as_read() if self._spool is not None else ():
-            if isinstance(error := why(item), ItemError):
-                raise refusal_of(item, error)
+        for _ in checked(self._spool.as_read(), why) if self._spool is not None else ():
+            pass
 
     def is_dry(self) -> bool:
         """Return whether reading the next item would wait for a pipe."""
@@ -259,15 +259,11 @@ class Spool:
         self._file.close()
 
 
-def checked(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield items; ConfigError for an item with an error, or with the id of an item before it."""
-    with closing(Seen()) as seen:
-        for item in items:
-            if error := seen.error_of(item):
-                raise refusal_of(item, error)
-            yield item
-
-
-def refusal_of(item: Item, error: ItemError) -> ConfigError:
-    """Return the error that ends a strict run."""
-    return ConfigError(f"{item.place}: {error.message} ({error.code})")
+def checked(
+    items: Iterable[Item], error_of: Callable[[Item], ItemError | int | None]
+) -> Iterator[Item]:
+    """Yield items; ConfigError for the first of which `error_of` returns an error."""
+    for item in items:
+        if isinstance(error := error_of(item), ItemError):
+            raise ConfigError(f"{item.place}: {error.message} ({error.code})")
+        yield item

@@ -167,17 +167,14 @@ class _CsvTable:
             return '"' if line.n_quotes % 2 else ""
         self._n_row_bytes += len(line)
         if n_before and self._n_row_bytes > self._n_most:
-            self._error = self._error or self._long_row()
+            message = f"the row is longer than {self._n_most} bytes (max_line_bytes): is a quotation mark not closed?"
+            self._error = self._error or ItemError("line_too_long", message)
             line = _from_closing_quote(line)
         try:
             return line.decode()
         except UnicodeDecodeError as error:
             self._error = self._error or not_utf8(error, n_before).error
             return line.decode(errors="replace")
-
-    def _long_row(self) -> ItemError:
-        message = f"the row is longer than {self._n_most} bytes (max_line_bytes): is a quotation mark not closed?"
-        return ItemError("line_too_long", message)
 
 
 def _from_closing_quote(line: bytes) -> bytes:

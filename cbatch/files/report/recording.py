@@ -33,11 +33,15 @@ class Recording:
         """Record nothing yet; messages for people go to `say`."""
         self._asked, self._say = asked, say
         self._failure: ConfigError | None = None
+        self._trace: TraceWriter | None = None
 
     def __enter__(self) -> Recording:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._trace is not None and self._trace.error is not None:
+            why = self._trace.error.strerror or self._trace.error
+            self._say(f"{self._asked.trace}: the trace ends early: {why}")
         if self._failure is None:
             return
         if error is None:
@@ -52,7 +56,8 @@ class Recording:
         with ExitStack() as stack:
             recorders: list[Callable[[StepRecord], object]] = []
             if self._asked.trace is not None:
-                recorders.append(stack.enter_context(_traced(self._asked.trace, self._say)))
+                self._trace = stack.enter_context(TraceWriter(self._asked.trace))
+                recorders.append(self._trace)
             recorder = None
             if self._asked.report is not None:
                 recorder = RunRecorder(engine.parallel)
@@ -70,15 +75,6 @@ class Recording:
             write_report(path, recorder, title=title, settings=settings)
         except ConfigError as error:
             self._failure = error
-
-
-@contextmanager
-def _traced(path: Path, say: Callable[[str], object]) -> Iterator[TraceWriter]:
-    """Lend the writer of the trace, and say if the trace is incomplete."""
-    with TraceWriter(path) as trace:
-        yield trace
-    if trace.error is not None:
-        say(f"{path}: the trace ends early: {trace.error.strerror or trace.error}")
 
 
 def _telling(recorder: RunRecorder | None, on_ended: OnEnded | None) -> OnEnded:
