@@ -108,7 +108,7 @@ def _answers(
 
 def _frame(table: Any) -> _PandasFrame | _ArrowFrame:
     pandas, pyarrow = (sys.modules.get(name) for name in ("pandas", "pyarrow"))
-    if pandas is not None and isinstance(table, pandas.DataFrame):  # who has one has imported it
+    if pandas is not None and isinstance(table, pandas.DataFrame):  # its library is imported
         return _PandasFrame(table, pandas)
     if pyarrow is not None and isinstance(table, pyarrow.Table):
         return _ArrowFrame(table, pyarrow)

@@ -75,7 +75,7 @@ def _rows(file: InputFile, n_rows: int | None, batches: Iterator[Any]) -> Rows:
     for batch in batches:
         for row in batch.to_pylist():
             n_done += 1
-            yield f"row {n_done}", row, None
+            yield f"{file.name}, row {n_done}", row, None
         if n_rows:
             file.tell_share(n_done / n_rows)
 

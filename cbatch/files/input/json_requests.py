@@ -119,8 +119,8 @@ class RequestReader(ABC):
 
     def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
         """Yield a file's items; the first has the number `n_before` + 1."""
-        for number, (place, line) in enumerate(numbered(file.lines()), n_before + 1):
-            yield self._item(number, f"{file.name}, {place}", line)
+        for number, (place, line) in enumerate(numbered(file, file.lines()), n_before + 1):
+            yield self._item(number, place, line)
 
     @abstractmethod
     def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
@@ -289,10 +289,10 @@ def _custom_id(request: dict[str, Any]) -> str:
 
 def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:
     """Return a body without nulls, in its messages too: some clients write every name they know."""
-    said = {name: value for name, value in body.items() if value is not None}
-    if isinstance(said.get("messages"), list):
-        said["messages"] = [without_nulls(message) for message in said["messages"]]
-    return said
+    given = {name: value for name, value in body.items() if value is not None}
+    if isinstance(given.get("messages"), list):
+        given["messages"] = [without_nulls(message) for message in given["messages"]]
+    return given
 
 
 def _is_ignored(name: str, value: object) -> bool:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Lines: TypeAlias = "Iterator[bytes | LongLine]"
 
     Rows: TypeAlias = "Iterator[tuple[str, Row | None, ItemError | None]]"
-    """The place of each row in its file, its values, and its error; None for no values, and for no error."""
+    """The place of each row, its values, and its error; None for no values, and for no error."""
 
     OpenTable: TypeAlias = (
         "Callable[[InputFile, Lines, Sequence[str]], AbstractContextManager[Table]]"
@@ -63,7 +63,7 @@ class RowReader:
         with self._open_table(file, file.lines(), self.columns) as table:
             self._check(table.columns, file.name)  # the file may have been replaced
             for number, (place, row, error) in enumerate(table.rows, n_before + 1):
-                yield item_of_row(number, f"{file.name}, {place}", row, self._prompt_of, error)
+                yield item_of_row(number, place, row, self._prompt_of, error)
 
     def _check(self, columns: Mapping[str, str], name: str) -> None:
         """Check that a table has the columns of the tables before it."""
@@ -142,7 +142,7 @@ class _CsvTable:
                     "invalid_row",
                     f"the row has {len(cells)} fields, the header {len(header)}: quote fields that hold a separator",
                 )
-            yield f"line {i_line}", dict(zip(header, cells, strict=False)), error
+            yield f"{self._name}, line {i_line}", dict(zip(header, cells, strict=False)), error
 
     def _cells(self) -> Iterator[tuple[int, list[str], ItemError | None]]:
         while True:
@@ -192,7 +192,7 @@ def object_table(file: InputFile, lines: Lines, known: Sequence[str]) -> Iterato
     first = known or first_object(file)
     if first is None:
         raise ConfigError(f"{file.name}: its first lines hold no JSON object")
-    rows = ((place, *_object(line)) for place, line in numbered(lines))
+    rows = ((place, *_object(line)) for place, line in numbered(file, lines))
     yield Table(dict.fromkeys(first, ""), rows)
 
 
@@ -209,7 +209,7 @@ def _object(line: bytes | LongLine) -> tuple[Row | None, ItemError | None]:
 @contextmanager
 def text_table(file: InputFile, lines: Lines, known: Sequence[str]) -> Iterator[Table]:
     """Open plain text: a table of one column, `line`."""
-    yield Table({"line": ""}, ((place, *_text(line)) for place, line in numbered(lines)))
+    yield Table({"line": ""}, ((place, *_text(line)) for place, line in numbered(file, lines)))
 
 
 def _text(line: bytes | LongLine) -> tuple[Row | None, ItemError | None]:

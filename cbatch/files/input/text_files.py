@@ -231,8 +231,11 @@ def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> LineError:
     return LineError("invalid_utf8", f"not UTF-8: {error.reason} at byte {n_before + error.start}")
 
 
-def numbered(lines: Iterable[bytes | LongLine]) -> Iterator[tuple[str, bytes | LongLine]]:
-    """Yield the place in its file and the content of every line that is not blank."""
+def numbered(
+    file: InputFile, lines: Iterable[bytes | LongLine]
+) -> Iterator[tuple[str, bytes | LongLine]]:
+    """Yield the place and the content of every line that is not blank."""
+    prefix = f"{file.name}, line "
     for i, line in enumerate(lines, 1):
         if isinstance(line, LongLine) or line.strip():
-            yield f"line {i}", line
+            yield f"{prefix}{i}", line
