@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
 
-# ---- check ----
-
 N_SHOWN = 10  # errors that are kept with their message
 
 
@@ -144,8 +142,6 @@ def why_refused(item: Item, engine: Engine, options: RunOptions) -> ItemError | 
     except CBatchError as refusal:
         return ItemError("refused", str(in_own_words(refusal, UNNAMED)))
 
-
-# ---- estimate ----
 
 N_SAMPLE = 128
 """Items of the sample: the mean is exact to about a tenth if the spread of lengths is as large as their mean."""

@@ -217,9 +217,6 @@ def ahead_of(
     return LookAhead(pairs, is_all=is_all) if pairs else None
 
 
-# ---- items on disk ----
-
-
 class Spool:
     """A copy of all items in a temporary file; 8 bytes of memory an item."""
 

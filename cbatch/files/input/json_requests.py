@@ -32,9 +32,6 @@ _MAX_KEY_LENGTH = 2**16
 _decode = json.JSONDecoder().decode
 
 
-# ---- JSON ----
-
-
 def load(line: bytes | LongLine) -> dict[str, Any]:
     """Return the object of a line; LineError or RecursionError where `loaded` has or raises an error."""
     value, wrong = loaded(line)
@@ -146,9 +143,6 @@ def _check_keys(request: Collection[str], known: Sequence[str], hint: str = "") 
             raise LineError("invalid_request", message, key)
 
 
-# ---- cbatch ----
-
-
 class CbatchReader(RequestReader):
     """Reads cbatch requests: `id`, one of `messages`, `prompt` and `tokens`, and `options`."""
 
@@ -176,8 +170,6 @@ class CbatchReader(RequestReader):
             raise LineError("invalid_request", "options must be an object of names", "options")
         return BatchPrompt(**request, options=self._options_of(options or {}))
 
-
-# ---- OpenAI ----
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _URLS = (CHAT, COMPLETIONS)

@@ -25,7 +25,8 @@ UNREAD = (".zip", ".7z", ".lz4", ".lz", ".lzma", ".z", ".br")
 """Endings of the names of files that are packed in a way that is not supported."""
 
 BUFFER_BYTES = 2**18
-
+_CHUNK_BYTES = 2**16
+_N_START = 10  # bytes of a file that tell how it is compressed
 _ZSTD = ("compression.zstd", "backports.zstd")  # Python's own from 3.14 on
 
 _PACKED = {
@@ -46,12 +47,8 @@ _UNREAD = {
 }
 """First bytes of packed files that are not supported."""
 
-_N_START = 10  # bytes of a file that tell how it is compressed
-
 _DECOMPRESSORS = {"lzma": "LZMADecompressor", "bz2": "BZ2Decompressor"}
 """Of the modules whose own file objects end silently where other bytes follow a stream."""
-
-_CHUNK_BYTES = 2**16
 
 
 def open_raw(path: str, *, is_regular: bool) -> io.BufferedReader:

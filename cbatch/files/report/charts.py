@@ -42,8 +42,6 @@ class Axis:
         return [(self.x(self.zero_s + t), clock(t, step)) for t in found]
 
 
-# ---- slots ----
-
 N_COLORS = 6
 _SLOTS_HEIGHT = 400.0
 _LOWEST_ROW, _HIGHEST_ROW = 3.0, 22.0
@@ -64,8 +62,8 @@ class SlotChart:
         self.bar_height = row - (2.0 if row >= 8 else 1.0)
         self.bottom = self.y(n_slots) + 2
         self.height = self.bottom + 22
+        # slots from one number to the next for which there is room
         self.number_step = 1 << math.ceil(math.log2(max(1.0, 14 / row)))
-        """Slots from one number to the next for which there is room."""
         self.bars = [
             (span, color)
             for span, color in zip(part.spans, colors(part.spans), strict=True)
@@ -100,9 +98,6 @@ def colors(spans: Sequence[Span]) -> list[int]:
 def _next_color(n: int, before: int) -> int:
     color = n % N_COLORS
     return color if color != before else (color + 1) % N_COLORS
-
-
-# ---- curves ----
 
 
 class CurveChart:
@@ -147,8 +142,6 @@ def _levels(ceiling: float, step: float, limit: float | None) -> list[float]:
     return values if limit is None else [v for v in values if v <= limit - 0.4 * step] + [limit]
 
 
-# ---- distributions ----
-
 _PERCENTILES = (50, 90, 99)
 _LABEL = 96.0  # width of the label of a percentile
 _N_BARS = 44  # about the number of bars: each is a whole number of the buckets that were counted
@@ -177,8 +170,8 @@ class DistributionChart:
         self._most = max(piece.n for piece in pieces)
         self.bars = [piece for piece in pieces if piece.n]
         self.percentiles = [(p, times.at(p) or 1.0) for p in _PERCENTILES]
+        # labels are to the left of their lines where there is no room to the right
         self.is_left = self.x(self.percentiles[-1][1]) > self.width - _LABEL
-        """Whether labels are to the left of their lines, so that they have room."""
         if self.is_left:  # labels are in rows, so that no line runs through a label
             self.percentiles.reverse()
 
