@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
     from cbatch.files.output.encoders import Known, TraceableEncoder
 
-_N_SLICE = 4096
-"""Records inserted together: our choice."""
-
 
 def adopt(files: Sequence[Path], settings: Mapping[str, str], encoder: TraceableEncoder) -> str:
     """Make the manifest of files again, of their whole lines; return a message.
@@ -74,33 +71,23 @@ def _adopt_file(manifest: Manifest, row: FileRow, encoder: TraceableEncoder) -> 
     """Insert the records of a file; return the number of lines that are not kept."""
     if not row.path.is_file():
         return 0
-    n_left = 0
-    found = list[tuple[object, ...]]()
+    n_left, record = 0, manifest.last_record()
     with (
         closing(RecordFile(manifest, row)),  # which locks the file
         row.path.open("rb") as file,
+        manifest.transaction(),
     ):
         for start, line, known in _records(file, row.path, encoder):
             if known is None:
                 n_left += 1
                 continue
-            record = manifest.last_record() + len(found) + 1
-            key = record_key(known.key)
+            record += 1
             # the number is behind all others until an item claims the record
             place = (GONE | record, row.file, start, len(line), zlib.crc32(line))
-            found.append((record, key, known.digest, *place, known.is_error))
-            if len(found) >= _N_SLICE:
-                _put(manifest, found)
-        _put(manifest, found)
-    with manifest.transaction(is_durable=True):
-        manifest.put_file(row)
+            key = record_key(known.key)
+            manifest.execute(INSERT, record, key, known.digest, *place, known.is_error)
+    manifest.save(row)
     return n_left
-
-
-def _put(manifest: Manifest, found: list[tuple[object, ...]]) -> None:
-    with manifest.transaction():
-        manifest.execute_many(INSERT, found)
-    found.clear()
 
 
 def _records(
@@ -111,16 +98,16 @@ def _records(
     Raises:
         ConfigError: a line of another program.
     """
-    start = n_ours = n_lines = 0
+    start = n_whole = n_lines = 0
     for n_lines, line in enumerate(file, 1):
         known = None
         with suppress(LineError):
             record = load(line if line.endswith(b"\n") else b"")
-            n_ours += 1
+            n_whole += 1
             known = _known(record, f"{path}, line {n_lines}", encoder)
         yield start, line, known
         start += len(line)
-    if n_lines and not n_ours:
+    if n_lines and not n_whole:
         raise ConfigError(f"{path}: no line of it is a whole record, so nothing is adopted")
 
 
@@ -128,5 +115,4 @@ def _known(record: Mapping[str, object], place: str, encoder: TraceableEncoder) 
     try:
         return encoder.known(record)
     except LineError as error:
-        said = error.error.message
-        raise ConfigError(f"{place}: {said}, so nothing is adopted") from None
+        raise ConfigError(f"{place}: {error.error.message}, so nothing is adopted") from None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import readable
 from cbatch.errors import ConfigError
@@ -25,7 +24,7 @@ from cbatch.files.output.run_paths import manifest_at, records_of
 from cbatch.files.places import file_of, real
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 _N_TRIES = 10
 """Most tries to copy a manifest: a run changes more than the end of its log every few seconds."""
@@ -63,14 +62,14 @@ class RunStatus:
         left = f"not known: {self.problem}"
         if self.n_left is not None:
             left = f"{self.n_left:,} of {self.n_items:,}"
-        return [
-            f"done    {self.n_done:,}",
-            f"failed  {self.n_failed:,}",
-            f"left    {left}",
-            *([f"gone    {self.n_gone:,}, not in the input any more"] if self.n_gone else []),
-            *([f"lost    {self.n_lost:,}, not in the file any more"] if self.n_lost else []),
-            *(["a run is writing to it now"] if self.is_running else []),
-        ]
+        lines = [f"done    {self.n_done:,}", f"failed  {self.n_failed:,}", f"left    {left}"]
+        if self.n_gone:
+            lines.append(f"gone    {self.n_gone:,}, not in the input any more")
+        if self.n_lost:
+            lines.append(f"lost    {self.n_lost:,}, not in the file any more")
+        if self.is_running:
+            lines.append("a run is writing to it now")
+        return lines
 
 
 def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatus:
@@ -96,17 +95,8 @@ def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatu
     with _copied(home, place) as manifest:
         n_lost = 0 if is_running else _forget_lost(manifest, real(place))
         n, n_failed, n_gone = (count or 0 for count in manifest.execute(_COUNT, GONE).fetchone())
-        n_items, n_left, problem = _left(manifest, place, inputs)
-    return RunStatus(
-        n - n_failed,
-        n_failed,
-        n_gone,
-        n_items,
-        n_left,
-        is_running,
-        problem,
-        n_lost,
-    )
+        left = _left(manifest, place, inputs)
+    return RunStatus(n - n_failed, n_failed, n_gone, is_running=is_running, n_lost=n_lost, **left)
 
 
 def _forget_lost(manifest: Manifest, output: Path) -> int:
@@ -118,43 +108,31 @@ def _forget_lost(manifest: Manifest, output: Path) -> int:
     return n_lost
 
 
-def _left(
-    manifest: Manifest, place: Path, inputs: Sequence[str | Path]
-) -> tuple[int | None, int | None, str]:
-    """Return the number of items, that of items without a record, and why these are unknown."""
+def _left(manifest: Manifest, place: Path, inputs: Sequence[str | Path]) -> dict[str, Any]:
+    """Return the number of items and that of items without a record, or why these are unknown."""
     settings = manifest.settings()
     paths = inputs or inputs_of(settings, real(place).parent)
     if not paths:
-        return None, None, "the input was a pipe"
+        return {"problem": "the input was a pipe"}
+    format, said = settings.get("input format", "auto"), settings.get("template", "none")
+    template = None if said == "none" else said
+    n_items = n_left = 0
     try:
-        return (*_counted(manifest, paths, settings), "")
+        with (
+            closing(Seen()) as seen,
+            open_source(paths, format=format, template=template) as source,
+        ):
+            for item in source:
+                key = record_key(item_key(item))
+                if not seen.add(item_key(item), rival_key(item)):
+                    key = duplicate_key(key, item.number)
+                n_items += 1
+                n_left += manifest.execute(_HAS, key).fetchone() is None
     except ConfigError as error:
         if inputs:
             raise
-        return None, None, str(error)
-
-
-def _counted(
-    manifest: Manifest, paths: Sequence[str | Path], settings: Mapping[str, str]
-) -> tuple[int, int]:
-    template = settings.get("template", "none")
-    n_items = n_left = 0
-    with ExitStack() as stack:
-        source = stack.enter_context(
-            open_source(
-                paths,
-                format=settings.get("input format", "auto"),
-                template=None if template == "none" else template,
-            )
-        )
-        seen = stack.enter_context(closing(Seen()))
-        for item in source:
-            key = record_key(item_key(item))
-            if not seen.add(item_key(item), rival_key(item)):
-                key = duplicate_key(key, item.number)
-            n_items += 1
-            n_left += manifest.execute(_HAS, key).fetchone() is None
-    return n_items, n_left
+        return {"problem": str(error)}
+    return {"n_items": n_items, "n_left": n_left}
 
 
 @contextmanager
@@ -164,9 +142,7 @@ def _copied(home: Path, output: Path) -> Iterator[Manifest]:
         copy = Path(folder) / "copy"
         for _ in range(_N_TRIES):
             before = _stamp(home)
-            for file, place in zip(
-                files_of_manifest(home)[:2], files_of_manifest(copy), strict=False
-            ):
+            for file, place in zip(_main_and_log(home), _main_and_log(copy), strict=True):
                 place.unlink(missing_ok=True)
                 with suppress(FileNotFoundError):
                     shutil.copyfile(file, place)
@@ -178,9 +154,13 @@ def _copied(home: Path, output: Path) -> Iterator[Manifest]:
             yield manifest
 
 
+def _main_and_log(manifest: Path) -> list[Path]:
+    return files_of_manifest(manifest)[:2]
+
+
 def _stamp(home: Path) -> object:
     """Return a value that changes if more than the end of the log changes."""
-    main, log = files_of_manifest(home)[:2]
+    main, log = _main_and_log(home)
     status, head = main.stat(), b""
     with suppress(FileNotFoundError), log.open("rb") as file:
         head = file.read(32)
@@ -188,15 +168,10 @@ def _stamp(home: Path) -> object:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a run has an output open. Source: `RecordFile`, which locks it."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
+    """Whether a run has an output open, which it locks."""
+    with suppress(OSError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from array import array
 from contextlib import closing
 from hashlib import blake2b
 from itertools import islice
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.columnar import N_ROWS, import_pyarrow, open_table, types_of
@@ -21,21 +18,15 @@ from cbatch.files.output.identity import as_json
 from cbatch.files.output.json_answers import dump
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
     from pathlib import Path
 
     from cbatch.files.input.item import Item
     from cbatch.files.input.source import Source
 
 
-class _ChangedError(ConfigError):
-    """An input was changed while it was read."""
-
-    def __init__(self, path: str, what: str, records: Path) -> None:
-        super().__init__(
-            f"{path}: was changed while the run read it: {what}. No answer is lost: they are in {records}: run the "
-            "same command again, with the file as it is or as it was"
-        )
+_Record: TypeAlias = "tuple[int, list[Any]]"
+"""The item's number, and values."""
 
 
 class ColumnarEncoder(RowEncoder):
@@ -56,46 +47,41 @@ class ColumnarEncoder(RowEncoder):
         super().__init__(source.columns)
         self._format, self._paths = format, source.paths
         self._input = source.format if source.format in ("parquet", "arrow") else None
-        self._fields = self._fields_of_input()
-
-    def _fields_of_input(self) -> list[Any]:
-        """Return the columns of a columnar input, as they are before it is read."""
-        if not self._input:
-            return []
-        with open_table(self._paths[0], self._input) as (schema, _, _):
-            return [schema.field(name) for name in self._own]
+        self._fields: list[Any] = []  # of a columnar input, as they are before it is read
+        if self._input:
+            with open_table(self._paths[0], self._input) as (schema, _, _):
+                self._fields = [schema.field(name) for name in self._own]
 
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
         if self._input:
             return b"%d\t%b" % (item.number, dump([*values, _digest(item.extra)]))
-        return b"%d\t%b" % (item.number, dump([*self._values(item), *values]))
-
-    def _values(self, item: Item) -> list[str | None]:
         row = self._row(item)
-        return [None if row.get(name) is None else as_text(row[name]) for name in self._own]
+        own = [None if row.get(name) is None else as_text(row[name]) for name in self._own]
+        return b"%d\t%b" % (item.number, dump([*own, *values]))
 
-    def finish(self, records: Path, target: Path, n_items: int | None = None) -> None:
+    def finish(self, records: Path, target: Path, n_items: int) -> None:
         """Write the rows that have a record, in the input's order, to a new file.
 
         Args:
-            records: one for each item, in order; of several records for one row the last counts.
+            records: one for each item, in the order of the items.
             target: is replaced when all rows are written.
-            n_items: of the input; None where it is unknown.
+            n_items: of the input.
 
         Raises:
             ConfigError: the input, which is read again, was changed.
         """
         try:
-            with closing(_Records(records)) as found, whole(target, mode=mode_of(records)) as part:
+            with closing(_read(records)) as found, whole(target, mode=mode_of(records)) as part:
                 self._write(part, found, n_items)
-        except _ChangedError:
-            raise
         except ConfigError as error:
-            raise _ChangedError(", ".join(self._paths), str(error), records) from error
+            raise ConfigError(
+                f"{', '.join(self._paths)}: was changed while the run read it: {error}. No answer is lost: they are in "
+                f"{records}: run the same command again, with the file as it is or as it was"
+            ) from error
 
-    def _write(self, part: Path, found: _Records, n_items: int | None) -> None:
+    def _write(self, part: Path, records: Iterator[_Record], n_items: int) -> None:
         pyarrow, schema = import_pyarrow(), self._schema()
-        rows = self._kept_rows(found, n_items) if self._input else self._text_rows(found)
+        rows = self._kept_rows(records, n_items) if self._input else self._text_rows(records)
         with part.open("wb") as file:
             if self._format == "parquet":
                 writer = pyarrow.parquet.ParquetWriter(file, schema)
@@ -118,41 +104,38 @@ class ColumnarEncoder(RowEncoder):
         own = self._fields or [pyarrow.field(name, types[str]) for name in self._own]
         return pyarrow.schema([*own, *added])
 
-    def _kept_rows(self, found: _Records, n_items: int | None) -> Iterator[list[Any]]:
+    def _kept_rows(self, records: Iterator[_Record], n_items: int) -> Iterator[list[Any]]:
         """Yield the columns of batches of rows that have a record, with the added values."""
-        n_before = 0
+        n_before, ahead = 0, next(records, None)
         for path in self._paths:
             with open_table(path, str(self._input)) as (schema, _, batches):
                 types = types_of(schema)
                 if any(types.get(f.name) != str(f.type) for f in self._fields):
-                    raise _ChangedError(path, "its columns are others", found.path)
+                    raise ConfigError(f"the columns of {path} are others")
                 for batch in batches:
-                    yield from self._kept(batch, n_before, found, path)
+                    found = []
+                    while ahead is not None and ahead[0] <= n_before + batch.num_rows:
+                        found.append(ahead)
+                        ahead = next(records, None)
+                    if found:
+                        yield self._kept(batch, n_before, found)
                     n_before += batch.num_rows
-        if n_items not in (None, n_before):
-            what = f"{n_before:,} rows are there, and {n_items:,} were read"
-            raise _ChangedError(", ".join(self._paths), what, found.path)
+        if n_items != n_before:
+            raise ConfigError(f"{n_before:,} rows are there, and {n_items:,} were read")
 
-    def _kept(self, batch: Any, n_before: int, found: _Records, path: str) -> Iterator[list[Any]]:
+    def _kept(self, batch: Any, n_before: int, found: Sequence[_Record]) -> list[Any]:
         n_columns = len(self._added)
-        rows, values = list[int](), list[list[Any]]()
-        for i, row in enumerate(batch.to_pylist()):
-            value = found.of(n_before + i + 1)
-            if value is None:
-                continue
-            if value[n_columns:] not in ([], [_digest(row)]):
-                what = f"row {n_before + i + 1:,} is not the one that was answered"
-                raise _ChangedError(path, what, found.path)
-            rows.append(i)
-            values.append(value)
-        if rows:
-            kept = batch.take(import_pyarrow().array(rows))
-            yield [*(kept.column(name) for name in self._own), *_turned(values, n_columns)]
+        places = [number - n_before - 1 for number, _ in found]
+        kept = batch.take(import_pyarrow().array(places))
+        for row, (number, values) in zip(kept.to_pylist(), found, strict=True):
+            if values[n_columns:] != [_digest(row)]:
+                raise ConfigError(f"row {number:,} is not the one that was answered")
+        own = [kept.column(name) for name in self._own]
+        return [*own, *_turned([values for _, values in found], n_columns)]
 
-    def _text_rows(self, found: _Records) -> Iterator[list[Any]]:
-        values = iter(found)
-        while rows := list(islice(values, N_ROWS)):
-            yield _turned(rows, len(self._own) + len(self._added))
+    def _text_rows(self, records: Iterator[_Record]) -> Iterator[list[Any]]:
+        while found := list(islice(records, N_ROWS)):
+            yield _turned([values for _, values in found], len(self._own) + len(self._added))
 
 
 def _digest(row: object) -> str:
@@ -165,34 +148,8 @@ def _turned(rows: Sequence[Sequence[Any]], n_columns: int) -> list[list[Any]]:
     return [[row[i] for row in rows] for i in range(n_columns)]
 
 
-class _Records:
-    """The values in a file of records, by number: sixteen bytes of memory each."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        numbers, offsets, offset = array("q"), array("q"), 0
-        self._file = path.open("rb")
-        for line in self._file:
-            numbers.append(int(line[: line.index(b"\t")]))
-            offsets.append(offset)
-            offset += len(line)
-        order = np.argsort(np.asarray(numbers), kind="stable")
-        self._numbers, self._offsets = np.asarray(numbers)[order], np.asarray(offsets)[order]
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Yield the values of every record, in the order of the file."""
-        return map(self._at, np.sort(self._offsets).tolist())
-
-    def of(self, number: int) -> list[Any] | None:
-        """Return the values of the last record with a number, or None."""
-        i = int(np.searchsorted(self._numbers, number, side="right")) - 1
-        return self._at(int(self._offsets[i])) if i >= 0 and self._numbers[i] == number else None
-
-    def _at(self, offset: int) -> list[Any]:
-        self._file.seek(offset)
-        line = self._file.readline()
-        values: list[Any] = json.loads(line[line.index(b"\t") :])
-        return values
-
-    def close(self) -> None:
-        self._file.close()
+def _read(records: Path) -> Generator[_Record]:
+    with records.open("rb") as file:
+        for line in file:
+            number, values = line.split(b"\t", 1)
+            yield int(number), json.loads(values)

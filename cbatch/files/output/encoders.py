@@ -6,6 +6,7 @@ import csv
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,7 +47,7 @@ class Encoder:
         """Return the record of an item that could not run."""
         return b""
 
-    def finish(self, records: Path, target: Path, n_items: int | None = None) -> None:
+    def finish(self, records: Path, target: Path, n_items: int) -> None:
         """Write the output from the file of records of `n_items`, for formats that are written at the end of a run."""
 
 
@@ -99,11 +100,8 @@ def added_names(columns: Collection[str]) -> tuple[str, ...]:
 
 
 def _free(name: str, taken: Collection[str]) -> str:
-    candidate, n = name, 1
-    while candidate in taken:
-        n += 1
-        candidate = f"{name}_{n}"
-    return candidate
+    names = chain([name], (f"{name}_{n}" for n in count(2)))
+    return next(candidate for candidate in names if candidate not in taken)
 
 
 def answer(result: BatchResult) -> tuple[object, ...]:

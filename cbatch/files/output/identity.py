@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import readable
 from cbatch.files.input.item import bytes_of
 from cbatch.files.output.manifest import NUMBERED, record_key
-from cbatch.files.places import is_dash
+from cbatch.files.places import is_dash, real
 from cbatch.files.units import cut
 from cbatch.options import RunOptions
 
@@ -147,8 +147,8 @@ class Origin:
             look: returns keys and digests of the first items, at least of one.
             is_at_hand: whether `look` returns without waiting for a pipe.
         """
-        folder = Path(os.path.realpath(output)).parent
-        self._first, self._others = _place(paths[0], folder), _names(paths)
+        self._first, folder = _place(paths[0], real(output).parent), Path(paths[0]).parent
+        self._others = [p if is_dash(p) else os.path.relpath(p, folder) for p in paths[1:]]
         self._look, self._is_at_hand = look, is_at_hand
 
     @cached_property
@@ -158,7 +158,7 @@ class Origin:
     def noted(self) -> dict[str, str]:
         """Return the settings that a manifest keeps of it."""
         first = self._sample[0][1].hex() if self._is_at_hand else ""
-        return {_FIRST: self._first or _PIPE, _OTHERS: json.dumps(self._others), _ITEM: first}
+        return {_FIRST: self._first, _OTHERS: json.dumps(self._others), _ITEM: first}
 
     def difference(self, manifest: Manifest) -> str | None:
         """Return how this input differs from that of the manifest; None: it is the same, or no answer is at risk.
@@ -169,8 +169,8 @@ class Origin:
         have ids.
         """
         before = manifest.settings()
-        was, is_now = before.get(_FIRST, _PIPE), self._first or _PIPE
-        if (self._first is None or was != is_now) and not self._begins_as(manifest, before):
+        was, is_now = before.get(_FIRST, _PIPE), self._first
+        if (is_now == _PIPE or was != is_now) and not self._begins_as(manifest, before):
             return f"{_FIRST} was {readable(was)}, is {readable(is_now)}, and its items differ"
         others = json.loads(before.get(_OTHERS, "[]"))
         if others != self._others[: len(others)] and _has_numbered(manifest):
@@ -188,10 +188,10 @@ class Origin:
         return before.get(_ITEM) == self._sample[0][1].hex() or not _has_numbered(manifest)
 
 
-def _place(path: str, folder: Path) -> str | None:
-    """Return the place of a file relative to a folder; None for a pipe."""
+def _place(path: str, folder: Path) -> str:
+    """Return the place of a file relative to a folder."""
     if is_dash(path) or not Path(path).is_file():
-        return None
+        return _PIPE
     return os.path.relpath(os.path.realpath(path), folder)
 
 
@@ -202,12 +202,6 @@ def inputs_of(settings: Mapping[str, str], folder: Path) -> list[str]:
         return []
     path = os.path.normpath(folder / first)
     return [path, *(os.path.normpath(Path(path).parent / other) for other in others)]
-
-
-def _names(paths: Sequence[str]) -> list[str]:
-    """Return the names of all files but the first, relative to the folder of the first."""
-    folder = Path(paths[0]).parent
-    return [path if is_dash(path) else os.path.relpath(path, folder) for path in paths[1:]]
 
 
 def _has_numbered(manifest: Manifest) -> bool:

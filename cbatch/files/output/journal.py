@@ -9,8 +9,7 @@ import threading
 import time
 import zlib
 from contextlib import closing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from cbatch.files.output.identity import placed
 from cbatch.files.output.manifest import DELETE, GONE, INSERT, NUMBERED, record_key
@@ -38,8 +37,7 @@ _Row: TypeAlias = "tuple[int, bytes, bytes, int, int, int, int, int, bool]"
 Claim: TypeAlias = Literal["new", "done", "failed", "duplicate"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(NamedTuple):
     """A record in the manifest, as a claim needs it."""
 
     record: int
@@ -241,9 +239,7 @@ class Journal:
         self._manifest.check_there()
         synced = [file.row for file in self._outputs.files if file.sync()]
         if synced:
-            with self._manifest.transaction(is_durable=True):
-                for row in synced:
-                    self._manifest.put_file(row)
+            self._manifest.save(*synced)
             self._manifest.fold()
         self._sync_at = self._clock() + self._sync_s
 

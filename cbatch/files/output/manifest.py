@@ -65,6 +65,13 @@ _SCHEMA = (
     *_TABLES,
 )
 
+_PRAGMAS = (
+    "PRAGMA journal_mode = WAL",
+    "PRAGMA synchronous = NORMAL",
+    f"PRAGMA cache_size = -{_CACHE_KIB}",
+    f"PRAGMA wal_autocheckpoint = {_CHECKPOINT}",
+    f"PRAGMA journal_size_limit = {_CHECKPOINT * _PAGE}",
+)
 
 # OR REPLACE: where Ctrl-C strikes right after the commit, the same records are inserted again.
 INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -105,10 +112,10 @@ class FileRow:
 class Count:
     """The records of a file, of these the errors, their bytes, and the records of items that are gone."""
 
-    n_records: int = 0
-    n_errors: int = 0
-    n_bytes: int = 0
-    n_gone: int = 0
+    n_records: int
+    n_errors: int
+    n_bytes: int
+    n_gone: int
 
 
 class Manifest:
@@ -163,14 +170,8 @@ class Manifest:
             self._db.execute(statement)
         self.is_new = self._check()
         self._db.execute("COMMIT")
-        for name, value in (
-            ("journal_mode", "WAL"),
-            ("synchronous", "NORMAL"),
-            ("cache_size", -_CACHE_KIB),
-            ("wal_autocheckpoint", _CHECKPOINT),
-            ("journal_size_limit", _CHECKPOINT * _PAGE),
-        ):
-            self._db.execute(f"PRAGMA {name} = {value}")
+        for statement in _PRAGMAS:
+            self._db.execute(statement)
         if self.is_new:
             with self.transaction():
                 for statement in _SCHEMA:
@@ -178,34 +179,30 @@ class Manifest:
         self.fold()
 
     def _check(self) -> bool:
-        """Return whether the file is empty; refuse files of other programs."""
-        application, version = self._pragma("application_id"), self._pragma("user_version")
-        if application == _APPLICATION:
-            if version > _VERSION:
-                raise LostError(
-                    f"{self._home}: is of version {version}, and this cbatch knows {_VERSION}",
-                    "update cbatch, give another output, or replace it (--force)",
-                )
-            self._check_whole()
-            return False
-        if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        """Return whether the file is empty; refuse files of other programs, and a page that is damaged."""
+        [application], [version] = (
+            self._db.execute(f"PRAGMA {name}").fetchone()
+            for name in ("application_id", "user_version")
+        )
+        found = {sql for [sql] in self._db.execute("SELECT sql FROM sqlite_master")}
+        if application != _APPLICATION and found:
             raise ConfigError(
                 f"{self._home}: is an SQLite file of another program, where cbatch keeps its manifest: move it away, "
                 "or give another output"
             )
-        return True
-
-    def _check_whole(self) -> None:
-        """Check all pages: else damage would be found during a run, or never."""
+        if application != _APPLICATION:
+            return True
+        if version > _VERSION:
+            raise LostError(
+                f"{self._home}: is of version {version}, and this cbatch knows {_VERSION}",
+                "update cbatch, give another output, or replace it (--force)",
+            )
         [problems] = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if problems != "ok":
             raise _damaged(self._home, problems.splitlines()[-1])
-        found = {sql for [sql] in self._db.execute("SELECT sql FROM sqlite_master")}
         if not found.issuperset(_TABLES):
             raise _damaged(self._home, "a table is not as it was made")
-
-    def _pragma(self, name: str) -> int:
-        return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
+        return False
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
@@ -217,8 +214,9 @@ class Manifest:
                 raise ConfigError(
                     f"{self._output}: another run is writing to it: wait for its end, or give another output"
                 ) from error
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"{self._home}: the manifest cannot be opened: {_reason(error)}: give an output in a folder where "
+                f"{self._home}: the manifest cannot be opened: {reason}: give an output in a folder where "
                 "files can be written and locked"
             ) from error
         except sqlite3.DatabaseError as error:
@@ -336,16 +334,14 @@ class Manifest:
 
     def files(self) -> dict[int, FileRow]:
         """Return the outputs by number."""
+        folder = self._home.parent
         found = self.rows(
             "SELECT file, path, header, size, synced, is_open, is_replaced FROM files WHERE size IS NOT NULL"
         )
         return {
-            file: FileRow(file, self._absolute(path), *rest[:3], *map(bool, rest[3:]))
+            file: FileRow(file, Path(os.path.normpath(folder / os.fsdecode(path))), *rest)
             for file, path, *rest in found
         }
-
-    def _absolute(self, path: str | bytes) -> Path:
-        return Path(os.path.normpath(self._home.parent / os.fsdecode(path)))
 
     def put_file(self, row: FileRow) -> None:
         """Insert or replace an output."""
@@ -359,6 +355,12 @@ class Manifest:
             row.is_open,
             row.is_replaced,
         )
+
+    def save(self, *rows: FileRow) -> None:
+        """Insert or replace outputs, and wait until that is on disk."""
+        with self.transaction(is_durable=True):
+            for row in rows:
+                self.put_file(row)
 
     def forget(self, file: int) -> None:
         """Forget a file and its records."""
@@ -412,10 +414,6 @@ def _stored(text: str) -> str | bytes:
         text.encode()
         return text
     return os.fsencode(text)
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _damaged(path: Path, problem: object) -> LostError:

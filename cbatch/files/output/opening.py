@@ -95,10 +95,9 @@ class Outputs:
 
     def put_away(self) -> None:
         """Note that no bytes follow the committed ones, and sync that."""
-        with self.manifest.transaction(is_durable=True):
-            for file in self.files:
-                file.row.is_open = False
-                self.manifest.put_file(file.row)
+        for file in self.files:
+            file.row.is_open = False
+        self.manifest.save(*(file.row for file in self.files))
 
     def close(self) -> None:
         """Close the files."""
@@ -162,19 +161,15 @@ def reopened(output: Path) -> Iterator[Outputs]:
             raise no_manifest
         rows[0].path = output
         for row in rows.values():
-            _check_there(outputs.manifest, row, output)
+            if not row.path.exists() and outputs.manifest.count(row.file).n_records:
+                raise ConfigError(
+                    f"{row.path}: is not there, and has records of {output}: put it back, or give the command of its "
+                    "run again"
+                )
         outputs.open_files(rows.values())
     with closing(outputs):
         yield outputs
         outputs.put_away()
-
-
-def _check_there(manifest: Manifest, row: FileRow, output: Path) -> None:
-    """Refuse an output whose file is gone: its records would be forgotten."""
-    if not row.path.exists() and manifest.count(row.file).n_records:
-        raise ConfigError(
-            f"{row.path}: is not there, and has records of {output}: put it back, or give the command of its run again"
-        )
 
 
 @contextmanager
@@ -287,11 +282,7 @@ def _differences(
         if was != is_now:
             yield name, f"{name} was {was}, is {is_now}"
     if known[0].header != spec.header:
-        was, is_now = _shown(known[0].header), _shown(spec.header)
-        yield OUTPUT_FORMAT, f"the first line was {was}, is {is_now}"
+        was, is_now = (shown(h.decode(errors="replace")) for h in (known[0].header, spec.header))
+        yield OUTPUT_FORMAT, f"the first line was {was!r}, is {is_now!r}"
     if 1 in known and known[1].path != spec.errors and manifest.count(1).n_records:
         yield "errors", f"errors went to {known[1].path}, go to {spec.errors or 'the output'}"
-
-
-def _shown(header: bytes) -> str:
-    return repr(shown(header.decode(errors="replace")))

@@ -231,8 +231,7 @@ class RecordFile:
                 part.unlink(missing_ok=True)
                 raise
         self.row.is_replaced = True
-        with self._manifest.transaction(is_durable=True):
-            self._manifest.put_file(self.row)
+        self._manifest.save(self.row)
         self._manifest.fold()
         finish(self._manifest, self.row)
         os.close(self._fd)
@@ -245,8 +244,12 @@ class RecordFile:
             self._manifest.execute(
                 "CREATE TABLE moved (record INTEGER PRIMARY KEY, start INTEGER NOT NULL)"
             )
-            places = self._places(order)
-            self._manifest.execute_many("INSERT INTO moved VALUES (?, ?)", places)
+            self._manifest.execute(
+                f"INSERT INTO moved SELECT record, ? + sum(size) OVER (ORDER BY {order}, record) - size "
+                "FROM records WHERE file = ?",
+                len(self.row.header),
+                self.row.file,
+            )
         fd = disk.create(part)
         try:
             disk.take_access(fd, self.path)
@@ -254,12 +257,6 @@ class RecordFile:
                 write_all(fd, pieces)
         finally:
             os.close(fd)
-
-    def _places(self, order: Order) -> Iterator[tuple[int, int]]:
-        start = len(self.row.header)
-        for record, _, size in self._records(order):
-            yield record, start
-            start += size
 
     def _records(self, order: Order) -> Generator[tuple[int, int, int]]:
         """Yield number, start and size of every record; SQLite sorts them, on disk where they are many."""

@@ -170,16 +170,14 @@ def check_replaceable(options: FileOptions) -> None:
         (options.report, "report", is_report),
         (options.trace, "trace", is_trace),
     ):
-        if options.force or path is None or not path.is_file():
+        if path is None or options.force or not path.is_file():
             continue
-        try:
-            may_go = is_ours(path)
-        except OSError:
-            may_go = False
-        if not may_go:
-            raise ConfigError(
-                f"{path}: exists and is no {what} of cbatch: give another file, or --force to replace it"
-            )
+        with suppress(OSError):
+            if is_ours(path):
+                continue
+        raise ConfigError(
+            f"{path}: exists and is no {what} of cbatch: give another file, or --force to replace it"
+        )
 
 
 def _check_apart(results: Sequence[Path], more: Iterable[Path]) -> None:
