@@ -11,7 +11,8 @@ import cbatch
 from cbatch.cli.option_table import name_of
 from cbatch.files.file_formats import check_name
 from cbatch.files.input.item_stream import ahead_of
-from cbatch.files.output.json_answers import dump, result_as_json
+from cbatch.files.output.encoders import dump
+from cbatch.files.output.json_answers import result_as_json
 from cbatch.files.places import check_apart, check_new, check_place, opened
 from cbatch.models import DEMO_CHATS
 from cbatch.progress import View

@@ -752,13 +752,6 @@ def test_link_is_followed_to_one_manifest(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "real")) == ["out", "out.manifest"]
 
 
-@pytest.mark.parametrize("name", ["out", "out.manifest", "./out", "link"])
-def test_errors_in_the_output_or_manifest_are_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "link").symlink_to("out")
-    with pytest.raises(ConfigError, match=r"is the output or its manifest: give another file"):
-        journal_of(tmp_path / "out", errors=tmp_path / name)
-
-
 def test_folder_without_permission_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,13 +123,17 @@ def test_adapter_is_not_written_over(source: Path) -> None:
     assert adapter.read_bytes() == b"weights"
 
 
-@pytest.mark.parametrize("taken", ["out", "out.manifest", "out.manifest-wal", ".out.part"])
+@pytest.mark.parametrize(
+    "taken", ["out", "link", "hard", "out.manifest", "out.manifest-wal", ".out.part"]
+)
 @pytest.mark.parametrize("name", ["errors", "report", "trace"])
 def test_file_beside_the_output_in_its_place_is_refused(
     engine: Engine, source: Path, name: str, taken: str
 ) -> None:
     out = source.with_name("out")
     run_file(source, out, engine=engine)
+    source.with_name("link").symlink_to("out")
+    source.with_name("hard").hardlink_to(out)
     before = out.read_bytes()
     more: dict[str, Any] = {name: source.with_name(taken)}
     with pytest.raises(ConfigError, match=r"is written for .*out: give another file"):

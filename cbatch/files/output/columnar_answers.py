@@ -13,9 +13,8 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.columnar import N_ROWS, import_pyarrow, open_table, types_of
 from cbatch.files.input.row_prompts import as_text
 from cbatch.files.output.durable import mode_of, whole
-from cbatch.files.output.encoders import ANSWERS, RowEncoder
+from cbatch.files.output.encoders import ANSWERS, RowEncoder, dump
 from cbatch.files.output.identity import as_json
-from cbatch.files.output.json_answers import dump
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence

@@ -81,13 +81,10 @@ def whole(path: Path, *, mode: int = ANYBODY) -> Iterator[Path]:
         return
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        fd = create(part, _PRIVATE if path.exists() else mode)
-        try:
-            yield part
-            if path.exists():
-                take_access(fd, path)
-        finally:
-            os.close(fd)
+        os.close(create(part, _PRIVATE if path.exists() else mode))
+        yield part
+        if path.exists():
+            take_access(part, path)
         replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from itertools import chain, count
@@ -20,6 +22,30 @@ if TYPE_CHECKING:
     from cbatch.files.input.item import Item, ItemError
     from cbatch.files.input.row_prompts import Row
     from cbatch.response import BatchResult
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
+
+
+def dump(value: object) -> bytes:
+    """Return a value as a line of JSON; a type that JSON lacks as text, NaN and infinities as null."""
+    try:
+        text = _encode(value)
+    except ValueError:
+        text = _encode(_finite(value))
+    try:
+        return f"{text}\n".encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
+        return f"{json.dumps(json.loads(text))}\n".encode()
+
+
+def _finite(value: object) -> object:
+    """Return a value with null in place of NaN and infinities, which tables may have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Encoder:
@@ -168,12 +194,7 @@ class ObjectEncoder(RowEncoder):
     """Writes JSON objects, one a line; each has the keys of its row."""
 
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
-        from cbatch.files.output.json_answers import dump
-
         return dump(self._whole_row(item, values))
-
-
-_LINE_END = "\r\n"  # fields that hold a character of it are quoted
 
 
 class CsvEncoder(RowEncoder):
@@ -182,8 +203,7 @@ class CsvEncoder(RowEncoder):
     def __init__(self, columns: Sequence[str] | None, delimiter: str) -> None:
         """Take the columns; other values of a row are left out."""
         super().__init__(columns)
-        self._columns, self._text = (*self._own, *self._added), io.StringIO()
-        self._csv = csv.writer(self._text, delimiter=delimiter, lineterminator=_LINE_END)
+        self._columns, self._delimiter = (*self._own, *self._added), delimiter
 
     def header(self) -> bytes:
         """Return the line of names."""
@@ -194,8 +214,7 @@ class CsvEncoder(RowEncoder):
         return self._line([as_text(row.get(column)) for column in self._columns])
 
     def _line(self, cells: Sequence[str]) -> bytes:
-        self._csv.writerow(cells)
-        text = self._text.getvalue().removesuffix(_LINE_END)
-        self._text.seek(0)
-        self._text.truncate()
-        return f"{text}\n".encode(errors="replace")
+        text = io.StringIO()
+        # fields that have one of the characters of a line's end are quoted
+        csv.writer(text, delimiter=self._delimiter, lineterminator="\r\n").writerow(cells)
+        return text.getvalue().removesuffix("\r\n").encode(errors="replace") + b"\n"

@@ -5,7 +5,6 @@ Source: OpenAI's API reference, batch: the request output object.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from codecs import getincrementaldecoder
@@ -27,7 +26,7 @@ from cbatch.errors import (
 )
 from cbatch.files.input.item import ItemError, LineError, bytes_of
 from cbatch.files.input.json_requests import CHAT, COMPLETIONS, Call
-from cbatch.files.output.encoders import Known, TraceableEncoder
+from cbatch.files.output.encoders import Known, TraceableEncoder, dump
 from cbatch.response import Timings, Usage
 
 if TYPE_CHECKING:
@@ -41,28 +40,6 @@ _LEAST_LOGPROB = -9999.0
 
 _USAGE = tuple(f.name for f in fields(Usage))
 _TIMINGS = tuple(f.name for f in fields(Timings))
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).encode
-
-
-def dump(value: object) -> bytes:
-    """Return a value as a line of JSON; a type that JSON lacks as text, NaN and infinities as null."""
-    try:
-        text = _encode(value)
-    except ValueError:
-        text = _encode(_finite(value))
-    try:
-        return f"{text}\n".encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
-        return f"{json.dumps(json.loads(text))}\n".encode()
-
-
-def _finite(value: object) -> object:
-    """Return a value with null in place of NaN and infinities, which tables may have."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _error_as_json(error: CBatchError) -> dict[str, object]:

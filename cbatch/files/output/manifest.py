@@ -79,6 +79,10 @@ INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 DELETE = "DELETE FROM records WHERE record = ?"
 
+_FILES = "SELECT file, path, header, size, synced, is_open, is_replaced FROM files WHERE size IS NOT NULL"
+_PUT_FILE = "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)"
+_COUNT = "SELECT count(*), sum(is_error), sum(size), sum(number >= ?) FROM records WHERE file = ?"
+
 NUMBERED = (b"\0", b"\0:")
 """The range of the keys of items without an id; see `item_key`."""
 
@@ -335,26 +339,16 @@ class Manifest:
     def files(self) -> dict[int, FileRow]:
         """Return the outputs by number."""
         folder = self._home.parent
-        found = self.rows(
-            "SELECT file, path, header, size, synced, is_open, is_replaced FROM files WHERE size IS NOT NULL"
-        )
         return {
             file: FileRow(file, Path(os.path.normpath(folder / os.fsdecode(path))), *rest)
-            for file, path, *rest in found
+            for file, path, *rest in self.rows(_FILES)
         }
 
     def put_file(self, row: FileRow) -> None:
         """Insert or replace an output."""
-        self.execute(
-            "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
-            row.file,
-            _relative(row.path, self._home.parent),
-            row.header,
-            row.size,
-            row.synced,
-            row.is_open,
-            row.is_replaced,
-        )
+        path = _relative(row.path, self._home.parent)
+        rest = row.header, row.size, row.synced, row.is_open, row.is_replaced
+        self.execute(_PUT_FILE, row.file, path, *rest)
 
     def save(self, *rows: FileRow) -> None:
         """Insert or replace outputs, and wait until that is on disk."""
@@ -369,12 +363,7 @@ class Manifest:
 
     def count(self, file: int) -> Count:
         """Return the counts of a file."""
-        found = self.execute(
-            "SELECT count(*), sum(is_error), sum(size), sum(number >= ?) FROM records WHERE file = ?",
-            GONE,
-            file,
-        ).fetchone()
-        return Count(*(n or 0 for n in found))
+        return Count(*(n or 0 for n in self.execute(_COUNT, GONE, file).fetchone()))
 
     def last_record(self) -> int:
         """Return the largest number of a record, 0 without records."""

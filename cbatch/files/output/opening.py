@@ -118,7 +118,6 @@ def open_outputs(spec: OutputSpec) -> Outputs:
     for path in spec.paths:
         check_file(path)
     spec = replace(spec, output=real(name), errors=spec.errors and real(spec.errors))
-    _check_errors(spec)
     manifest = bring_manifest(name)
     try:
         outputs = _opened(spec, manifest)
@@ -182,19 +181,6 @@ def _closed_on_error(outputs: Outputs) -> Iterator[None]:
             if outputs.manifest.is_new:
                 remove_manifest(outputs.manifest.path)
         raise
-
-
-def _check_errors(spec: OutputSpec) -> None:
-    """Refuse one file for answers and errors."""
-    if spec.errors is None:
-        return
-    if spec.errors in (spec.output, manifest_of(spec.output)) or (
-        spec.errors.exists() and spec.output.exists() and spec.errors.samefile(spec.output)
-    ):
-        raise ConfigError(
-            f"{spec.errors}: is the output or its manifest: give another file for errors, or none to have them in "
-            "the output"
-        )
 
 
 # ---- which records continue ----

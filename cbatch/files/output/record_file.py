@@ -59,27 +59,21 @@ Order = Literal["start", "number"]
 class RecordFile:
     """An open file of records, locked until it is closed.
 
-    [0, row.size) is committed    [row.size, row.size + n_added) is added, in memory only
+    [0, row.size) is committed    [row.size, row.size + len(added)) is added, in memory only
 
     Attributes:
         row: the file in the manifest.
     """
 
     def __init__(self, manifest: Manifest, row: FileRow, mode: int = disk.ANYBODY) -> None:
-        """Open or create the file, and lock it.
-
-        Args:
-            manifest: of its records.
-            row: the file in the manifest.
-            mode: permission bits of a new file, before the user's mask.
+        """Open or create the file, with the permission bits `mode` before the user's mask, and lock it.
 
         Raises:
             ConfigError: another run has it open.
             OutputError: it cannot be opened.
         """
         self.row, self.path, self._manifest = row, row.path, manifest
-        self._added: list[bytes] = []
-        self._n_added = 0
+        self._added = bytearray()
         self._is_ahead = False  # whether bytes behind the committed ones may be ours
         self._open(mode)
 
@@ -106,9 +100,8 @@ class RecordFile:
 
     def add(self, record: bytes) -> int:
         """Keep a record for the next `write`; return its start."""
-        start = self.row.size + self._n_added
-        self._added.append(record)
-        self._n_added += len(record)
+        start = self.row.size + len(self._added)
+        self._added += record
         return start
 
     def write(self) -> None:
@@ -121,13 +114,13 @@ class RecordFile:
             self._check_untouched()
             self._is_ahead = True
             with told(self.path):
-                disk.write_at(self._fd, b"".join(self._added), self.row.size)
+                disk.write_at(self._fd, bytes(self._added), self.row.size)
 
     def committed(self) -> None:
         """Note that the manifest has the records that were written."""
-        self.row.size += self._n_added
+        self.row.size += len(self._added)
         self._added.clear()
-        self._n_added, self._is_ahead = 0, False
+        self._is_ahead = False
 
     def sync(self) -> bool:
         """Wait until the committed bytes are on disk; return whether they were not, so that `row` has changed.

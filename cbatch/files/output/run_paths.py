@@ -183,6 +183,7 @@ def check_replaceable(options: FileOptions) -> None:
 def _check_apart(results: Sequence[Path], more: Iterable[Path]) -> None:
     taken = {real(path): results[0] for path in results}
     for path in more:
-        if real(path) in taken:
-            raise ConfigError(f"{path}: is written for {taken[real(path)]}: give another file")
+        for place, use in taken.items():
+            if place == real(path) or (place.exists() and path.exists() and place.samefile(path)):
+                raise ConfigError(f"{path}: is written for {use}: give another file")
         taken[real(path)] = path

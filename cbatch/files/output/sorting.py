@@ -120,11 +120,7 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
     check_new(target, force=force)
     with sorted_records(output, by=by) as records:
         check_name(target, records.format, is_asked=target.suffix == output.suffix)
-        with (
-            told(target),
-            whole(target, mode=mode_of(output)) as part,
-            part.open("r+b") as file,
-        ):
+        with told(target), whole(target, mode=mode_of(output)) as part, part.open("r+b") as file:
             write_all(file.fileno(), records.pieces)
     return records.counts
 
@@ -147,15 +143,14 @@ def sorted_records(output: Path, *, by: Sequence[Path] = ()) -> Iterator[Records
             if has_manifest
             else f"{output}: there is no manifest beside it that knows the order: give the input (--by INPUT)"
         )
-    with ExitStack() as stack:
-        if by:
-            yield stack.enter_context(_by_ids(output, by))
-            return
-        outputs = stack.enter_context(reopened(output))
-        file = outputs.files[0]
-        pieces = stack.enter_context(closing(file.pieces("number")))
-        format = outputs.manifest.settings().get(OUTPUT_FORMAT, "")
-        yield Records(_counts(file), pieces, format)
+    if by:
+        with _by_ids(output, by) as records:
+            yield records
+        return
+    with reopened(output) as outputs:
+        file, format = outputs.files[0], outputs.manifest.settings().get(OUTPUT_FORMAT, "")
+        with closing(file.pieces("number")) as pieces:
+            yield Records(_counts(file), pieces, format)
 
 
 # ---- without a manifest ----
