@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -139,16 +139,14 @@ class Manifest:
         """
         self.path, self._output, self._home = path, output, home or path
         self.is_new = False
-        with self._refused():
+        with self._refused(), ExitStack() as stack:
             self._create()
             self._db = sqlite3.connect(
                 path, timeout=0, isolation_level=None, check_same_thread=False
             )
-            try:
-                self._prepare()
-            except BaseException:
-                self._db.close()
-                raise
+            stack.callback(self._db.close)
+            self._prepare()
+            stack.pop_all()
         self._status = status_of(path)
 
     def _create(self) -> None:
@@ -367,7 +365,7 @@ class Manifest:
 
     def last_record(self) -> int:
         """Return the largest number of a record, 0 without records."""
-        return int(self.execute("SELECT coalesce(max(record), 0) FROM records").fetchone()[0])
+        return self.execute("SELECT max(record) FROM records").fetchone()[0] or 0
 
 
 def record_key(id: str) -> bytes:

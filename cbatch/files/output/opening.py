@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -217,11 +217,10 @@ def _rows(outputs: Outputs, spec: OutputSpec) -> list[FileRow]:
 
 def _new_row(file: int, path: Path, spec: OutputSpec) -> FileRow:
     """Return the row of a new file; refuse content of another program. A killed run leaves a part of the header."""
+    found = b""
     try:
-        with path.open("rb") as opened:
+        with suppress(FileNotFoundError), path.open("rb") as opened:
             found = opened.read(len(spec.header) + 1)
-    except FileNotFoundError:
-        found = b""
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if not spec.header.startswith(found.rstrip(b"\0")) and not spec.force:  # a disk may leave zeros

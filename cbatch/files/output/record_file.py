@@ -19,7 +19,7 @@ from cbatch.errors import ConfigError, OutputError
 from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
 from cbatch.files.output.manifest import DELETE, GONE, LostError
-from cbatch.files.places import check_place
+from cbatch.files.places import check_place, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -142,11 +142,11 @@ class RecordFile:
         Raises:
             OutputError: one has.
         """
-        status = os.fstat(self._fd)
+        status, there = os.fstat(self._fd), status_of(self.path)
         n_more = status.st_size - self.row.size
         if not status.st_nlink:
             problem = "was removed while the run wrote there, and its records with it"
-        elif not self._is_at_its_place(status):
+        elif there is None or not os.path.samestat(status, there):
             problem = "was moved away while the run wrote there: put it back"
         elif n_more < 0:
             problem = (
@@ -159,12 +159,6 @@ class RecordFile:
         else:
             return
         raise OutputError(self.path, f"{problem}. Run the same command again: whole records stay")
-
-    def _is_at_its_place(self, status: os.stat_result) -> bool:
-        try:
-            return os.path.samestat(status, self.path.stat())
-        except OSError:
-            return False
 
     # ---- checking ----
 

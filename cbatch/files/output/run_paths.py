@@ -138,7 +138,11 @@ def check_places(output: Path, options: FileOptions, inputs: Sequence[str]) -> N
     for path in (output, *more):
         check_place(path)
     read = [status for name in inputs if (status := status_of(name)) is not None]
-    _check_not_read(output, written_by(output, options), read)
+    for path in written_by(output, options):
+        if path.exists() and any(os.path.samestat(path.stat(), status) for status in read):
+            raise ConfigError(f"{path}: is the input: give another file for the results")
+    if is_dash(output) and any(stat.S_ISREG(s.st_mode) and is_stdout_at(s) for s in read):
+        raise ConfigError("-: stdout goes to the input: give another file for the results")
     _check_apart(files_of(output) if is_file_place(output) else [], filter(is_file_place, more))
 
 
@@ -149,15 +153,6 @@ def _more(options: FileOptions) -> list[Path]:
 def is_file_place(path: Path) -> bool:
     """Whether a path is a file or can become one; else it is stdout, a device or a named pipe."""
     return not is_dash(path) and (path.is_file() or path.is_dir() or not path.exists())
-
-
-def _check_not_read(output: Path, written: Sequence[Path], read: Sequence[os.stat_result]) -> None:
-    for path in written:
-        if path.exists() and any(os.path.samestat(path.stat(), status) for status in read):
-            raise ConfigError(f"{path}: is the input: give another file for the results")
-    files = [status for status in read if stat.S_ISREG(status.st_mode)]
-    if is_dash(output) and any(map(is_stdout_at, files)):
-        raise ConfigError("-: stdout goes to the input: give another file for the results")
 
 
 def check_replaceable(options: FileOptions) -> None:
