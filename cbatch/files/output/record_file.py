@@ -123,7 +123,7 @@ class RecordFile:
         self._is_ahead = False
 
     def sync(self) -> bool:
-        """Wait until the committed bytes are on disk; return whether they were not, so that `row` has changed.
+        """Wait until the committed bytes are on disk; return whether `row` has changed by that.
 
         Raises:
             OutputError: the file cannot be written, or another program has changed it.
