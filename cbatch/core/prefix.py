@@ -91,7 +91,7 @@ class PrefixCache:
 
     def enter(self, slot: Slot, driver: SequenceDriver) -> None:
         """Enter that a sequence has a slot, where its prompt will stand."""
-        self.use(slot)
+        self._use(slot)
         window = driver.window
         n_known = window.n_keep if window and window.n_shifts else driver.n_prompt
         self.forget(slot)
@@ -108,13 +108,13 @@ class PrefixCache:
         self._changed[slot] = []
         self._left_by.pop(slot, None)
 
-    def use(self, slot: Slot) -> None:
+    def _use(self, slot: Slot) -> None:
         """Mark a slot as recently used, so that eviction takes others first."""
         self._used_at[slot] = max(self._used_at) + 1
 
     def copy(self, slot: Slot, n_cells: int) -> None:
         """Note that the plan copies the first `n_cells` of a slot."""
-        self.use(slot)
+        self._use(slot)
         if self._running[slot] is None:
             self.copied[slot] = max(n_cells, self.copied.get(slot, 0))
 
@@ -190,12 +190,8 @@ class PrefixCache:
     def _n_common_cells(self, driver: SequenceDriver, slot: Slot, n_alike: int) -> int:
         """Return how many cells a prompt can have of a slot that has `n_alike` of its tokens."""
         n_cells = self._ledger.n_cells[slot]
-        number = driver.request.continues
-        if (
-            number is not None
-            and self._left_by.get(slot) == number
-            and n_cells <= driver.n_takeable
-        ):
+        is_own = slot in self._left_by and self._left_by[slot] == driver.request.continues
+        if is_own and n_cells <= driver.n_takeable:
             return n_cells
         if not self._can_trim:
             return n_cells if n_cells <= n_alike and n_cells == self._whole(n_cells) else 0
