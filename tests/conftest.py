@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[1]
 MODELS = {"synth", "test_model", "random_model"}
 """Fixtures that give a path of a model: who asks for one is `real`."""
 
+N_CASES = 3
+"""Cases of a test with parameters that the profile `fast` runs."""
+
 SynthFactory = Callable[..., Path]
 """`synth(shape, *, seed=0, metadata=None, **sizes) -> Path`; files are shared, so read only."""
 
@@ -37,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     places = [_package().parent, ROOT]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, places))
     os.environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
+    gc.disable()  # until all is imported
     _share_cores()
     GUARD.install()
     _add_recipe()
@@ -62,18 +66,29 @@ def _add_recipe() -> None:
     cbatch.models.__path__.append(str(ROOT / "cbatch" / "models"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `real` what asks for a model."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """Mark as `real` what asks for a model; keep a few cases of each test in the profile `fast`."""
     for item in items:
         if MODELS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("real")
+    yield
+    if profiles.is_fast():
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        kept = {item for of_one in cases.values() for item in profiles.some(of_one, N_CASES)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run what asks for `any_way` in each way, in the profile `fast` in one."""
-    if "any_way" in metafunc.fixturenames:
-        ways = profiles.some(["threaded", "by hand", "async"], 1)
-        metafunc.parametrize("any_way", ways, indirect=True)
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from all that was imported: it takes long to look at."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -134,12 +149,10 @@ def random_model(synth: SynthFactory) -> Path:
 
 
 @pytest.fixture
-def new_objects_only() -> Iterator[None]:
-    """Let `gc.get_objects` return only objects made from now on: all others take long to look at."""
+def new_objects_only() -> None:
+    """Let `gc.get_objects` return only objects made from now on."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _place(folder: Path, way: str) -> Iterator[Place]:
@@ -149,7 +162,7 @@ def _place(folder: Path, way: str) -> Iterator[Place]:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(params=["threaded", "by hand", "async"])
 def any_way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """Engines on fake backends over one folder of cells, by each way to ask."""
     yield from _place(tmp_path, request.param)

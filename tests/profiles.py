@@ -27,7 +27,7 @@ def is_fast() -> bool:
 
 def examples(n: int) -> int:
     """Return `n` in the profile `full`, a thirtieth of it in `fast`."""
-    return max(3, n // 30) if is_fast() else n
+    return max(2, n // 30) if is_fast() else n
 
 
 def some(cases: Sequence[Case], n: int = 2) -> Sequence[Case]:

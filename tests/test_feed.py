@@ -25,7 +25,6 @@ from cbatch.progress import SilentView, Snapshot
 from cbatch.response import BatchError, BatchResult
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT
 from cbatch.runtime.sequences import SequenceMaker
-from tests.profiles import some
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,
@@ -45,7 +44,7 @@ SHORT = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "seed": 1}
 MakeEngine = Callable[..., Engine]
 
 
-@pytest.fixture(params=some([True, False], 1), ids={False: "by hand", True: "threaded"}.get)
+@pytest.fixture(params=[True, False], ids=["threaded", "by hand"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=request.param) as made:
         yield made

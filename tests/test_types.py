@@ -17,7 +17,6 @@ from cbatch.engine import Engine
 from cbatch.errors import ConfigError, EngineClosedError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.response import BatchError
-from tests.profiles import some
 from tests.runtime.backends import PATIENCE_S, is_threaded
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 SHORT = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "seed": 1}
 
 
-@pytest.fixture(params=some([True, False], 1), ids={False: "by hand", True: "threaded"}.get)
+@pytest.fixture(params=[True, False], ids=["threaded", "by hand"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     backend = FakeBackend(2, 64, 32)
     with closing(Engine(backend, options=SHORT, threaded=request.param)) as made:

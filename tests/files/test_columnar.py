@@ -17,7 +17,6 @@ from cbatch.files.output.columnar_answers import ColumnarEncoder
 from cbatch.files.output.target import encoder
 from tests.files.runs import make_engine
 from tests.files.samples import ANSWER, error_of, read, records, write
-from tests.profiles import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,8 +238,8 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("name", some(["in.parquet", "in.arrow"], 1))
-@pytest.mark.parametrize("how", some([*REPLACED], 4))
+@pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
+@pytest.mark.parametrize("how", REPLACED)
 def test_input_that_was_replaced_pairs_no_answer_with_another_row(
     tmp_path: Path, name: str, how: str
 ) -> None:

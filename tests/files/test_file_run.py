@@ -31,7 +31,6 @@ from tests import call_runs
 from tests.files.runs import SHORT, answers, make_engine, records, write_requests
 from tests.helpers import A_SECOND_A_STEP
 from tests.places import can_all
-from tests.profiles import some
 from tests.runtime.backends import GatedBackend
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
 
 
-@pytest.fixture(params=some([False, True], 1), ids={False: "by hand", True: "threaded"}.get)
+@pytest.fixture(params=[False, True], ids=["by hand", "threaded"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with make_engine(threaded=request.param) as made:
         yield made
@@ -417,7 +416,7 @@ def move_away(out: Path) -> None:
         (add_to, r"was written to by another program while the run wrote there, [\d,]+ bytes"),
     ],
 )
-@pytest.mark.parametrize("n_before", some([20, 100], 1))
+@pytest.mark.parametrize("n_before", [20, 100])
 def test_output_changed_meanwhile_is_told_and_nothing_is_lost(
     source: Path, out: Path, change: Callable[[Path], None], words: str, n_before: int
 ) -> None:

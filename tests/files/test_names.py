@@ -12,7 +12,6 @@ from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.output.sorting import sort_to
 from tests.files.runs import records
-from tests.profiles import some
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
@@ -61,24 +60,21 @@ OWN = {
 @pytest.mark.parametrize("source", INPUTS)
 @pytest.mark.parametrize(
     ("name", "format"),
-    some(
-        [
-            ("out", None),
-            ("out.dat", None),
-            ("out.csv", "csv"),
-            ("OUT.CSV", "csv"),
-            ("out.tsv", "tsv"),
-            ("out.tab", "tsv"),
-            ("out.parquet", "parquet"),
-            ("out.pq", "parquet"),
-            ("out.arrow", "arrow"),
-            ("out.feather", "arrow"),
-            ("out.jsonl", "json lines"),
-            ("out.ndjson", "json lines"),
-            ("out.json", "json lines"),
-        ],
-        5,
-    ),
+    [
+        ("out", None),
+        ("out.dat", None),
+        ("out.csv", "csv"),
+        ("OUT.CSV", "csv"),
+        ("out.tsv", "tsv"),
+        ("out.tab", "tsv"),
+        ("out.parquet", "parquet"),
+        ("out.pq", "parquet"),
+        ("out.arrow", "arrow"),
+        ("out.feather", "arrow"),
+        ("out.jsonl", "json lines"),
+        ("out.ndjson", "json lines"),
+        ("out.json", "json lines"),
+    ],
 )
 def test_name_of_the_output_says_its_format(
     engine: Engine, inputs: dict[str, Path], source: str, name: str, format: str | None

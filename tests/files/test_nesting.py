@@ -102,7 +102,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", some([*SETTINGS], 1))
+@pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("place", PLACES)
 def test_deep_line_costs_that_line_alone(
     engine: Engine, quick_path: Path, place: str, how: str

@@ -85,6 +85,7 @@ def test_every_item_comes_out_once(n_max: int, items: list[tuple[str, int, bool]
     assert sorted(out) == list(range(len(items)))
 
 
+@pytest.mark.usefixtures("new_objects_only")
 def test_window_keeps_nothing_of_what_it_gave_out() -> None:
     window = Window(4)
     for i in range(40):  # the first of a full window is the shortest: it goes late, out of turn
