@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = {"synth", "test_model", "random_model"}
 """Fixtures that give a path of a model: who asks for one is `real`."""
 
-N_CASES = 3
+N_CASES = 2
 """Cases of a test with parameters that the profile `fast` runs."""
 
 SynthFactory = Callable[..., Path]

@@ -19,7 +19,7 @@ _MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
-def quick_path(tmp_path: Path) -> Iterator[Path]:
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """Return an empty folder in memory, where nothing waits for a disk."""
     with TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else tmp_path) as folder:
         yield Path(folder)

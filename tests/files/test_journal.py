@@ -263,15 +263,15 @@ def log_of(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_log_of_the_manifest_stays_small(quick_path: Path) -> None:
+def test_log_of_the_manifest_stays_small(tmp_path: Path) -> None:
     most = 0
-    with open_journal(quick_path, sync_s=1e9) as journal:
+    with open_journal(tmp_path, sync_s=1e9) as journal:
         for number, id in enumerate(in_any_order(10_000)):
             assert journal.claim(id, DIGEST, number) == "new"
             journal.add(number, b"x" * 50, is_error=False)
             if number % 16 == 0:
                 journal.commit()
-                most = max(most, log_of(quick_path))
+                most = max(most, log_of(tmp_path))
     assert 2**19 < most < 1.25 * 2**20
 
 
@@ -812,21 +812,19 @@ def test_damaged_manifest_is_refused_or_replaced(tmp_path: Path, damage: str) ->
 @pytest.mark.parametrize(
     "damage", [bytes(1024), b"\xff" * 1024, b"mine" * 256], ids=["0", "255", "text"]
 )
-def test_manifest_damaged_in_any_page_is_refused_or_replaced(
-    quick_path: Path, damage: bytes
-) -> None:
-    fill(quick_path, *map(str, range(200)))
-    path = quick_path / "out.manifest"
-    whole, answers = path.read_bytes(), (quick_path / "out").read_bytes()
+def test_manifest_damaged_in_any_page_is_refused_or_replaced(tmp_path: Path, damage: bytes) -> None:
+    fill(tmp_path, *map(str, range(200)))
+    path = tmp_path / "out.manifest"
+    whole, answers = path.read_bytes(), (tmp_path / "out").read_bytes()
     for start in range(1024, len(whole), 1024):
         path.write_bytes(whole[:start] + damage + whole[start + 1024 :])
         with pytest.raises(ConfigError, match=r"is damaged, or no manifest .* \(--force\)"):
-            open_journal(quick_path)
-        assert (quick_path / "out").read_bytes() == answers
-        with open_journal(quick_path, force=True) as journal:
+            open_journal(tmp_path)
+        assert (tmp_path / "out").read_bytes() == answers
+        with open_journal(tmp_path, force=True) as journal:
             assert journal.claim("7", DIGEST, 1) == "new"
             assert "is damaged" in journal.notes[0]
-        (quick_path / "out").write_bytes(answers)
+        (tmp_path / "out").write_bytes(answers)
 
 
 @pytest.mark.parametrize(
@@ -896,11 +894,11 @@ PASS = st.lists(ITEM, max_size=10).flatmap(lambda items: st.permutations(list(en
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # each example has a folder in it
 )
 def test_any_runs_in_any_order_leave_each_item_once(
-    quick_path: Path,
+    tmp_path: Path,
     passes: list[list[tuple[int, tuple[int, int, bool]]]],
     slice: int,
 ) -> None:
-    folder = Path(mkdtemp(dir=quick_path))
+    folder = Path(mkdtemp(dir=tmp_path))
     for i_pass, items in enumerate(passes):
         expected, seen = dict[int, bytes](), set[int]()
         with open_journal(folder, retry_errors=bool(i_pass % 2)) as journal:

@@ -74,10 +74,10 @@ def kill_before_every_step(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_kill_before_every_step_leaves_what_can_go_on(quick_path: Path, loss: Loss) -> None:
+def test_kill_before_every_step_leaves_what_can_go_on(tmp_path: Path, loss: Loss) -> None:
     names = Counter[str]()
-    for i_pass, expected in enumerate(undisturbed(quick_path / "files")):
-        names += kill_before_every_step(quick_path / f"before-{i_pass}", loss, i_pass, expected)
+    for i_pass, expected in enumerate(undisturbed(tmp_path / "files")):
+        names += kill_before_every_step(tmp_path / f"before-{i_pass}", loss, i_pass, expected)
     assert set(names) == STEPS
 
 
@@ -87,11 +87,11 @@ N_FEW = 4
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("has_others", [False, True], ids=["new", "forced over others"])
 def test_two_kills_before_any_two_steps_leave_what_can_go_on(
-    quick_path: Path, loss: Loss, has_others: bool
+    tmp_path: Path, loss: Loss, has_others: bool
 ) -> None:
     do = partial(run_pass, i_pass=0, n_items=N_FEW, slice=2, sync_s=0, force=has_others)
     for i_first in itertools.count():
-        folder = quick_path / f"first-{i_first}"
+        folder = tmp_path / f"first-{i_first}"
         folder.mkdir()
         if has_others:
             run_pass(folder, 1, N_FEW, header=b"other\n")
@@ -102,7 +102,7 @@ def test_two_kills_before_any_two_steps_leave_what_can_go_on(
         shutil.rmtree(first.picture)
     expected = records(folder)
     assert i_first > 15
-    for path in quick_path.glob("last-*"):
+    for path in tmp_path.glob("last-*"):
         assert records(path) == expected, path.name
 
 
@@ -120,9 +120,9 @@ def kill_again_before_every_step(left: Path, loss: Loss, do: Callable[[Path], ob
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_kill_while_a_shorter_file_is_mended_leaves_what_can_go_on(
-    quick_path: Path, loss: Loss
+    tmp_path: Path, loss: Loss
 ) -> None:
-    folder = quick_path / "files"
+    folder = tmp_path / "files"
     folder.mkdir()
     run_pass(folder, 0, N_ITEMS)
     expected = records(folder)

@@ -105,12 +105,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("place", PLACES)
 def test_deep_line_costs_that_line_alone(
-    engine: Engine, quick_path: Path, place: str, how: str
+    engine: Engine, tmp_path: Path, place: str, how: str
 ) -> None:
     deep, good = PLACES[place]
-    source = quick_path / "in.jsonl"
+    source = tmp_path / "in.jsonl"
     said: dict[str, Any] = {
-        name: quick_path / value if isinstance(value, str) else value
+        name: tmp_path / value if isinstance(value, str) else value
         for name, value in SETTINGS[how].items()
     }
     asked: dict[str, Any] = (
@@ -118,7 +118,7 @@ def test_deep_line_costs_that_line_alone(
     )
     for depth in DEPTHS:
         source.write_text(f"{good}\n{deep(depth)}\n")
-        out = quick_path / f"{depth}.jsonl"
+        out = tmp_path / f"{depth}.jsonl"
         summary = run_file(source, out, engine=engine, **said, **asked)
         assert (summary.n_items, summary.n_failed, summary.n_left) == (2, 1, 0), depth
         assert len(records(out)) == 2

@@ -128,13 +128,13 @@ def test_what_a_killed_run_left_is_repaired_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_kill_before_every_step_of_a_sort_loses_nothing(quick_path: Path, loss: Loss) -> None:
-    whole = quick_path / "whole"
+def test_kill_before_every_step_of_a_sort_loses_nothing(tmp_path: Path, loss: Loss) -> None:
+    whole = tmp_path / "whole"
     whole.mkdir()
     fill(whole, [4, 10, 3, 5, 2, 1])
     expected = records(whole)
     for i_kill in count():
-        folder = quick_path / f"{i_kill}"
+        folder = tmp_path / f"{i_kill}"
         shutil.copytree(whole, folder)
         machine = Machine(folder, i_kill, loss)
         if not machine.is_killed(lambda folder: sort_in_place(folder / "out")):
