@@ -45,9 +45,10 @@ def test_wait_that_is_endless_ends_with_the_results(engine: Engine, endless: Any
 
 @pytest.mark.parametrize("over", [0, -1, -math.inf, -(10**400), 0.0, np.int64(0)])
 def test_wait_that_is_over_is_late_or_done(engine: Engine, over: Any) -> None:
-    response = engine.submit("a", options={"max_tokens": 60, "ignore_eos": True})
-    if is_threaded(engine):
-        engine.pause(response.ids[0])
+    is_paused = False
+    while not is_paused:  # the thread that computes may be through before
+        response = engine.submit("a", options={"max_tokens": 60, "ignore_eos": True})
+        is_paused = not is_threaded(engine) or engine.pause(response.ids[0])
     with pytest.raises(TimeoutError, match="had not ended"):
         response.results(timeout=over)
     engine.resume(response.ids[0])

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from cbatch.files.units import clock, count, duration, short, tick_step, ticks, time_step
 
 if TYPE_CHECKING:
@@ -198,6 +196,8 @@ class DistributionChart:
 
 def _joined_buckets(times: Percentiles) -> list[TimeBar]:
     """Return the counted buckets joined to pieces of one width, empty ones between them included."""
+    import numpy as np  # slow to import
+
     starts, ends, counts = np.array(times.buckets()).T
     width = math.log(ends[0] / starts[0])
     n_buckets = round(math.log(ends[-1] / starts[0]) / width)

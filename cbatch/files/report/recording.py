@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files.report.page import write_report
-from cbatch.files.report.recorder import RunRecorder, tee
 from cbatch.files.report.trace import TraceWriter
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.files.input.item import Item
+    from cbatch.files.report.recorder import RunRecorder
     from cbatch.files.settings import FileOptions
     from cbatch.files.work import OnEnded
     from cbatch.response import BatchResult
@@ -53,6 +53,11 @@ class Recording:
         self, engine: Engine, title: str, settings: Mapping[str, str], on_ended: OnEnded | None
     ) -> Iterator[OnEnded]:
         """Record an inner block, and lend the function for items that ended; ConfigError: no trace can be written."""
+        if self._asked.report is None and self._asked.trace is None:
+            yield _telling(None, on_ended)
+            return
+        from cbatch.files.report.recorder import RunRecorder, tee  # numpy is slow to import
+
         with ExitStack() as stack:
             recorders: list[Callable[[StepRecord], object]] = []
             if self._asked.trace is not None:
@@ -63,9 +68,8 @@ class Recording:
                 recorder = RunRecorder(engine.parallel)
                 recorders.append(recorder)
                 stack.callback(self._write, self._asked.report, recorder, title, settings)
-            if recorders:
-                stack.callback(engine.record_steps, None)
-                engine.record_steps(tee(*recorders))
+            stack.callback(engine.record_steps, None)
+            engine.record_steps(tee(*recorders))
             yield _telling(recorder, on_ended)
 
     def _write(
