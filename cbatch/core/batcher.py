@@ -509,7 +509,7 @@ class MultiRequestBatcher:
         loaded = [key for _, key, _ in plan.loads]
         saved = [key for _, key in plan.saves]
         self._saved.lose_stores()
-        for driver in self._saved.give_up(loaded):
+        for driver in self._saved.give_up([*loaded, *saved]):
             driver.has_fetched = False
         self._cells.saves = []
         self._cells.forgets += [*loaded, *saved]

@@ -146,6 +146,13 @@ class SlotCells:
 
     # ---- in a view ----
 
+    def can_load(self, driver: SequenceDriver) -> bool:
+        """Whether there is room for the saved cells of a driver, if it has any, once free slots are emptied."""
+        ledger = self.ledger
+        if driver.saved_key is None or not ledger.is_shared:
+            return True
+        return ledger.n_in_use(self.prefixes.copied) + driver.n_computed <= ledger.n_pool
+
     def enter(self, driver: SequenceDriver, slot: Slot, source: Source | None) -> int:
         """Fill a driver's new slot with its saved cells, or with cells that others computed; return how many."""
         n_kept = source.n_cells if source is not None and source.slot == slot else 0

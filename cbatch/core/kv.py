@@ -162,10 +162,10 @@ class KvLedger:
             return self.n_cells[slot]
         return sum(block.n for block in self._blocks[slot] if block.n_slots == 1)
 
-    def n_in_use(self) -> int:
-        """Return the cells of the slots that are lent; a cell of several slots counts once."""
-        lent = (blocks for slot, blocks in enumerate(self._blocks) if slot not in self._free)
-        return sum({id(b): b.n for blocks in lent for b in blocks}.values())
+    def n_in_use(self, kept: Collection[Slot] = ()) -> int:
+        """Return the cells of the slots that are lent or `kept`; a cell of several slots counts once."""
+        used = (self._blocks[s] for s in range(self.n_slots) if s not in self._free or s in kept)
+        return sum({id(b): b.n for blocks in used for b in blocks}.values())
 
     def _drop_blocks(self, slot: Slot, n_less: int) -> int:
         """Take `n_less` cells off the end of a slot; return how many of them no other slot has."""

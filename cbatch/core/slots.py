@@ -240,9 +240,12 @@ class SlotPlan:
             n_left = len(self.leaves)
             found = self._fitting(first, demand)
             if found is not None:
+                driver, head = found[0], first[0]
                 if not self._let_in(*found, demand):
                     break
-                first.remove(found[0])
+                if driver is not head and driver in self.placed:
+                    self.overtaken[head] = self.overtaken.get(head, 0) + 1
+                first.remove(driver)
                 first += islice(waiting, 1)
             elif not self.park():
                 break
@@ -268,15 +271,13 @@ class SlotPlan:
             if source is not None and self.running[source.slot] is not None:
                 n_shared = source.n_cells
             if found.leader is not None or demand.fits(driver, self.cells.ledger, n_shared):
-                if driver is not head:
-                    self.overtaken[head] = self.overtaken.get(head, 0) + 1
                 return driver, found
             if head.n_overtaken + self.overtaken.get(head, 0) >= N_OVERTAKEN_MAX:
                 break
         return None
 
     def _let_in(self, driver: SequenceDriver, found: PrefixMatch, demand: Demand) -> bool:
-        """Give a slot to a sequence, or hold it until it can begin further on; False if no slot is free for it."""
+        """Give a slot to a sequence, or hold it until it can begin further on; False if there is no room."""
         books, n_slots = self.books, self.cells.ledger.n_slots
         if self.cells.ledger.n_free_slots <= self.n_following:
             return False
@@ -291,6 +292,8 @@ class SlotPlan:
                 return False
             self.holds[driver] = found
             return True
+        if not self.cells.can_load(driver):  # the next plan copies nothing of these slots
+            return False
         self._enter(driver, found.source)
         if self.cells.ledger.is_shared:
             demand.join(driver, self.n_computed(driver))

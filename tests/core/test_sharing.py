@@ -16,11 +16,13 @@ from tests.helpers import (
     known_in,
     make_request,
     make_scheduler,
+    make_sequences,
     park_paused,
     partitioned,
     plan_of,
     recurrent,
     root_of,
+    run,
     shared_pool,
     step,
 )
@@ -581,6 +583,64 @@ def test_run_that_was_broken_off_costs_its_cells_and_no_token(n_done: int) -> No
     drive(rig)
     for request in alike(3, max_tokens=20):
         assert rig.results[request.id].token_ids == tuple(rig.alone(request, 20))
+
+
+@pytest.mark.parametrize("is_applied", [False, True])
+def test_broken_off_run_that_saved_a_sequence_costs_cells_and_no_token(*, is_applied: bool) -> None:
+    memory = shared_pool(60, can_save=True)
+    rig = make_scheduler(2, 60, 60, memory=memory, swap_mib=8)
+    rig.submit(*make_sequences(2, n_prompt=4, max_tokens=36))
+    plan = None
+    while plan is None or not plan.step.saves:
+        rig.backend.interrupt()
+        plan = plan_of(rig)
+        assert plan is not None
+        if not plan.step.saves:
+            run(rig, plan)
+    result = rig.backend.run(plan.step)
+    if is_applied:
+        rig.scheduler.apply(plan, result, rig.now)
+    rig.batcher.lose_cells(plan.step)
+    drive(rig)
+    for request in make_sequences(2, n_prompt=4, max_tokens=36):
+        assert rig.results[request.id].token_ids == tuple(rig.alone(request, 36))
+
+
+def test_cells_are_loaded_when_the_copies_beside_them_leave_room() -> None:
+    """A free slot that a plan copies from keeps all that it holds, so the cells of another wait for a plan."""
+    memory = shared_pool(195, can_save=True, can_copy=True)
+    rig = make_scheduler(5, 200, 200, memory=memory, share_prefixes=True, swap_mib=8)
+    common, own = [*range(40)], [150 + i % 50 for i in range(62)]
+    rig.submit(make_request("w", own, max_tokens=1, cache_key="b", save_cache=True))
+    drive(rig)
+    rig.submit(make_request("c", [*common, *(i % 100 for i in range(101))], max_tokens=2))
+    drive(rig)
+    copying = make_request("a", [*common, 200, 201], max_tokens=2, cache_key="none")
+    loading = make_request("b", [*own, 3], max_tokens=2, cache_key="b")
+    rig.submit(copying, loading)
+    drive(rig)
+    for request in (copying, loading):
+        assert rig.results[request.id].token_ids == tuple(rig.alone(request, 2))
+    assert rig.results["b"].usage.cached_tokens == 62
+
+
+def test_sequence_at_the_head_is_passed_only_where_another_enters() -> None:
+    memory = shared_pool(200, can_copy=True)
+    rig = make_rig(
+        2, n_window=200, n_batch=200, memory=memory, admission="reserve", prefill_chunk=2
+    )
+    leader = [*range(100)]
+    for request in (
+        make_request("l", leader, max_tokens=5),
+        make_request("f", [*leader, 101], max_tokens=5),
+    ):
+        rig.submit(request)
+        step(rig)
+    long = [7 * i % 256 for i in range(150)]
+    rig.submit(make_request("head", long, max_tokens=5), make_request("s", [9, 8], max_tokens=2))
+    for _ in range(20):  # the free slot is kept for the follower
+        step(rig)
+    assert rig.drivers["head"].n_overtaken == 0
 
 
 def test_chats_with_a_common_first_token_do_not_drive_each_other_out() -> None:
