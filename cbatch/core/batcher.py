@@ -12,7 +12,7 @@ from cbatch.core.lifecycle import Event, Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
-from cbatch.core.queue import AdmissionQueue, Deadlines
+from cbatch.core.queue import BY_PROMPT, AdmissionQueue, Deadlines
 from cbatch.core.slots import N_LOOK, Books, SlotPlan
 from cbatch.core.waiting import (
     CacheEntry,
@@ -54,7 +54,7 @@ class Occupancy:
     n_unserved: int
     """Waiting for a slot, or for their grammar first."""
     n_open_slots: int
-    """Slots that sequences which come now could have."""
+    """Slots that sequences which come now could have; below 0 where more are waited for than are free."""
     n_storing: int
     """Ended but for their cells, which are on their way to disk."""
     n_ended: int
@@ -111,7 +111,7 @@ class MultiRequestBatcher:
         }
         self._deadlines = Deadlines()
         self._prompts = prompts
-        self._is_sorted_by_length = options.policy == "shortest"
+        self._is_by_prompt = options.policy in BY_PROMPT
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
         self._order: list[SequenceDriver] | None = None  # None where others run than before
@@ -153,7 +153,7 @@ class MultiRequestBatcher:
             driver.number = next(self._numbers)
             self.in_flight[driver.request.id] = driver
             self._deadlines.add(driver)
-            if self._is_sorted_by_length or driver.request.prompt.tokens is not None:
+            if self._is_by_prompt or driver.request.prompt.tokens is not None:
                 self._prompts.prepare(driver)
             if driver.error is not None:
                 self._end(driver, driver.clock.submitted_s, driver.error)

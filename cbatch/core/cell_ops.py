@@ -179,7 +179,7 @@ class SlotCells:
             self.prefixes.retain(source, driver, n_cells)
 
     def make_room(self, n_cells: int) -> None:
-        """Empty free slots until `n_cells` cells are free, the one unused for longest first."""
+        """Empty free slots until `n_cells` cells are free, first the one entered or copied from longest ago."""
         while self.ledger.n_free_cells < n_cells:
             slot = self.prefixes.oldest_retained()
             if slot is None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 DEFAULT_AGEING_S = 10.0
 """Seconds of waiting worth one point of priority: our choice; ten points are passed by in less than two minutes."""
 
+BY_PROMPT = ("shortest",)
+"""Policies that look at the tokens of a prompt: it becomes tokens before its sequence is queued."""
+
 _N_ENDED_MIN = 64
 
 

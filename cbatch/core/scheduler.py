@@ -33,7 +33,7 @@ N_STEPS_MAX = 64
 """Most steps in one run. A run also ends after about 50 ms, so this only sizes the buffers."""
 
 WATCHED_RUN_S = 0.02
-"""About how long a run may take while output is streamed: its tokens come at once then. Our choice."""
+"""About how long a run takes where output is streamed, for its tokens come at once, or may end by a stop string."""
 
 DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""

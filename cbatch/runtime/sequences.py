@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cbatch.chat.chat_format import ChatFormat
 from cbatch.checks import check_seconds
 from cbatch.core.driver import SequenceDriver
+from cbatch.core.queue import BY_PROMPT
 from cbatch.core.request import Request
 from cbatch.errors import ConfigError, PromptError, UnsupportedOptionError
 from cbatch.options import MAX_SEED, RunOptions
@@ -93,7 +94,7 @@ class SequenceMaker:
         reader = self._chats.reader(request.prompt, request.options)
         driver = SequenceDriver.of(request, piece, now, reader)
         self._warn(driver)
-        if self._schedule.policy == "shortest":
+        if self._schedule.policy in BY_PROMPT:
             # here, for the owner thread must not wait
             self._prompts.prepare(driver)
         return driver
