@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Cost = Callable[[int, int], float]
 
-RUN_S = 0.05
+RUN_S = 0.1
 """Seconds after which a run of several steps ends. Source: `slice_s` of `NativeStepper`."""
 
 

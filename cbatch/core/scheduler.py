@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cbatch.options import AdapterSet
 
 N_STEPS_MAX = 64
-"""Most steps in one run. A run also ends after about 50 ms, so this only sizes the buffers."""
+"""Most steps in one run. A run also ends after about 100 ms, so this only sizes the buffers."""
 
 WATCHED_RUN_S = 0.02
 """About how long a run takes where output is streamed, for its tokens come at once, or may end by a stop string."""

@@ -44,7 +44,7 @@ class PythonStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int = 1,
-        slice_s: float = 0.05,
+        slice_s: float = 0.1,
         api: LlamaApi | None = None,
     ) -> None:
         """Take what `NativeStepper` takes; `n_threads` is not used."""

@@ -72,7 +72,7 @@ class NativeStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int,
-        slice_s: float = 0.05,
+        slice_s: float = 0.1,
         api: LlamaApi | None = None,
         isa: int = ISA_BEST,
     ) -> None:
