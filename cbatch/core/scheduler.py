@@ -362,7 +362,9 @@ class ContinuousBatchScheduler:
         for chunk in chunks:
             if not chunk.has_output or chunk.targets:
                 return 1
-        n_steps, is_short = N_STEPS_MAX, False
+        # the next plan may let in a sequence that this one had no room for
+        is_short = bool(slots.n_waiting and slots.cells.ledger.n_free_slots)
+        n_steps = N_STEPS_MAX
         is_turn = self._quantum and slots.n_waiting
         for d in rows:
             if d.request.grammar is not None:

@@ -209,6 +209,17 @@ def test_run_is_short_where_a_stop_string_may_end_it() -> None:
     assert [must(step(rig)).n_steps for _ in range(3)] == [N_STEPS_MAX, 1, 1]  # the first learns
 
 
+def test_run_is_short_where_a_slot_is_free_for_one_that_waits() -> None:
+    memory = shared_pool(100)
+    rig = make_scheduler(2, 64, 64, memory=memory, admission="reserve", cost=StepCost(base_s=0.006))
+    rig.submit(*make_sequences(2, max_tokens=50))
+    for n_steps in (50, 49):  # until it is known what decoding takes
+        rig.backend.interrupt()
+        assert must(step(rig)).n_steps == n_steps
+    assert rig.drivers["1"].slot is None
+    assert must(step(rig)).n_steps == 4
+
+
 def test_interrupted_run_ends_after_its_step_and_loses_nothing() -> None:
     rig = make_scheduler(n_slots=1)
     rig.submit(make_request(max_tokens=6))
