@@ -51,6 +51,12 @@ def shown(value: object) -> str:
     return text if len(text) <= _N_SHOWN else f"{text[:_N_SHOWN]}…"
 
 
+def name_of(given: object) -> str:
+    """Return the name of an option, or how an error shows what is no text."""
+    name = text_of(given)
+    return shown(given) if name is None else name
+
+
 def is_too_deep(value: object) -> bool:
     """Return whether lists and mappings are nested more than `MAX_DEPTH` deep, without recursion."""
     level = [value] if isinstance(value, _CONTAINERS) else []

@@ -19,6 +19,7 @@ from cbatch.checks import (
     check_string,
     check_text,
     checked,
+    name_of,
     reading,
     shown,
 )
@@ -247,7 +248,7 @@ class EngineOptions(ScheduleOptions):
             raise ConfigError(f"settings must be a mapping, not {shown(settings)}")
         known = [f.name for f in fields(cls)]
         with reading("settings"):
-            given = {text_of(name) or shown(name): value for name, value in settings.items()}
+            given = {name_of(name): value for name, value in settings.items()}
         for name in given:
             if name not in known:
                 raise UnsupportedOptionError(name, known)

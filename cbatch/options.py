@@ -25,6 +25,7 @@ from cbatch.checks import (
     checked,
     json_object,
     json_text,
+    name_of,
     reading,
     shown,
     strings_of,
@@ -131,12 +132,6 @@ _STRUCTURE = ("json_schema", "response_format", "regex", "grammar")
 
 
 @lru_cache(maxsize=64)
-def _name(given: object) -> str:
-    """Return the name of an option, or a text that is no name."""
-    name = text_of(given)
-    return shown(given) if name is None else name
-
-
 def schema_of(response_format: str) -> str | None:
     """Return the schema that a response format asks for; None for text.
 
@@ -467,7 +462,7 @@ class RunOptions:
             if isinstance(value, RunOptions):
                 return value
             if isinstance(value, Mapping):
-                return cls(**{_name(name): option for name, option in value.items()})
+                return cls(**{name_of(name): option for name, option in value.items()})
         raise ConfigError(f"options must be RunOptions or a mapping, not {type(value).__name__}")
 
     def over(self, other: RunOptions) -> RunOptions:

@@ -141,6 +141,12 @@ def test_wrong_setting_is_refused_with_its_limits(
         cbatch.load(test_model, **{"parallel": 16, **settings})
 
 
+def test_empty_name_of_a_setting_is_refused_as_it_is() -> None:
+    with pytest.raises(UnsupportedOptionError, match="unknown option ''") as caught:
+        cbatch.load(**dict[str, Any]({"": 1}))
+    assert caught.value.option == ""
+
+
 @pytest.mark.parametrize("name", ["n_slots", "draft_model", "type_k", "verbose"])
 def test_unknown_setting_is_refused_by_name(test_model: Path, name: str) -> None:
     with pytest.raises(UnsupportedOptionError, match=name) as caught:
