@@ -118,9 +118,14 @@ class MultiRequestBatcher:
 
     # ---- questions ----
 
+    @property
+    def n_waiting(self) -> int:
+        """Sequences without a slot that could take one. From any thread."""
+        return len(self._queue)
+
     def occupancy(self) -> Occupancy:
         """Return how many sequences wait, run and rest now. From any thread; `n_held` by the owner alone."""
-        n_free, n_waiting = self._ledger.n_free_slots, len(self._queue)
+        n_free, n_waiting = self._ledger.n_free_slots, self.n_waiting
         n_paused = sum(d is not None and d.status is Status.PAUSED for d in self._running)
         n_lent = self._ledger.n_slots - n_free
         return Occupancy(

@@ -119,7 +119,7 @@ class InFlight:
 
         Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free.
         """
-        is_first = self._batcher.occupancy().n_waiting <= self._loop.n_entering
+        is_first = self._batcher.n_waiting <= self._loop.n_entering
         self._loop.post(partial(self._loop.enqueue, drivers), is_urgent=is_first)
 
     def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:

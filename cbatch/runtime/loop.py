@@ -133,7 +133,7 @@ class Loop:
 
     def _tell_recorder(self, record: StepRecord, apply_s: float, deliver_s: float) -> None:
         """Call the recorder; one that raises is called no more, and requests are not affected."""
-        n_waiting = self._batcher.occupancy().n_waiting
+        n_waiting = self._batcher.n_waiting
         try:
             if self.recorder is not None:
                 self.recorder(
