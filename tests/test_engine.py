@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
-from cbatch.backend.fake import FakeBackend, Faults
+from cbatch.backend.fake import FakeBackend, Faults, StepCost
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.load.open_model import open_model
 from cbatch.engine import Engine
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.messages import Prompt
     from cbatch.runtime.batch_response import BatchResponse
+    from cbatch.runtime.step_record import StepRecord
 
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 CAPS = (3, 9, 5, 2, 7, 4)
@@ -265,6 +266,18 @@ def test_nearest_options_win() -> None:
         assert [len(r.token_ids) for r in all_results(engine.run(items))] == [7, 3]
         response = engine.run(items, options={"max_tokens": 5})
         assert [len(r.token_ids) for r in all_results(response)] == [7, 5]
+
+
+def test_run_is_short_until_it_is_known_whether_somebody_reads() -> None:
+    records: list[StepRecord] = []
+    backend = FakeBackend(1, 512, 16, cost=StepCost(base_s=0.006))
+    with Engine(backend, options={"max_tokens": 200, "ignore_eos": True}) as engine:
+        engine.record_steps(records.append)
+        prompts = [BatchPrompt(prompt="Hi", id=id) for id in ("first", "queued")]
+        engine.run(prompts).results()
+        engine.record_steps(None)
+    runs = [record.n_steps for record in records if record.rows[0].id == "queued"]
+    assert runs[:3] == [4, 64, 64]  # 4 steps take 20 ms
 
 
 def test_result_is_for_a_batch_of_one(make: MakeEngine) -> None:

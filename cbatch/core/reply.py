@@ -25,7 +25,7 @@ class Reply:
     """Takes the ended answer apart, where it is more than text."""
     answer: Answer | None = None
     is_watched: bool = False
-    """Whether somebody reads the output as it comes."""
+    """Whether somebody reads the output as it comes, or may: before the first delivery that is not known."""
     delivered: tuple[int, int] | None = None
     """Parts of the text and tokens that were given out; None before the first chunk."""
 

@@ -363,9 +363,9 @@ class ContinuousBatchScheduler:
             if not chunk.has_output or chunk.targets:
                 return 1
         # the next plan may let in a sequence that this one had no room for
-        is_short = bool(slots.n_waiting and slots.cells.ledger.n_free_slots)
-        n_steps = N_STEPS_MAX
-        is_turn = self._quantum and slots.n_waiting
+        n_waiting, n_steps = slots.n_waiting, N_STEPS_MAX
+        is_short = bool(n_waiting and slots.cells.ledger.n_free_slots)
+        is_turn = self._quantum and n_waiting
         for d in rows:
             if d.request.grammar is not None:
                 return 1

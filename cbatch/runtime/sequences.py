@@ -93,6 +93,7 @@ class SequenceMaker:
         piece = vocab.shown_piece if is_shown else vocab.piece
         reader = self._chats.reader(request.prompt, request.options)
         driver = SequenceDriver.of(request, piece, now, reader)
+        driver.reply.is_watched = True  # a reader may come: the first delivery knows
         self._warn(driver)
         if self._schedule.policy in BY_PROMPT:
             # here, for the owner thread must not wait
