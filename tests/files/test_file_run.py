@@ -532,7 +532,8 @@ def test_report_counts_duplicates_among_the_errors(engine: Engine, tmp_path: Pat
     assert "duplicate_custom_id" in report.read_text()
 
 
-def test_stream_tells_that_the_engine_was_closed(source: Path) -> None:
+def test_stream_tells_that_the_engine_was_closed(tmp_path: Path) -> None:
+    source = write_requests(tmp_path / "in.jsonl", 100, max_tokens=60)  # not all are done before
     engine = make_engine(threaded=True)
     pairs = iter(stream_file(source, engine))
     next(pairs)
