@@ -3,7 +3,7 @@
 import logging
 
 from cbatch.core.stats import EngineStats
-from cbatch.engine import Engine, load
+from cbatch.engine import Engine
 from cbatch.errors import (
     CacheError,
     CBatchError,
@@ -25,6 +25,7 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 from cbatch.response import (

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from anyio.lowlevel import checkpoint
@@ -22,15 +17,9 @@ from cbatch.checks import (
     check_int,
     check_path,
     check_seconds,
-    readable,
     reading,
     shown,
 )
-from cbatch.core.batcher import MultiRequestBatcher
-from cbatch.core.kv import KvLedger
-from cbatch.core.prompts import PromptPreparer
-from cbatch.core.scheduler import ContinuousBatchScheduler
-from cbatch.core.stats import EngineStats
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import CBatchError, ConfigError, EngineClosedError, RequestCancelledError
 from cbatch.interrupts import Postponed
@@ -40,44 +29,30 @@ from cbatch.progress import Progress, check_view, choose_view, closing_line
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.delivery import log_results
 from cbatch.runtime.ids import RequestId
-from cbatch.runtime.in_flight import InFlight
-from cbatch.runtime.loop import Loop
+from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
-from cbatch.runtime.sequences import OptionsMerger, tokenize
+from cbatch.runtime.sequences import OptionsMerger
 from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, Submitter
-from cbatch.runtime.validation import check_adapters
-from cbatch.runtime.waking import do_to_end, is_in_event_loop
+from cbatch.runtime.waking import do_to_end
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from cbatch.backend import Backend
+    from cbatch.core.stats import EngineStats
     from cbatch.progress import View
     from cbatch.response import BatchResult
+    from cbatch.runtime.interface import Runtime
     from cbatch.runtime.step_record import StepRecord
 
-
-Exactness = Callable[[], str]
-"""Returns the text of `Engine.exactness`; may compute for some seconds."""
 
 IsStopped = Callable[[], bool]
 """Tells whether a load is to stop, for its result is not wanted any more."""
 
-Opener = Callable[[IsStopped], "tuple[Backend, Exactness]"]
-"""Loads a backend; returns it and its exactness. Once the load is to stop, errors that it raises are dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The parts of an engine whose model is loaded."""
-
-    backend: Backend
-    batcher: MultiRequestBatcher
-    loop: Loop
-    in_flight: InFlight
-    submitter: Submitter
-    stats: EngineStats
-    exactness: Exactness | None
+Opener = Callable[[IsStopped], "Runtime"]
+"""Loads a model and returns its runtime. Once the load is to stop, errors that it raises are dropped."""
 
 
 class Engine:
@@ -116,18 +91,26 @@ class Engine:
         if not isinstance(schedule, ScheduleOptions | None):
             raise ConfigError(f"schedule must be ScheduleOptions, not {shown(schedule)}")
         self._options, self._merger = RunOptions.of(options), OptionsMerger()
-        self._schedule = schedule or ScheduleOptions()
-        self._threaded = check_flag("threaded", threaded)
         self._opener = opener
         self._log = partial(log_results, model_name)
-        self._cache_dir = None if cache_dir is None else _folder(cache_dir)
-        self._cache_mib = check_int("cache_mib", cache_mib, 1, MAX_INT)
-        self._made: _Parts | None = None
+        self._made: tuple[Runtime, Submitter] | None = None
         self._opening = threading.RLock()
         self._is_closing = False
         self._exactness_found = ""
+        is_threaded = check_flag("threaded", threaded)
+        folder = cache_folder(cache_dir)
+        cache_mib = check_int("cache_mib", cache_mib, 1, MAX_INT)
         if backend is not None:
-            self._start(backend, None)
+            schedule = schedule or ScheduleOptions()
+            self._start(
+                LocalRuntime(
+                    backend,
+                    schedule,
+                    is_threaded=is_threaded,
+                    cache_dir=folder,
+                    cache_mib=cache_mib,
+                )
+            )
 
     def __repr__(self) -> str:
         if self._made is None:
@@ -167,24 +150,24 @@ class Engine:
         """
         with Postponed() as signals, self._opening:
             if self._made is not None:
-                self._made.loop.check_open()
+                self._made[0].check_open()
                 return
             if self._opener is None:
                 raise EngineClosedError("the engine was closed before it was loaded")
             self._load(self._opener, lambda: signals.has_struck or self._is_closing)
 
     def _load(self, opener: Opener, is_stopped: IsStopped) -> None:
-        """Load and start; where the load is to stop, free the backend and raise."""
+        """Load and start; where the load is to stop, free what was loaded and raise."""
         try:
-            backend, exactness = opener(is_stopped)
+            runtime = opener(is_stopped)
         except CBatchError:
             if not is_stopped():
                 raise
         else:
             if not is_stopped():
-                self._start(backend, exactness)
+                self._start(runtime)
                 return
-            backend.close()
+            runtime.close()
         raise EngineClosedError("loading was broken off")
 
     def close(self) -> None:
@@ -197,53 +180,38 @@ class Engine:
             with self._opening:
                 self._opener = None
             if self._made is not None:
-                self._made.submitter.end(EngineClosedError(CLOSED_EARLY))
-                self._made.loop.close()
+                runtime, submitter = self._made
+                submitter.end(EngineClosedError(CLOSED_EARLY))
+                runtime.close()
                 self._finalizer.detach()
 
-    def _start(self, backend: Backend, exactness: Exactness | None) -> None:
-        from cbatch.cache.store import open_store  # numpy is slow to import
-
-        stats, schedule, memory = EngineStats(), self._schedule, backend.memory
-        ledger = KvLedger(backend.n_slots, backend.n_window, memory)
-        prompts = PromptPreparer(partial(tokenize, backend.vocab), backend.n_window)
-        batcher = MultiRequestBatcher(ledger, prompts, schedule, backend.chunk_alignment)
-        scheduler = ContinuousBatchScheduler(
-            batcher,
-            backend.n_batch,
-            stats,
-            schedule,
-            chunk_alignment=backend.chunk_alignment,
-            memory=memory,
-            has_adapters=bool(backend.adapters),
-        )
-        store = open_store(self._cache_dir, self._cache_mib * 2**20)
-        clock = time.perf_counter
-        loop = Loop(backend, batcher, scheduler, stats, clock, store, is_threaded=self._threaded)
-        in_flight = InFlight(loop, batcher, time.perf_counter)
-        submitter = Submitter(
-            backend, prompts, loop, in_flight, schedule, is_threaded=self._threaded
-        )
-        self._finalizer = weakref.finalize(self, loop.close)
-        self._made = _Parts(backend, batcher, loop, in_flight, submitter, stats, exactness)
-        if self._threaded:
-            loop.start()
+    def _start(self, runtime: Runtime) -> None:
+        self._finalizer = weakref.finalize(self, runtime.close)
+        self._made = runtime, Submitter(runtime)
 
     @property
-    def _parts(self) -> _Parts:
+    def _runtime(self) -> Runtime:
+        return self._parts[0]
+
+    @property
+    def _submitter(self) -> Submitter:
+        return self._parts[1]
+
+    @property
+    def _parts(self) -> tuple[Runtime, Submitter]:
         if self._made is None:
             self.open()
-        return cast("_Parts", self._made)
+        return cast("tuple[Runtime, Submitter]", self._made)
 
     @property
     def parallel(self) -> int:
         """Number of slots: requests that run at once."""
-        return self._parts.backend.n_slots
+        return self._runtime.n_slots
 
     @property
     def n_window(self) -> int:
         """Tokens, prompt and answer, that one slot holds."""
-        return self._parts.backend.n_window
+        return self._runtime.n_window
 
     @property
     def options(self) -> RunOptions:
@@ -257,8 +225,7 @@ class Engine:
         Found by a probe on the loaded model: asking the first time takes a few seconds.
         """
         if not self._exactness_found:
-            ask, reason = self._parts.exactness, "not guaranteed: this backend has no probe"
-            self._exactness_found = ask() if ask else reason
+            self._exactness_found = self._runtime.exactness()
         return self._exactness_found
 
     @property
@@ -269,18 +236,7 @@ class Engine:
 
         Reads some 32 MiB of the model's file, the first time.
         """
-        backend = self._parts.backend
-        try:
-            said = dict(backend.fingerprint(tuple((name, 1.0) for name in backend.adapters)))
-        except OSError:  # shared by an object that does not know its file, or changed since
-            said = {"model": "unknown", "adapters": ", ".join(backend.adapters)}
-        template = hashlib.sha256(backend.vocab.template.encode()).hexdigest()
-        return {
-            "model": said.get("model") or json.dumps(said, sort_keys=True),
-            "adapters": said.get("adapters", ""),
-            "chat template": template[:16],
-            **backend.answer_settings,
-        }
+        return self._runtime.fingerprint()
 
     def count_tokens(
         self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
@@ -292,7 +248,8 @@ class Engine:
             RequestFailedError: a token that is not in the vocabulary.
         """
         run_options = self._merger.over(RunOptions.of(options), self._options)
-        return self._parts.submitter.sequences.count_tokens(as_prompt(prompt), run_options)
+        item = as_prompt(prompt)
+        return self._runtime.n_tokens_of(item, RunOptions.of(item.options).over(run_options))
 
     def run(
         self,
@@ -321,7 +278,7 @@ class Engine:
             QueueFullError: with `max_queue` and `when_full="reject"`, more would wait. Nothing was queued.
             EngineClosedError: the engine is closed.
         """
-        self._parts.loop.check_open()
+        self._runtime.check_open()
         run_options = run_options_of(self, options)
         ends_s = time.perf_counter() + check_seconds("max_time_s", max_time_s)
         view = check_view(progress)
@@ -330,11 +287,11 @@ class Engine:
             with reading("prompts"):
                 source = iter(cast("Iterable[Prompt]", prompts))
             mailbox = self._mailbox(0, n_ahead=N_AHEAD_PER_SLOT * self.parallel)
-            self._parts.submitter.feed(source, run_options, ends_s, mailbox)
+            self._submitter.feed(source, run_options, ends_s, mailbox)
         else:
             items = as_prompts(prompts)
             mailbox = self._mailbox(len(items))
-            self._parts.submitter.queue(items, run_options, ends_s, mailbox)
+            self._submitter.queue(items, run_options, ends_s, mailbox)
         return BatchResponse(mailbox, self._show(mailbox, view, before))
 
     def submit(
@@ -359,9 +316,9 @@ class Engine:
             DuplicateIdError: the result's id is in flight.
             EngineClosedError: the engine is closed.
         """
-        self._parts.loop.check_open()
+        self._runtime.check_open()
         mailbox = self._mailbox(1)
-        self._parts.submitter.extend(result, n_tokens, mailbox)
+        self._submitter.extend(result, n_tokens, mailbox)
         return BatchResponse(mailbox)
 
     def cancel(self, id: str) -> bool:
@@ -375,37 +332,37 @@ class Engine:
         Returns:
             Whether the request was in flight.
         """
-        return bool(self._parts.in_flight.cancel([_asked(id)]))
+        return bool(self._runtime.orders.cancel([_asked(id)]))
 
     def pause(self, id: str) -> bool:
         """Stop one request where it is; return False where it is not in flight, or paused already.
 
         It keeps its slot and cells until other requests need them. Where it waits for room in the queue, others pass.
         """
-        return self._parts.in_flight.pause(_asked(id))
+        return self._runtime.orders.pause(_asked(id))
 
     def resume(self, id: str) -> bool:
         """Let a paused request go on; return False where it is not in flight, or not paused.
 
         Nothing is computed again while its cells are kept.
         """
-        return self._parts.in_flight.resume(_asked(id))
+        return self._runtime.orders.resume(_asked(id))
 
     def cancel_all(self) -> int:
         """Cancel every request in flight, queued or running, and read no further prompts; return how many there were.
 
         A reader of a generator's results gets a `RequestCancelledError` behind the prompts that were read.
         """
-        self._parts.submitter.end(RequestCancelledError(CANCELLED_EARLY))
-        return self._parts.in_flight.cancel(list(self._parts.loop.routes))
+        self._submitter.end(RequestCancelledError(CANCELLED_EARLY))
+        return self._runtime.cancel_all()
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work done since the model was loaded, or since `reset_stats`."""
-        return self._parts.loop.call(self._snapshot)
+        return self._runtime.stats()
 
     def reset_stats(self) -> None:
         """Set the statistics to zero. Work in flight counts from now on."""
-        self._parts.loop.call(self._parts.stats.clear)
+        self._runtime.reset_stats()
 
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
         """Have `into` called after each run of steps, in the thread that computes: it must be quick. None ends that.
@@ -414,7 +371,7 @@ class Engine:
         """
         if into is not None and not callable(into):
             raise ConfigError(f"record_steps takes a function or None, not {shown(into)}")
-        self._parts.loop.call(partial(setattr, self._parts.loop, "recorder", into))
+        self._runtime.record_steps(into)
 
     def step(self) -> bool:
         """Do one step in the caller's thread; False where there is nothing to do.
@@ -422,18 +379,19 @@ class Engine:
         Raises:
             ConfigError: the engine has a thread that does the steps.
         """
-        if self._threaded:
+        if self._runtime.is_threaded:
             raise ConfigError("step() is for an engine loaded with threaded=False")
-        self._parts.loop.check_open()
+        self._runtime.check_open()
         return self._pump()
 
     def _mailbox(self, n_items: int, n_ahead: int | None = None) -> Mailbox:
-        in_flight, pump = self._parts.in_flight, None if self._threaded else self._pump
-        return Mailbox(n_items, in_flight, pump, n_ahead=n_ahead, log=self._log, engine=self)
+        pump = None if self._runtime.is_threaded else self._pump
+        orders = self._runtime.orders
+        return Mailbox(n_items, orders, pump, n_ahead=n_ahead, log=self._log, engine=self)
 
     def _pump(self) -> bool:
-        self._parts.submitter.fill()
-        return self._parts.loop.pump()
+        self._submitter.fill()
+        return self._runtime.pump()
 
     def _show(
         self, mailbox: Mailbox, progress: bool | View, before: EngineStats | None
@@ -443,12 +401,6 @@ class Engine:
         view = choose_view(closing_line) if progress is True else progress
         return Progress(view, mailbox.items.counts, self.stats, before, self.parallel)
 
-    def _snapshot(self) -> EngineStats:
-        seen, stats = self._parts.batcher.occupancy(), self._parts.stats.copy()
-        stats.n_waiting, stats.n_held = seen.n_waiting, seen.n_held
-        stats.n_running, stats.n_paused = seen.n_running, seen.n_paused
-        return stats
-
 
 def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | None) -> RunOptions:
     """Return a run's options for items that set none.
@@ -457,7 +409,7 @@ def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | Non
         ConfigError: a wrong option, or an adapter that is not loaded.
     """
     settled = engine._merger.over(RunOptions.of(options), engine.options)
-    check_adapters(settled, engine._parts.backend)
+    engine._runtime.check_options(settled)
     return settled
 
 
@@ -474,74 +426,37 @@ def checked_tokens(engine: Engine, prompt: BatchPrompt, options: RunOptions) -> 
     Raises:
         CBatchError: the error with which a run would refuse the prompt.
     """
-    return engine._parts.submitter.checked(prompt, options)
+    return engine._runtime.checked(prompt, options)
 
 
-def _folder(named: str | os.PathLike[str]) -> Path:
+def open_local(
+    model: Any,
+    options: EngineOptions,
+    look_ahead: LookAhead | None,
+    is_stopped: IsStopped,
+    *,
+    is_threaded: bool = True,
+) -> LocalRuntime:
+    """Load a model into this process. Raises as `cbatch.load`."""
+    from cbatch.backend.load.loader import load_backend  # llama_cpp is slow to import
+
+    folder = cache_folder(options.cache_dir)
+    backend, exactness = load_backend(model, options, look_ahead, is_stopped)
+    return LocalRuntime(
+        backend,
+        options,
+        exactness=exactness,
+        is_threaded=is_threaded,
+        cache_dir=folder,
+        cache_mib=options.cache_mib,
+    )
+
+
+def cache_folder(named: str | os.PathLike[str] | None) -> Path | None:
+    """Return the folder for cells that a caller names; None for None. Raises a `ConfigError` for a wrong one."""
+    if named is None:
+        return None
     from cbatch.cache.store import cells_folder  # numpy is slow to import
 
     with reading("cache_dir"):
         return cells_folder(check_path("cache_dir", named))
-
-
-def load(
-    model: str | os.PathLike[str] | Any = None,
-    *,
-    options: RunOptions | Mapping[str, Any] | None = None,
-    threaded: bool = True,
-    look_ahead: LookAhead | None = None,
-    **settings: Any,
-) -> Engine:
-    """Load a GGUF model and return an engine that runs `parallel` requests at once.
-
-    Loads here and now, but not in an event loop: there `async with` loads in a worker thread.
-
-    Args:
-        model: path of a GGUF file (of a split model, the first part), or a `llama_cpp.Llama` to share the model of;
-            without one, the small model that ships inside.
-        options: defaults for every request.
-        threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
-        look_ahead: prompts that will come, with their options; windows are sized for them.
-        settings: fields of `cbatch.engine_options.EngineOptions` by name, which explains them: sizes (`parallel`,
-            `n_ctx`, `ctx_per_seq`, `memory_mib`), memory (`kv`, `cache_type_k`, …), computing (`exact`, `n_batch`,
-            `n_threads`, …), devices (`n_gpu_layers`, …), the cache (`cache_dir`, …) and scheduling (`policy`, …).
-
-    Raises:
-        ConfigError: a wrong setting, or `exact=True` where it cannot hold; the message says why.
-        ModelLoadError: no such file, damaged, or not a model that generates text.
-        IncompatibleLlamaError: the installed llama-cpp-python does not fit.
-    """
-    engine_options = EngineOptions.of(settings)
-    opener = partial(_open_backend, model, engine_options, look_ahead)
-    engine = Engine(
-        options=options,
-        schedule=engine_options,
-        threaded=threaded,
-        opener=opener,
-        cache_dir=engine_options.cache_dir,
-        cache_mib=engine_options.cache_mib,
-        model_name=model_name(model),
-    )
-    if not is_in_event_loop():
-        try:
-            engine.open()
-        except BaseException:  # Ctrl-C may have struck when it was loaded already
-            engine.close()
-            raise
-    return engine
-
-
-def model_name(model: Any) -> str:
-    """Return what logs and records call a model: its file's name without the ending; "cbatch" for the shipped one."""
-    with reading("model"):
-        path = getattr(model, "model_path", model)
-        is_path = isinstance(path, str | os.PathLike)
-        return readable(Path(os.fsdecode(path)).stem) if is_path else "cbatch"
-
-
-def _open_backend(
-    model: Any, options: EngineOptions, look_ahead: LookAhead | None, is_stopped: IsStopped
-) -> tuple[Backend, Exactness]:
-    from cbatch.backend.load.loader import load_backend  # llama_cpp is slow to import
-
-    return load_backend(model, options, look_ahead, is_stopped)

@@ -17,8 +17,10 @@ from anyio.lowlevel import checkpoint
 import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import EngineClosedError, ModelLoadError
 from cbatch.response import BatchError
+from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.waking import LoopWaker
 from tests.runtime.backends import (
     PATIENCE_S,
@@ -312,10 +314,10 @@ class HeldOpener:
         self.backend = FakeBackend(2, 64, 64)
         self.has_begun, self._go = threading.Event(), threading.Event()
 
-    def __call__(self, is_stopped: object) -> tuple[FakeBackend, Callable[[], str]]:
+    def __call__(self, is_stopped: object) -> LocalRuntime:
         self.has_begun.set()
         assert self._go.wait(PATIENCE_S)
-        return self.backend, lambda: "fake"
+        return LocalRuntime(self.backend, ScheduleOptions())
 
     def release(self) -> None:
         self._go.set()
@@ -451,11 +453,11 @@ async def test_a_task_cancelled_often_while_leaving_has_closed_the_engine(n_betw
 async def test_a_task_cancelled_while_loading_has_the_loading_end_soon() -> None:
     begun, backend = threading.Event(), FakeBackend(2, 64, 64)
 
-    def opener(is_stopped: Callable[[], bool]) -> tuple[FakeBackend, Callable[[], str]]:
+    def opener(is_stopped: Callable[[], bool]) -> LocalRuntime:
         begun.set()
         while not is_stopped():
             pass
-        return backend, lambda: "fake"
+        return LocalRuntime(backend, ScheduleOptions())
 
     async def use() -> None:
         async with Engine(opener=opener):

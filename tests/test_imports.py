@@ -25,7 +25,7 @@ PROTOCOL = {"backend:", "backend.protocol"}
 """What all but the engine see of the backend; a colon behind a name leaves out what is below it."""
 
 BELOW_ENGINE = FACE | {"chat", "core", "cache", "runtime"}
-BELOW_FILES = BELOW_ENGINE | {"backend", "engine", "worker"}
+BELOW_FILES = BELOW_ENGINE | {"backend", "engine", "worker", "loading"}
 
 SEES: dict[str, set[str]] = {
     **dict.fromkeys(FACE, FACE),
@@ -36,12 +36,13 @@ SEES: dict[str, set[str]] = {
     "runtime": FACE | {"chat", "core", "cache"} | PROTOCOL,
     "engine": BELOW_ENGINE | PROTOCOL | {"backend.load"},
     "worker": BELOW_ENGINE | PROTOCOL | {"engine"},
+    "loading": BELOW_ENGINE | {"engine", "worker"},
     "files": BELOW_FILES,
     "server": BELOW_FILES,
     "bench": BELOW_FILES,
     "models": set(),
     "models.recipe": FACE
-    | {"engine", "backend", "bench.synthetic", "bench.synthetic_vocabulary", "models"},
+    | {"loading", "engine", "backend", "bench.synthetic", "bench.synthetic_vocabulary", "models"},
     "cli": BELOW_FILES | {"files", "server", "bench", "models"},
 }
 """What each room sees beside itself: rooms, or modules of them. A room of a room is named where it sees more."""

@@ -15,9 +15,11 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.engine import Engine
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import EngineClosedError
 from cbatch.interrupts import HeldBack, Latch, Postponed
 from cbatch.messages import BatchPrompt
+from cbatch.runtime.local import LocalRuntime
 from tests import interrupt_runs
 from tests.profiles import is_fast
 from tests.runtime.backends import PATIENCE_S, all_results, in_thread, streams
@@ -193,12 +195,12 @@ def test_ctrl_c_while_work_is_done_aside_is_raised_when_it_has_ended() -> None:
 def test_ctrl_c_while_loading_frees_the_model_and_the_next_use_loads_again() -> None:
     loaded: list[FakeBackend] = []
 
-    def opener(is_stopped: Callable[[], bool]) -> tuple[FakeBackend, Callable[[], str]]:
+    def opener(is_stopped: Callable[[], bool]) -> LocalRuntime:
         loaded.append(FakeBackend())
         if len(loaded) == 1:
             press()
             assert is_stopped()
-        return loaded[-1], str
+        return LocalRuntime(loaded[-1], ScheduleOptions())
 
     engine = Engine(opener=opener)
     with pytest.raises(KeyboardInterrupt):
@@ -212,11 +214,11 @@ def test_ctrl_c_while_loading_frees_the_model_and_the_next_use_loads_again() -> 
 def test_closing_while_another_thread_loads_breaks_that_off() -> None:
     begun, backend = threading.Event(), FakeBackend()
 
-    def opener(is_stopped: Callable[[], bool]) -> tuple[FakeBackend, Callable[[], str]]:
+    def opener(is_stopped: Callable[[], bool]) -> LocalRuntime:
         begun.set()
         while not is_stopped():
             pass
-        return backend, str
+        return LocalRuntime(backend, ScheduleOptions())
 
     engine = Engine(opener=opener)
     wait = in_thread(engine.open)

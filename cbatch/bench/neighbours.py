@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import POLICIES
 from cbatch.bench.harness import CHAIN, emit, median, parser, show
-from cbatch.engine import load
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:

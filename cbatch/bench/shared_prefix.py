@@ -26,9 +26,9 @@ from cbatch.bench.harness import (
     ratios,
     take_turns,
 )
-from cbatch.engine import load
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING
 
 from cbatch.bench.harness import emit, median, parser, percentile
-from cbatch.engine import load
 from cbatch.errors import ConfigError
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import emit, median, parser, take_turns
-from cbatch.engine import load
 from cbatch.engine_options import MAX_PARALLEL
 from cbatch.errors import ConfigError
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cbatch.bench.harness import CHAIN, emit, in_model, median, parser, ratios, take_turns
-from cbatch.engine import load
 from cbatch.engine_options import EngineOptions
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:

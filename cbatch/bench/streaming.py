@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import anyio
 
 from cbatch.bench.harness import emit, median, parser, ratios, take_turns
-from cbatch.engine import load
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:

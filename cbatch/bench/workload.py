@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import emit, parser, percentile
-from cbatch.engine import Engine, load
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from cbatch.engine import Engine
 
 
 def read(path: Path) -> list[BatchPrompt]:

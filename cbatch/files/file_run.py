@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import check_path, readable, shown
-from cbatch.engine import model_name, run_options_of
+from cbatch.engine import run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
 from cbatch.files.input.item_stream import N_LOOKED_AHEAD, ItemStream
@@ -25,6 +25,7 @@ from cbatch.files.preview import why_refused
 from cbatch.files.report.recording import Recording
 from cbatch.files.settings import FileOptions, check_engine, engine_for, split_settings
 from cbatch.files.work import RunContext, Work
+from cbatch.loading import model_name
 from cbatch.options import RunOptions
 from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
 

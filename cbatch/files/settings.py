@@ -15,10 +15,11 @@ from cbatch.checks import (
     checked,
     shown,
 )
-from cbatch.engine import Engine, load
+from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
+from cbatch.loading import load
 from cbatch.options import MAX_SEED
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cbatch.core.request import Request
     from cbatch.options import RunOptions
     from cbatch.response import Timings
-    from cbatch.runtime.mailbox import Mailbox
+    from cbatch.runtime.interface import Target
 
 _MARK = "\0"
 
@@ -33,15 +33,15 @@ def display_id(inside: str) -> str:
 
 
 class Choices:
-    """Stands between the loop and a batch's mailbox for one request with several choices.
+    """Stands between the loop and a batch's target for one request with several choices.
 
     The `n` of `n_choices` answers with the highest mean log-probability are kept, the best first; where all are kept,
     they stay in order.
     """
 
-    def __init__(self, mailbox: Mailbox, place: int, id: str, options: RunOptions) -> None:
+    def __init__(self, target: Target, place: int, id: str, options: RunOptions) -> None:
         """Make one for the request `id` at `place` in its batch."""
-        self.mailbox, self.id = mailbox, id
+        self.target, self.id = target, id
         self._place, self.n_kept = place, options.n or 1
         self._results: list[BatchResult | None] = [None] * options.n_choices
         self._held: dict[int, BatchOutputChunk] = {}
@@ -52,6 +52,9 @@ class Choices:
         """The ids of the choices' sequences."""
         return [member_id(self.id, i) for i in range(len(self._results))]
 
+    def expect_choices(self, n: int) -> None:
+        """Do nothing: a choice has no choices."""
+
     def ends_with(self, results: Sequence[tuple[int, BatchResult]]) -> bool:
         """Whether `results` are those of all choices that have not ended yet."""
         return self._results.count(None) == len(results)
@@ -59,7 +62,7 @@ class Choices:
     @property
     def is_streamed(self) -> bool:
         """Whether chunks are wanted as they come; never where only the end tells which choices are kept."""
-        return self.mailbox.is_streamed and self._keeps_all
+        return self.target.is_streamed and self._keeps_all
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
@@ -73,7 +76,7 @@ class Choices:
             passed = []
         if None in self._results:
             if passed:
-                self.mailbox.deliver(passed, [])
+                self.target.deliver(passed, [])
             return
         all_results = self._with_prompt([r for r in self._results if r is not None])
         order = [*range(len(all_results))]
@@ -81,7 +84,7 @@ class Choices:
             order = sorted(order, key=lambda i: self._rank(all_results[i]))[: self.n_kept]
             passed = [replace(self._held[i], index=place) for place, i in enumerate(order)]
         kept = [all_results[i] for i in order]
-        self.mailbox.deliver(passed, [(self._place, self._joined(kept, all_results))])
+        self.target.deliver(passed, [(self._place, self._joined(kept, all_results))])
 
     @property
     def _keeps_all(self) -> bool:
@@ -192,6 +195,6 @@ def _n_cached(results: Sequence[BatchResult]) -> int:
     return min((r.usage.cached_tokens for r in results if _has_run(r)), default=0)
 
 
-def mailbox_of(target: Mailbox | Choices) -> Mailbox:
-    """Return the mailbox of the batch behind a target."""
-    return target.mailbox if isinstance(target, Choices) else target
+def batch_of(target: Target) -> Target:
+    """Return the target of the whole batch, behind one for several choices."""
+    return target.target if isinstance(target, Choices) else target

@@ -1,4 +1,4 @@
-"""After a step: new output goes to the mailboxes, and requests that ended to the log."""
+"""After a step: new output goes to the targets of batches, and requests that ended to the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cbatch.core.stats import EngineStats
     from cbatch.response import BatchResult
     from cbatch.runtime.in_flight import Route
-    from cbatch.runtime.mailbox import Mailbox
+    from cbatch.runtime.interface import Target
 
 _log = Log("cbatch")
 
@@ -34,24 +34,24 @@ def deliver(
     Sequences that ended are taken from the batcher, counted, and taken out of `routes`.
     """
     ended = batcher.take_ended()
-    parcels: dict[Mailbox | Choices, Parcel] = {}
+    parcels: dict[Target, Parcel] = {}
     for driver in changed:
         if driver.finish_reason is None:
-            mailbox = routes[driver.request.id].target
-            driver.reply.is_watched = mailbox.is_streamed
-            if mailbox.is_streamed and (chunk := take_chunk(driver)):
-                parcels.setdefault(mailbox, ([], []))[0].append(chunk)
+            target = routes[driver.request.id].target
+            driver.reply.is_watched = target.is_streamed
+            if target.is_streamed and (chunk := take_chunk(driver)):
+                parcels.setdefault(target, ([], []))[0].append(chunk)
     for driver in ended:
-        mailbox, place, _ = routes.pop(driver.request.id)
-        chunks, results = parcels.setdefault(mailbox, ([], []))
+        target, place, _ = routes.pop(driver.request.id)
+        chunks, results = parcels.setdefault(target, ([], []))
         last, ending = _last_parcel(driver, place)
         chunks += last
         results += ending
         stats.count_end(driver)
-    for mailbox, (chunks, results) in parcels.items():
-        if isinstance(mailbox, Choices) and mailbox.ends_with(results):
-            routes.pop(mailbox.id, None)  # first: a reader of the answer may use its id again
-        mailbox.deliver(chunks, results)
+    for target, (chunks, results) in parcels.items():
+        if isinstance(target, Choices) and target.ends_with(results):
+            routes.pop(target.id, None)  # first: a reader of the answer may use its id again
+        target.deliver(chunks, results)
     return bool(parcels)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
 from cbatch.interrupts import HeldBack
-from cbatch.runtime.choices import Choices, mailbox_of
+from cbatch.runtime.choices import Choices, batch_of
 from cbatch.runtime.ids import check_own, is_meant
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
     from cbatch.runtime.ids import RequestId
+    from cbatch.runtime.interface import Target
     from cbatch.runtime.loop import Loop
-    from cbatch.runtime.mailbox import Mailbox
 
 
 _N_ENDED_SAVERS = 64
@@ -30,7 +30,7 @@ _N_ENDED_SAVERS = 64
 class Route(NamedTuple):
     """Where a request's output goes; the object stands for one request, also where a later one has an equal id."""
 
-    target: Mailbox | Choices
+    target: Target
     place: int
     """The request's place in its batch; −1 for an id that stands for several choices."""
     id: str
@@ -38,7 +38,7 @@ class Route(NamedTuple):
 
 
 class InFlight:
-    """Submits sequences to a loop, within the queue's limit, and passes on orders by id. From any thread."""
+    """Submits sequences to a loop, within the queue's limit; its `Orders`. From any thread."""
 
     def __init__(
         self, loop: Loop, batcher: MultiRequestBatcher, clock: Callable[[], float]
@@ -58,7 +58,7 @@ class InFlight:
     def add(
         self,
         routes: dict[str, Route],
-        mailbox: Mailbox,
+        target: Target,
         ids: Sequence[RequestId],
         items: Sequence[Sequence[SequenceDriver]],
         first_place: int = 0,
@@ -70,17 +70,16 @@ class InFlight:
         savers = self._checked_savers([d for item in items for d in item])
         for place, (id, drivers) in enumerate(zip(ids, items, strict=True), first_place):
             if len(drivers) == 1:
-                routes[id] = Route(mailbox, place, id)
+                routes[id] = Route(target, place, id)
                 continue
-            choices = Choices(mailbox, place, id, drivers[0].request.options)
-            mailbox.items.expect_choices(choices.n_kept)
+            choices = Choices(target, place, id, drivers[0].request.options)
+            target.expect_choices(choices.n_kept)
             routes[id] = Route(choices, -1, id)  # taken until the last choice has ended
             members = [d.request.id for d in drivers]
             routes.update((member, Route(choices, i, member)) for i, member in enumerate(members))
         with HeldBack():
             check_own(list(routes), self.routes)  # a handler may have taken one meanwhile
             self.routes.update(routes)
-        mailbox.ids.update(enumerate(ids, first_place))
         self._savers.update(savers)
 
     def _checked_savers(self, drivers: Sequence[SequenceDriver]) -> dict[str, str]:
@@ -244,20 +243,20 @@ class InFlight:
 
         return self._loop.call(order)
 
-    def cancel_batch(self, mailbox: Mailbox) -> int:
+    def cancel_batch(self, target: Target) -> int:
         """End a batch's requests in flight; else as `cancel`."""
-        return self._loop.call(lambda: self._cancel(self._ids_of(mailbox)))
+        return self._loop.call(lambda: self._cancel(self._ids_of(target)))
 
-    def cancel_batch_soon(self, mailbox: Mailbox) -> None:
+    def cancel_batch_soon(self, target: Target) -> None:
         """End a batch's requests in flight before the next plan. Does not wait; a closed engine has ended them."""
         with suppress(EngineClosedError):
-            self._loop.post(lambda: self._cancel(self._ids_of(mailbox)))
+            self._loop.post(lambda: self._cancel(self._ids_of(target)))
 
-    def cancel_waiting_soon(self, mailbox: Mailbox) -> None:
+    def cancel_waiting_soon(self, target: Target) -> None:
         """End a batch's requests that never had a slot. Does not wait, nor does a run in flight end for it."""
 
         def cancel() -> None:
-            self._cancel([id for id in self._ids_of(mailbox) if not self._has_begun(id)])
+            self._cancel([id for id in self._ids_of(target) if not self._has_begun(id)])
 
         with suppress(EngineClosedError):
             self._loop.post(cancel, is_urgent=False)
@@ -281,10 +280,8 @@ class InFlight:
         target, place, _ = self.routes[id]
         return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
 
-    def _ids_of(self, mailbox: Mailbox) -> list[str]:
-        return [
-            id for id, route in list(self.routes.items()) if mailbox_of(route.target) is mailbox
-        ]
+    def _ids_of(self, target: Target) -> list[str]:
+        return [id for id, r in list(self.routes.items()) if batch_of(r.target) is target]
 
     def _has_begun(self, id: str) -> bool:
         """Whether a request, or one of its choices, ever had a slot."""

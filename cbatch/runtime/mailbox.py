@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.errors import CBatchError
-    from cbatch.runtime.in_flight import InFlight
+    from cbatch.runtime.interface import BatchOrders
 
 
 N_AHEAD_PER_SLOT = 4
@@ -133,7 +133,7 @@ class Mailbox:
     def __init__(
         self,
         n_items: int,
-        in_flight: InFlight,
+        orders: BatchOrders,
         pump: Callable[[], bool] | None,
         *,
         n_ahead: int | None = None,
@@ -152,7 +152,7 @@ class Mailbox:
         self.given: dict[str, Any] = {}
         """Of a fed batch the same ids, to look them up."""
         self.feed: object | None = None  # kept alive while results may be read
-        self._in_flight, self._log, self._engine = in_flight, log, engine
+        self._orders, self._log, self._engine = orders, log, engine
         self._is_fed = n_ahead is not None
         self._end_late: Callable[[Mailbox], object] | None = None
         self._results: dict[int, BatchResult] = {}
@@ -160,6 +160,10 @@ class Mailbox:
         self._completed: deque[int] = deque()  # places
         # not through self: a batch without a reader is freed at once, and its engine with it
         self.readers = Readers(pump, lambda: items.n_open)
+
+    def expect_choices(self, n: int) -> None:
+        """Have one of the expected items end `n` times: once for each choice."""
+        self.items.expect_choices(n)
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
@@ -206,20 +210,20 @@ class Mailbox:
     def cancel(self) -> int:
         """Cancel the items that have not ended, read no more of them; return how many."""
         self.break_off()
-        return self._in_flight.cancel_batch(self)
+        return self._orders.cancel_batch(self)
 
     def wind_down(self) -> None:
         """Cancel the items that have not begun, read no more of them; running ones go on. Does not wait."""
-        self._end_late = self._end_late or self._in_flight.cancel_waiting_soon
+        self._end_late = self._end_late or self._orders.cancel_waiting_soon
         self.end_feed()
         if not self.items.have_ended:
-            self._in_flight.cancel_waiting_soon(self)
+            self._orders.cancel_waiting_soon(self)
 
     def leave(self) -> None:
         """Cancel the items that have not ended. Does not wait: their slots are free before the next plan."""
         if self.readers.is_their_process and not self.items.have_ended:
             self.break_off()
-            self._in_flight.cancel_batch_soon(self)
+            self._orders.cancel_batch_soon(self)
 
     # ---- the end of a feed ----
 
@@ -231,7 +235,7 @@ class Mailbox:
 
     def break_off(self, error: BaseException | None = None) -> None:
         """End the feed of a batch whose items are all cancelled now; else as `end_feed`."""
-        self._end_late = self._in_flight.cancel_batch_soon
+        self._end_late = self._orders.cancel_batch_soon
         self.end_feed(error)
 
     def end_late(self) -> None:

@@ -100,11 +100,6 @@ class SequenceMaker:
             self._prompts.prepare(driver)
         return driver
 
-    def count_tokens(self, item: BatchPrompt, run_options: RunOptions) -> int:
-        """Return how many tokens a prompt has. From any thread; raises as `tokenize` does."""
-        options = self._settled.over(RunOptions.of(item.options), run_options)
-        return len(tokenize(self._backend.vocab, item, options))
-
     def checked(self, item: BatchPrompt, run_options: RunOptions) -> SequenceDriver:
         """Return the first sequence of a prompt, with its tokens. Raises as a run of the prompt would end."""
         driver, *_ = self.of_prompt(item, UNNAMED, run_options, 0.0, math.inf)

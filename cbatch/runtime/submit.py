@@ -1,53 +1,33 @@
-"""From the prompts of `Engine.run` to sequences in the queue: all at once, or one by one as they are read."""
+"""From the prompts of `Engine.run` to submissions: all at once, or one by one as they are read."""
 
 from __future__ import annotations
 
 import math
 import threading
-import time
 import weakref
-from collections import ChainMap
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import (
-    CBatchError,
-    ConfigError,
-    EngineClosedError,
-    GrammarError,
-    QueueFullError,
-    RequestFailedError,
-    words_of,
-)
+from cbatch.errors import CBatchError, EngineClosedError, RequestFailedError, words_of
 from cbatch.messages import as_prompt
 from cbatch.runtime.ids import Ids, check_own, own_id
+from cbatch.runtime.interface import Submission
 from cbatch.runtime.mailbox import refused
-from cbatch.runtime.sequences import SequenceMaker, extended
-from cbatch.runtime.validation import check_extension, origin_of
-from cbatch.runtime.waking import is_in_event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cbatch.backend import Backend
-    from cbatch.core.driver import SequenceDriver
-    from cbatch.core.prompts import PromptPreparer
-    from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt, Prompt
-    from cbatch.options import DryBreakers, Grammar, RunOptions
+    from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.in_flight import InFlight
-    from cbatch.runtime.loop import Loop
+    from cbatch.runtime.interface import Runtime
     from cbatch.runtime.mailbox import Mailbox
 
 
 CLOSED_EARLY = "the engine was closed before all prompts were read"
 CANCELLED_EARLY = "cancel_all() ended the batch before all prompts were read"
-
-_N_CHECKED = 64
-"""Structures for which the outcome of compiling is kept."""
 
 
 class Feed:
@@ -94,42 +74,16 @@ class Feed:
 
 
 class Submitter:
-    """Makes sequences from prompts and submits them. Every method from any thread."""
+    """Gives requests their ids and submits them to a runtime. Every method from any thread."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        prompts: PromptPreparer,
-        loop: Loop,
-        in_flight: InFlight,
-        schedule: ScheduleOptions,
-        *,
-        is_threaded: bool,
-    ) -> None:
-        self._loop, self._in_flight = loop, in_flight
-        self._schedule, self._is_threaded = schedule, is_threaded
-        self.sequences = SequenceMaker(backend, prompts, schedule)
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._ids = Ids()
-        self._submitting = threading.RLock()  # a handler of a signal may submit, too
+        self._naming = threading.RLock()  # a handler of a signal may submit, too
         self._n_feeds = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for the order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
-        self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
-        loop.on_end = self._end_with_loop
-
-    def checked(self, item: BatchPrompt, run_options: RunOptions) -> int:
-        """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
-        with self._submitting:
-            driver = self.sequences.checked(item, run_options)
-        for want in driver.lacks:
-            if (wrong := self._wrong_with(want)) is not None:
-                raise GrammarError(*wrong)
-        return driver.n_given
-
-    def _compile(self, want: Grammar | DryBreakers) -> tuple[str, str] | None:
-        """Compile a structure; return None, or the option and the compiler's words where that fails."""
-        found = self._loop.compiled(want)
-        return (found.kind, found.reason) if isinstance(found, GrammarError) else None
+        runtime.on_end = self._end_with_runtime
 
     def queue(
         self,
@@ -139,31 +93,15 @@ class Submitter:
         mailbox: Mailbox,
     ) -> None:
         """Submit a batch; nothing is queued where it raises. See `Engine.run`."""
-        now = time.perf_counter()
-        with self._in_flight.undone_if_it_raises() as routes:
-            with self._submitting:
-                ids = self._ids.of_batch([prompt.id for prompt in prompts], self._in_flight.routes)
-                items = [
-                    self.sequences.of_prompt(
-                        prompt, id, options, now, ends_s, name="" if prompt.id else f"prompts[{i}]"
-                    )
-                    for i, (prompt, id) in enumerate(zip(prompts, ids, strict=True))
-                ]
-                self._in_flight.add(routes, mailbox, ids, items)
-            self._submit([driver for item in items for driver in item], is_fed=False)
+        with self._naming:
+            ids = self._ids.of_batch([prompt.id for prompt in prompts], self._runtime.ids)
+        names = ["" if prompt.id else f"prompts[{i}]" for i, prompt in enumerate(prompts)]
+        mailbox.ids.update(enumerate(ids))
+        self._runtime.enter(Submission(prompts, ids, names, options, ends_s, mailbox))
 
     def extend(self, result: BatchResult, n_tokens: int, mailbox: Mailbox) -> None:
         """Submit a request that continues a result. See `Engine.extend`."""
-        origin = origin_of(result, self.sequences.owner)
-        n_tokens = check_extension(result, n_tokens)
-        now, id = time.perf_counter(), own_id(origin.request.id)
-        with self._in_flight.undone_if_it_raises() as routes:
-            with self._submitting:
-                check_own((id,), self._in_flight.routes)
-                request = extended(origin, id, result, n_tokens, now)
-                driver = self.sequences.of_request(request, now)
-                self._in_flight.add(routes, mailbox, [id], [[driver]])
-            self._submit([driver], is_fed=False)
+        mailbox.ids[0] = self._runtime.extend(result, n_tokens, mailbox)
 
     def feed(
         self,
@@ -174,11 +112,11 @@ class Submitter:
     ) -> None:
         """Submit prompts as they are read from `source`, until the source or the batch ends."""
         if ends_s < math.inf:
-            self._loop.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
+            self._runtime.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
         feed = mailbox.feed = Feed(source, mailbox, partial(self._put, mailbox, options, ends_s))
         self._feeds[next(self._n_feeds)] = feed
-        self._loop.check_open()  # the loop may have ended before it knew of this feed
-        if self._is_threaded:
+        self._runtime.check_open()  # it may have ended before it knew of this feed
+        if self._runtime.is_threaded:
             feed.start()
 
     def _put(self, mailbox: Mailbox, options: RunOptions, ends_s: float, item: Any) -> None:
@@ -187,14 +125,20 @@ class Submitter:
         if place is None:  # the batch was ended while this prompt was read
             return
         try:
-            with self._in_flight.undone_if_it_raises() as routes:
-                with self._submitting:
-                    prompt, id = self._named(mailbox, item, place)
-                    drivers = self.sequences.of_prompt(
-                        prompt, id, options, time.perf_counter(), ends_s
-                    )
-                    self._in_flight.add(routes, mailbox, [id], [drivers], place)
-                self._submit(drivers, is_fed=True)
+            with self._naming:
+                prompt, id = self._named(mailbox, item, place)
+            self._runtime.enter(
+                Submission(
+                    [prompt],
+                    [id],
+                    [""],
+                    options,
+                    ends_s,
+                    mailbox,
+                    first_place=place,
+                    is_fed=True,
+                )
+            )
         except Exception as error:
             mailbox.deliver(*refused(mailbox.ids[place], place, _as_failure(error)))
             if isinstance(error, EngineClosedError):
@@ -204,39 +148,17 @@ class Submitter:
 
     def _named(self, mailbox: Mailbox, item: Any, place: int) -> tuple[BatchPrompt, RequestId]:
         """Return what was read as a prompt, with its id; the mailbox has an id also where this raises."""
-        taken = ChainMap(mailbox.given, self._in_flight.routes)
-        id = self._ids.automatic(taken)
+        in_flight = self._runtime.ids
+        id = self._ids.automatic(mailbox.given, in_flight)
         try:
             prompt = as_prompt(item)
             if prompt.id is not None:
-                check_own((prompt.id,), taken)
+                check_own((prompt.id,), mailbox.given)
+                check_own((prompt.id,), in_flight)
                 id = own_id(prompt.id)
             return prompt, id
         finally:
             mailbox.ids[place], mailbox.given[id] = id, None
-
-    def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
-        """Submit sequences whose routes are set; may wait for room in the queue, so not under a lock."""
-        n_limit = self._schedule.max_queue
-        if n_limit is None:
-            self._in_flight.submit(drivers)
-        elif is_fed:
-            self._in_flight.submit_as_room_comes(drivers, n_limit)
-        elif self._schedule.when_full == "reject":
-            self._in_flight.submit_within(drivers, n_limit)
-        elif self._is_threaded and is_in_event_loop():
-            self._submit_in_event_loop(drivers, n_limit)
-        else:
-            self._in_flight.submit_as_room_comes(drivers, n_limit)
-
-    def _submit_in_event_loop(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
-        try:
-            self._in_flight.submit_within(drivers, n_limit)
-        except QueueFullError as error:
-            raise ConfigError(
-                f"no room for {len(drivers)} more (max_queue={n_limit}), and run() must not wait in an event loop: "
-                "call it by anyio.to_thread.run_sync or asyncio.to_thread, or choose when_full='reject'"
-            ) from error
 
     def fill(self) -> None:
         """Read prompts while there is room, where no thread does."""
@@ -248,7 +170,7 @@ class Submitter:
         for feed in list(self._feeds.values()):
             feed.end(error)
 
-    def _end_with_loop(self, cause: EngineClosedError | None) -> None:
+    def _end_with_runtime(self, cause: EngineClosedError | None) -> None:
         self.end(cause or EngineClosedError(CLOSED_EARLY))
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
-from cbatch.engine import load
 from cbatch.engine_options import EngineOptions
+from cbatch.loading import load
 from cbatch.models import CHAT_MODEL, DRAFT_MODEL
 from cbatch.models.recipe import __main__ as recipe
 from cbatch.models.recipe.export import (

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import NoStore
-from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
 from tests.helpers import check_ledger
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
+    from cbatch.runtime.interface import Target
     from cbatch.runtime.mailbox import Mailbox
     from tests.helpers import Rig
 
@@ -76,19 +76,19 @@ def loop_over(backend: FakeBackend, rig: Rig, clock: Clock) -> Loop:
     return Loop(backend, rig.batcher, rig.scheduler, rig.stats, clock, store, is_threaded=False)
 
 
-class Cancelled(InFlight):
+class Cancelled:
     """Stands for requests in flight that are cancelled at once."""
 
     def __init__(self, n: int = 0) -> None:
         self.n = n
 
-    def cancel_batch(self, mailbox: Mailbox) -> int:
+    def cancel_batch(self, target: Target) -> int:
         return self.n
 
-    def cancel_batch_soon(self, mailbox: Mailbox) -> None:
+    def cancel_batch_soon(self, target: Target) -> None:
         pass
 
-    def cancel_waiting_soon(self, mailbox: Mailbox) -> None:
+    def cancel_waiting_soon(self, target: Target) -> None:
         pass
 
 
@@ -157,7 +157,7 @@ def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
 
 def parts_of(engine: Engine) -> Any:
     """What an engine is made of, read where no turn of its thread may be waited for."""
-    return engine._parts
+    return engine._runtime
 
 
 def loop_of(engine: Engine) -> Loop:
@@ -181,7 +181,7 @@ def backend_of(engine: Engine, kind: type[T]) -> T:
 
 def stats_of(engine: Engine) -> EngineStats:
     """The statistics of an engine, read where no turn of its thread may be waited for."""
-    stats: EngineStats = parts_of(engine).stats
+    stats: EngineStats = parts_of(engine)._stats
     return stats
 
 
@@ -197,7 +197,7 @@ def find_pool_full(engine: Engine) -> None:
 
 
 def is_threaded(engine: Engine) -> bool:
-    return engine._threaded
+    return bool(parts_of(engine).is_threaded)
 
 
 def n_commands(engine: Engine) -> int:
@@ -226,7 +226,7 @@ def in_owner(engine: Engine, work: Callable[[], T]) -> T:
 
 def ids_outside(engine: Engine) -> list[str]:
     """The ids of requests that wait for room in the queue."""
-    return [*parts_of(engine).in_flight._outside]
+    return [*parts_of(engine).orders._outside]
 
 
 def is_room_awaited(engine: Engine) -> bool:

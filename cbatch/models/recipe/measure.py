@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic_vocabulary import TURN_END
-from cbatch.engine import load
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 from cbatch.models.recipe.tasks import SHORT_TASKS, held_out_chats, is_right
 

@@ -24,7 +24,7 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
-from cbatch.engine import Engine, load
+from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
     ConfigError,
@@ -33,6 +33,7 @@ from cbatch.errors import (
     ModelLoadError,
     PlanError,
 )
+from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, Sampling
 from tests.backend.slots import is_refused

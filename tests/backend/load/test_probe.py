@@ -14,8 +14,10 @@ from cbatch.backend.load import probe as probe_module
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.probe import BITWISE, probe
 from cbatch.core.plan import StepResult
-from cbatch.engine import Engine, load
-from cbatch.engine_options import EngineOptions
+from cbatch.engine import Engine
+from cbatch.engine_options import EngineOptions, ScheduleOptions
+from cbatch.loading import load
+from cbatch.runtime.local import LocalRuntime
 from tests.oracle.python_stepper import PythonStepper
 from tests.runtime.backends import streams
 
@@ -206,7 +208,12 @@ def test_exactness_is_asked_once() -> None:
     from cbatch.backend.fake import FakeBackend
 
     answers = iter(["bitwise"])
-    with Engine(opener=lambda is_stopped: (FakeBackend(), lambda: next(answers))) as engine:
+    schedule = ScheduleOptions()
+
+    def opener(is_stopped: object) -> LocalRuntime:
+        return LocalRuntime(FakeBackend(), schedule, exactness=lambda: next(answers))
+
+    with Engine(opener=opener) as engine:
         assert [engine.exactness, engine.exactness] == ["bitwise"] * 2
     with Engine(FakeBackend()) as engine:
         assert engine.exactness == "not guaranteed: this backend has no probe"

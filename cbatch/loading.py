@@ -1,0 +1,68 @@
+"""Loading a model: here, or into processes of its own."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.checks import check_flag, readable, reading
+from cbatch.engine import Engine, cache_folder, open_local
+from cbatch.engine_options import EngineOptions
+from cbatch.runtime.waking import is_in_event_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cbatch.messages import LookAhead
+    from cbatch.options import RunOptions
+
+
+def load(
+    model: str | os.PathLike[str] | Any = None,
+    *,
+    options: RunOptions | Mapping[str, Any] | None = None,
+    threaded: bool = True,
+    look_ahead: LookAhead | None = None,
+    **settings: Any,
+) -> Engine:
+    """Load a GGUF model and return an engine that runs `parallel` requests at once.
+
+    Loads here and now, but not in an event loop: there `async with` loads in a worker thread.
+
+    Args:
+        model: path of a GGUF file (of a split model, the first part), or a `llama_cpp.Llama` to share the model of;
+            without one, the small model that ships inside.
+        options: defaults for every request.
+        threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
+        look_ahead: prompts that will come, with their options; windows are sized for them.
+        settings: fields of `cbatch.engine_options.EngineOptions` by name, which explains them: sizes (`parallel`,
+            `n_ctx`, `ctx_per_seq`, `memory_mib`), memory (`kv`, `cache_type_k`, …), computing (`exact`, `n_batch`,
+            `n_threads`, …), devices (`n_gpu_layers`, …), the cache (`cache_dir`, …) and scheduling (`policy`, …).
+
+    Raises:
+        ConfigError: a wrong setting, or `exact=True` where it cannot hold; the message says why.
+        ModelLoadError: no such file, damaged, or not a model that generates text.
+        IncompatibleLlamaError: the installed llama-cpp-python does not fit.
+    """
+    engine_options = EngineOptions.of(settings)
+    cache_folder(engine_options.cache_dir)
+    is_threaded = check_flag("threaded", threaded)
+    opener = partial(open_local, model, engine_options, look_ahead, is_threaded=is_threaded)
+    engine = Engine(options=options, opener=opener, model_name=model_name(model))
+    if not is_in_event_loop():
+        try:
+            engine.open()
+        except BaseException:  # Ctrl-C may have struck when it was loaded already
+            engine.close()
+            raise
+    return engine
+
+
+def model_name(model: Any) -> str:
+    """Return what logs and records call a model: its file's name without the ending; "cbatch" for the shipped one."""
+    with reading("model"):
+        path = getattr(model, "model_path", model)
+        is_path = isinstance(path, str | os.PathLike)
+        return readable(Path(os.fsdecode(path)).stem) if is_path else "cbatch"

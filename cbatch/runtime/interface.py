@@ -1,0 +1,149 @@
+"""What stands behind an engine's face: a backend with its owner thread in this process, or workers in others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Sequence
+
+    from cbatch.core.stats import EngineStats
+    from cbatch.errors import EngineClosedError
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
+    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.ids import RequestId
+    from cbatch.runtime.step_record import StepRecord
+
+
+class Target(Protocol):
+    """Where the output of a batch's requests goes."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether chunks are wanted as they come; else with the result."""
+
+    def deliver(
+        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
+    ) -> None:
+        """Take new chunks, and results with their places in the batch. Must be quick, and never raises."""
+
+    def expect_choices(self, n: int) -> None:
+        """Have one request end `n` times: once for each choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Requests that are queued together, or not at all; those of one call of `run`, or one that a feed has read."""
+
+    prompts: Sequence[BatchPrompt]
+    ids: Sequence[RequestId]
+    names: Sequence[str]
+    """What errors call each prompt; "" for its id."""
+    options: RunOptions
+    ends_s: float
+    """When the batch's time is over, by `time.perf_counter`."""
+    target: Target
+    first_place: int = 0
+    """The first request's place in its batch; the others follow."""
+    is_fed: bool = False
+    """Whether a feed waits for room in the queue where there is none, also with `when_full="reject"`."""
+
+
+class BatchOrders(Protocol):
+    """Orders for the requests of one batch."""
+
+    def cancel_batch(self, target: Target, /) -> int:
+        """End a batch's requests in flight; return how many there were. Waits for the current step."""
+
+    def cancel_batch_soon(self, target: Target, /) -> None:
+        """End a batch's requests in flight before the next plan. Does not wait; a closed engine has ended them."""
+
+    def cancel_waiting_soon(self, target: Target, /) -> None:
+        """End a batch's requests that never had a slot. Does not wait."""
+
+
+class Orders(BatchOrders, Protocol):
+    """Orders for requests in flight. An id that was handed out means its own request, text the one that has it now."""
+
+    def cancel(self, ids: Iterable[str]) -> int:
+        """End requests; return how many were in flight. Waits for the current step."""
+
+    def pause(self, id: str) -> bool:
+        """Stop a request where it is; False where it is not in flight or paused already."""
+
+    def resume(self, id: str) -> bool:
+        """Let a paused request go on; False where it is not in flight or not paused."""
+
+
+class Runtime(Protocol):
+    """Computes requests. Every method from any thread."""
+
+    on_end: Callable[[EngineClosedError | None], object] | None
+    """Called once at the end, before the requests in flight end; with the error that has ended the runtime, if any."""
+
+    @property
+    def n_slots(self) -> int:
+        """Requests that run at once."""
+
+    @property
+    def n_window(self) -> int:
+        """Tokens, prompt and answer, that one slot holds."""
+
+    @property
+    def is_threaded(self) -> bool:
+        """Whether work is done without `pump`."""
+
+    @property
+    def orders(self) -> Orders:
+        """Takes orders for requests in flight."""
+
+    @property
+    def ids(self) -> Container[str]:
+        """The ids in flight."""
+
+    def check_open(self) -> None:
+        """Raise an `EngineClosedError` where the runtime is closed, has failed, or belongs to the parent process."""
+
+    def check_options(self, options: RunOptions) -> None:
+        """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
+
+    def enter(self, submission: Submission) -> None:
+        """Queue requests; may wait for room in the queue. Nothing is queued where it raises; see `Engine.run`."""
+
+    def extend(self, result: BatchResult, n_tokens: int, target: Target) -> RequestId:
+        """Queue a request that continues a result; return its id. See `Engine.extend`."""
+
+    def call_at(self, when_s: float, action: Callable[[], object]) -> None:
+        """Have `action` done at `when_s` of `time.perf_counter`, in some thread. It must be quick."""
+
+    def cancel_all(self) -> int:
+        """End every request in flight; return how many there were."""
+
+    def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
+        """Return how many tokens a prompt has; computes nothing. Raises as `Engine.count_tokens`."""
+
+    def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
+        """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the work done."""
+
+    def reset_stats(self) -> None:
+        """Set the statistics to zero."""
+
+    def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
+        """Have `into` called after each run of steps. None ends that."""
+
+    def exactness(self) -> str:
+        """Return the text of `Engine.exactness`; may compute for some seconds."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what answers depend on besides prompt and options, by name. See `Engine.fingerprint`."""
+
+    def pump(self) -> bool:
+        """Do one step in the caller's thread, where there is no other; False where there is nothing to do."""
+
+    def close(self) -> None:
+        """End every request and free the model. Twice is harmless."""

@@ -1,0 +1,246 @@
+"""An engine's backend and owner thread in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
+
+from cbatch.core.batcher import MultiRequestBatcher
+from cbatch.core.kv import KvLedger
+from cbatch.core.prompts import PromptPreparer
+from cbatch.core.scheduler import ContinuousBatchScheduler
+from cbatch.core.stats import EngineStats
+from cbatch.errors import ConfigError, GrammarError, QueueFullError
+from cbatch.runtime.ids import check_own, own_id
+from cbatch.runtime.in_flight import InFlight
+from cbatch.runtime.loop import Loop
+from cbatch.runtime.sequences import SequenceMaker, extended, tokenize
+from cbatch.runtime.validation import check_adapters, check_extension, origin_of
+from cbatch.runtime.waking import is_in_event_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+    from pathlib import Path
+
+    from cbatch.backend import Backend
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.engine_options import ScheduleOptions
+    from cbatch.errors import EngineClosedError
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import DryBreakers, Grammar, RunOptions
+    from cbatch.response import BatchResult
+    from cbatch.runtime.ids import RequestId
+    from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.step_record import StepRecord
+
+_N_CHECKED = 64
+"""Structures for which the outcome of compiling is kept."""
+
+
+class LocalRuntime:
+    """A `Runtime` of one backend; see there. The owner thread starts at once."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        schedule: ScheduleOptions,
+        *,
+        exactness: Callable[[], str] | None = None,
+        is_threaded: bool = True,
+        cache_dir: Path | None = None,
+        cache_mib: int = 10_240,
+    ) -> None:
+        """Take over `backend`, which `close` frees; the other arguments are those of `Engine`."""
+        from cbatch.cache.store import open_store  # numpy is slow to import
+
+        self.backend, self.is_threaded = backend, is_threaded
+        self._schedule, self._exactness = schedule, exactness
+        self._stats = stats = EngineStats()
+        prompts = PromptPreparer(partial(tokenize, backend.vocab), backend.n_window)
+        ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
+        self.batcher = MultiRequestBatcher(ledger, prompts, schedule, backend.chunk_alignment)
+        scheduler = ContinuousBatchScheduler(
+            self.batcher,
+            backend.n_batch,
+            stats,
+            schedule,
+            chunk_alignment=backend.chunk_alignment,
+            memory=backend.memory,
+            has_adapters=bool(backend.adapters),
+        )
+        store = open_store(cache_dir, cache_mib * 2**20)
+        clock = time.perf_counter
+        self.loop = loop = Loop(
+            backend, self.batcher, scheduler, stats, clock, store, is_threaded=is_threaded
+        )
+        self.orders = InFlight(loop, self.batcher, clock)
+        self.sequences = SequenceMaker(backend, prompts, schedule)
+        self._submitting = threading.RLock()  # a handler of a signal may submit, too
+        self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
+        if is_threaded:
+            loop.start()
+
+    # ---- questions ----
+
+    @property
+    def n_slots(self) -> int:
+        """Requests that run at once."""
+        return self.backend.n_slots
+
+    @property
+    def n_window(self) -> int:
+        """Tokens, prompt and answer, that one slot holds."""
+        return self.backend.n_window
+
+    @property
+    def ids(self) -> Container[str]:
+        """The ids in flight."""
+        return self.orders.routes
+
+    @property
+    def on_end(self) -> Callable[[EngineClosedError | None], object] | None:
+        """Called once at the end; see `Runtime`."""
+        return self.loop.on_end
+
+    @on_end.setter
+    def on_end(self, action: Callable[[EngineClosedError | None], object] | None) -> None:
+        self.loop.on_end = action
+
+    def check_open(self) -> None:
+        """Raise an `EngineClosedError` where the engine is closed, has failed, or belongs to the parent process."""
+        self.loop.check_open()
+
+    def check_options(self, options: RunOptions) -> None:
+        """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
+        check_adapters(options, self.backend)
+
+    def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
+        """Return how many tokens a prompt has; computes nothing."""
+        return len(tokenize(self.backend.vocab, prompt, options))
+
+    def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
+        """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
+        with self._submitting:
+            driver = self.sequences.checked(prompt, options)
+        for want in driver.lacks:
+            if (wrong := self._wrong_with(want)) is not None:
+                raise GrammarError(*wrong)
+        return driver.n_given
+
+    def _compile(self, want: Grammar | DryBreakers) -> tuple[str, str] | None:
+        """Compile a structure; return None, or the option and the compiler's words where that fails."""
+        found = self.loop.compiled(want)
+        return (found.kind, found.reason) if isinstance(found, GrammarError) else None
+
+    def exactness(self) -> str:
+        """Return the text of `Engine.exactness`."""
+        ask = self._exactness
+        return ask() if ask else "not guaranteed: this backend has no probe"
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what answers depend on besides prompt and options. See `Engine.fingerprint`."""
+        backend = self.backend
+        try:
+            said = dict(backend.fingerprint(tuple((name, 1.0) for name in backend.adapters)))
+        except OSError:  # shared by an object that does not know its file, or changed since
+            said = {"model": "unknown", "adapters": ", ".join(backend.adapters)}
+        template = hashlib.sha256(backend.vocab.template.encode()).hexdigest()
+        return {
+            "model": said.get("model") or json.dumps(said, sort_keys=True),
+            "adapters": said.get("adapters", ""),
+            "chat template": template[:16],
+            **backend.answer_settings,
+        }
+
+    # ---- requests ----
+
+    def enter(self, submission: Submission) -> None:
+        """Queue requests; may wait for room in the queue. Nothing is queued where it raises."""
+        now, asked = time.perf_counter(), submission
+        with self.orders.undone_if_it_raises() as routes:
+            with self._submitting:
+                items = [
+                    self.sequences.of_prompt(
+                        prompt, id, asked.options, now, asked.ends_s, name=name
+                    )
+                    for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
+                ]
+                self.orders.add(routes, asked.target, asked.ids, items, asked.first_place)
+            self._submit([driver for item in items for driver in item], is_fed=asked.is_fed)
+
+    def extend(self, result: BatchResult, n_tokens: int, target: Target) -> RequestId:
+        """Queue a request that continues a result; return its id. See `Engine.extend`."""
+        origin = origin_of(result, self.sequences.owner)
+        n_tokens = check_extension(result, n_tokens)
+        now, id = time.perf_counter(), own_id(origin.request.id)
+        with self.orders.undone_if_it_raises() as routes:
+            with self._submitting:
+                check_own((id,), self.ids)
+                request = extended(origin, id, result, n_tokens, now)
+                driver = self.sequences.of_request(request, now)
+                self.orders.add(routes, target, [id], [[driver]])
+            self._submit([driver], is_fed=False)
+        return id
+
+    def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
+        """Submit sequences whose routes are set; may wait for room in the queue, so not under a lock."""
+        n_limit = self._schedule.max_queue
+        if n_limit is None:
+            self.orders.submit(drivers)
+        elif is_fed:
+            self.orders.submit_as_room_comes(drivers, n_limit)
+        elif self._schedule.when_full == "reject":
+            self.orders.submit_within(drivers, n_limit)
+        elif self.is_threaded and is_in_event_loop():
+            self._submit_in_event_loop(drivers, n_limit)
+        else:
+            self.orders.submit_as_room_comes(drivers, n_limit)
+
+    def _submit_in_event_loop(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
+        try:
+            self.orders.submit_within(drivers, n_limit)
+        except QueueFullError as error:
+            raise ConfigError(
+                f"no room for {len(drivers)} more (max_queue={n_limit}), and run() must not wait in an event loop: "
+                "call it by anyio.to_thread.run_sync or asyncio.to_thread, or choose when_full='reject'"
+            ) from error
+
+    def cancel_all(self) -> int:
+        """End every request in flight; return how many there were."""
+        return self.orders.cancel(list(self.orders.routes))
+
+    def call_at(self, when_s: float, action: Callable[[], object]) -> None:
+        """Have `action` done by the owner thread at `when_s` of its clock."""
+        self.loop.call_at(when_s, action)
+
+    # ---- the owner ----
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the work done."""
+        return self.loop.call(self._snapshot)
+
+    def _snapshot(self) -> EngineStats:
+        seen, stats = self.batcher.occupancy(), self._stats.copy()
+        stats.n_waiting, stats.n_held = seen.n_waiting, seen.n_held
+        stats.n_running, stats.n_paused = seen.n_running, seen.n_paused
+        return stats
+
+    def reset_stats(self) -> None:
+        """Set the statistics to zero."""
+        self.loop.call(self._stats.clear)
+
+    def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
+        """Have `into` called after each run of steps, in the owner thread. None ends that."""
+        self.loop.call(partial(setattr, self.loop, "recorder", into))
+
+    def pump(self) -> bool:
+        """Do one step in the caller's thread, where there is no other."""
+        return self.loop.pump()
+
+    def close(self) -> None:
+        """End every request and free the model."""
+        self.loop.close()
