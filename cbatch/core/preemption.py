@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
 
 N_PREEMPTED_MAX = 3
-"""How often a sequence may lose its cells; then every running sequence gets room for its worst case."""
+"""How often a sequence may be a victim; then every running sequence gets room for its worst case."""
 
 N_WORTH_MOVE = 8
 """Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
@@ -85,16 +85,23 @@ class Demand:
 
 
 def choose_victim(
-    running: Iterable[SequenceDriver | None], ledger: KvLedger
+    running: Iterable[SequenceDriver | None], ledger: KvLedger, *, is_stuck: bool = False
 ) -> SequenceDriver | None:
-    """Return the sequence that can best give up its cells: never the oldest, none too often, the least computed."""
+    """Return the sequence that can best give up its cells: never the oldest, none too often, the least computed.
+
+    Args:
+        running: the sequence in each slot.
+        ledger: the books of their cells.
+        is_stuck: nobody can go on otherwise, so one may be a victim again that was it too often: after a failure,
+            sequences compute cells of their own that they shared when they were admitted.
+    """
     drivers = [d for d in running if d is not None]
     oldest = min(drivers, key=lambda d: d.number, default=None)
     eligible = [
         d
         for d in drivers
         if d is not oldest
-        and d.n_preempted < N_PREEMPTED_MAX
+        and (is_stuck or d.n_preempted < N_PREEMPTED_MAX)
         and d.slot is not None
         and ledger.n_own(d.slot)
     ]

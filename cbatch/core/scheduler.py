@@ -207,9 +207,13 @@ class ContinuousBatchScheduler:
             if slots.cells.ledger.n_free_cells >= n_rows:
                 break
             has_preempted = True
-            if not slots.preempt():
+            if not slots.preempt() and not self._preempt_again(slots):
                 break
         return has_preempted
+
+    def _preempt_again(self, slots: SlotPlan) -> bool:
+        """Take the slot of one that was a victim too often, where nobody can go on without; return whether it was."""
+        return not slots.cells.ledger.n_free_cells and slots.preempt(is_stuck=True)
 
     def _n_copied_max(self, slots: SlotPlan) -> int | None:
         """Return how many cells may be copied in a step: no more than take as long as decoding, where others wait."""

@@ -172,11 +172,11 @@ class SlotPlan:
         self._edit().make_room(n_cells)
         return True
 
-    def preempt(self) -> bool:
+    def preempt(self, *, is_stuck: bool = False) -> bool:
         """Take the slot and cells of a paused sequence, else of a victim; False if there is neither."""
         if self.park():
             return True
-        victim = choose_victim(self.running, self.cells.ledger)
+        victim = choose_victim(self.running, self.cells.ledger, is_stuck=is_stuck)
         if victim is not None:
             self.leave(victim, "cells")
         return victim is not None

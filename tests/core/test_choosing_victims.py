@@ -10,7 +10,7 @@ from cbatch.core.kv import KvLedger
 from cbatch.core.lifecycle import Status
 from cbatch.core.parts import MovingWindow
 from cbatch.core.plan import KvCapabilities, Slot
-from cbatch.core.preemption import N_WORTH_MOVE, choose_mover, choose_victim
+from cbatch.core.preemption import N_PREEMPTED_MAX, N_WORTH_MOVE, choose_mover, choose_victim
 from tests.core.drivers import make_running
 from tests.helpers import partitioned, recurrent, shared_pool
 
@@ -46,6 +46,14 @@ def test_victim_frees_cells_that_nobody_else_has() -> None:
     ledger.share(Slot(0), Slot(1), 10)
     drivers[1].n_computed = 10
     assert choose_victim(drivers, ledger) is drivers[2]
+
+
+def test_victim_of_too_many_times_is_one_again_where_nobody_can_go_on() -> None:
+    drivers = [at(0, 10), at(1, 2, n_preempted=N_PREEMPTED_MAX)]
+    ledger = lent([*drivers], shared_pool(100))
+    assert choose_victim(drivers, ledger) is None
+    assert choose_victim(drivers, ledger, is_stuck=True) is drivers[1]
+    assert choose_victim(drivers[:1], ledger, is_stuck=True) is None
 
 
 # ---- who closes a gap ----

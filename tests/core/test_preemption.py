@@ -141,6 +141,31 @@ def test_paused_one_gives_up_its_cells_before_anybody_who_runs() -> None:
     assert rig.running() == ["1", "2"]
 
 
+@pytest.mark.parametrize("failed", [(2,), (2, 3), (3, 4)])
+def test_pool_that_lost_shared_cells_goes_on_whoever_was_a_victim(failed: tuple[int, ...]) -> None:
+    codes = iter([-2 if i in failed else 0 for i in range(9)])
+    memory = shared_pool(100, can_copy=True)
+    rig = make_scheduler(
+        2,
+        100,
+        100,
+        memory=memory,
+        admission="reserve",
+        share_prefixes=True,
+        code=lambda _: next(codes, 0),
+    )
+    requests = [
+        make_request("a", range(64), max_tokens=8),
+        make_request("b", [*range(60), 200], max_tokens=8),
+    ]
+    rig.submit(*requests)
+    rig.drivers["b"].n_preempted = N_PREEMPTED_MAX
+    drive(rig, before=lambda rig: rig.backend.interrupt())
+    check_streams(rig, requests)
+    assert preempted(rig) == {"b": N_PREEMPTED_MAX + 1}
+    assert rig.ledger.n_cells[0] + rig.ledger.n_cells[1] > 100  # shared again
+
+
 # ---- the step ----
 
 
