@@ -39,6 +39,7 @@ from cbatch.response import (
     Usage,
 )
 from cbatch.runtime.batch_response import BatchResponse
+from cbatch.runtime.row_comparison import RowComparison
 from cbatch.runtime.step_record import StepRecord, StepRow
 
 __version__ = "0.1.0"
@@ -73,6 +74,7 @@ __all__ = [
     "RequestCancelledError",
     "RequestError",
     "RequestFailedError",
+    "RowComparison",
     "RunOptions",
     "StepRecord",
     "StepRow",

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from cbatch.progress import View
     from cbatch.response import BatchResult
     from cbatch.runtime.interface import Runtime
+    from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import StepRecord
 
 
@@ -372,6 +373,31 @@ class Engine:
         if into is not None and not callable(into):
             raise ConfigError(f"record_steps takes a function or None, not {shown(into)}")
         self._runtime.record_steps(into)
+
+    def compare_rows(self, ids: Iterable[str] | None = None) -> list[RowComparison]:
+        """Compute the next row of requests that decode in one step together, then each alone; keep nothing of it.
+
+        Answers are what they would be without. Requests with the same adapters share a step; the comparison takes as
+        long as that step, and one of a single row for each of them. Bits that differ are a finding, not an error:
+        company may change kernels without `exact=True`.
+
+        Args:
+            ids: ids as `cancel` takes them; of all requests for None. A request that is not in flight, waits for a slot
+                or still computes its prompt is left out.
+
+        Returns:
+            The comparisons in order of slots, one a choice where requests have several.
+
+        Raises:
+            UnsupportedOptionError: the model's memory cannot take back a token, as memory of states.
+            RequestFailedError: a pool has no free cell for each row, or computing failed; the requests go on.
+            EngineClosedError: the engine is closed.
+        """
+        if isinstance(ids, str):
+            raise ConfigError(f"compare_rows takes a list of ids, not {shown(ids)}")
+        with reading("ids"):
+            asked = None if ids is None else [_asked(id) for id in ids]
+        return self._runtime.orders.compare_rows(asked)
 
     def step(self) -> bool:
         """Do one step in the caller's thread; False where there is nothing to do.

@@ -140,6 +140,14 @@ class MultiRequestBatcher:
             n_cells=self._ledger.n_used,
         )
 
+    def decoding(self) -> list[tuple[Slot, SequenceDriver]]:
+        """Return the sequences whose next step computes one token of output, paused ones too, by slot.
+
+        Left out are those whose cells or bindings the next plan changes first.
+        """
+        rows = [(Slot(i), d) for i, d in enumerate(self._running) if d and d.is_decoding]
+        return [(slot, driver) for slot, driver in rows if self._cells.is_settled(slot)]
+
     @property
     def next_deadline_s(self) -> float | None:
         """When the next request's time is over at the latest, or None."""

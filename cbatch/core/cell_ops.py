@@ -52,6 +52,11 @@ class SlotCells:
         events = self.clears or self.trims or self.shifts or self.saves or self.forgets
         return bool(events or self.rebinds or self.copies or self.loads)
 
+    def is_settled(self, slot: Slot) -> bool:
+        """Whether the backend holds of a slot what the books say: no operation is left to do there."""
+        ops = self.clears, self.trims, self.shifts, self.rebinds
+        return not any(slot in slots for slots in ops)
+
     def view(self, running: Sequence[SequenceDriver | None]) -> SlotCells:
         """Return what a plan changes in place of this."""
         view = copy(self)

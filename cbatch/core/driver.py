@@ -132,6 +132,11 @@ class SequenceDriver:
         return self.scores is not None and not self.scores.is_complete
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether a token of the output is all that is pending."""
+        return bool(self.output) and self.n_computed == len(self.tokens) - 1
+
+    @property
     def n_takeable(self) -> int:
         """The most cells that it can take over: a token whose logits are wanted has to be computed."""
         if self.scores is not None and not self.scores.is_complete:

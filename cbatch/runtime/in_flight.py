@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import Target
     from cbatch.runtime.loop import Loop
+    from cbatch.runtime.row_comparison import RowComparison
 
 
 _N_ENDED_SAVERS = 64
@@ -242,6 +243,18 @@ class InFlight:
             return sum(map(do, members)) > 0
 
         return self._loop.call(order)
+
+    def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
+        """Compare the next rows of requests in a shared step and alone; see `Engine.compare_rows`."""
+        lives = None if ids is None else {id: route for id in ids if (route := self.find(id))}
+
+        def compare() -> list[RowComparison]:
+            if lives is None:
+                return self._loop.compare_rows(None)
+            known = [id for id in lives if self.routes.get(id) is lives[id]]
+            return self._loop.compare_rows({m for id in known for m in self._member_ids(id)})
+
+        return self._loop.call(compare)
 
     def cancel_batch(self, target: Target) -> int:
         """End a batch's requests in flight; else as `cancel`."""

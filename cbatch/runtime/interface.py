@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cbatch.options import RunOptions
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
+    from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import StepRecord
 
 
@@ -75,6 +76,9 @@ class Orders(BatchOrders, Protocol):
 
     def resume(self, id: str) -> bool:
         """Let a paused request go on; False where it is not in flight or not paused."""
+
+    def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
+        """Compare the next rows of requests in a shared step and alone; see `Engine.compare_rows`."""
 
 
 class Runtime(Protocol):

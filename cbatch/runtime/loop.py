@@ -19,10 +19,11 @@ from cbatch.runtime.commands import Command, Commands, FairLock
 from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.delivery import deliver
 from cbatch.runtime.mailbox import refused
+from cbatch.runtime.row_comparison import check_comparable, check_room, compare_rows
 from cbatch.runtime.step_record import record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from cbatch.backend import Backend
     from cbatch.cache.store import CacheStore, NoStore
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
     from cbatch.core.stats import EngineStats
     from cbatch.runtime.in_flight import Route
+    from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import StepRecord
 
 T = TypeVar("T")
@@ -290,6 +292,23 @@ class Loop:
         self._batcher.submit(drivers)
         if self._is_closed:
             self._end_requests()
+
+    def compare_rows(self, ids: Collection[str] | None) -> list[RowComparison]:
+        """Compare the next rows of sequences, of all where `ids` is None; see `Engine.compare_rows`. Owner thread.
+
+        Where computing fails, the sequences go on from their tokens.
+        """
+        check_comparable(self._backend.memory)
+        suspects = self._scheduler.bisection.suspects()
+        rows = [row for row in self._batcher.decoding() if row[1] not in suspects]
+        if ids is not None:
+            rows = [row for row in rows if row[1].request.id in ids]
+        check_room(self._backend.memory, self._batcher.occupancy().n_cells, len(rows))
+        try:
+            return compare_rows(self._backend, rows)
+        except BaseException:
+            self._batcher.lose_cells()
+            raise
 
     # ---- the end ----
 

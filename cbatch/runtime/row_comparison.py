@@ -1,0 +1,122 @@
+"""The next row of sequences that decode, computed in one shared step and alone; nothing of it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cbatch.core.plan import Binding, StepPlan
+from cbatch.errors import DecodeError, RequestFailedError, UnsupportedOptionError
+from cbatch.options import GREEDY
+from cbatch.runtime.choices import display_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.backend import Backend
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.core.plan import Chunk, KvCapabilities, Slot
+    from cbatch.options import AdapterSet
+
+    _Row = tuple[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RowComparison:
+    """What the model says behind a sequence's last token, in a step with other sequences and alone.
+
+    A token is the likeliest by the model's own logits, before any option changes them; −1 stands for it where
+    the logits hold a NaN.
+    """
+
+    id: str
+    """Its request's; of several choices `a[0]`, `a[1]`, …"""
+    slot: int
+    position: int
+    """Of the token that was computed."""
+    n_rows: int
+    """Sequences in the shared step, this one included."""
+    shared_token: int
+    shared_logprob: float
+    single_token: int
+    single_logprob: float
+
+    @property
+    def is_same_token(self) -> bool:
+        """Whether both ways give the same token."""
+        return self.shared_token == self.single_token
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both ways give the same token, and the same bits of its log-probability."""
+        return self.is_same_token and self.shared_logprob.hex() == self.single_logprob.hex()
+
+
+def check_comparable(memory: KvCapabilities) -> None:
+    """Raise an `UnsupportedOptionError` where what is computed cannot be taken back."""
+    if not memory.can_trim:
+        reason = f"this model's memory ({memory.kind}) cannot take back a token that was computed"
+        raise UnsupportedOptionError("compare_rows", reason=reason)
+
+
+def check_room(memory: KvCapabilities, n_used: int, n_rows: int) -> None:
+    """Raise a `RequestFailedError` where cells are too few: nobody loses any for a comparison."""
+    n_free = memory.n_cells - n_used
+    if n_rows > n_free:
+        raise RequestFailedError(f"{n_rows} rows cannot be compared: {n_free} cells are free")
+
+
+def compare_rows(
+    backend: Backend, rows: Sequence[tuple[Slot, SequenceDriver]]
+) -> list[RowComparison]:
+    """Compare sequences that decode; those with the same adapters share a step. Then every slot is as it was.
+
+    Owner thread, between two runs. Where it raises, the slots hold anything.
+
+    Args:
+        backend: its memory can trim, and has room for one more cell a row.
+        rows: what `MultiRequestBatcher.decoding` returned, or some of it.
+
+    Raises:
+        RequestFailedError: a step failed.
+    """
+    found: list[RowComparison] = []
+    for adapters in dict.fromkeys(d.request.adapters for _, d in rows):
+        group = [row for row in rows if row[1].request.adapters == adapters]
+        found += _compare(backend, group, adapters)
+    return sorted(found, key=lambda row: row.slot)
+
+
+def _compare(
+    backend: Backend, rows: Sequence[tuple[Slot, SequenceDriver]], adapters: AdapterSet
+) -> list[RowComparison]:
+    chunks = tuple(driver.chunk(slot, driver.n_computed, 1) for slot, driver in rows)
+    binds = tuple(Binding(c.slot, c.start + 1, GREEDY, (), n_logprobs=0) for c in chunks)
+    shared = _run(backend, StepPlan(chunks, binds=binds, adapters=adapters))
+    singles: list[_Row] = []
+    trims = _trims(chunks)
+    for chunk in chunks:
+        singles += _run(backend, StepPlan((chunk,), trims=trims, adapters=adapters))
+        trims = _trims((chunk,))
+    own = tuple(driver.binding(slot) for slot, driver in rows)
+    backend.run(StepPlan((), trims=trims, binds=own))
+    return [
+        RowComparison(
+            display_id(driver.request.id), slot, driver.n_computed, len(rows), *in_company, *alone
+        )
+        for (slot, driver), in_company, alone in zip(rows, shared, singles, strict=True)
+    ]
+
+
+def _trims(chunks: Sequence[Chunk]) -> tuple[tuple[Slot, int], ...]:
+    """Return what takes back the cells of chunks that were computed."""
+    return tuple((c.slot, c.start) for c in chunks)
+
+
+def _run(backend: Backend, plan: StepPlan) -> list[_Row]:
+    """Do one step; return each row's token and its log-probability."""
+    result = backend.run(plan)
+    if result.code:
+        raise RequestFailedError("the rows could not be computed") from DecodeError(result.code)
+    rows = zip(result.tokens, result.logprobs, strict=True)
+    return [(tokens[0], logprobs[0].logprob) for tokens, logprobs in rows]
