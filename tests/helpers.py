@@ -499,8 +499,9 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     n_holds = len(planned_slots.holds)
     n_waiting = rig.batcher.occupancy().n_waiting - len(entering) - n_holds
     if not ledger.is_shared:
-        is_full = len(rig.books.followers) + len(rig.books.reads) + n_holds
-        is_full = is_full or bool(plan.copies and rig.copy_s)
+        assert entering or "pause" not in leaves.values()
+        is_full = len(rig.books.followers) + len(rig.books.reads) + n_holds > 0
+        is_full = is_full or bool(rig.books.storing or (plan.copies and rig.copy_s))
         assert is_full or not (n_waiting and ledger.n_free_slots)
     suspects = rig.scheduler.bisection.suspects(leaves)
     if suspects:

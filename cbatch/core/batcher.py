@@ -189,18 +189,19 @@ class MultiRequestBatcher:
         if self._queue:
             n_running = len(self._rows())
             if n_open := self._ledger.n_slots - n_running + n_ending:
-                self._prepare_prompts(n_open + (N_LOOK - 1 if self._ledger.is_shared else 0), now)
+                self._prepare_prompts(n_open, now)
 
     def _prepare_prompts(self, n_wanted: int, now: float) -> None:
-        """Make the first prompts tokens; those that are refused end, and others come in their place."""
+        """Make the first prompts tokens, and those that may pass them; refused ones end, others come in their place."""
         refused: list[SequenceDriver] = []
-        n_ready = 0
+        n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_shared else 0
         for driver in self._queue:
             self._prompts.prepare(driver)
             n_ready += driver.error is None
+            n_passed = min(n_passed + (driver.request.options.cache_key is not None), N_LOOK - 1)
             if driver.error is not None:
                 refused.append(driver)
-            if n_ready == n_wanted or len(refused) == N_REFUSED_MAX:
+            if n_ready == n_wanted + n_passed or len(refused) == N_REFUSED_MAX:
                 break
         for driver in refused:
             self._queue.remove(driver)

@@ -65,7 +65,7 @@ class SlotCells:
         view.clears, view.trims = self.clears.copy(), self.trims.copy()
         view.shifts, view.rebinds = self.shifts.copy(), self.rebinds.copy()
         view.saves, view.forgets = self.saves.copy(), self.forgets.copy()
-        view.copies, view.loads = [], []
+        view.copies, view.loads = self.copies.copy(), self.loads.copy()
         return view
 
     def step(

@@ -77,7 +77,7 @@ class PrefixCache:
         view = copy(self)
         view._ledger, view._running = ledger, running
         view._changed, view._left_by = self._changed.copy(), self._left_by.copy()
-        view._used_at, view.copied = self._used_at.copy(), {}
+        view._used_at, view.copied = self._used_at.copy(), self.copied.copy()
         return view
 
     def adopt(self, view: PrefixCache) -> None:

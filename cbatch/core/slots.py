@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import Slot
     from cbatch.core.preemption import KvDemandEstimator
-    from cbatch.core.prefix import PrefixMatch, Source
+    from cbatch.core.prefix import PrefixMatch
     from cbatch.core.queue import AdmissionQueue
     from cbatch.core.waiting import CacheReads, PrefixWaiters
 
 N_LOOK = 4
-"""How many waiting sequences are looked at where the first does not fit."""
+"""How many waiting sequences are looked at where the first cannot have a slot."""
 
 N_OVERTAKEN_MAX = 16
 """How many may be admitted before one that waits for cells; then it holds up all behind it."""
 
 N_READ_PER_SLOT = 2
-"""How many may wait for cells from disk: others pass them, and what was read for them takes memory."""
+"""How many may wait for cells from disk: what was read for them takes memory. Further ones wait in the queue."""
 
 N_STORED_PER_SLOT = 2
 """How many may wait for their cells to be written, in host memory meanwhile; then no sequence enters that saves."""
@@ -227,30 +227,81 @@ class SlotPlan:
     # ---- entering ----
 
     def admit(self, n_copied_max: int | None = None) -> None:
-        """Give free slots to waiting sequences whose cells fit, in the order of the queue.
+        """Give slots to waiting sequences that can have one, in the order of the queue.
 
         Admission stops once the plan copies more than `n_copied_max` cells; the copy past the limit is still made.
         """
         waiting = takewhile(_is_ready, self.books.queue)
-        first = [*islice(waiting, N_LOOK if self.cells.ledger.is_shared else 1)]
+        first = [*islice(waiting, N_LOOK)]
         demand = self._demand()
-        while first and (self.cells.ledger.n_free_slots or self.park()):
-            if n_copied_max is not None and self.cells.n_to_copy > n_copied_max:
-                break
+        while n_copied_max is None or self.cells.n_to_copy <= n_copied_max:
             n_left = len(self.leaves)
-            found = self._fitting(first, demand)
-            if found is not None:
-                driver, head = found[0], first[0]
-                if not self._let_in(*found, demand):
-                    break
-                if driver is not head and driver in self.placed:
-                    self.overtaken[head] = self.overtaken.get(head, 0) + 1
-                first.remove(driver)
-                first += islice(waiting, 1)
-            elif not self.park():
+            driver = self._let_one_in(first, demand)
+            if driver is None:
                 break
+            first.remove(driver)
+            first += islice(waiting, 1)
             if len(self.leaves) > n_left:
                 demand = self._demand()
+
+    def _let_one_in(
+        self, waiting: Sequence[SequenceDriver], demand: Demand
+    ) -> SequenceDriver | None:
+        """Give a slot to the first that can have one, or hold it until it can begin further on; return it, or None.
+
+        One that waits for the disk is passed by others, one that waits for cells only so often.
+        """
+        passed: SequenceDriver | None = None
+        for driver in waiting:
+            if self.cells.ledger.n_free_slots + self._n_parkable() <= self.n_following:
+                return None
+            found = self.cells.prefixes.find(driver)
+            must_read = found.leader is None and self._must_read(driver)
+            if self._waits_for_disk(driver, must_read=must_read):
+                continue
+            if found.leader is not None or must_read:
+                self.holds[driver] = found
+                return driver
+            if self._enter(driver, found, demand) or self._enter_by_parking(driver):
+                if passed is not None:
+                    self.overtaken[passed] = self.overtaken.get(passed, 0) + 1
+                return driver
+            passed = passed or driver
+            if passed.n_overtaken + self.overtaken.get(passed, 0) >= N_OVERTAKEN_MAX:
+                return None
+        return None
+
+    def _must_read(self, driver: SequenceDriver) -> bool:
+        reads = self.books.reads
+        return reads.why_useless(driver) is None and reads.is_needed(driver, self.cells.prefixes)
+
+    def _waits_for_disk(self, driver: SequenceDriver, *, must_read: bool) -> bool:
+        """Whether a sequence waits until fewer cells are on their way from or to the disk."""
+        n_slots = self.cells.ledger.n_slots
+        n_read = self.n_awaited - self.n_following
+        if must_read and n_read >= N_READ_PER_SLOT * n_slots:
+            return True
+        is_saving = bool(driver.request.options.save_cache)
+        return is_saving and len(self.books.storing) >= N_STORED_PER_SLOT * n_slots
+
+    def _enter_by_parking(self, driver: SequenceDriver) -> bool:
+        """Take slots of paused sequences until a waiting one can enter; take none where it cannot even then."""
+        if not self._n_parkable():
+            return False
+        before, n_left = (self.cells, self.running, self._n_saved_bytes), len(self.leaves)
+        self._branch()
+        while self.park():
+            if self._enter(driver, self.cells.prefixes.find(driver), self._demand()):
+                return True
+        self.cells, self.running, self._n_saved_bytes = before
+        del self.leaves[n_left:]
+        return False
+
+    def _n_parkable(self) -> int:
+        """Return how many paused sequences have a slot."""
+        if len(self.order) == self.books.cells.ledger.n_lent:  # nobody was paused before the plan
+            return 0
+        return sum(d is not None and d.status is Status.PAUSED for d in self.running)
 
     def _demand(self) -> Demand:
         """Return what running sequences will want; each one that the plan lets in joins them."""
@@ -260,51 +311,24 @@ class SlotPlan:
                 demand.join(driver, self.n_computed(driver))
         return demand
 
-    def _fitting(
-        self, waiting: Sequence[SequenceDriver], demand: Demand
-    ) -> tuple[SequenceDriver, PrefixMatch] | None:
-        """Return the first that fits or follows, with what it begins with; the head lets some pass, not for ever."""
-        head = waiting[0]
-        for driver in waiting:
-            found = self.cells.prefixes.find(driver)
-            source, n_shared = found.source, 0
-            if source is not None and self.running[source.slot] is not None:
-                n_shared = source.n_cells
-            if found.leader is not None or demand.fits(driver, self.cells.ledger, n_shared):
-                return driver, found
-            if head.n_overtaken + self.overtaken.get(head, 0) >= N_OVERTAKEN_MAX:
-                break
-        return None
-
-    def _let_in(self, driver: SequenceDriver, found: PrefixMatch, demand: Demand) -> bool:
-        """Give a slot to a sequence, or hold it until it can begin further on; False if there is no room."""
-        books, n_slots = self.books, self.cells.ledger.n_slots
-        if self.cells.ledger.n_free_slots <= self.n_following:
+    def _enter(self, driver: SequenceDriver, found: PrefixMatch, demand: Demand) -> bool:
+        """Give a free slot to a sequence whose cells fit; False where there is none, or no room."""
+        ledger, source, n_shared = self.cells.ledger, found.source, 0
+        if source is not None and self.running[source.slot] is not None:
+            n_shared = source.n_cells
+        has_room = ledger.n_free_slots > self.n_following and demand.fits(driver, ledger, n_shared)
+        if not has_room or not self.cells.can_load(
+            driver
+        ):  # the next plan copies nothing of these slots
             return False
-        if driver.request.options.save_cache and len(books.storing) >= N_STORED_PER_SLOT * n_slots:
-            return False
-        if found.leader is not None:
-            self.holds[driver] = found
-            return True
-        is_useless = books.reads.why_useless(driver) is not None
-        if not is_useless and books.reads.is_needed(driver, self.cells.prefixes):
-            if self.n_awaited - self.n_following >= N_READ_PER_SLOT * n_slots:
-                return False
-            self.holds[driver] = found
-            return True
-        if not self.cells.can_load(driver):  # the next plan copies nothing of these slots
-            return False
-        self._enter(driver, found.source)
-        if self.cells.ledger.is_shared:
-            demand.join(driver, self.n_computed(driver))
-        return True
-
-    def _enter(self, driver: SequenceDriver, source: Source | None) -> None:
         cells = self._edit()
         slot = cells.prefixes.place(source, has_room=self._has_slot_to_spare())
         cells.ledger.lend(slot)
         self.running[slot] = driver
         self.placed[driver] = Place(slot, cells.enter(driver, slot, source))
+        if ledger.is_shared:
+            demand.join(driver, self.n_computed(driver))
+        return True
 
     def _has_slot_to_spare(self) -> bool:
         """Whether a slot stays free when each sequence that wants one has one."""
@@ -315,9 +339,13 @@ class SlotPlan:
     def _edit(self) -> SlotCells:
         """Return the view of the cells, which the first change makes."""
         if not self.has_view:
-            self.running = self.books.running.copy()
-            self.cells = self.books.cells.view(self.running)
+            self._branch()
         return self.cells
+
+    def _branch(self) -> None:
+        """Go on in a view of slots and cells as they are."""
+        self.running = self.running.copy()
+        self.cells = self.cells.view(self.running)
 
 
 def _is_ready(driver: SequenceDriver) -> bool:

@@ -201,6 +201,44 @@ def test_paused_one_keeps_its_slot_where_another_is_free() -> None:
     assert rig.running() == ["0", "next"]
 
 
+@pytest.mark.parametrize("n_paused", [1, 2])
+def test_paused_one_keeps_its_slot_where_nobody_can_enter_by_it(n_paused: int) -> None:
+    rig = make_scheduler(3, 60, 64, memory=shared_pool(60, can_save=True), admission="reserve")
+    requests = [make_request(id, max_tokens=12) for id in "ab"[:n_paused]]
+    requests += [make_request("runs", max_tokens=5), make_request("big", [1] * 20, max_tokens=34)]
+    rig.submit(*requests[:-1])
+    one_step(rig)
+    for paused in requests[:n_paused]:
+        rig.batcher.pause(paused.id)
+    rig.submit(requests[-1])  # it needs 54 of 60 cells, and `runs` takes 9
+    while "runs" not in rig.results:
+        one_step(rig)
+        assert [rig.drivers[r.id].slot is None for r in requests[:n_paused]] == [False] * n_paused
+        assert (rig.backend.saved, rig.drivers["big"].status) == ({}, Status.WAITING)
+    one_step(rig)
+    assert rig.running()[-1] == "big"
+    for paused in requests[:n_paused]:
+        rig.batcher.resume(paused.id)
+    drive(rig)
+    for request in requests:
+        n_output = request.options.max_tokens or 0
+        assert rig.results[request.id].token_ids == tuple(rig.alone(request, n_output))
+
+
+def test_paused_one_keeps_its_slot_while_cells_for_the_next_are_read() -> None:
+    rig = make_scheduler(1, memory=partitioned(64))
+    rig.submit(make_request("a", max_tokens=9))
+    one_step(rig)
+    rig.batcher.pause("a")
+    rig.submit(make_request("reads", range(9, 40), max_tokens=2, cache_key="k"))
+    one_step(rig)
+    assert (len(rig.fetching), rig.running()) == (1, ["a"])
+    one_step(rig)
+    assert rig.running() == ["reads"]
+    rig.batcher.resume("a")
+    drive(rig)
+
+
 def test_paused_in_the_queue_is_passed_and_goes_first_once_resumed() -> None:
     rig = rig_of(1, 4)
     one_step(rig)

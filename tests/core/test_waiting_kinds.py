@@ -10,9 +10,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from cbatch.core.lifecycle import Wait
+from cbatch.core.cell_ops import Stored
+from cbatch.core.lifecycle import Status, Wait
 from cbatch.core.prefix import MIN_SHARED_TOKENS
-from cbatch.core.slots import N_READ_PER_SLOT, N_STORED_PER_SLOT
+from cbatch.core.slots import N_LOOK, N_OVERTAKEN_MAX, N_READ_PER_SLOT, N_STORED_PER_SLOT
 from cbatch.core.waiting import _N_FILES_MAX, CacheEntry, CacheRead, CacheRef, PrefixWaiters
 from cbatch.errors import CacheError
 from tests.helpers import (
@@ -366,12 +367,10 @@ def test_no_more_wait_for_files_than_twice_the_slots() -> None:
     drive(rig)
 
 
-def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> None:
-    rig, n_slots = make_rig(2), 2
-    savers = [reader(f"{i}", 9, f"{i}", save_cache=True) for i in range(20)]
-    rig.submit(*savers)
-    copied_out = list[Any]()
-    for _ in range(60):  # nothing that is copied out is ever written
+def steps_without_writing(rig: Rig, n: int) -> list[Stored]:
+    """Do some steps in which nothing that is copied out is written; return what is to be written."""
+    copied_out = list[Stored]()
+    for _ in range(n):
         settle_disk(rig)
         rig.scheduler.prepare(rig.now)
         plan = rig.scheduler.plan(rig.now)
@@ -381,8 +380,16 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
         while (want := rig.batcher.take_want()) is not None:
             if isinstance(want, CacheRead):
                 rig.fetching.append(want)
-            else:
+            elif isinstance(want, Stored):
                 copied_out.append(want)
+    return copied_out
+
+
+def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> None:
+    rig, n_slots = make_rig(2), 2
+    savers = [reader(f"{i}", 9, f"{i}", save_cache=True) for i in range(20)]
+    rig.submit(*savers)
+    copied_out = steps_without_writing(rig, 60)
     n_most = N_STORED_PER_SLOT * n_slots
     assert (
         n_most <= rig.batcher.occupancy().n_storing < n_most + n_slots
@@ -391,6 +398,35 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
         store(rig, want)
     drive(rig)
     assert [rig.results[r.id].finish_reason for r in savers] == ["length"] * 20
+
+
+@pytest.mark.parametrize("n_readers", [1, N_LOOK - 1])
+def test_others_pass_readers_for_which_there_is_no_room_to_read(n_readers: int) -> None:
+    rig = make_rig(2)
+    n_most = 2 * N_READ_PER_SLOT
+    rig.submit(*(reader(f"{i}", 9, f"{i}") for i in range(n_most + n_readers)))
+    rig.submit(*(make_request(f"o{i}", [i] * 30, max_tokens=9) for i in range(2)))
+    step(rig)
+    assert len(rig.fetching) == n_most
+    assert [*rig.results] == ["o0", "o1"]
+    drive(rig)
+    assert all(r.finish_reason == "length" for r in rig.results.values())
+
+
+def test_others_pass_savers_while_too_many_cells_are_being_written() -> None:
+    rig = make_rig(2)
+    savers = [reader(f"{i}", 9, f"{i}", save_cache=True) for i in range(2 * N_STORED_PER_SLOT + 2)]
+    others = [make_request(f"o{i}", [i] * 30, max_tokens=2) for i in range(2 * N_OVERTAKEN_MAX)]
+    rig.submit(*savers)
+    copied_out = steps_without_writing(rig, 60)
+    assert {d.status for d in rig.drivers.values()} >= {Status.STORING, Status.WAITING}
+    rig.submit(*others)
+    copied_out += steps_without_writing(rig, 80)
+    assert all(rig.drivers[r.id].finish_reason == "length" for r in others)
+    for want in copied_out:
+        store(rig, want)
+    drive(rig)
+    assert all(r.finish_reason == "length" for r in rig.results.values())
 
 
 def test_files_whose_tokens_are_remembered_are_the_last_few() -> None:
