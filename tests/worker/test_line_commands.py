@@ -11,7 +11,6 @@ from cbatch.worker.line_commands import (
     MAX_LINE,
     Batch,
     Cancel,
-    Command,
     Continue,
     Drain,
     Generate,
@@ -121,10 +120,6 @@ def test_wrong_line_names_its_id_and_its_mistake(data: bytes, id: int | None, wo
     assert raised.value.id == id
     assert str(raised.value).startswith(words)
     assert len(str(raised.value)) < 300
-
-
-def command_of(line: Line | None) -> Command | None:
-    return line and line.command
 
 
 @settings(max_examples=examples(600))

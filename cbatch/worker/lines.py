@@ -1,0 +1,529 @@
+"""The requests, slots and turns behind the lines of `cbatch daemon`; see docs/daemon.md."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from cbatch.errors import CBatchError, EngineClosedError, PromptError, words_of
+from cbatch.worker.line_commands import (
+    Batch,
+    Cancel,
+    Continue,
+    Drain,
+    Generate,
+    LineError,
+    ListRequests,
+    ListSlots,
+    Start,
+    Step,
+    read_line,
+)
+from cbatch.worker.prompt_file import read_prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.worker.line_commands import BatchKind, Line, Scheduled
+
+_T = TypeVar("_T")
+
+MORE = -4
+"""A frame's value behind a quantum: the request lives."""
+
+END = -1
+"""A frame's value at the end of a request."""
+
+N_WAITING_MAX = 10_000
+"""Commands that may wait for their turn: our choice, so that a client that never stops fills no memory."""
+
+
+class Machine(Protocol):
+    """What computes the requests, known by keys. Only `compare` waits."""
+
+    @property
+    def n_slots(self) -> int:
+        """Requests that run at once."""
+
+    @property
+    def n_window(self) -> int:
+        """Tokens, prompt and answer, that one slot holds."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Token ids are below."""
+
+    def start(
+        self, key: str, tokens: Sequence[int], n_total: int, n_quantum: int | None, slot: int
+    ) -> None:
+        """Begin a request in a slot that is free; it pauses after a quantum, unless that is None."""
+
+    def resume(self, turns: Sequence[tuple[str, int]]) -> None:
+        """Let paused requests go on together, each until it has sampled so many tokens more."""
+
+    def extend(self, result: BatchResult, n_tokens: int) -> str:
+        """Begin a request that continues a result in the same slot; return its key."""
+
+    def cancel(self, keys: Sequence[str]) -> None:
+        """End requests."""
+
+    def compare(self, keys: Sequence[str]) -> Sequence[Row]:
+        """Compute the next rows of paused requests in one step and alone; commit nothing."""
+
+
+class Row(Protocol):
+    """What the model says behind a request's last token, in a shared step and alone."""
+
+    @property
+    def id(self) -> str:
+        """The request's key."""
+
+    @property
+    def shared_token(self) -> int:
+        """The likeliest token by the shared step."""
+
+    @property
+    def single_token(self) -> int:
+        """The likeliest token by a step of its own."""
+
+
+class Output(Protocol):
+    """Where frames and text go; nothing here waits for a reader."""
+
+    def tokens(self, id: int, tokens: Sequence[int]) -> None:
+        """Write a frame for each token."""
+
+    def mark(self, id: int, value: int) -> None:
+        """Write a frame that is no token."""
+
+    def say(self, text: str, id: int = 0) -> None:
+        """Write a line of text."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request from its START to its end. It is paused while no token is due."""
+
+    id: int
+    slot: int
+    epoch: int
+    key: str
+    """What the machine calls it: no other request ever has the same, so that late output finds nobody."""
+    n_prompt: int
+    n_total: int
+    quantum: int | None
+    """Tokens of a turn; None for one that runs to its end."""
+    n_emitted: int = 0
+    n_due: int = 0
+    """Tokens that the turn may still bring; 0 while it is paused."""
+    n_skip: int = 0
+    """Tokens to come that were given out before it was continued."""
+    n_more: int = 0
+    """Tokens of the turn beyond those that are due: the machine pauses in the middle of a long one."""
+    is_in_prompt: bool = True
+    """Whether it has brought nothing yet, for its prompt is being computed."""
+    later: deque[int] = field(default_factory=deque)
+    """Turns that were asked for while one ran."""
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that may still come."""
+        return self.n_total - self.n_emitted
+
+    @property
+    def position(self) -> int:
+        """Tokens of prompt and output so far."""
+        return self.n_prompt + self.n_emitted
+
+
+class Lines:
+    """Does what lines say, and tells what came of it. Every method from one thread; none waits.
+
+    A scheduling command waits for the turns that run; every other command acts at once. So lines are read between
+    turns, and a drain goes on whatever they say.
+    """
+
+    def __init__(self, machine: Machine, output: Output, *, is_tagged: bool) -> None:
+        self._machine, self._out, self._is_tagged = machine, output, is_tagged
+        self._slots: list[Request | None] = [None] * machine.n_slots
+        """Each slot's active request."""
+        self._epochs = [0] * machine.n_slots
+        self._ended: dict[int, tuple[Request, BatchResult]] = {}
+        """Requests that CONTINUE may take up again, by id: their slots have had no other since."""
+        self._cursor = 0
+        """The slot that the next turn is looked for from."""
+        self._scheduled: deque[Scheduled] = deque()
+        self._prompts: deque[tuple[int, int, Generate]] = deque()
+        """Prompts that are answered one after the other, with ids and slots."""
+        self._is_ending = False
+        self._n_lines = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no line will come and nothing is left to do."""
+        return self._is_ending and not (self._scheduled or self._prompts or self._active)
+
+    @property
+    def _active(self) -> list[Request]:
+        return [request for request in self._slots if request is not None]
+
+    # ---- what comes in ----
+
+    def take_line(self, data: bytes) -> None:
+        """Do what a line says; a wrong one is answered and changes nothing."""
+        self._n_lines += 1
+        try:
+            line = read_line(data)
+            if line is not None:
+                self._try(line)
+        except LineError as error:
+            self._refuse(error.id, str(error))
+        self._advance()
+
+    def take_output(
+        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
+    ) -> None:
+        """Take new tokens of requests, and results of those that ended."""
+        requests = {request.key: request for request in self._active}
+        for chunk in chunks:
+            request = requests.get(chunk.id)
+            if request is not None:
+                self._take_tokens(request, chunk.token_ids)
+                if chunk.finish_reason is None and not request.n_due:
+                    self._end_turn(request)
+        for _, result in results:
+            request = requests.get(result.id)
+            if request is not None:
+                self._take_end(request, result)
+        self._advance()
+
+    def end_input(self) -> None:
+        """Take no more lines: what is active is drained."""
+        self._is_ending = True
+        self._scheduled.append(Drain())
+        self._advance()
+
+    def leave(self) -> None:
+        """End all requests, for nobody reads any more."""
+        self._is_ending = True
+        self._scheduled.clear()
+        self._prompts.clear()
+        self._cancel(self._active)
+
+    def fail(self, error: EngineClosedError) -> None:
+        """End all requests, for the engine has stopped."""
+        self._out.say(f"error: {words_of(error)}")
+        for request in self._active:
+            self._end(request, "failed")
+        self._scheduled.clear()
+        self._prompts.clear()
+        self._is_ending = True
+
+    # ---- commands ----
+
+    def _try(self, line: Line) -> None:
+        try:
+            self._do(line)
+        except CBatchError as error:  # of the machine
+            raise LineError(line.id, words_of(error)) from error
+
+    def _do(self, line: Line) -> None:
+        command = line.command
+        if isinstance(command, Start):
+            self._start(line.id or 0, line.slot, command)
+        elif isinstance(command, Continue):
+            self._continue(line.id or 0, line.slot, command.n_tokens)
+        elif isinstance(command, Cancel):
+            self._cancel_id(command.id)
+        elif isinstance(command, Generate):
+            self._put(self._prompts, (line.id or 0, line.slot or 0, command))
+        elif isinstance(command, ListSlots):
+            self._list_slots()
+        elif isinstance(command, ListRequests):
+            self._list_requests()
+        else:
+            if isinstance(command, Batch) and not self._is_tagged:
+                raise LineError(None, "requests share steps with --stream-tagged alone")
+            self._put(self._scheduled, command)
+
+    def _put(self, waiting: deque[_T], command: _T) -> None:
+        if len(waiting) == N_WAITING_MAX:
+            raise LineError(None, f"{N_WAITING_MAX:,} commands wait already")
+        waiting.append(command)
+
+    def _start(self, id: int, slot: int | None, command: Start) -> None:
+        if self._find(id) is not None:
+            raise LineError(id, f"request {id} is active already")
+        if slot is None:
+            slot = next((i for i, owner in enumerate(self._slots) if owner is None), None)
+        if slot is None:
+            raise LineError(id, f"no slot of {len(self._slots)} is free")
+        self._begin(id, slot, command.path, command.n_total, command.n_quantum)
+
+    def _begin(self, id: int, slot: int, path: str, n_total: int, quantum: int | None) -> None:
+        """Enter a request into a slot. Raises a LineError where nothing can come of it."""
+        self._check_free(id, slot)
+        n_window = self._machine.n_window
+        try:
+            tokens = read_prompt(path, self._machine.n_vocab, n_window)
+        except PromptError as error:
+            what = "no command, and no prompt: " if quantum is None else ""
+            raise LineError(id, f"{what}{error}") from None
+        self._check_window(id, len(tokens), n_total)
+        key = f"{id}.{slot}.{self._epochs[slot]}"
+        self._machine.start(key, tokens, n_total, quantum, slot)
+        request = Request(id, slot, self._epochs[slot], key, len(tokens), n_total, quantum)
+        request.n_due = min(quantum or n_total, n_total)
+        self._enter(request)
+        what = f"{len(tokens)} + {n_total} tokens, in turns of {quantum or n_total}"
+        self._out.say(f"started in slot {slot}: {what}", id)
+
+    def _enter(self, request: Request) -> None:
+        self._slots[request.slot] = request
+        self._ended = {
+            id: found
+            for id, found in self._ended.items()
+            if id != request.id and found[0].slot != request.slot
+        }
+
+    def _check_free(self, id: int, slot: int) -> None:
+        if slot >= len(self._slots):
+            raise LineError(id, f"slot {slot} is out of range: there are {len(self._slots)}")
+        owner = self._slots[slot]
+        if owner is not None:
+            raise LineError(id, f"slot {slot} has request {owner.id}, which is active")
+        if not self._is_tagged and self._active:
+            raise LineError(id, "one request at a time runs without --stream-tagged")
+
+    def _check_window(self, id: int, n_before: int, n_more: int) -> None:
+        n_window = self._machine.n_window
+        if n_before + n_more > n_window:
+            raise LineError(id, f"{n_before} + {n_more} tokens are more than a slot's {n_window}")
+
+    def _continue(self, id: int, slot: int | None, n_tokens: int) -> None:
+        request = self._find(id)
+        found = self._ended.get(id) if request is None else (request, None)
+        if found is None:
+            raise LineError(id, f"request {id} is not active, and has nothing to go on from")
+        if slot not in (None, found[0].slot):
+            raise LineError(id, f"request {id} is in slot {found[0].slot}, not in {slot}")
+        if request is None:
+            self._take_up(*self._ended[id], n_tokens)
+        elif sum(request.later) + request.n_due + request.n_more >= request.n_left:
+            raise LineError(id, f"request {id} has turns for all of its {request.n_left} tokens")
+        elif request.n_due:
+            request.later.append(n_tokens)
+        else:
+            self._run([request], n_tokens)
+
+    def _take_up(self, old: Request, result: BatchResult, n_tokens: int) -> None:
+        """Begin a request again that has ended by its number of tokens."""
+        self._check_free(old.id, old.slot)
+        self._check_window(old.id, old.position, n_tokens)
+        key = self._machine.extend(result, n_tokens)
+        n_due = min(n_tokens, old.quantum or n_tokens)
+        self._enter(
+            replace(
+                old,
+                key=key,
+                epoch=self._epochs[old.slot],
+                n_total=old.n_emitted + n_tokens,
+                n_skip=old.n_emitted,
+                n_due=n_due,
+                n_more=n_tokens - n_due,
+                later=deque(),
+            )
+        )
+        self._out.say(f"continued in slot {old.slot}: {n_tokens} tokens", old.id)
+
+    def _cancel_id(self, id: int) -> None:
+        """End a request, and prompts with its id that wait; late or for nobody it has no effect."""
+        request, waiting = self._find(id), [p for p in self._prompts if p[0] == id]
+        self._ended.pop(id, None)
+        for prompt in waiting:
+            self._prompts.remove(prompt)
+            self._out.mark(id, END)
+        if request is not None:
+            self._cancel([request])
+        elif not waiting:
+            self._out.say("cancelled already, or never active", id)
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        with suppress(EngineClosedError):
+            self._machine.cancel([request.key for request in requests])
+        for request in requests:
+            self._end(request, "cancelled")
+
+    def _list_slots(self) -> None:
+        said = [
+            f"{i}:{request.id}:{request.position}:{epoch}" if request else f"{i}:-:0:{epoch}"
+            for i, (request, epoch) in enumerate(zip(self._slots, self._epochs, strict=True))
+        ]
+        self._out.say(" ".join(["LIST_TARGET_CACHE_SLOTS", *said]))
+
+    def _list_requests(self) -> None:
+        said = [
+            f"{r.id}:{r.slot}:{r.n_left}:{r.n_emitted}:{r.quantum or 0}:{r.epoch}"
+            for r in self._active
+        ]
+        self._out.say(" ".join(["LIST_REQUESTS", *said]))
+
+    def _refuse(self, id: int | None, words: str) -> None:
+        """Tell what is wrong with a line, with a frame that ends it: -4 where the id's request lives on."""
+        lives = self._find(id or 0) is not None if self._is_tagged else bool(self._active)
+        self._out.say(f"error in line {self._n_lines}: {words}", id or 0)
+        self._out.mark(id or 0, MORE if lives else END)
+
+    def _find(self, id: int) -> Request | None:
+        return next((request for request in self._active if request.id == id), None)
+
+    # ---- turns ----
+
+    def _advance(self) -> None:
+        """Begin what may begin now."""
+        try:
+            self._answer_prompts()
+            while self._scheduled and self._may_go(self._scheduled[0]):
+                if self._go(self._scheduled[0]):
+                    self._scheduled.popleft()
+        except EngineClosedError as error:
+            self.fail(error)
+
+    def _answer_prompts(self) -> None:
+        """Begin the next of the prompts that are answered one after the other."""
+        while self._prompts and all(request.quantum for request in self._active):
+            id, slot, command = self._prompts.popleft()
+            try:
+                if self._find(id) is not None:
+                    raise LineError(id, f"request {id} is active already")
+                self._begin(id, slot, command.path, command.n_tokens, None)
+            except LineError as error:
+                self._refuse(id, str(error))
+
+    def _may_go(self, command: Scheduled) -> bool:
+        """Whether no turn runs that a scheduling command waits for.
+
+        A long prompt holds up nobody: it is waited for only where too few others can take a turn.
+        """
+        running = [request for request in self._active if request.quantum and request.n_due]
+        n_wanted = 2 if isinstance(command, Batch) else 1
+        has_enough = len(self._in_turn()) >= n_wanted
+        return not running or (has_enough and all(request.is_in_prompt for request in running))
+
+    def _in_turn(self) -> list[Request]:
+        """Return the paused requests from the cursor on."""
+        slots = self._slots[self._cursor :] + self._slots[: self._cursor]
+        return [r for r in slots if r is not None and r.quantum and not r.n_due]
+
+    def _go(self, command: Scheduled) -> bool:
+        """Do a scheduling command, or one round of it; return whether all of it is done."""
+        requests = self._in_turn()
+        if isinstance(command, Batch):
+            return self._share(command, requests[: command.n_most])
+        name = "SCHED_STEP" if isinstance(command, Step) else "SCHED_DRAIN"
+        if not requests:
+            if (
+                not self._is_ending or len(self._scheduled) > 1
+            ):  # the last one came with the end of the input
+                self._out.say(f"{name}: idle")
+        elif isinstance(command, Step):
+            self._run(requests[:1])
+            self._pass(requests[0])
+        else:
+            self._run(requests)
+            return False
+        return True
+
+    def _share(self, command: Batch, requests: list[Request]) -> bool:
+        """Do a command of steps that requests share, or one round of it; return whether all of it is done."""
+        if command.kind == "tail":
+            requests = [request for request in self._in_turn() if request.n_left == 1]
+            requests = requests[: command.n_most]
+        said = " ".join(f"{r.id}:{r.slot}:{r.position}" for r in requests)
+        self._out.say(f"{_NAMES[command.kind]} rows={len(requests)} {said}".rstrip())
+        if command.kind == "probe" and len(requests) > 1:
+            self._compare(requests)
+        if command.kind in ("peek", "probe") or not requests:
+            return True
+        if command.kind != "drain":
+            self._run(requests, 1)
+        elif len(requests) > 1:
+            self._run(requests, min(min(r.quantum or 1, r.n_left) for r in requests))
+        else:
+            return True
+        self._pass(requests[-1])
+        return command.kind != "drain"
+
+    def _compare(self, requests: Sequence[Request]) -> None:
+        try:
+            rows = self._machine.compare([request.key for request in requests])
+        except EngineClosedError:
+            raise
+        except CBatchError as error:
+            self._refuse(None, words_of(error))
+            return
+        ids = {request.key: request.id for request in requests}
+        wrong = [row for row in rows if row.shared_token != row.single_token]
+        said = " ".join(f"{ids[row.id]}:{row.shared_token}:{row.single_token}" for row in wrong)
+        self._out.say(
+            f"SCHED_BATCH_PROBE compared={len(rows)} differences={len(wrong)} {said}".rstrip()
+        )
+
+    def _pass(self, last: Request) -> None:
+        """Let the next turn be that of a slot behind this one."""
+        self._cursor = (last.slot + 1) % len(self._slots)
+
+    def _run(self, requests: Sequence[Request], n_tokens: int | None = None) -> None:
+        """Give paused requests a turn together: of `n_tokens`, or each its quantum."""
+        for request in requests:
+            request.n_due = min(n_tokens or request.quantum or request.n_left, request.n_left)
+        self._machine.resume([(request.key, request.n_due) for request in requests])
+
+    # ---- output ----
+
+    def _take_tokens(self, request: Request, tokens: Sequence[int]) -> None:
+        if request.n_skip:
+            tokens, request.n_skip = tokens[request.n_skip :], max(0, request.n_skip - len(tokens))
+        if tokens:
+            self._out.tokens(request.id, tokens)
+            request.n_emitted += len(tokens)
+            request.n_due = max(0, request.n_due - len(tokens))
+            request.is_in_prompt = False
+
+    def _end_turn(self, request: Request) -> None:
+        """Go on with a long turn, or tell that it is over."""
+        if request.n_more:
+            n_more, request.n_more = request.n_more, 0
+            self._run([request], n_more)
+            return
+        self._out.mark(request.id, MORE)
+        if request.later:
+            self._run([request], request.later.popleft())
+
+    def _take_end(self, request: Request, result: BatchResult) -> None:
+        if result.error is not None:
+            self._end(request, f"failed: {words_of(result.error)}")
+            return
+        self._end(request, f"{result.finish_reason}, {request.n_emitted} tokens")
+        if result.finish_reason == "length":
+            self._ended[request.id] = request, result
+
+    def _end(self, request: Request, words: str) -> None:
+        """Take a request out of its slot; whatever comes of it later finds nobody."""
+        self._slots[request.slot] = None
+        self._epochs[request.slot] += 1
+        request.n_due = request.n_more = 0
+        self._out.say(f"ended: {words}", request.id)
+        self._out.mark(request.id, END)
+
+
+_NAMES: Mapping[BatchKind, str] = {
+    "peek": "SCHED_BATCH_PEEK",
+    "probe": "SCHED_BATCH_PROBE",
+    "tail": "SCHED_BATCH_TARGET_TAIL",
+    "step": "SCHED_BATCH_TARGET_STEP",
+    "drain": "SCHED_BATCH_DRAIN",
+}

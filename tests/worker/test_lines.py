@@ -1,0 +1,656 @@
+"""The daemon's requests, slots and turns, on a machine whose steps the test does by hand."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbatch.worker.lines import END, MORE
+from tests.profiles import examples
+from tests.worker.machines import Daemon, stream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Daemon:
+    return Daemon(tmp_path)
+
+
+# ---- one request ----
+
+
+def test_start_computes_the_first_quantum_and_pauses(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.frames == [(5, t) for t in daemon.expected(5, 2)] + [(5, MORE)]
+
+
+def test_steps_bring_the_rest_and_one_end(daemon: Daemon) -> None:
+    daemon.start(5, 5, 2)
+    daemon.say("SCHED_STEP", "SCHED_STEP", "SCHED_STEP")
+    a, b, c, d, e = daemon.expected(5, 5)
+    assert daemon.out.of(5) == [a, b, MORE, c, d, MORE, e, END]
+    assert daemon.out.said("SCHED_STEP: idle")
+
+
+def test_request_that_ends_by_itself_ends_once(daemon: Daemon) -> None:
+    daemon.machine.end_at[5] = 3
+    daemon.start(5, 8, 2)
+    daemon.say("SCHED_DRAIN")
+    a, b, c = daemon.expected(5, 3)
+    assert daemon.out.of(5) == [a, b, MORE, c, END]
+    assert daemon.out.said("ended: stop, 3 tokens")
+
+
+def test_quantum_of_the_whole_total_needs_no_turn(daemon: Daemon) -> None:
+    daemon.start(5, 3, 99)
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.of(5) == [*daemon.expected(5, 3), END]
+
+
+def test_failed_request_has_its_reason_and_one_end(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.machine.break_request(daemon.lines, "5.0.0")
+    assert daemon.out.of(5) == [END]
+    assert daemon.out.said("failed: the row is broken")
+    daemon.start(6, 2, 2)
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.of(6) == [*daemon.expected(6, 2), END]
+
+
+# ---- slots ----
+
+
+def test_start_takes_the_lowest_free_slot(daemon: Daemon) -> None:
+    for id in (5, 6, 7):
+        daemon.start(id, 8, 2)
+    daemon.say("CANCEL 6")
+    daemon.start(8, 8, 2)
+    daemon.say("LIST_TARGET_CACHE_SLOTS")
+    assert daemon.out.texts[-1] == (0, "LIST_TARGET_CACHE_SLOTS 0:5:5:0 1:8:3:1 2:7:5:0 3:-:0:0")
+
+
+def test_start_takes_the_slot_that_it_names(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2, more="SLOT 3")
+    daemon.say("LIST_REQUESTS")
+    assert daemon.out.texts[-1] == (0, "LIST_REQUESTS 5:3:8:0:2:0")
+    assert daemon.machine.runs["5.3.0"].slot == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("SLOT 0", "slot 0 has request 5, which is active"),
+        ("SLOT 4", "slot 4 is out of range: there are 4"),
+        ("SLOT 1024", "slot 1024 is out of range"),
+    ],
+)
+def test_slot_that_cannot_be_had_is_named(daemon: Daemon, more: str, words: str) -> None:
+    daemon.start(5, 8, 2)
+    daemon.start(6, 8, 2, more=more)
+    assert daemon.out.of(6) == [END]
+    assert daemon.out.said(words)
+
+
+def test_start_without_a_free_slot_is_refused(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, n_slots=1)
+    daemon.start(5, 8, 2)
+    daemon.start(6, 8, 2)
+    assert daemon.out.frames == [(6, END)]
+    assert daemon.out.said("no slot of 1 is free")
+
+
+# ---- prompts ----
+
+
+def test_bad_prompt_files_are_refused_by_name(daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "odd").write_bytes(b"12345")
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    daemon.prompt(1, 1000, name="high")
+    daemon.prompt(1, -1, name="low")
+    daemon.prompt(*[1] * 65, name="long")
+    words = {
+        "odd": "5 bytes are not whole tokens of 4 bytes",
+        "empty": "the file is empty",
+        "folder": "not a file of token ids",
+        "pipe": "not a file of token ids",
+        "none": "No such file or directory",
+        "high": "token 1000 is not in the vocabulary of 1,000",
+        "low": "token -1 is not in the vocabulary of 1,000",
+        "long": "65 tokens, but at most 64 fit",
+    }
+    for i, (name, what) in enumerate(words.items(), 1):
+        daemon.say(f"REQ {i} START {tmp_path / name} 8 2")
+        assert daemon.out.of(i) == [END], name
+        assert daemon.out.texts[-1] == (i, f"error in line {i}: {tmp_path / name}: {what}")
+    assert not daemon.machine.runs
+
+
+def test_null_device_is_no_prompt(daemon: Daemon) -> None:
+    daemon.say("REQ 1 START /dev/null 8 2", "REQ 2 START /dev/zero 8 2")
+    assert daemon.out.frames == [(1, END), (2, END)]
+
+
+def test_prompt_may_have_blanks_in_its_name(daemon: Daemon) -> None:
+    path = daemon.prompt(9, 9, name="my  prompt.bin")
+    daemon.say(f"REQ 1 START {path} 2 2")
+    assert daemon.out.of(1) == [*stream([9, 9], 2), END]
+
+
+# ---- the ten defects of the daemon whose lines these are ----
+
+
+def test_defect_1_longer_word_request_is_read(daemon: Daemon) -> None:
+    path = daemon.prompt(9)
+    daemon.say(f"REQUEST 7 START {path} 2 2")
+    assert daemon.out.of(7) == [*stream([9], 2), END]
+
+
+@pytest.mark.parametrize("line", ["CANCEL 6", "LIST_REQUESTS", "LIST_TARGET_CACHE_SLOTS", "FOO"])
+def test_defect_2_drain_goes_on_behind_other_lines(daemon: Daemon, line: str) -> None:
+    daemon.start(5, 8, 2)
+    daemon.start(6, 8, 2)
+    daemon.send("SCHED_DRAIN")
+    for _ in range(3):
+        daemon.machine.step(daemon.lines)
+    daemon.send(line)
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 8)
+    assert daemon.out.of(5)[-1] == END
+    assert daemon.out.of(6)[-1] == END
+
+
+def test_defect_3_whole_window_is_checked_at_start(daemon: Daemon) -> None:
+    daemon.start(5, 61, 2)
+    daemon.start(6, 62, 2)
+    assert daemon.out.frames == [(6, END)]
+    assert daemon.out.said("3 + 62 tokens are more than a slot's 64")
+    daemon.say("SCHED_DRAIN")
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 61)
+
+
+def test_defect_4_cancel_ends_the_stream_of_its_own_id(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.start(6, 8, 2)
+    daemon.say("CANCEL 5")
+    assert daemon.out.of(5)[-1] == END
+    assert daemon.out.of(0) == []
+    assert daemon.out.of(6)[-1] == MORE
+
+
+def test_defect_5_continue_behind_cancel_is_refused(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.say("CANCEL 5")
+    n_frames = len(daemon.out.of(5))
+    daemon.say("REQ 5 CONTINUE 2", "REQ 5 SLOT 0 CONT 2", "SLOT 0 CONTINUE 2")
+    assert daemon.out.of(5)[n_frames:] == [END, END]
+    assert daemon.out.of(0) == [END]
+    assert not daemon.machine.runs
+
+
+def test_defect_6_one_id_is_active_in_one_slot(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.start(5, 8, 2, more="SLOT 2")
+    assert list(daemon.machine.runs) == ["5.0.0"]
+    assert daemon.out.frames == [(5, MORE)]  # the one that is active lives on
+    daemon.say("SCHED_DRAIN")
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 8)
+    assert daemon.out.of(5).count(END) == 1
+
+
+def test_defect_7_shared_step_ends_a_request_at_its_own_end(daemon: Daemon) -> None:
+    daemon.machine.end_at[5] = 3
+    daemon.start(5, 8, 2)
+    daemon.start(6, 8, 2)
+    daemon.say("SCHED_BATCH_TARGET_STEP", "SCHED_BATCH_TARGET_STEP")
+    assert daemon.out.of(5) == [*daemon.expected(5, 2), MORE, daemon.expected(5, 3)[2], MORE, END]
+    assert daemon.out.of(6)[-1] == MORE
+
+
+@pytest.mark.parametrize("line", ["FOO", "SNAPSHOT 0", "RESTORE 0 p.bin 8", "LIST_SLOTS", "\0"])
+def test_defect_8_every_error_has_its_id_and_an_end(daemon: Daemon, line: str) -> None:
+    daemon.say(line, f"REQ 7 {line}")
+    assert daemon.out.frames == [(0, END), (7, END)]
+    assert [id for id, _ in daemon.out.texts] == [0, 7]
+
+
+def test_defect_9_prompt_that_is_computed_blocks_nobody(daemon: Daemon) -> None:
+    daemon.start(5, 6, 2)
+    daemon.machine.work(daemon.lines)
+    daemon.start(6, 4, 2, n_prompt=60)
+    daemon.send("SCHED_DRAIN")
+    for _ in range(3):
+        daemon.machine.step(daemon.lines)
+    assert daemon.out.of(6) == []
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 5)
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.tokens_of(6) == daemon.expected(6, 4, n_prompt=60)
+
+
+def test_defect_9_step_by_hand_passes_a_prompt(daemon: Daemon) -> None:
+    daemon.start(5, 6, 2)
+    daemon.machine.work(daemon.lines)
+    daemon.start(6, 4, 2, n_prompt=60)
+    daemon.send("SCHED_STEP")
+    daemon.machine.step(daemon.lines)
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 3)
+
+
+def test_defect_10_shared_step_is_one_order_to_the_machine(daemon: Daemon) -> None:
+    for id in (5, 6, 7):
+        daemon.start(id, 8, 2, n_prompt=id)  # other positions, too
+    daemon.machine.work(daemon.lines)
+    daemon.say("SCHED_BATCH_TARGET_STEP")
+    assert daemon.machine.turns == [[("5.0.0", 1), ("6.1.0", 1), ("7.2.0", 1)]]
+    assert daemon.machine.n_prefilled == 5 + 6 + 7
+
+
+# ---- order ----
+
+
+def test_drain_gives_nobody_two_quanta_before_another_one(daemon: Daemon) -> None:
+    for id, quantum in ((5, 1), (6, 4), (7, 2)):
+        daemon.start(id, 12, quantum)
+    daemon.say("SCHED_DRAIN")
+    marks = [id for id, value in daemon.out.frames if value in (MORE, END)]
+    for n in range(3, 9, 3):
+        assert {*marks[n - 3 : n]} == {5, 6, 7}
+    for id in (5, 6, 7):
+        assert daemon.out.tokens_of(id) == daemon.expected(id, 12)
+
+
+def test_steps_go_round_over_slots(daemon: Daemon) -> None:
+    for id in (5, 6, 7):
+        daemon.start(id, 8, 1)
+    daemon.say(*["SCHED_STEP"] * 7)
+    assert [turn[0][0] for turn in daemon.machine.turns] == [
+        *("5.0.0", "6.1.0", "7.2.0", "5.0.0", "6.1.0", "7.2.0", "5.0.0")
+    ]
+
+
+def test_steps_that_come_together_are_done_one_after_the_other(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.start(6, 8, 2)
+    for _ in range(3):
+        daemon.send("SCHED_STEP")
+    daemon.machine.work(daemon.lines)
+    assert [turn[0] for turn in daemon.machine.turns] == [("5.0.0", 2), ("6.1.0", 2), ("5.0.0", 2)]
+
+
+def test_request_is_admitted_during_a_drain(daemon: Daemon) -> None:
+    daemon.start(5, 12, 2)
+    daemon.send("SCHED_DRAIN")
+    for _ in range(5):
+        daemon.machine.step(daemon.lines)
+    daemon.start(6, 4, 2)
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.tokens_of(6) == daemon.expected(6, 4)
+    assert daemon.out.frames.index((6, END)) < daemon.out.frames.index((5, END))
+    assert daemon.out.said("SCHED_DRAIN: idle")
+
+
+def test_streams_by_hand_and_by_drain_are_equal(tmp_path: Path) -> None:
+    found = []
+    for line, n in (("SCHED_STEP", 12), ("SCHED_DRAIN", 1), ("SCHED_BATCH_TARGET_STEP", 12)):
+        daemon = Daemon(tmp_path)
+        for id in (5, 6):
+            daemon.start(id, 9, 2)
+        daemon.say(*[line] * n)
+        found.append([daemon.out.tokens_of(id) for id in (5, 6)])
+        assert found[-1] == [daemon.expected(id, 9) for id in (5, 6)]
+
+
+# ---- cancel and continue ----
+
+
+def test_cancelled_request_says_nothing_more(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.start(6, 8, 2)
+    daemon.send("SCHED_DRAIN")
+    daemon.machine.step(daemon.lines)
+    late = daemon.machine.runs["5.0.0"]
+    daemon.send("REQ 5 CANCEL")
+    assert "5.0.0" not in daemon.machine.runs
+    daemon.machine.runs["5.0.0"] = late  # as if a step was under way
+    daemon.machine.step(daemon.lines)
+    del daemon.machine.runs["5.0.0"]
+    assert daemon.out.of(5) == [*daemon.expected(5, 1), END]
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.tokens_of(6) == daemon.expected(6, 8)
+
+
+def test_late_cancel_touches_no_other_request(daemon: Daemon) -> None:
+    daemon.start(5, 2, 2)
+    daemon.machine.work(daemon.lines)
+    daemon.start(6, 8, 2)
+    daemon.say("CANCEL 5", "CANCEL 5", "CANCEL 99")
+    assert daemon.out.of(5) == [*daemon.expected(5, 2), END]
+    assert daemon.out.of(99) == []
+    assert len(daemon.out.said("cancelled already, or never active")) == 3
+    daemon.say("SCHED_DRAIN")
+    assert daemon.out.tokens_of(6) == daemon.expected(6, 8)
+
+
+def test_continue_in_parts_is_one_run(daemon: Daemon) -> None:
+    daemon.start(5, 12, 2)
+    daemon.machine.work(daemon.lines)
+    n_prefilled = daemon.machine.n_prefilled
+    daemon.say("REQ 5 CONTINUE 3", "REQ 5 SLOT 0 CONT 1", "REQ 5 CONTINUE 99")
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 12)
+    assert [i for i, v in enumerate(daemon.out.of(5)) if v < 0] == [2, 6, 8, 15]
+    assert daemon.machine.n_prefilled == n_prefilled
+
+
+def test_continue_while_a_turn_runs_waits_for_it(daemon: Daemon) -> None:
+    daemon.start(5, 12, 2)
+    daemon.send("REQ 5 CONTINUE 3")
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.of(5) == [
+        *daemon.expected(5, 2),
+        MORE,
+        *daemon.expected(5, 5)[2:],
+        MORE,
+    ]
+
+
+def test_request_that_reached_its_total_is_continued(daemon: Daemon) -> None:
+    daemon.start(5, 4, 2)
+    daemon.say("SCHED_DRAIN", "REQ 5 CONTINUE 5")
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 9)
+    assert daemon.out.of(5)[-1] == END
+    assert daemon.out.of(5).count(END) == 2
+    daemon.say("CANCEL 5", "REQ 5 CONTINUE 1")
+    assert daemon.out.said("nothing to go on from")
+
+
+def test_continue_beyond_the_window_is_refused(daemon: Daemon) -> None:
+    daemon.start(5, 60, 99)
+    daemon.machine.work(daemon.lines)
+    daemon.say("REQ 5 CONTINUE 2")
+    assert daemon.out.said("63 + 2 tokens are more than a slot's 64")
+    daemon.say("REQ 5 CONTINUE 1")
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 61)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("REQ 6 SLOT 0 CONTINUE 2", "request 6 is not active"),
+        ("REQ 5 SLOT 1 CONTINUE 2", "request 5 is in slot 0, not in 1"),
+        ("SLOT 0 CONTINUE 2", "request 0 is not active"),
+    ],
+)
+def test_continue_of_another_owner_is_refused(daemon: Daemon, line: str, words: str) -> None:
+    daemon.start(5, 8, 2)
+    daemon.machine.work(daemon.lines)
+    daemon.say(line)
+    assert daemon.out.said(words)
+    assert daemon.out.frames[-1][1] in (END, MORE)
+    assert not daemon.machine.turns
+
+
+def test_slot_of_another_since_then_is_not_continued(daemon: Daemon) -> None:
+    daemon.start(5, 4, 4)
+    daemon.machine.work(daemon.lines)
+    daemon.start(6, 4, 4)
+    daemon.machine.work(daemon.lines)
+    daemon.say("REQ 5 CONTINUE 2")
+    assert daemon.out.said("request 5 is not active, and has nothing to go on from")
+
+
+def test_turns_beyond_the_total_are_refused(daemon: Daemon) -> None:
+    daemon.start(5, 5, 2)
+    daemon.send("REQ 5 CONTINUE 3")
+    daemon.send("REQ 5 CONTINUE 1")
+    assert daemon.out.frames == [(5, MORE)]
+    assert daemon.out.said("request 5 has turns for all of its 5 tokens")
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.of(5)[1:] == [*daemon.expected(5, 2), MORE, *daemon.expected(5, 5)[2:], END]
+
+
+# ---- shared steps ----
+
+
+def three(daemon: Daemon) -> None:
+    for id, total in ((5, 3), (6, 8), (7, 3)):
+        daemon.start(id, total, 2)
+    daemon.machine.work(daemon.lines)
+
+
+def test_peek_shows_the_next_shared_step(daemon: Daemon) -> None:
+    three(daemon)
+    daemon.say("SCHED_BATCH_PEEK", "SCHED_BATCH_PEEK 2", "SCHED_STEP", "SCHED_BATCH_PEEK 2")
+    assert daemon.out.said("SCHED_BATCH_PEEK") == [
+        "SCHED_BATCH_PEEK rows=3 5:0:5 6:1:5 7:2:5",
+        "SCHED_BATCH_PEEK rows=2 5:0:5 6:1:5",
+        "SCHED_BATCH_PEEK rows=2 6:1:5 7:2:5",
+    ]
+    assert len(daemon.machine.turns) == 1
+
+
+def test_tail_takes_those_with_one_token_left(daemon: Daemon) -> None:
+    three(daemon)
+    daemon.say("SCHED_BATCH_TARGET_TAIL", "SCHED_BATCH_TARGET_TAIL")
+    assert daemon.machine.turns == [[("5.0.0", 1), ("7.2.0", 1)]]
+    assert [daemon.out.of(id)[-1] for id in (5, 6, 7)] == [END, MORE, END]
+    assert daemon.out.said("SCHED_BATCH_TARGET_TAIL rows=0")
+
+
+def test_shared_step_goes_round(daemon: Daemon) -> None:
+    three(daemon)
+    daemon.say(*["SCHED_BATCH_TARGET_STEP 2"] * 2)
+    assert daemon.machine.turns == [[("5.0.0", 1), ("6.1.0", 1)], [("7.2.0", 1), ("6.1.0", 1)]]
+
+
+def test_shared_step_of_one_is_a_single_one(daemon: Daemon) -> None:
+    daemon.start(5, 4, 2)
+    daemon.say("SCHED_BATCH_TARGET_STEP")
+    assert daemon.out.of(5) == [*daemon.expected(5, 2), MORE, daemon.expected(5, 3)[2], MORE]
+
+
+def test_shared_drain_ends_where_nobody_is_left_to_share_with(daemon: Daemon) -> None:
+    three(daemon)
+    daemon.say("SCHED_BATCH_DRAIN")
+    assert daemon.machine.turns == [[("5.0.0", 1), ("6.1.0", 1), ("7.2.0", 1)]]
+    assert daemon.out.said("SCHED_BATCH_DRAIN rows=1 6:1:6")
+    daemon.say("SCHED_DRAIN")
+    assert daemon.out.tokens_of(6) == daemon.expected(6, 8)
+
+
+def test_shared_drain_of_two_serves_all_in_turn(daemon: Daemon) -> None:
+    for id in (5, 6, 7):
+        daemon.start(id, 6, 2)
+    daemon.say("SCHED_BATCH_DRAIN 2", "SCHED_DRAIN")
+    assert [{key for key, _ in turn} for turn in daemon.machine.turns][:3] == [
+        {"5.0.0", "6.1.0"},
+        {"7.2.0", "5.0.0"},
+        {"6.1.0", "7.2.0"},
+    ]
+    for id in (5, 6, 7):
+        assert daemon.out.tokens_of(id) == daemon.expected(id, 6)
+
+
+def test_probe_reports_differences_and_changes_nothing(daemon: Daemon) -> None:
+    three(daemon)
+    daemon.machine.different["6.1.0"] = 8
+    before = [*daemon.out.frames]
+    daemon.say("LIST_REQUESTS", "SCHED_BATCH_PROBE", "LIST_REQUESTS", "SCHED_BATCH_PROBE 1")
+    assert daemon.out.frames == before
+    assert daemon.out.said("compared=") == ["SCHED_BATCH_PROBE compared=3 differences=1 6:7:8"]
+    assert len({*daemon.out.said("LIST_REQUESTS")}) == 1
+    daemon.say("SCHED_DRAIN")
+    assert daemon.out.tokens_of(6) == daemon.expected(6, 8)
+
+
+def test_shared_steps_need_tagged_frames(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, is_tagged=False)
+    daemon.say("SCHED_BATCH_TARGET_STEP", "SCHED_BATCH_PEEK", "SCHED_BATCH_DRAIN 2")
+    assert daemon.out.frames == [(0, END)] * 3
+    assert len(daemon.out.said("requests share steps with --stream-tagged alone")) == 3
+
+
+def test_untagged_stream_has_one_request_at_a_time(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, is_tagged=False)
+    daemon.start(5, 4, 2)
+    daemon.start(6, 4, 2)
+    assert daemon.out.frames == [(6, MORE)]  # END would seem to be the end of 5
+    daemon.say("SCHED_DRAIN")
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 4)
+    daemon.start(6, 2, 2)
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.of(6)[1:] == [*daemon.expected(6, 2), END]
+
+
+# ---- the oldest command ----
+
+
+@pytest.mark.parametrize("is_tagged", [False, True])
+def test_prompts_are_answered_one_after_the_other(tmp_path: Path, is_tagged: bool) -> None:
+    daemon = Daemon(tmp_path, is_tagged=is_tagged)
+    a, b = daemon.prompt(5), daemon.prompt(6)
+    daemon.send(f"{a} 3")
+    daemon.send(f"{b} 2")
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.of(0) == [*stream([5], 3), END, *stream([6], 2), END]
+
+
+def test_prompt_for_a_slot_with_an_owner_is_refused(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    path = daemon.prompt(6)
+    daemon.say(f"{path} 2", f"REQ 9 SLOT 1 {path} 2")
+    assert daemon.out.of(0) == [END]
+    assert daemon.out.said("slot 0 has request 5, which is active")
+    assert daemon.out.of(9) == [*stream([6], 2), END]
+
+
+def test_misspelt_command_is_no_prompt(daemon: Daemon) -> None:
+    daemon.say("SCHED_SETP 3")
+    assert daemon.out.frames == [(0, END)]
+    assert daemon.out.said("no command, and no prompt: SCHED_SETP: No such file")
+
+
+def test_waiting_prompt_is_cancelled(daemon: Daemon) -> None:
+    path = daemon.prompt(5)
+    daemon.send(f"REQ 8 {path} 3")
+    daemon.send(f"REQ 9 {path} 3")
+    daemon.send("CANCEL 9")
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.of(9) == [END]
+    assert daemon.out.of(8) == [*stream([5], 3), END]
+
+
+# ---- the end ----
+
+
+def test_end_of_input_drains_what_is_active(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.send(f"{daemon.prompt(6)} 3")
+    daemon.send(f"REQ 9 SLOT 1 {daemon.prompt(6)} 3")
+    daemon.lines.end_input()
+    assert not daemon.lines.is_done
+    daemon.machine.work(daemon.lines)
+    assert daemon.lines.is_done
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 8)
+    assert daemon.out.of(9) == [*stream([6], 3), END]
+    assert daemon.out.of(0) == [END]  # slot 0 was taken
+    assert not daemon.out.said("SCHED_DRAIN")
+
+
+def test_client_that_leaves_ends_its_requests(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.send("SCHED_DRAIN")
+    daemon.lines.leave()
+    assert daemon.lines.is_done
+    assert not daemon.machine.runs
+
+
+def test_engine_that_stops_ends_every_stream(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.start(6, 8, 2)
+    daemon.machine.work(daemon.lines)
+    daemon.machine.is_closed = True
+    daemon.send("SCHED_DRAIN")
+    assert daemon.lines.is_done
+    assert [daemon.out.of(id)[-1] for id in (5, 6)] == [END, END]
+    daemon.start(7, 8, 2)
+    assert daemon.out.of(7) == [END]
+
+
+def test_no_more_commands_wait_than_may(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.worker.lines.N_WAITING_MAX", 3)
+    daemon.start(5, 8, 2)
+    for _ in range(5):
+        daemon.send("SCHED_STEP")
+    assert len(daemon.out.said("3 commands wait already")) == 2
+
+
+# ---- chance ----
+
+WORDS = st.sampled_from(
+    [
+        *("REQ 1", "REQ=2", "REQUEST 3", "REQ 0", "SLOT 0", "SLOT=1", "SLOT 9", "REQ 1 REQ 2"),
+        *("CANCEL", "CANCEL 1", "CANCEL 2", "CANCEL 3", "CONTINUE 1", "CONT 3", "CONTINUE 0"),
+        *("START p1.bin 6 2", "START p2.bin 1 1", "START p3.bin 61 9", "START p1.bin 62 9"),
+        *("START none 6 2", "START p1.bin 6", "START p1.bin 6 0", "p1.bin 3", "p2.bin 0"),
+        *("SCHED_STEP", "SCHED_DRAIN", "SCHED_BATCH_PEEK", "SCHED_BATCH_PROBE 2", "\0", "\xff"),
+        *("SCHED_BATCH_TARGET_TAIL", "SCHED_BATCH_TARGET_STEP", "SCHED_BATCH_DRAIN 2", "٣"),
+        *("LIST_REQUESTS", "LIST_TARGET_CACHE_SLOTS", "SNAPSHOT 0", "park", "FOO", "", "="),
+    ]
+)
+MOVES = st.lists(
+    st.one_of(
+        st.lists(WORDS, min_size=1, max_size=3).map(" ".join),
+        st.tuples(st.sampled_from(["REQ 1", "REQ 2", "REQ 3"]), WORDS).map(" ".join),
+        st.text(max_size=12),
+        st.integers(1, 4),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(moves=MOVES, is_tagged=st.booleans(), n_end=st.integers(0, 5))
+def test_random_lines_stop_nothing_and_every_start_ends_once(
+    moves: list[str | int],
+    is_tagged: bool,
+    n_end: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    daemon = Daemon(tmp_path, n_slots=2, is_tagged=is_tagged)
+    for id in (1, 2, 3):
+        daemon.prompt(id, 1, 2)
+    daemon.machine.end_at[2] = n_end
+    for move in moves:
+        if isinstance(move, int):
+            for _ in range(move):
+                daemon.machine.step(daemon.lines)
+        else:
+            daemon.lines.take_line(move.encode("utf-8", "surrogatepass"))
+    daemon.lines.end_input()
+    daemon.machine.work(daemon.lines)
+    assert daemon.lines.is_done
+    assert not daemon.machine.runs
+    check_ends(daemon, is_tagged=is_tagged)
+
+
+def check_ends(daemon: Daemon, *, is_tagged: bool) -> None:
+    """Each life of a request has one end, each error one mark, and no token comes behind an end."""
+    n_lives = len(daemon.out.said("started in slot") + daemon.out.said("continued in slot"))
+    n_ended = len(daemon.out.said("ended: "))
+    n_errors = len(daemon.out.said("error in line"))
+    n_ends = sum(value == END for _, value in daemon.out.frames)
+    assert n_lives == n_ended
+    assert n_ended <= n_ends <= n_ended + n_errors
+    if is_tagged:
+        for id in {id for id, _ in daemon.out.frames}:
+            assert daemon.out.of(id)[-1] == END or not daemon.out.tokens_of(id)
