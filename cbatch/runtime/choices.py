@@ -64,6 +64,11 @@ class Choices:
         """Whether chunks are wanted as they come; never where only the end tells which choices are kept."""
         return self.target.is_streamed and self._keeps_all
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether chunks come for each new token."""
+        return self.target.wants_tokens
+
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:

@@ -39,7 +39,7 @@ def deliver(
         if driver.finish_reason is None:
             target = routes[driver.request.id].target
             driver.reply.is_watched = target.is_streamed
-            if target.is_streamed and (chunk := take_chunk(driver)):
+            if target.is_streamed and (chunk := take_chunk(driver, by_token=target.wants_tokens)):
                 parcels.setdefault(target, ([], []))[0].append(chunk)
     for driver in ended:
         target, place, _ = routes.pop(driver.request.id)

@@ -25,6 +25,10 @@ class Target(Protocol):
     def is_streamed(self) -> bool:
         """Whether chunks are wanted as they come; else with the result."""
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether chunks come for each new token, also where the last ones are not text yet."""
+
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:

@@ -145,7 +145,7 @@ class Mailbox:
         `pump` does a step of an engine without a thread, and returns False where there is none to do; `log` is told of
         results before a reader is; `engine` is kept alive.
         """
-        self.is_streamed = False
+        self.is_streamed = self.wants_tokens = False
         self.items = items = Items(n_items, n_ahead)
         self.ids: dict[int, str] = {}
         """The items' ids by place; of a fed batch, ids of items that `take_result` has not given out."""

@@ -33,14 +33,18 @@ class Origin:
     usage: Usage
 
 
-def take_chunk(driver: SequenceDriver) -> BatchOutputChunk | None:
-    """Return the output since the last call, or None where there is none; the last chunk has the finish reason."""
+def take_chunk(driver: SequenceDriver, *, by_token: bool = False) -> BatchOutputChunk | None:
+    """Return the output since the last call, or None where there is none; the last chunk has the finish reason.
+
+    Tokens wait until they are text, but not `by_token`: then a chunk may have tokens alone.
+    """
     reply = driver.reply
     reply.feed(driver.output)
     parts, n_tokens = reply.text.parts, reply.text.n_fed
     n_parts = len(parts)
     old_parts, old_tokens = reply.delivered or (0, 0)
-    if old_parts == n_parts and driver.finish_reason is None:
+    is_new = old_tokens < n_tokens if by_token else old_parts < n_parts
+    if not is_new and driver.finish_reason is None:
         return None
     new, tokens = _echo(driver) if reply.delivered is None else ("", ())
     reply.delivered = n_parts, n_tokens

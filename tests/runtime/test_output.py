@@ -33,6 +33,19 @@ def test_chunks_joined_are_the_result() -> None:
     assert tuple(t for c in given for t in c.token_ids) == result_of(driver).token_ids
 
 
+def test_chunk_for_each_token_does_not_wait_for_text() -> None:
+    driver = make_running(stop="cd")
+    chunks: list[BatchOutputChunk | None] = []
+    for token in (A, HALF, B, C, D):
+        driver.accept(2 if not chunks else 1, [token], 2.0)
+        chunks.append(take_chunk(driver, by_token=True))
+        assert driver.finish_reason is not None or take_chunk(driver, by_token=True) is None
+    given = [c for c in chunks if c is not None]
+    assert [c.token_ids for c in given] == [(A,), (HALF,), (B,), (C,), (D,)]
+    assert [c.text for c in given] == ["a", "", "\ufffdb", "", ""]
+    assert given[-1].finish_reason == "stop"
+
+
 def test_nothing_new_gives_no_chunk() -> None:
     driver = make_running()
     assert take_chunk(driver) is None
