@@ -95,6 +95,8 @@ class Rig:
     """The plan whose run is in flight."""
     has_lost_cells: bool = False
     """Whether cells that sequences shared were lost: then a pool may be too small for what was admitted."""
+    has_slices: bool = False
+    """Whether seconds end runs, too: with a step a second each run would be one step."""
     copy_s: float = 0.0
     """What a cell takes that is copied from slot to slot; then a plan admits no more than it may copy."""
 
@@ -335,7 +337,8 @@ def plan_of(rig: Rig) -> Plan | None:
 def run(rig: Rig, plan: Plan) -> None:
     """Run a plan, apply it, and take the chunks that came out."""
     rig.in_run = plan
-    result = rig.backend.run(plan.step)
+    order = plan.step if rig.has_slices else replace(plan.step, slice_s=0.0)
+    result = rig.backend.run(order)
     rig.has_lost_cells |= result.code not in (0, 1, -1) or bool(result.lost)
     touched = rig.scheduler.apply(plan, result, rig.now)
     assert touched == plan.rows

@@ -52,9 +52,14 @@ class RecordingStepper(NativeStepper):
         self._seeds[binding.slot] = binding.sampling.seed
 
     def run(
-        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None, await_masks: Any = None
+        self,
+        chunks: Sequence[Chunk],
+        n_steps: int = 1,
+        slice_s: float = 0.0,
+        masks: Any = None,
+        await_masks: Any = None,
     ) -> StepResult:
-        result = super().run(chunks, 1, masks)
+        result = super().run(chunks, masks=masks)
         self.n_rows_max = max(self.n_rows_max, len(chunks))
         for i, chunk in enumerate(chunks):
             if chunk.has_output and chunk.slot in self._seeds:

@@ -49,14 +49,16 @@ class FaultyStepper(NativeStepper):
         self._fails = fails
 
     def run(
-        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None, await_masks: Any = None
+        self,
+        chunks: Sequence[Chunk],
+        n_steps: int = 1,
+        slice_s: float = 0.0,
+        masks: Any = None,
+        await_masks: Any = None,
     ) -> StepResult:
-        code = self._fails(chunks)
-        return (
-            StepResult([[] for _ in chunks], 0, code)
-            if code
-            else super().run(chunks, n_steps, masks, await_masks)
-        )
+        if code := self._fails(chunks):
+            return StepResult([[] for _ in chunks], 0, code)
+        return super().run(chunks, n_steps, slice_s, masks, await_masks)
 
 
 def faulty_engine(path: Path, fails: Callable[[Sequence[Chunk]], int], **settings: Any) -> Engine:

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     Cost = Callable[[int, int], float]
 
-RUN_S = 0.1
-"""Seconds after which a run of several steps ends. Source: `slice_s` of `NativeStepper`."""
-
 
 class FakeServer:
     """The core on a `FakeBackend`, put together as an engine does it; `step` is one turn of its loop.
@@ -62,8 +59,8 @@ class FakeServer:
         self.scheduler = ContinuousBatchScheduler(
             self.batcher, n_batch, self.stats, options, memory=memory
         )
-        self.run_s = RUN_S
-        """A run is over after the first step that ends so late; 0 for one step a run."""
+        self.is_stepwise = False
+        """Whether every run is one step."""
         self.next_s = math.inf
         """When the next request arrives: if no other waits, it ends the run in flight, as an engine's `run` does."""
         self.step_s = (0.0, 0.0)
@@ -100,9 +97,10 @@ class FakeServer:
         return True
 
     def _run(self, plan: Plan) -> StepResult:
-        self._run_end_s = self.now + self.run_s
-        if self.next_s > self.now and self.batcher.occupancy().n_waiting <= plan.slots.n_entering:
-            self._run_end_s = min(self._run_end_s, self.next_s)
+        is_urgent = self.batcher.occupancy().n_waiting <= plan.slots.n_entering
+        self._run_end_s = self.next_s if is_urgent and self.next_s > self.now else math.inf
+        if self.is_stepwise:
+            self.backend.interrupt()
         result = self.backend.run(plan.step)
         self.backend.plans.clear()  # it keeps them all for tests
         return result

@@ -85,7 +85,7 @@ class _Queue:
 
     def __init__(self, options: ScheduleOptions, case: Case, n_slots: int) -> None:
         self.server = FakeServer(n_slots, N_WINDOW, N_BATCH, options, StepCost(0.01))
-        self.server.run_s = 0.0  # every run is one step
+        self.server.is_stepwise = True
         self.batcher = self.server.batcher
         self._case: Case = case
         self._n_slots = n_slots

@@ -76,7 +76,6 @@ class LogitRows:
             n_batch=len(self._slots),
             n_vocab=self.n_vocab,
             n_threads=n_threads,
-            slice_s=0.0,
             api=api,
         )
         for slot in self._slots:

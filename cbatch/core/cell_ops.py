@@ -72,6 +72,7 @@ class SlotCells:
         self,
         chunks: tuple[Chunk, ...] = (),
         n_steps: int = 1,
+        slice_s: float = 0.0,
         *,
         binds: tuple[Binding, ...] = (),
         adapters: AdapterSet = (),
@@ -81,6 +82,7 @@ class SlotCells:
         return StepPlan(
             chunks,
             n_steps,
+            slice_s,
             clears=tuple(sorted(self.clears)),
             binds=binds,
             trims=tuple(sorted(self.trims.items())),

@@ -85,11 +85,14 @@ class StepPlan:
     `chunks` are in ascending order of slot, one a slot at most, with `N_TARGETS_MAX` targets at most in all. With
     `n_steps` > 1 every chunk has an output and none has targets, and each further step computes the token that the
     step before sampled, one a slot. The run ends early after a step in which a row sampled one of its stop tokens or
-    was broken, when it is interrupted, or when decoding failed; a backend may also end it after any step.
+    was broken, after the first that ends later than `slice_s`, when it is interrupted, or when decoding failed; a
+    backend may also end it after any step.
     """
 
     chunks: tuple[Chunk, ...]
     n_steps: int = 1
+    slice_s: float = 0.0
+    """Seconds of the run, from where computing begins; 0 for no limit."""
     clears: tuple[Slot, ...] = ()
     """Slots to empty, whatever is in them."""
     binds: tuple[Binding, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,10 +29,14 @@ if TYPE_CHECKING:
     from cbatch.options import AdapterSet
 
 N_STEPS_MAX = 64
-"""Most steps in one run. A run also ends after about 100 ms, so this only sizes the buffers."""
+"""Most steps in one run. Seconds end most runs earlier, so this only sizes the buffers."""
 
-WATCHED_RUN_S = 0.02
-"""About how long a run takes where output is streamed, for its tokens come at once, or may end by a stop string."""
+RUN_S = 0.1
+"""How long a run takes: a step that ends later is its last."""
+
+SHORT_RUN_S = 0.02
+"""The same where output is streamed, for its tokens come at once, may end by a stop string, or a slot is free for one
+that waits."""
 
 DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
@@ -134,9 +137,11 @@ class ContinuousBatchScheduler:
         if not (chunks or slots.has_changes or slots.cells.has_ops):
             self._check_progress(slots)
             return None
+        n_steps, slice_s = (1, 0.0) if suspects else self._length(chunks, rows, slots)
         step = slots.cells.step(
             chunks,
-            1 if suspects else self._n_steps(chunks, rows, slots),
+            n_steps,
+            slice_s,
             binds=self._bindings(slots),
             adapters=rows[0].request.adapters if rows else (),
         )
@@ -357,22 +362,25 @@ class ContinuousBatchScheduler:
                 drivers.append(driver)
         return tuple(chunks), tuple(drivers)
 
-    def _n_steps(
+    def _length(
         self, chunks: Sequence[Chunk], rows: Sequence[SequenceDriver], slots: SlotPlan
-    ) -> int:
-        """Return how often this plan can be done: while no row ends, no turn ends, and nobody is left out."""
+    ) -> tuple[int, float]:
+        """Return how many steps a run has at most, and its seconds.
+
+        A plan is repeated while no row ends, no turn ends, and nobody is left out.
+        """
         if not chunks or len(chunks) < len(rows) or slots.n_following:
-            return 1
+            return 1, 0.0
         for chunk in chunks:
             if not chunk.has_output or chunk.targets:
-                return 1
+                return 1, 0.0
         # the next plan may let in a sequence that this one had no room for
         n_waiting, n_steps = slots.n_waiting, N_STEPS_MAX
         is_short = bool(n_waiting and slots.cells.ledger.n_free_slots)
         is_turn = self._quantum and n_waiting
         for d in rows:
             if d.request.grammar is not None:
-                return 1
+                return 1, 0.0
             # what is sampled behind a stop string is computed in vain
             is_short = is_short or d.reply.is_watched or d.reply.text.has_stops
             n_steps = min(n_steps, d.n_cap - len(d.output), d.n_window + 1 - len(d.tokens))
@@ -382,9 +390,7 @@ class ContinuousBatchScheduler:
         if self._is_pool:
             n_tokens = sum([len(c.tokens) for c in chunks])
             n_steps = min(n_steps, 1 + (slots.cells.ledger.n_free_cells - n_tokens) // len(chunks))
-        if is_short and (step_s := self.costs.seen_s(len(rows))):
-            n_steps = min(n_steps, math.ceil(WATCHED_RUN_S / step_s))
-        return n_steps
+        return n_steps, SHORT_RUN_S if is_short else RUN_S
 
     def _check_progress(self, slots: SlotPlan) -> None:
         """Refuse to sleep while a sequence could be served.

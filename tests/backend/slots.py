@@ -127,19 +127,24 @@ class FailingStepper(NativeStepper):
     """Fails as `failures` says; what a failing first step leaves is all but the last token of its first chunk."""
 
     def __init__(self, ctx: Any, failures: Failures, **sizes: Any) -> None:
-        super().__init__(ctx, slice_s=0.0, **sizes)
+        super().__init__(ctx, **sizes)
         self._failures = failures
 
     def run(
-        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None, await_masks: Any = None
+        self,
+        chunks: Sequence[Chunk],
+        n_steps: int = 1,
+        slice_s: float = 0.0,
+        masks: Any = None,
+        await_masks: Any = None,
     ) -> StepResult:
         """Do a run, or part of one."""
         failure = self._failures.pop(0) if self._failures else None
         if failure is None:
-            return super().run(chunks, n_steps, masks, await_masks)
+            return super().run(chunks, n_steps, slice_s, masks, await_masks)
         code, n_done = failure
         if n_done:
-            return replace(super().run(chunks, n_done, masks), code=code)
+            return replace(super().run(chunks, n_done, masks=masks), code=code)
         first = chunks[0]
         if code not in (1, -1) and len(first.tokens) > 1:
             super().run([Chunk(first.slot, first.start, first.tokens[:-1], False)])

@@ -246,7 +246,7 @@ def test_who_never_ran_has_no_queue_time_and_no_first_token() -> None:
 
 
 def test_phases_of_a_run_follow_each_other_and_sum_up_to_it() -> None:
-    rig = make_scheduler(1)
+    rig = make_scheduler(1, cost=StepCost(base_s=1 / 64))
     times = iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0])
     loop, records = loop_over(rig.backend, rig, lambda: next(times)), list[StepRecord]()
     loop.recorder = records.append
@@ -255,12 +255,12 @@ def test_phases_of_a_run_follow_each_other_and_sum_up_to_it() -> None:
     [r] = records
     assert (r.admit_s, r.build_s, r.run_s, r.apply_s, r.deliver_s) == (1.0, 2.0, 4.0, 8.0, 16.0)
     assert (r.start_s, r.n_rows, r.n_steps, r.n_tokens, r.n_waiting, r.code) == (0.0, 1, 4, 4, 2, 0)
-    assert (r.decode_s, r.sample_s) == (4.0, 0.0)
+    assert (r.decode_s, r.sample_s) == (4 / 64, 0.0)
     assert (rig.stats.plan_s, rig.stats.run_s, rig.stats.apply_s) == (3.0, 4.0, 24.0)
 
 
 def test_record_tells_the_code_of_a_failed_step() -> None:
-    rig = make_scheduler(2, code=lambda chunks: -3 if chunks[0].start >= 4 else 0)
+    rig = make_scheduler(2, code=lambda chunks: -3 if chunks[0].start >= 4 else 0, cost=StepCost())
     loop, records = loop_over(rig.backend, rig, lambda: rig.now), list[StepRecord]()
     loop.recorder = records.append
     submit(loop, rig, make_request(max_tokens=3))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cbatch
-from cbatch.backend.fake import FakeBackend
+from cbatch.backend.fake import FakeBackend, StepCost
 from cbatch.core.plan import StepResult
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError, GrammarError, PromptTooLongError
@@ -45,12 +45,12 @@ def recorded(rig: Rig) -> tuple[Loop, list[StepRecord]]:
 
 
 def test_record_tells_what_each_slot_computed_and_sampled() -> None:
-    rig = make_scheduler(2)
+    rig = make_scheduler(2, cost=StepCost(base_s=1 / 64))
     loop, records = recorded(rig)
     submit(loop, rig, *make_sequences(2, max_tokens=3))
     loop.step()
     assert records[0].rows == (StepRow(0, "0", 4, 4, 3), StepRow(1, "1", 4, 4, 3))
-    assert (records[0].n_steps, records[0].first_s) == (3, 1.0)
+    assert (records[0].n_steps, records[0].first_s) == (3, 1 / 64)
 
 
 def test_what_is_computed_again_is_prefill() -> None:

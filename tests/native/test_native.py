@@ -97,7 +97,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[MakeStepper]:
     def make_stepper(fake: FakeLlama, **given: Any) -> Stepper:
         stop = given.pop("stop", ())
         sizes = {"n_slots": N_SLOTS, "n_batch": N_BATCH, "n_vocab": fake.n_vocab, "n_threads": 1}
-        stepper = request.param(None, **{**sizes, "api": fake.api(), "slice_s": 0.0, **given})
+        stepper = request.param(None, **{**sizes, "api": fake.api(), **given})
         for slot in range(N_SLOTS):
             stepper.bind(Binding(Slot(slot), 0, GREEDY, stop))
         made.append(stepper)
@@ -260,7 +260,8 @@ def test_interrupt_comes_from_another_thread(make: MakeStepper) -> None:
 
 
 def test_run_beyond_its_slice_ends_after_the_step(make: MakeStepper) -> None:
-    assert make(FakeLlama(), slice_s=1e-6).run([chunk(0, 0, 1)], n_steps=9).n_steps == 1
+    assert make(FakeLlama()).run([chunk(0, 0, 1)], 9, slice_s=1e-6).n_steps == 1
+    assert make(FakeLlama()).run([chunk(0, 0, 1)], 9, slice_s=1e6).n_steps == 9
 
 
 def test_run_reports_where_its_time_went(make: MakeStepper) -> None:
@@ -270,7 +271,7 @@ def test_run_reports_where_its_time_went(make: MakeStepper) -> None:
 
 
 def test_native_run_reports_the_time_of_its_first_step() -> None:
-    stepper = native_stepper(FakeLlama(), slice_s=0.0)
+    stepper = native_stepper(FakeLlama())
     stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
     result = stepper.run([chunk(0, 0, 1)], n_steps=3)
     assert 0 < result.first_s < result.decode_s + result.sample_s
@@ -568,8 +569,8 @@ def test_native_and_python_steppers_do_the_same(
     codes = dict.fromkeys(failing, 1)
     ours, theirs = FakeLlama(codes=codes), FakeLlama(codes=codes)
     sizes = {"n_slots": N_SLOTS, "n_batch": N_BATCH, "n_vocab": N_VOCAB, "n_threads": 1}
-    found = outcome(NativeStepper(None, **sizes, slice_s=0.0, api=ours.api()), workload)
-    wanted = outcome(PythonStepper(None, **sizes, slice_s=0.0, api=theirs.api()), workload)
+    found = outcome(NativeStepper(None, **sizes, api=ours.api()), workload)
+    wanted = outcome(PythonStepper(None, **sizes, api=theirs.api()), workload)
     assert found == wanted
     assert ours.batches == theirs.batches
     assert ours.fetched == theirs.fetched

@@ -51,7 +51,7 @@ def scored(slot: int, start: int, *tokens: int, has_output: bool = False) -> Chu
 
 def make_stepper(kind: type[Stepper], fake: FakeLlama, **given: Any) -> Stepper:
     sizes = {"n_slots": N_SLOTS, "n_batch": 99, "n_vocab": fake.n_vocab}
-    said: dict[str, Any] = {**sizes, "n_threads": 1, "api": fake.api(), "slice_s": 0.0, **given}
+    said: dict[str, Any] = {**sizes, "n_threads": 1, "api": fake.api(), **given}
     stepper = kind(None, **said)
     bind(stepper, (0,) * N_SLOTS)
     return stepper

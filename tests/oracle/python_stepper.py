@@ -44,11 +44,10 @@ class PythonStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int = 1,
-        slice_s: float = 0.1,
         api: LlamaApi | None = None,
     ) -> None:
         """Take what `NativeStepper` takes; `n_threads` is not used."""
-        self._ctx, self._n_threads, self._slice_s = ctx, n_threads, slice_s
+        self._ctx, self._n_threads = ctx, n_threads
         self._n_slots, self._n_batch, self._n_vocab = n_slots, n_batch, n_vocab
         self._api = api or LlamaApi.of_llama_cpp()
         self._bindings: dict[int, Binding] = {}
@@ -77,18 +76,20 @@ class PythonStepper:
         self,
         chunks: Sequence[Chunk],
         n_steps: int = 1,
+        slice_s: float = 0.0,
         masks: Masks | None = None,
         await_masks: Callable[[], object] | None = None,
     ) -> StepResult:
         """Do up to `n_steps` steps; see `NativeStepper.run`."""
         self._check(chunks, n_steps, masks)
         begin = time.perf_counter()
+        end_s = begin + slice_s if slice_s else math.inf
         tokens: list[list[int]] = [[] for _ in chunks]
         reports: list[list[TokenLogprobs]] = [[] for _ in chunks]
         scores: dict[Slot, list[TokenLogprobs]] = {}
         n_done, code, decode_s, first_s = 0, 0, 0.0, 0.0
         for n_done in range(n_steps + 1):
-            if n_done > 0 and (n_done == n_steps or self._ends(chunks, tokens, begin)):
+            if n_done > 0 and (n_done == n_steps or self._ends(chunks, tokens, end_s)):
                 break
             step_begin = time.perf_counter()
             fed = list(_fed(chunks, tokens))
@@ -192,11 +193,11 @@ class PythonStepper:
         binding = self._bindings.get(chunk.slot)
         return binding.n_target_top if binding else 0
 
-    def _ends(self, chunks: Sequence[Chunk], tokens: list[list[int]], begin: float) -> bool:
+    def _ends(self, chunks: Sequence[Chunk], tokens: list[list[int]], end_s: float) -> bool:
         interrupted = self._interrupted.is_set()
         self._interrupted.clear()
-        late = 0 < self._slice_s < time.perf_counter() - begin
-        return interrupted or late or any(map(self._is_end, chunks, tokens))
+        is_late = time.perf_counter() > end_s
+        return interrupted or is_late or any(map(self._is_end, chunks, tokens))
 
     def _is_end(self, chunk: Chunk, tokens: list[int]) -> bool:
         if not tokens:

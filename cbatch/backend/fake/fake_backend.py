@@ -193,7 +193,8 @@ class FakeBackend:
             for row, token in zip(tokens, sampled, strict=True):
                 row.extend(() if token is None else (token,))
             is_interrupted, self._is_interrupted = self._is_interrupted, False
-            if is_interrupted or n_done == plan.n_steps or any(map(self._ends, chunks, sampled)):
+            is_over = is_interrupted or 0 < plan.slice_s < self.now_s - start_s
+            if is_over or n_done == plan.n_steps or any(map(self._ends, chunks, sampled)):
                 break
             chunks = [
                 Chunk(c.slot, c.start + len(c.tokens), (token,), has_output=True)

@@ -72,7 +72,6 @@ class NativeStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int,
-        slice_s: float = 0.1,
         api: LlamaApi | None = None,
         isa: int = ISA_BEST,
     ) -> None:
@@ -85,7 +84,6 @@ class NativeStepper:
             n_batch: most tokens in one step.
             n_vocab: floats in one row of logits.
             n_threads: size of the team that samples; give the one that decoding uses.
-            slice_s: a run ends after the first step that passes this many seconds; 0 = no limit.
             api: functions to call instead of llama-cpp-python's.
             isa: instruction set of the sampling code; all give the same tokens.
 
@@ -95,7 +93,6 @@ class NativeStepper:
         """
         self._lib = library()
         self._api = api or LlamaApi.of_llama_cpp()  # kept: it owns what the addresses point to
-        self._budget_us = int(slice_s * 1e6)
         # `interrupt`, also in a handler of a signal, against `close`
         self._lock = threading.RLock()
         self._report = NativeReport()
@@ -139,6 +136,7 @@ class NativeStepper:
         self,
         chunks: Sequence[Chunk],
         n_steps: int = 1,
+        slice_s: float = 0.0,
         masks: Masks | None = None,
         await_masks: Callable[[], object] | None = None,
     ) -> StepResult:
@@ -150,6 +148,7 @@ class NativeStepper:
         Args:
             chunks: what to compute.
             n_steps: most steps; 1 where there are masks.
+            slice_s: the run ends after the first step that ends later; 0 for no limit.
             masks: (n_rows, n_words) uint32, a row for each chunk with an output, `n_words` of 32 tokens each; token `i`
                 is allowed where bit `i % 32` of word `i // 32` is set. A sequence of rows may hold None for all tokens.
             await_masks: called once the step is decoded and before the masks are read: returns when they are written.
@@ -176,7 +175,7 @@ class NativeStepper:
             n_chunks,
             tokens.buffer_info()[0],
             n_steps,
-            self._budget_us,
+            int(slice_s * 1e6),
             mask_rows,
             None if masks is None or await_masks is None else _VoidFunction(await_masks),
             self._out_at,

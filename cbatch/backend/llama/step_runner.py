@@ -56,25 +56,25 @@ class StepRunner:
         """
         if chunk_alignment and any(len(c.tokens) > 1 for c in plan.chunks):
             return self._run_apart(plan.chunks, undo)
-        return self._run(plan.chunks, plan.n_steps)
+        return self._run(plan.chunks, plan.n_steps, plan.slice_s)
 
     def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
         """Have grammars follow what was sampled in at least one step that was done."""
         tokens, steps = self._matchers.follow(chunks, result.tokens)
         return replace(result, tokens=tokens, grammar_steps=steps) if steps else result
 
-    def _run(self, chunks: Sequence[Chunk], n_steps: int = 1) -> StepResult:
+    def _run(self, chunks: Sequence[Chunk], n_steps: int = 1, slice_s: float = 0.0) -> StepResult:
         """Run the stepper; masks are made while a device computes, but before decoding where that needs the cores."""
         self.last_chunks = chunks
         masks = self._matchers.masks(chunks)
         if masks is None:
-            return self._stepper.run(chunks, n_steps)
+            return self._stepper.run(chunks, n_steps, slice_s)
         if not self._is_on_device:
             self._matchers.fill(chunks)
-            return self._stepper.run(chunks, n_steps, masks)
+            return self._stepper.run(chunks, n_steps, slice_s, masks)
         await_masks = self._matchers.fill_meanwhile(chunks)
         try:
-            return self._stepper.run(chunks, n_steps, masks, await_masks)
+            return self._stepper.run(chunks, n_steps, slice_s, masks, await_masks)
         finally:
             await_masks()  # the stepper does not where decoding failed
 

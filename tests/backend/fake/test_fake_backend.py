@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_plan_that_breaks_a_rule_raises_and_does_nothing(plan: StepPlan) -> None
     backend = FakeBackend(n_slots=4, n_window=16, n_batch=8)
     backend.run(StepPlan((row(3),), binds=(bind(3),)))
     with pytest.raises(PlanError):
-        backend.run(StepPlan(plan.chunks, plan.n_steps, (Slot(3),), plan.binds))
+        backend.run(replace(plan, clears=(Slot(3),)))
     assert backend.cells == [[], [], [], [1, 2]]
     assert len(backend.plans) == 1
 
@@ -96,6 +97,13 @@ def test_virtual_clock_counts_steps_and_tokens() -> None:
     assert backend.now_s == 3 * 1.0 + (4 + 1 + 1) * 0.25
 
 
+@pytest.mark.parametrize(("slice_s", "n_done"), [(0.0, 9), (0.4, 2), (0.5, 3), (9.0, 9)])
+def test_run_ends_after_the_first_step_that_is_late(slice_s: float, n_done: int) -> None:
+    backend = FakeBackend(cost=StepCost(base_s=0.25))
+    plan = StepPlan((row(),), 9, slice_s, binds=(bind(),))
+    assert backend.run(plan).n_steps == n_done
+
+
 def test_closed_backend_refuses_runs() -> None:
     backend = FakeBackend()
     backend.close()
@@ -143,10 +151,8 @@ def test_history_grows_by_what_is_computed() -> None:
     assert parts.run(StepPlan((chunk,), n_steps=4)).tokens[0] == whole[2:]
     again = Binding(Slot(0), 2, GREEDY, (), (1, 2, *whole))
     more = Chunk(Slot(0), 7, whole[-1:], has_output=True)
-    assert (
-        backend.run(StepPlan((more,))).tokens
-        == parts.run(StepPlan((more,), 1, (), (again,))).tokens
-    )
+    rebound = parts.run(StepPlan((more,), binds=(again,)))
+    assert backend.run(StepPlan((more,))).tokens == rebound.tokens
 
 
 def test_logprobs_are_made_up_for_who_wants_them() -> None:

@@ -223,10 +223,17 @@ class FailingStepper(PythonStepper):
         self._codes = codes
 
     def run(
-        self, chunks: Sequence[Chunk], n_steps: int = 1, masks: Any = None, await_masks: Any = None
+        self,
+        chunks: Sequence[Chunk],
+        n_steps: int = 1,
+        slice_s: float = 0.0,
+        masks: Any = None,
+        await_masks: Any = None,
     ) -> Any:
         code = next(self._codes, 0)
-        return StepResult([], 0, code) if code else super().run(chunks, n_steps, masks, await_masks)
+        if code:
+            return StepResult([], 0, code)
+        return super().run(chunks, n_steps, slice_s, masks, await_masks)
 
 
 def test_memory_that_counts_otherwise_is_refused(
@@ -328,13 +335,14 @@ def test_second_thread_in_one_context_is_refused(make: MakeBackend) -> None:
             self,
             chunks: Sequence[Chunk],
             n_steps: int = 1,
+            slice_s: float = 0.0,
             masks: Any = None,
             await_masks: Any = None,
         ) -> Any:
             if chunks[0].has_output:
                 held.set()
                 assert go.wait(PATIENCE_S)
-            return super().run(chunks, n_steps, masks, await_masks)
+            return super().run(chunks, n_steps, slice_s, masks, await_masks)
 
     backend = make(stepper=HeldStepper)
     bind_all(backend)

@@ -173,15 +173,14 @@ def test_failing_decode_is_no_answer(model: LlamaModel, monkeypatch: pytest.Monk
             self,
             chunks: Sequence[Chunk],
             n_steps: int = 1,
+            slice_s: float = 0.0,
             masks: Any = None,
             await_masks: Any = None,
         ) -> StepResult:
             self.n_runs += 1
-            return (
-                StepResult([], 0, -3)
-                if self.n_runs > 4
-                else super().run(chunks, n_steps, masks, await_masks)
-            )
+            if self.n_runs > 4:
+                return StepResult([], 0, -3)
+            return super().run(chunks, n_steps, slice_s, masks, await_masks)
 
     class Backend(LlamaBackend):
         def __init__(self, *args: Any, **given: Any) -> None:
