@@ -24,6 +24,7 @@ from cbatch.errors import (
     RequestError,
     RequestFailedError,
     UnsupportedOptionError,
+    WorkerDiedError,
 )
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt, LookAhead
@@ -83,6 +84,7 @@ __all__ = [
     "ToolCall",
     "UnsupportedOptionError",
     "Usage",
+    "WorkerDiedError",
     "__version__",
     "load",
 ]

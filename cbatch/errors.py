@@ -132,6 +132,18 @@ class PromptError(RequestFailedError):
     """The prompt cannot be tokenized: it would fail again anywhere."""
 
 
+class WorkerDiedError(RequestError):
+    """The worker process that computed the request has ended; another one takes its place."""
+
+    def __init__(self, cause: str, n_alone: int = 0) -> None:
+        """Keep how the worker ended, with its last words, and in how many workers the request was computed alone."""
+        self.cause, self.n_alone = cause, n_alone
+        guilt = (
+            f"each of {n_alone} workers that computed this request alone died" if n_alone else ""
+        )
+        super().__init__(f"{guilt or 'the worker that computed the request died'}: {cause}")
+
+
 class OutputError(CBatchError):
     """A file of results could not be written; committed records stay, and a later run continues from them."""
 

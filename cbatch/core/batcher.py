@@ -319,6 +319,13 @@ class MultiRequestBatcher:
         self.retire(driver)
         return True
 
+    def take_out(self, id: str) -> None:
+        """Take a sequence that never had a slot out of the books, as if it had not been submitted."""
+        driver = self.in_flight.pop(id)
+        self._withdraw(driver)
+        self._forget(driver)
+        self._deadlines.note_end()
+
     def retire(self, driver: SequenceDriver, *, has_cells: bool = True) -> None:
         """Take a finished sequence out of the books; its slot keeps the cells that are of use.
 

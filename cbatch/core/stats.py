@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from cbatch.core.driver import SequenceDriver
 
@@ -47,6 +47,19 @@ class Percentiles:
     def buckets(self) -> list[tuple[float, float, int]]:
         """Return (from, to, n) of every bucket with a count, in seconds, the shortest first."""
         return [(_edge(i), _edge(i + 1), n) for i, n in sorted(self._n_by_bucket.items())]
+
+    def counts(self) -> list[tuple[int, int]]:
+        """Return (bucket, n) of every bucket with a count; see `of`."""
+        return sorted(self._n_by_bucket.items())
+
+    @classmethod
+    def of(cls, counts: Iterable[Sequence[int]]) -> Percentiles:
+        """Return the same counts as those of which `counts` told, or of several together."""
+        made = cls()
+        for bucket, n in counts:
+            made._n_by_bucket[bucket] = made._n_by_bucket.get(bucket, 0) + n
+            made.n += n
+        return made
 
     def copy(self) -> Percentiles:
         """Return the same counts in an object of their own."""
@@ -201,6 +214,18 @@ class EngineStats:
         fresh = EngineStats()
         for f in fields(self):
             setattr(self, f.name, getattr(fresh, f.name))
+
+    def add(self, other: EngineStats) -> None:
+        """Add the figures of another engine that works at the same time."""
+        for f in fields(self):
+            own, more = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(own, Percentiles):
+                own = Percentiles.of([*own.counts(), *more.counts()])
+            elif isinstance(own, dict):
+                own = {key: own.get(key, 0) + more.get(key, 0) for key in {**own, **more}}
+            else:
+                own += more
+            setattr(self, f.name, own)
 
     def copy(self) -> EngineStats:
         """Return the same figures in an object of their own."""

@@ -26,6 +26,11 @@ def member_id(id: str, i_choice: int) -> str:
     return f"{id}{_MARK}{i_choice}"
 
 
+def request_id(inside: str) -> str:
+    """Return the id of the request that a sequence belongs to."""
+    return inside.partition(_MARK)[0]
+
+
 def display_id(inside: str) -> str:
     """Return the id of a sequence as users read it: its request's id, or `a[1]` for the second choice of `a`."""
     id, mark, i_choice = inside.partition(_MARK)

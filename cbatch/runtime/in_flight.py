@@ -99,9 +99,11 @@ class InFlight:
         return savers
 
     @contextmanager
-    def undone_if_it_raises(self) -> Iterator[dict[str, Route]]:
+    def undone_if_it_raises(
+        self, routes: dict[str, Route] | None = None
+    ) -> Iterator[dict[str, Route]]:
         """Take back the requests that a block has added, and submitted, if the block raises; it names their routes."""
-        routes: dict[str, Route] = {}
+        routes = {} if routes is None else routes
         try:
             yield routes
         except (RequestError, ConfigError):  # nothing was queued
@@ -212,15 +214,39 @@ class InFlight:
 
     # ---- orders ----
 
-    def cancel(self, ids: Iterable[str]) -> int:
-        """End requests by id; return how many were in flight. Waits for the current step.
+    def cancel(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> int:
+        """End requests by id, or those alone that never had a slot; return how many. Waits for the current step.
 
         A request that ends meanwhile is not touched, nor is a new request with the same id.
         """
-        lives = {id: route for id in ids if (route := self.find(id))}
+        lives = self._lives(ids)
         return self._loop.call(
-            lambda: self._cancel([id for id in lives if self.routes.get(id) is lives[id]])
+            lambda: self._cancel(
+                [id for id in self._still(lives) if not (is_for_waiting and self._has_begun(id))]
+            )
         )
+
+    def take_back(self, ids: Iterable[str]) -> list[str]:
+        """Take out requests that never had a slot, without a result; return the ids."""
+        lives = self._lives(ids)
+
+        def take() -> list[str]:
+            back = [id for id in self._still(lives) if not self._has_begun(id)]
+            for id in back:
+                members = self._member_ids(id)
+                self._loop.take_out([m for m in members if self._outside.pop(m, None) is None])
+                self.drop({member: self.routes[member] for member in {id, *members}})
+            return back
+
+        return self._loop.call(take)
+
+    def _lives(self, ids: Iterable[str]) -> dict[str, Route]:
+        """Return the routes of the requests that a caller means and that are in flight."""
+        return {id: route for id in ids if (route := self.find(id))}
+
+    def _still(self, lives: Mapping[str, Route]) -> list[str]:
+        """Return the ids of those that are in flight still. Owner thread."""
+        return [id for id, route in lives.items() if self.routes.get(id) is route]
 
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
@@ -255,6 +281,9 @@ class InFlight:
             return self._loop.compare_rows({m for id in known for m in self._member_ids(id)})
 
         return self._loop.call(compare)
+
+    def watch(self, target: Target) -> None:
+        """Do nothing: each delivery looks whether its batch `is_streamed`."""
 
     def cancel_batch(self, target: Target) -> int:
         """End a batch's requests in flight; else as `cancel`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
+    from cbatch.core.request import Request
     from cbatch.core.stats import EngineStats
     from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
@@ -52,12 +53,21 @@ class Submission:
     target: Target
     first_place: int = 0
     """The first request's place in its batch; the others follow."""
+    age_s: float = 0.0
+    """Seconds since the requests were first submitted: their times and deadlines count from then."""
+    may_wait: bool = True
+    """Whether the caller's thread may wait for room in the queue: not that of an event loop."""
+    asks_again: bool = False
+    """Whether requests whose worker process died are asked again."""
     is_fed: bool = False
     """Whether a feed waits for room in the queue where there is none, also with `when_full="reject"`."""
 
 
 class BatchOrders(Protocol):
     """Orders for the requests of one batch."""
+
+    def watch(self, target: Target, /) -> None:
+        """Deliver a batch's chunks as they come: its `is_streamed` has become true. Does not wait."""
 
     def cancel_batch(self, target: Target, /) -> int:
         """End a batch's requests in flight; return how many there were. Waits for the current step."""
@@ -72,8 +82,11 @@ class BatchOrders(Protocol):
 class Orders(BatchOrders, Protocol):
     """Orders for requests in flight. An id that was handed out means its own request, text the one that has it now."""
 
-    def cancel(self, ids: Iterable[str]) -> int:
-        """End requests; return how many were in flight. Waits for the current step."""
+    def cancel(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> int:
+        """End requests, or those alone that never had a slot; return how many. Waits for the current step."""
+
+    def take_back(self, ids: Iterable[str]) -> list[str]:
+        """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
 
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
@@ -90,6 +103,8 @@ class Runtime(Protocol):
 
     on_end: Callable[[EngineClosedError | None], object] | None
     """Called once at the end, before the requests in flight end; with the error that has ended the runtime, if any."""
+    on_admit: Callable[[Sequence[str]], object] | None
+    """Called with the ids of sequences before the first step that computes something of them. It must be quick."""
 
     @property
     def n_slots(self) -> int:
@@ -102,6 +117,10 @@ class Runtime(Protocol):
     @property
     def is_threaded(self) -> bool:
         """Whether work is done without `pump`."""
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether queueing may wait for room in the queue."""
 
     @property
     def orders(self) -> Orders:
@@ -117,8 +136,14 @@ class Runtime(Protocol):
     def check_options(self, options: RunOptions) -> None:
         """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
 
-    def enter(self, submission: Submission) -> None:
-        """Queue requests; may wait for room in the queue. Nothing is queued where it raises; see `Engine.run`."""
+    def add(self, submission: Submission) -> Callable[[], None]:
+        """Check requests and make them known; return what queues them, which may wait for room, and is to be called.
+
+        Nothing is known or queued where either raises; see `Engine.run`.
+        """
+
+    def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
+        """Return what a prompt asks for, as `enter` makes it, for an `Origin`."""
 
     def extend(self, result: BatchResult, n_tokens: int, target: Target) -> RequestId:
         """Queue a request that continues a result; return its id. See `Engine.extend`."""

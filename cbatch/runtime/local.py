@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from functools import lru_cache, partial
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.request import Request
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
@@ -97,6 +99,11 @@ class LocalRuntime:
         return self.backend.n_window
 
     @property
+    def has_limit(self) -> bool:
+        """Whether queueing may wait for room in the queue."""
+        return self._schedule.max_queue is not None
+
+    @property
     def ids(self) -> Container[str]:
         """The ids in flight."""
         return self.orders.routes
@@ -109,6 +116,15 @@ class LocalRuntime:
     @on_end.setter
     def on_end(self, action: Callable[[EngineClosedError | None], object] | None) -> None:
         self.loop.on_end = action
+
+    @property
+    def on_admit(self) -> Callable[[Sequence[str]], object] | None:
+        """Called with the ids of sequences before the first step that computes something of them."""
+        return self.loop.on_admit
+
+    @on_admit.setter
+    def on_admit(self, action: Callable[[Sequence[str]], object] | None) -> None:
+        self.loop.on_admit = action
 
     def check_open(self) -> None:
         """Raise an `EngineClosedError` where the engine is closed, has failed, or belongs to the parent process."""
@@ -158,19 +174,28 @@ class LocalRuntime:
 
     # ---- requests ----
 
-    def enter(self, submission: Submission) -> None:
-        """Queue requests; may wait for room in the queue. Nothing is queued where it raises."""
-        now, asked = time.perf_counter(), submission
-        with self.orders.undone_if_it_raises() as routes:
-            with self._submitting:
-                items = [
-                    self.sequences.of_prompt(
-                        prompt, id, asked.options, now, asked.ends_s, name=name
-                    )
-                    for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
-                ]
-                self.orders.add(routes, asked.target, asked.ids, items, asked.first_place)
-            self._submit([driver for item in items for driver in item], is_fed=asked.is_fed)
+    def add(self, submission: Submission) -> Callable[[], None]:
+        """Check requests and make them known; return what queues them. See `Runtime`."""
+        asked = submission
+        now = time.perf_counter() - asked.age_s
+        with self.orders.undone_if_it_raises() as routes, self._submitting:
+            items = [
+                self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
+                for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
+            ]
+            self.orders.add(routes, asked.target, asked.ids, items, asked.first_place)
+        drivers = [driver for item in items for driver in item]
+
+        def queue() -> None:
+            with self.orders.undone_if_it_raises(routes):
+                self._submit(drivers, is_fed=asked.is_fed, may_wait=asked.may_wait)
+
+        return queue
+
+    def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
+        """Return what a prompt asks for, as `enter` makes it, for an `Origin`."""
+        with self._submitting:
+            return self.sequences.request(prompt, id, options, 0.0, math.inf)
 
     def extend(self, result: BatchResult, n_tokens: int, target: Target) -> RequestId:
         """Queue a request that continues a result; return its id. See `Engine.extend`."""
@@ -183,10 +208,10 @@ class LocalRuntime:
                 request = extended(origin, id, result, n_tokens, now)
                 driver = self.sequences.of_request(request, now)
                 self.orders.add(routes, target, [id], [[driver]])
-            self._submit([driver], is_fed=False)
+            self._submit([driver], is_fed=False, may_wait=not is_in_event_loop())
         return id
 
-    def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool) -> None:
+    def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool, may_wait: bool) -> None:
         """Submit sequences whose routes are set; may wait for room in the queue, so not under a lock."""
         n_limit = self._schedule.max_queue
         if n_limit is None:
@@ -195,7 +220,7 @@ class LocalRuntime:
             self.orders.submit_as_room_comes(drivers, n_limit)
         elif self._schedule.when_full == "reject":
             self.orders.submit_within(drivers, n_limit)
-        elif self.is_threaded and is_in_event_loop():
+        elif self.is_threaded and not may_wait:
             self._submit_in_event_loop(drivers, n_limit)
         else:
             self.orders.submit_as_room_comes(drivers, n_limit)

@@ -23,7 +23,7 @@ from cbatch.runtime.row_comparison import check_comparable, check_room, compare_
 from cbatch.runtime.step_record import record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from cbatch.backend import Backend
     from cbatch.cache.store import CacheStore, NoStore
@@ -70,6 +70,8 @@ class Loop:
         self.recorder: Callable[[StepRecord], object] | None = None
         self.on_end: Callable[[EngineClosedError | None], object] | None = None
         """Called once at the end, before the requests in flight end; with the error that has ended the loop, if any."""
+        self.on_admit: Callable[[Sequence[str]], object] | None = None
+        """Called with the ids of sequences before the first step that computes something of them."""
         self.waiters = Sleepers()
         """Threads in `wait_for_change`: they look again after every plan."""
         self._backend, self._batcher, self._scheduler = backend, batcher, scheduler
@@ -107,6 +109,8 @@ class Loop:
             return self.deliver(()) or len(self._commands) > 0
         built = self._clock()
         self._unapplied = plan
+        if self.on_admit is not None and (new := [d for d in plan.slots.placed if not d.has_run]):
+            self.on_admit([d.request.id for d in new])
         result = self._backend.run(plan.step)
         ran = self._clock()
         record = None
@@ -309,6 +313,12 @@ class Loop:
         except BaseException:
             self._batcher.lose_cells()
             raise
+
+    def take_out(self, ids: Iterable[str]) -> None:
+        """Take out sequences that never had a slot, as if they had not been submitted. Owner thread."""
+        for id in ids:
+            self._stats.n_submitted -= 1
+            self._batcher.take_out(id)
 
     # ---- the end ----
 

@@ -146,6 +146,8 @@ class Mailbox:
         results before a reader is; `engine` is kept alive.
         """
         self.is_streamed = self.wants_tokens = False
+        self.asks_again = False
+        """Whether its items are asked again where their worker process dies."""
         self.items = items = Items(n_items, n_ahead)
         self.ids: dict[int, str] = {}
         """The items' ids by place; of a fed batch, ids of items that `take_result` has not given out."""
@@ -251,7 +253,9 @@ class Mailbox:
 
     def has_chunk(self) -> bool:
         """Whether `take_chunk` need not be waited for. From the first call on, chunks are delivered as they come."""
-        self.is_streamed = True
+        if not self.is_streamed:
+            self.is_streamed = True
+            self._orders.watch(self)
         return bool(self._chunks) or self.items.have_ended
 
     def has_result(self) -> bool:

@@ -72,6 +72,23 @@ class SequenceMaker:
         name: str = "",
     ) -> list[SequenceDriver]:
         """Return the sequences of a prompt, one for each choice; a `ConfigError` of its options names it `name`."""
+        request = self.request(item, id, run_options, now, ends_s, name=name)
+        n_choices = request.options.n_choices
+        if n_choices == 1:
+            return [self.of_request(request, now)]
+        return [self.of_request(_choice(request, i), now) for i in range(n_choices)]
+
+    def request(
+        self,
+        item: BatchPrompt,
+        id: str,
+        run_options: RunOptions,
+        now: float,
+        ends_s: float,
+        *,
+        name: str = "",
+    ) -> Request:
+        """Return what a prompt asks for, with merged options. Raises as `of_prompt`."""
         try:
             options = self._settled.over(RunOptions.of(item.options), run_options)
             check_fits(options, self._backend, self._schedule)
@@ -82,10 +99,7 @@ class SequenceMaker:
         except ConfigError as error:
             raise ConfigError(f"{name or f'request {id!r}'}: {error}") from None
         deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
-        request = self._request(item, id, options, deadline_s, grammar)
-        if options.n_choices == 1:
-            return [self.of_request(request, now)]
-        return [self.of_request(_choice(request, i), now) for i in range(options.n_choices)]
+        return self._request(item, id, options, deadline_s, grammar)
 
     def of_request(self, request: Request, now: float) -> SequenceDriver:
         """Return the sequence of one request, submitted `now`."""

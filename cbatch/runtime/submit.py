@@ -14,6 +14,7 @@ from cbatch.messages import as_prompt
 from cbatch.runtime.ids import Ids, check_own, own_id
 from cbatch.runtime.interface import Submission
 from cbatch.runtime.mailbox import refused
+from cbatch.runtime.waking import is_in_event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +98,21 @@ class Submitter:
             ids = self._ids.of_batch([prompt.id for prompt in prompts], self._runtime.ids)
         names = ["" if prompt.id else f"prompts[{i}]" for i, prompt in enumerate(prompts)]
         mailbox.ids.update(enumerate(ids))
-        self._runtime.enter(Submission(prompts, ids, names, options, ends_s, mailbox))
+        self._enter(
+            Submission(
+                prompts,
+                ids,
+                names,
+                options,
+                ends_s,
+                mailbox,
+                may_wait=not is_in_event_loop(),
+                asks_again=mailbox.asks_again,
+            )
+        )
+
+    def _enter(self, submission: Submission) -> None:
+        self._runtime.add(submission)()
 
     def extend(self, result: BatchResult, n_tokens: int, mailbox: Mailbox) -> None:
         """Submit a request that continues a result. See `Engine.extend`."""
@@ -127,7 +142,7 @@ class Submitter:
         try:
             with self._naming:
                 prompt, id = self._named(mailbox, item, place)
-            self._runtime.enter(
+            self._enter(
                 Submission(
                     [prompt],
                     [id],
@@ -137,10 +152,11 @@ class Submitter:
                     mailbox,
                     first_place=place,
                     is_fed=True,
+                    asks_again=mailbox.asks_again,
                 )
             )
         except Exception as error:
-            mailbox.deliver(*refused(mailbox.ids[place], place, _as_failure(error)))
+            mailbox.deliver(*refused(mailbox.ids[place], place, as_failure(error)))
             if isinstance(error, EngineClosedError):
                 mailbox.end_feed(error)
         # the batch may have been ended meanwhile, too early for this item to be cancelled with the others
@@ -174,7 +190,7 @@ class Submitter:
         self.end(cause or EngineClosedError(CLOSED_EARLY))
 
 
-def _as_failure(error: Exception) -> CBatchError:
+def as_failure(error: Exception) -> CBatchError:
     """Return the error of a refused prompt as one for its result."""
     if isinstance(error, CBatchError):
         return error

@@ -82,6 +82,9 @@ class Cancelled:
     def __init__(self, n: int = 0) -> None:
         self.n = n
 
+    def watch(self, target: Target) -> None:
+        pass
+
     def cancel_batch(self, target: Target) -> int:
         return self.n
 

@@ -1,0 +1,278 @@
+"""A `Runtime` whose engine is in other processes: one worker, or several with the same model."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from cbatch.core.request import Request
+from cbatch.errors import EngineClosedError, RequestCancelledError, WorkerDiedError
+from cbatch.interrupts import Postponed
+from cbatch.runtime.ids import is_meant, own_id
+from cbatch.runtime.mailbox import refused
+from cbatch.runtime.validation import check_extension, origin_of
+from cbatch.worker.pool import Pool, by_worker
+from cbatch.worker.requests import Asked
+from cbatch.worker.wire import options_as_json, prompt_as_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Sequence
+
+    from cbatch.core.stats import EngineStats
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
+    from cbatch.response import BatchResult
+    from cbatch.runtime.ids import RequestId
+    from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.step_record import StepRecord
+    from cbatch.worker.pool import Launch
+
+
+class Workers:
+    """Computes requests in other processes; see `Runtime` and `Orders`: this is both."""
+
+    is_threaded = True
+    has_limit = False
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        *,
+        can_replace: bool,
+        is_stopped: Callable[[], bool] = bool,
+    ) -> None:
+        """Start the workers and wait until all are ready; see `Pool` for arguments and errors."""
+        self._owner, self._pid = os.urandom(8).hex(), os.getpid()
+        self._pool = Pool(
+            launches, can_replace=can_replace, owner=self._owner, is_stopped=is_stopped
+        )
+        ready = self._pool.ready
+        self.n_slots = sum(connection.n_slots for connection in ready)
+        self.n_window = min(connection.n_window for connection in ready)
+        self.orders = self
+
+    # ---- state ----
+
+    @property
+    def on_end(self) -> Callable[[EngineClosedError | None], object] | None:
+        """Called once at the end; see `Runtime`."""
+        return self._pool.on_end
+
+    @on_end.setter
+    def on_end(self, action: Callable[[EngineClosedError | None], object] | None) -> None:
+        self._pool.on_end = action
+
+    @property
+    def on_admit(self) -> Callable[[Sequence[str]], object] | None:
+        """Called with the ids of requests before the first step that computes something of them."""
+        return self._pool.on_admit
+
+    @on_admit.setter
+    def on_admit(self, action: Callable[[Sequence[str]], object] | None) -> None:
+        self._pool.on_admit = action
+
+    @property
+    def ids(self) -> Container[str]:
+        """The ids in flight."""
+        return self._pool.requests
+
+    def check_open(self) -> None:
+        """Raise an `EngineClosedError` where the engine is closed, has failed, or belongs to the parent process."""
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "this engine belongs to the parent process: load one after the fork"
+            )
+        self._pool.check_open()
+
+    def close(self) -> None:
+        """End every request and every worker. Twice is harmless."""
+        if os.getpid() == self._pid:
+            with Postponed():
+                self._pool.close()
+
+    # ---- requests ----
+
+    def add(self, submission: Submission) -> Callable[[], None]:
+        """Send requests to workers; return what waits for their answers. See `Runtime`."""
+        self.check_open()
+        return self._pool.add([*Asked.of(submission)], is_awaited=not submission.is_fed)
+
+    def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
+        """Return what a prompt asks for, for an `Origin`."""
+        settled = options.over(options)
+        return Request(
+            id, prompt, settled, settled.sampling({}, settled.seed or 0), owner=self._owner
+        )
+
+    def extend(self, result: BatchResult, n_tokens: int, target: Target) -> RequestId:
+        """Send a request that continues a result, to the worker that has its cells; return its id."""
+        self.check_open()
+        origin = origin_of(result, self._owner)
+        n_tokens = check_extension(result, n_tokens)
+        asked = Asked.to_extend(result, own_id(origin.request.id), n_tokens, target)
+        self._pool.add([asked], is_awaited=True)()
+        return asked.id
+
+    # ---- orders ----
+
+    def cancel(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> int:
+        """End requests, or those alone that never had a slot; return how many. Waits for the current step."""
+        self.check_open()
+        return self._cancel(self._meant(ids), is_for_waiting=is_for_waiting)
+
+    def cancel_all(self) -> int:
+        """End every request in flight; return how many there were."""
+        self.check_open()
+        return self._cancel([*self._pool.requests.values()])
+
+    def cancel_batch(self, target: Target) -> int:
+        """End a batch's requests in flight; return how many there were."""
+        self.check_open()
+        return self._cancel(self._of(target))
+
+    def cancel_batch_soon(self, target: Target) -> None:
+        """End a batch's requests in flight before the next plan. Does not wait."""
+        self._cancel_soon(target)
+
+    def cancel_waiting_soon(self, target: Target) -> None:
+        """End a batch's requests that never had a slot. Does not wait."""
+        self._cancel_soon(target, waiting=True)
+
+    def take_back(self, ids: Iterable[str]) -> list[str]:
+        """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
+        some = self._meant(ids)
+        back = [asked.id for asked in some if self._pool.drop_held(asked)]
+        for connection, at_worker in by_worker(some).items():
+            found = connection.call("take_back", ids=at_worker).wait()
+            back += [self._pool.requests[id].id for id in found if id in self._pool.requests]
+            self._pool.drop_of(connection, found)
+        return [*back]
+
+    def watch(self, target: Target) -> None:
+        """Have a batch's chunks sent as they come."""
+        with self._pool.lock():
+            for connection, ids in by_worker(self._of(target)).items():
+                connection.tell("stream", ids=ids)
+
+    def pause(self, id: str) -> bool:
+        """Stop a request where it is; False where it is not in flight or paused already."""
+        return self._order("pause", id, is_paused=True)
+
+    def resume(self, id: str) -> bool:
+        """Let a paused request go on; False where it is not in flight or not paused."""
+        return self._order("resume", id, is_paused=False)
+
+    def _order(self, op: str, id: str, *, is_paused: bool) -> bool:
+        self.check_open()
+        for asked in self._meant([id]):
+            with self._pool.lock():
+                was_paused, asked.is_paused = asked.is_paused, is_paused
+                worker = asked.worker
+                call = None if worker is None else worker.call(op, id=asked.id)
+            if call is None:
+                return was_paused is not is_paused
+            with suppress(WorkerDiedError):
+                return bool(call.wait())
+            return was_paused is not is_paused
+        return False
+
+    def _meant(self, ids: Iterable[str]) -> list[Asked]:
+        """Return the requests that a caller means and that are in flight."""
+        found = ((id, self._pool.requests.get(id)) for id in ids)
+        return [asked for id, asked in found if asked is not None and is_meant(id, asked.id)]
+
+    def _of(self, target: Target) -> list[Asked]:
+        return [asked for asked in [*self._pool.requests.values()] if asked.target is target]
+
+    def _cancel(self, some: Sequence[Asked], *, is_for_waiting: bool = False) -> int:
+        """End requests; return how many were in flight."""
+        n_ended = sum(map(self._end_held, some))
+        with self._pool.lock():
+            calls = [
+                (connection.call("cancel", ids=ids, waiting=is_for_waiting), ids)
+                for connection, ids in by_worker(some).items()
+            ]
+        for call, ids in calls:
+            with suppress(WorkerDiedError):
+                n_ended += call.wait()
+                continue
+            # some of them may be asked again, or wait to be
+            left = [a for a in some if a.id in ids and self._pool.requests.get(a.id) is a]
+            n_ended += self._cancel(left, is_for_waiting=is_for_waiting)
+        return n_ended
+
+    def _cancel_soon(self, target: Target, *, waiting: bool = False) -> None:
+        some = self._of(target)
+        for asked in some:
+            self._end_held(asked)
+        with self._pool.lock():
+            for connection, ids in by_worker(some).items():
+                connection.tell("cancel", ids=ids, waiting=waiting)
+
+    def _end_held(self, asked: Asked) -> bool:
+        """End a request that waits for a worker; False for another."""
+        if not self._pool.drop_held(asked):
+            return False
+        error = RequestCancelledError("cancelled before it got a slot")
+        chunks, [(place, result)] = refused(asked.id, asked.place, error)
+        asked.target.deliver(chunks, [(place, result)])
+        return True
+
+    def call_at(self, when_s: float, action: Callable[[], object]) -> None:
+        """Have `action` done at `when_s` of `time.perf_counter`, in a thread of its own."""
+        timer = threading.Timer(max(0.0, when_s - time.perf_counter()), action)
+        timer.daemon = True
+        timer.start()
+
+    # ---- questions ----
+
+    def check_options(self, options: RunOptions) -> None:
+        """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
+        if options.adapter:
+            self._pool.ask("check_options", options=options_as_json(options))
+
+    def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
+        """Return how many tokens a prompt has; computes nothing."""
+        return self._count("count", prompt, options)
+
+    def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
+        """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
+        return self._count("check", prompt, options)
+
+    def _count(self, op: str, prompt: BatchPrompt, options: RunOptions) -> int:
+        item = prompt_as_json(prompt, prompt.id or "")
+        return int(self._ask(op, item=item, options=options_as_json(options)))
+
+    def _ask(self, op: str, **fields: object) -> Any:
+        self.check_open()
+        return self._pool.ask(op, **fields)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the work that all workers have done."""
+        self.check_open()
+        return self._pool.stats()
+
+    def reset_stats(self) -> None:
+        """Set the statistics to zero."""
+        self.check_open()
+        self._pool.reset_stats()
+
+    def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
+        """Have `into` called after each run of steps of each worker, in a thread of its own. None ends that."""
+        self.check_open()
+        self._pool.record_steps(into)
+
+    def exactness(self) -> str:
+        """Return the text of `Engine.exactness`."""
+        return str(self._ask("exactness"))
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what answers depend on besides prompt and options, by name."""
+        return dict(self._ask("fingerprint"))
+
+    def pump(self) -> bool:
+        """Do nothing: the workers work by themselves."""
+        return False

@@ -1,0 +1,140 @@
+"""One worker as its client sees it: messages both ways, and the requests that it has."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cbatch.errors import WorkerDiedError
+from cbatch.interrupts import HeldBack, Latch
+from cbatch.worker.wire import dumps, error_of_json, loads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cbatch.core.stats import EngineStats
+    from cbatch.worker.requests import Asked
+
+
+class Link(Protocol):
+    """A pair of pipes, or a socket, to a worker."""
+
+    def send(self, line: bytes) -> None:
+        """Send one line, which has no end yet. Raises an OSError where the worker is gone."""
+
+    def frames(self) -> Iterator[bytes]:
+        """Yield the worker's frames as they come, until it is gone."""
+
+    def end(self) -> str:
+        """Let go of the worker, wait until it is gone, and return why, in words; "" where it was asked to end."""
+
+    def kill(self) -> None:
+        """End the worker now."""
+
+
+class Reply:
+    """The answer to a call; a thread may wait for it."""
+
+    def __init__(self, then: Callable[[Reply], object] | None = None) -> None:
+        """Make one without an answer; `then` is called with it in the thread that takes frames."""
+        self.value: Any = None
+        self.error: Exception | None = None
+        self._then, self._done = then, Latch()
+
+    def settle(self, value: object, error: Exception | None = None) -> None:
+        """Give the answer. Call it once."""
+        self.value, self.error = value, error
+        self._done.open()
+        if self._then is not None:
+            self._then(self)
+
+    def wait(self) -> Any:
+        """Return the value, or raise the error."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Connection:
+    """Sends messages to a worker and keeps what it was asked for. Every method from any thread."""
+
+    def __init__(self, link: Link) -> None:
+        """Wait for the worker's first frame.
+
+        Raises:
+            WorkerDiedError: it ended before.
+            CBatchError: what it could not do, such as load its model.
+        """
+        self.link = link
+        self.frames = link.frames()
+        first = next(self.frames, None)
+        if first is None:
+            raise WorkerDiedError(link.end())
+        self.ready = loads(first)
+        if (error := error_of_json(self.ready.get("error"))) is not None:
+            link.end()
+            raise error
+        self.n_slots: int = self.ready["parallel"]
+        self.n_window: int = self.ready["n_window"]
+        self.requests: dict[str, Asked] = {}
+        """What it has in flight, by id, in order of sending; for the client to keep."""
+        self.is_giving = False
+        """Whether it is asked to give requests back."""
+        self.stats: EngineStats | None = None
+        """Its figures, as they were when somebody last asked."""
+        self.cause = ""
+        """Why it says that it ends."""
+        self._numbers = count()
+        self._replies: dict[int, Reply] = {}
+        self._is_gone = False
+        self._sending = threading.RLock()
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests beyond its slots."""
+        return len(self.requests) - self.n_slots
+
+    def tell(self, op: str, **fields: object) -> None:
+        """Send a command that has no answer; one to a worker that is gone is lost."""
+        self._send(dumps({"op": op, **fields}))
+
+    def call(self, op: str, **fields: object) -> Reply:
+        """Send a command and return its answer to come; see `send`."""
+        return self.send({"op": op, **fields})
+
+    def send(self, message: dict[str, Any], then: Callable[[Reply], object] | None = None) -> Reply:
+        """Send a message and return its answer to come: a `WorkerDiedError` where the worker is gone."""
+        reply, number = Reply(then), next(self._numbers)
+        line = dumps({**message, "n": number})
+        with HeldBack(), self._sending:
+            is_gone = self._is_gone
+            if not is_gone:
+                self._replies[number] = reply
+                self._send(line)
+        if is_gone:
+            reply.settle(None, WorkerDiedError(self.cause))
+        return reply
+
+    def settle(self, number: int, value: object, error: Any = None) -> None:
+        """Give a call its answer. For the thread that takes frames."""
+        reply = self._replies.pop(number, None)
+        if reply is not None:
+            reply.settle(value, error_of_json(error))
+
+    def lose(self, cause: str) -> None:
+        """Give every call that waits the error of a worker that is gone."""
+        self.cause = cause
+        with HeldBack(), self._sending:
+            self._is_gone = True
+            replies, self._replies = self._replies, {}
+        for reply in replies.values():
+            reply.settle(None, WorkerDiedError(cause))
+
+    def _send(self, line: bytes) -> None:
+        """Send a whole line, for half of one would spoil the next."""
+        # an error says that the worker is gone, as the thread that takes frames will find
+        with HeldBack(), self._sending, suppress(OSError, ValueError):
+            self.link.send(line)

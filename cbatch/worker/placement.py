@@ -1,0 +1,85 @@
+"""Which cores each worker of a pool computes on, and its share of slots and memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cbatch.checks import shown
+from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_NODES = Path("/sys/devices/system/node")
+
+
+def my_cores() -> list[int]:
+    """Return the cores that this process may use; a number for each where the system does not tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def nodes_of(cores: Iterable[int], folder: Path = _NODES) -> list[list[int]]:
+    """Return cores by the memory that is near to them (NUMA node); all together where the system does not tell."""
+    left, found = set(cores), []
+    for path in sorted(folder.glob("node[0-9]*/cpulist"), key=lambda p: int(p.parent.name[4:])):
+        with suppress(OSError, ValueError):
+            near = left & _listed(path.read_text())
+            if near:
+                found.append(sorted(near))
+                left -= near
+    return [*found, sorted(left)] if left else found
+
+
+def _listed(text: str) -> set[int]:
+    """Return the numbers of a list such as `0-3,8`."""
+    numbers: set[int] = set()
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def divide_cores(nodes: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    """Return the cores of each of `n` workers: whole nodes where these suffice, else parts of one node each.
+
+    Workers share cores where there are fewer cores than workers.
+    """
+    if len(nodes) >= n:
+        parts = [list[int]() for _ in range(n)]
+        for node in sorted(nodes, key=len, reverse=True):
+            min(parts, key=len).extend(node)
+        return [sorted(part) for part in parts]
+    shares = [list[int]() for _ in nodes]  # the workers of each node
+    for i in range(n):
+        most = max(range(len(nodes)), key=lambda k: len(nodes[k]) / (len(shares[k]) + 1))
+        shares[most].append(i)
+    found: dict[int, list[int]] = {}
+    for node, workers in zip(nodes, shares, strict=True):
+        for k, i in enumerate(workers):
+            begin, end = k * len(node) // len(workers), (k + 1) * len(node) // len(workers)
+            found[i] = [*node[begin:end]] or [node[k % len(node)]]
+    return [found[i] for i in range(n)]
+
+
+def divide(amount: int | None, n: int) -> list[int | None]:
+    """Return the shares of `n` workers in a number of things; the first ones get what is left over."""
+    if amount is None:
+        return [None] * n
+    return [amount // n + (i < amount % n) for i in range(n)]
+
+
+def place(cores: object) -> None:
+    """Have this process compute on these cores alone; None for any."""
+    if cores is None:
+        return
+    is_list = isinstance(cores, list) and all(type(c) is int and c >= 0 for c in cores)
+    if not cores or not is_list:
+        raise ConfigError(f"cores is a list of core numbers, not {shown(cores)}")
+    if hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):  # cores that are gone meanwhile
+            os.sched_setaffinity(0, cores)  # type: ignore[arg-type]

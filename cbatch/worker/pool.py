@@ -1,0 +1,552 @@
+"""The workers of a client: which request is where, what comes back, and what becomes of it when its worker dies."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from cbatch.core.stats import EngineStats
+from cbatch.errors import CBatchError, EngineClosedError, RequestCancelledError, WorkerDiedError
+from cbatch.interrupts import HeldBack, Sleepers
+from cbatch.logs import FIELDS, Log
+from cbatch.runtime.ids import check_own
+from cbatch.runtime.mailbox import refused
+from cbatch.runtime.submit import as_failure
+from cbatch.worker.replica import Replica
+from cbatch.worker.requests import SentOrigin
+from cbatch.worker.routing import Routing, beginnings
+from cbatch.worker.wire import loads, options_as_json, stats_of_json, step_of_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from cbatch.options import RunOptions
+    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.runtime.interface import Target
+    from cbatch.runtime.mailbox import Parcel
+    from cbatch.runtime.step_record import StepRecord
+    from cbatch.worker.connection import Connection, Link, Reply
+    from cbatch.worker.requests import Asked
+
+_log = Log("cbatch")
+
+Launch: TypeAlias = "Callable[[], Link]"
+"""Starts a worker, or reaches one that is there."""
+
+N_ASKED_MAX = 3
+"""Workers that a question is put to, where one after the other dies of it. Our choice."""
+
+_GLANCE_S = 0.05
+"""How often a load looks whether it is to stop."""
+
+
+class Pool:
+    """Sends requests to workers and delivers what comes back. Every method from any thread.
+
+    Each worker's frames are taken by the thread of its `Replica`. A request is at one worker, or held here until one
+    takes it.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        *,
+        can_replace: bool,
+        owner: str,
+        is_stopped: Callable[[], bool] = bool,
+    ) -> None:
+        """Start the workers and wait until all are ready.
+
+        Args:
+            launches: one for each worker; called again to replace one that died.
+            can_replace: whether it may be.
+            owner: the mark of the engine, by which its results are known.
+            is_stopped: looked at now and then; once it is true, the workers are ended.
+
+        Raises:
+            CBatchError: a worker could not be started; none is left then.
+        """
+        self.on_end: Callable[[EngineClosedError | None], object] | None = None
+        self.on_admit: Callable[[Sequence[str]], object] | None = None
+        self.requests: dict[str, Asked] = {}
+        """Those in flight, by id."""
+        self.lost = EngineStats()
+        """The figures of workers that are gone, as they were when somebody last asked."""
+        self.error: CBatchError | None = None
+        """What has ended the pool."""
+        self.is_closing = False
+        self.recorder: Callable[[StepRecord], object] | None = None
+        self._owner, self._can_replace = owner, can_replace
+        self._held: deque[Asked] = deque()
+        """Requests that wait for a worker, the oldest first."""
+        self._routing, self._locked = Routing(), threading.RLock()
+        self._changed = Sleepers()
+        """Threads that wait for a worker."""
+        self._last_options: tuple[object, dict[str, Any]] = (None, {})
+        self._is_loaded = False
+        self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
+        for replica in self._replicas:
+            replica.thread.start()
+        self._await_all(is_stopped)
+
+    def _await_all(self, is_stopped: Callable[[], bool]) -> None:
+        """Wait until all workers are ready; raise where one cannot be started, or where that is to stop."""
+        n_all = len(self._replicas)
+        while len(self.ready) < n_all and self.error is None:
+            if is_stopped():
+                self.error = EngineClosedError("loading was broken off")
+            self._changed.wait_for(lambda: len(self.ready) == n_all or self.error, _GLANCE_S)
+        if self.error is not None:
+            self.is_closing = True
+            for replica in self._replicas:
+                replica.kill()
+            self._join()
+            raise self.error
+        self._is_loaded = True
+
+    # ---- the workers ----
+
+    @property
+    def ready(self) -> list[Connection]:
+        """The workers that are there."""
+        return [r.connection for r in self._replicas if r.connection is not None]
+
+    def first_slot(self, connection: Connection) -> int:
+        """Return the number of a worker's first slot among those of all workers."""
+        n = 0
+        for other in self.ready:
+            if other is connection:
+                break
+            n += other.n_slots
+        return n
+
+    def ask(self, op: str, **fields: object) -> Any:
+        """Put a question to some worker, and to another where it dies; return the answer, or raise its error.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+            WorkerDiedError: one worker after the other died.
+        """
+        for n_left in reversed(range(N_ASKED_MAX)):
+            connection = self._some_worker()
+            try:
+                return connection.call(op, **fields).wait()
+            except WorkerDiedError:
+                if not n_left:
+                    raise
+        raise AssertionError
+
+    def ask_all(self, op: str, **fields: object) -> list[tuple[Connection, Any]]:
+        """Put a question to every worker; return the answers of those that live."""
+        calls = [(connection, connection.call(op, **fields)) for connection in self.ready]
+        found = []
+        for connection, call in calls:
+            with suppress(WorkerDiedError):
+                found.append((connection, call.wait()))
+        return found
+
+    def stats(self) -> EngineStats:
+        """Return the figures of all workers together."""
+        total = self.lost.copy()
+        for connection, said in self.ask_all("stats"):
+            connection.stats = stats_of_json(said)
+            total.add(connection.stats)
+        total.n_waiting += len(self._held)
+        return total
+
+    def reset_stats(self) -> None:
+        """Set the statistics to zero."""
+        self.lost = EngineStats()
+        for connection, _ in self.ask_all("reset_stats"):
+            connection.stats = None
+
+    def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
+        """Have `into` called after each run of steps of each worker. None ends that."""
+        with self.lock():
+            self.recorder = into
+        self.ask_all("record_steps", on=into is not None)
+
+    def _some_worker(self) -> Connection:
+        """Wait for a worker, and return the one with the least to do."""
+        while True:
+            self.check_open()
+            ready = self.ready
+            if ready:
+                return min(ready, key=lambda c: len(c.requests))
+            self._changed.wait_for(lambda: self.ready or self.is_closing)
+
+    def check_open(self) -> None:
+        """Raise an `EngineClosedError` where the pool is closed or has failed."""
+        if self.is_closing:
+            raise EngineClosedError("the engine is closed") from self.error
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock on the books of requests; handlers of signals, which may use them, are called behind it."""
+        with HeldBack(), self._locked:
+            yield
+
+    def add(self, new: Sequence[Asked], *, is_awaited: bool) -> Callable[[], None]:
+        """Send requests, or hold them until there is a worker.
+
+        Args:
+            new: one that a worker refuses ends with its error.
+            is_awaited: what this returns waits, and raises that error instead; none of them is queued then.
+        """
+        with self.lock():
+            check_own([asked.id for asked in new], self.requests)
+            self.requests.update((asked.id, asked) for asked in new)
+            self._held.extend(new)
+            for asked in new:
+                asked.is_awaited = is_awaited
+            with self._forgotten_if_it_raises(new):  # a value that JSON does not have
+                self._send_held()
+        return partial(self._await, new)
+
+    def _await(self, new: Sequence[Asked]) -> None:
+        """Wait for what workers say to requests that were sent; nothing to do where nobody is to wait."""
+        with self._forgotten_if_it_raises(new):
+            for reply in dict.fromkeys(a.reply for a in new if a.is_awaited and a.reply):
+                self._check(reply)
+        with self.lock():
+            for asked in new:
+                asked.is_awaited = False
+
+    @contextmanager
+    def _forgotten_if_it_raises(self, new: Sequence[Asked]) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._forget(new)
+            raise
+
+    def _check(self, reply: Reply) -> None:
+        """Raise what a worker said to requests; where it died, they go the way of all that it had."""
+        try:
+            reply.wait()
+        except WorkerDiedError:
+            self.check_open()
+
+    def _forget(self, gone: Sequence[Asked]) -> None:
+        """Drop requests whose submission is taken back; workers end those that they have."""
+        calls = []
+        with self.lock():
+            for asked in gone:
+                self._drop(asked)
+            for connection, ids in by_worker(gone).items():
+                calls.append(connection.call("cancel", ids=ids))
+        for call in calls:  # their ids may be used again at once
+            with suppress(CBatchError):
+                call.wait()
+
+    def drop_held(self, asked: Asked) -> bool:
+        """Take out a request that waits for a worker; False for another."""
+        with self.lock():
+            if asked.worker is not None or self.requests.get(asked.id) is not asked:
+                return False
+            self._drop(asked)
+        return True
+
+    def drop_of(self, connection: Connection, ids: Iterable[str]) -> None:
+        """Take out requests that a worker has given back."""
+        with self.lock():
+            for id in ids:
+                if (asked := connection.requests.get(id)) is not None:
+                    self._drop(asked)
+
+    def _drop(self, asked: Asked) -> None:
+        """Take a request out of the books. With the lock."""
+        if self.requests.get(asked.id) is asked:
+            del self.requests[asked.id]
+        if asked.worker is not None:
+            asked.worker.requests.pop(asked.id, None)
+        elif asked in self._held:
+            self._held.remove(asked)
+
+    # ---- to the workers ----
+
+    def _send_held(self) -> None:
+        """Send the requests that wait to workers that take them. With the lock."""
+        if not self._held:
+            return
+        waiting, self._held = self._held, deque()
+        given: dict[Connection, list[Asked]] = {}
+        for asked in sorted(waiting, key=lambda a: not a.must_be_alone):
+            connection = self._worker_for(asked)
+            if connection is None:
+                self._held.append(asked)
+                continue
+            asked.worker = connection
+            connection.requests[asked.id] = asked
+            given.setdefault(connection, []).append(asked)
+        for connection, some in given.items():
+            self._send(connection, some)
+
+    def _worker_for(self, asked: Asked) -> Connection | None:
+        """Return the worker for a request, or None where none takes it now."""
+        ready = self.ready
+        loads = [math.inf if _is_reserved(c, asked) else len(c.requests) / c.n_slots for c in ready]
+        if min(loads, default=math.inf) == math.inf:
+            return None
+        if len(ready) == 1:
+            return ready[0]
+        origin = asked.extended and asked.extended.origin
+        if isinstance(origin, SentOrigin) and origin.worker in ready:
+            i = ready.index(origin.worker)
+            return ready[i] if loads[i] < math.inf else None
+        keys = [*beginnings(asked.prompt, asked.options)]
+        return ready[self._routing.choose(keys, loads)]
+
+    def _send(self, connection: Connection, some: Sequence[Asked]) -> None:
+        """Send requests to the worker that they are given to, alike ones together. With the lock."""
+        now = time.perf_counter()
+        for _, alike in groupby(some, key=lambda a: a.alike(now)):
+            group = [*alike]
+            first = group[0]
+            message = first.message(now)
+            if first.extended is None:
+                message["items"] = [asked.item() for asked in group]
+                message["options"] = self._as_json(first.options)
+            reply = connection.send(message, then=partial(self._entered, group))
+            for asked in group:
+                asked.reply = reply
+        for asked in some:
+            if asked.is_paused:
+                connection.tell("pause", id=asked.id)
+
+    def _as_json(self, options: RunOptions) -> dict[str, Any]:
+        """Return options as JSON; those of the last request are kept, for most have the same."""
+        if self._last_options[0] is not options:
+            self._last_options = options, options_as_json(options)
+        return self._last_options[1]
+
+    def _entered(self, group: Sequence[Asked], reply: Reply) -> None:
+        """End requests that a worker has refused, where nobody waits for its answer."""
+        error = reply.error
+        if error is None or isinstance(error, WorkerDiedError):
+            return
+        for asked in group:
+            if not asked.is_awaited:
+                self.end(asked, *refused(asked.id, asked.place, as_failure(error)))
+
+    def end(
+        self,
+        asked: Asked,
+        chunks: Sequence[BatchOutputChunk],
+        results: Sequence[tuple[int, BatchResult]],
+    ) -> None:
+        """Deliver the end of a request, unless it has ended."""
+        with self.lock():
+            if self.requests.get(asked.id) is not asked:
+                return
+            self._drop(asked)
+        asked.target.deliver(chunks, results)
+
+    # ---- from the workers, in the threads of their replicas ----
+
+    def join(self, connection: Connection) -> None:
+        """Take a worker that is ready."""
+        with self.lock():
+            if self.recorder is not None:
+                connection.tell("record_steps", on=True)
+            if self.is_closing:
+                connection.tell("close")
+            self._send_held()
+        self._changed.wake()
+
+    def take(self, connection: Connection, frame: bytes) -> None:
+        """Deliver what a frame has."""
+        said = loads(frame)
+        parcels: dict[Target, Parcel] = {}
+        with self.lock():
+            self._note_admitted(connection, said.get("admitted", ()))
+            for chunk in said.get("chunks", ()):
+                asked = connection.requests.get(chunk[0])
+                if asked is not None:
+                    parcels.setdefault(asked.target, ([], []))[0].append(asked.hear(chunk))
+            ended = [
+                (asked, result)
+                for result in said.get("results", ())
+                if (asked := connection.requests.get(result["id"])) is not None
+            ]
+            for asked, _ in ended:
+                self._drop(asked)
+        for asked, result in ended:
+            chunks, results = parcels.setdefault(asked.target, ([], []))
+            chunk, made = asked.ended(result, self._owner)
+            chunks += chunk
+            results.append((asked.place, made))
+            asked.target.expect_choices(len(made.choices) or 1)
+        for target, (chunks, results) in parcels.items():
+            target.deliver(chunks, results)
+        self._take_events(connection, said)
+        if ended:
+            self._after_ends(connection)
+
+    def _note_admitted(self, connection: Connection, ids: Sequence[str]) -> None:
+        for id in ids:
+            if (asked := connection.requests.get(id)) is not None:
+                asked.has_begun = True
+        if ids and self.on_admit is not None:
+            self.on_admit(ids)
+
+    def _take_events(self, connection: Connection, said: dict[str, Any]) -> None:
+        """Take what a frame has besides output; answers to calls last, for they come behind it."""
+        for name, level, text, values in said.get("logs", ()):
+            logging.getLogger(name).log(level, "%s", text, extra={FIELDS: values})
+        for error in (*said.get("errors", ()), *said.get("died", ())):
+            connection.cause = error["message"]
+        for record in said.get("steps", ()):
+            self._tell_recorder(step_of_json(record, self.first_slot(connection)))
+        for number, *answer in said.get("replies", ()):
+            connection.settle(number, *answer)
+
+    def _tell_recorder(self, record: StepRecord) -> None:
+        """Call the recorder; one that raises is called no more, and requests are not affected."""
+        try:
+            if self.recorder is not None:
+                self.recorder(record)
+        except Exception:
+            self.recorder = None
+            _log.fail("the function given to record_steps raised and is called no more")
+
+    def _after_ends(self, connection: Connection) -> None:
+        """Once requests have ended: send what waits for that, and take over from a worker where others wait."""
+        for replica in self._replicas:
+            if replica.connection is connection:
+                replica.n_deaths = 0
+        with self.lock():
+            self._send_held()
+            if len(self._replicas) > 1:
+                self._take_over(connection)
+
+    def _take_over(self, connection: Connection) -> None:
+        """Have the worker with the most waiting requests give some to one that has slots free. With the lock."""
+        n_free = connection.n_slots - len(connection.requests)
+        ready = [c for c in self.ready if c is not connection and not c.is_giving]
+        donor = max(ready, key=lambda c: c.n_waiting, default=None)
+        if n_free <= 0 or donor is None or donor.n_waiting <= 0:
+            return
+        n = min(n_free, (donor.n_waiting + 1) // 2)
+        ids = [a.id for a in reversed(donor.requests.values()) if not a.has_begun][:n]
+        if ids:
+            donor.is_giving = True
+            message = {"op": "take_back", "ids": ids}
+            donor.send(message, then=partial(self._taken_back, donor))
+
+    def _taken_back(self, donor: Connection, reply: Reply) -> None:
+        """Send requests that a worker has given back to others."""
+        with self.lock():
+            donor.is_giving = False
+            back = [a for id in reply.value or () if (a := donor.requests.get(id)) is not None]
+            self._hold(back)
+            self._send_held()
+
+    def _hold(self, back: Sequence[Asked]) -> None:
+        """Have requests wait for another worker, before those that came later. With the lock."""
+        for asked in back:
+            if asked.worker is not None:
+                asked.worker.requests.pop(asked.id, None)
+            asked.leave_worker()
+        self._held.extendleft(reversed(back))
+
+    def leave(self, connection: Connection) -> bool:
+        """Do without a worker that is gone; return whether it is to be replaced."""
+        with self.lock():
+            is_over = self.is_closing or not self._can_replace
+            self._keep_figures(connection)
+            had = [*connection.requests.values()]
+            again = [] if is_over else [asked for asked in had if asked.goes_on()]
+            self._hold(again)
+        for asked in had:
+            if self.is_closing:
+                self.end(asked, *refused(asked.id, asked.place, _cancelled()))
+            elif asked not in again:
+                self.end(asked, *asked.died(connection.cause))
+        if is_over:
+            self._fail(WorkerDiedError(connection.cause))
+        else:
+            with self.lock():
+                self._send_held()
+        self._changed.wake()
+        return not is_over
+
+    def _keep_figures(self, connection: Connection) -> None:
+        """Keep what is known of the work of a worker that is gone."""
+        if (stats := connection.stats) is not None:
+            stats.n_waiting = stats.n_running = stats.n_paused = stats.n_held = 0
+            self.lost.add(stats)
+
+    def give_up(self, replica: Replica, error: CBatchError) -> None:
+        """Do without a place where no worker can be started."""
+        if self._is_loaded:
+            self._replicas.remove(replica)
+        if not (self._is_loaded and self._replicas):
+            self._fail(error)
+        self._changed.wake()
+
+    def _fail(self, error: CBatchError) -> None:
+        """End the pool by an error, unless it is closing."""
+        if self.is_closing:
+            return
+        self.error = self.error or error
+        if not self._is_loaded:
+            return
+        self.is_closing = True
+        cause = EngineClosedError(f"the engine stopped: {error}")
+        cause.__cause__ = error
+        if self.on_end is not None:
+            self.on_end(cause)
+        for asked in [*self.requests.values()]:
+            self.end(asked, *refused(asked.id, asked.place, cause))
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """End every request, and the workers; return when they are gone, but not in a worker's own thread."""
+        with self.lock():
+            is_first, self.is_closing = not self.is_closing, True
+            ready = self.ready
+        if is_first and self.on_end is not None:
+            self.on_end(None)
+        for replica in self._replicas:
+            replica.end()
+        for connection in ready:
+            connection.tell("close")
+        self._changed.wake()
+        self._join()
+        for asked in [*self.requests.values()]:
+            self.end(asked, *refused(asked.id, asked.place, _cancelled()))
+
+    def _join(self) -> None:
+        for replica in [*self._replicas]:
+            if replica.thread is not threading.current_thread():
+                replica.thread.join()
+
+
+def _cancelled() -> RequestCancelledError:
+    return RequestCancelledError("cancelled before it got a slot")
+
+
+def _is_reserved(connection: Connection, asked: Asked) -> bool:
+    """Whether a worker takes no further request now, or not this one: one of them is to be alone."""
+    others = connection.requests
+    return bool(others) and (
+        asked.must_be_alone or any(other.must_be_alone for other in others.values())
+    )
+
+
+def by_worker(some: Iterable[Asked]) -> dict[Connection, list[str]]:
+    """Return the ids of requests by the worker that has them; held ones are left out."""
+    found: dict[Connection, list[str]] = {}
+    for asked in some:
+        if asked.worker is not None:
+            found.setdefault(asked.worker, []).append(asked.id)
+    return found

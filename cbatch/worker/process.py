@@ -1,0 +1,107 @@
+"""A worker process: how it is started, spoken to, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
+
+from cbatch.errors import ConfigError
+from cbatch.worker.framing import read_frames
+from cbatch.worker.wire import dumps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import BinaryIO
+
+N_LAST_WORDS = 20
+"""Lines of a worker's stderr that are kept, to say why it died. Our choice."""
+
+_START = "import sys; sys.path[:] = {path}; from cbatch.worker.__main__ import main; main()"
+"""What a worker runs: the modules are those of this process, whatever its folder holds."""
+
+
+class ProcessLink:
+    """A process that this one started, with its stdin, stdout and stderr. See `Link`."""
+
+    def __init__(self, hello: Mapping[str, Any]) -> None:
+        """Start a worker and send its first line.
+
+        Raises:
+            ConfigError: the program that runs Python is not known, or cannot be started.
+        """
+        if not sys.executable:
+            raise ConfigError("no worker can be started: Python does not know its own program")
+        code = _START.format(path=json.dumps([os.path.abspath(p) for p in sys.path]))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+            )
+        except OSError as error:
+            raise ConfigError(f"no worker can be started: {error}") from None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input = self._process.stdin.fileno()
+        self._output = cast("BinaryIO", self._process.stdout)
+        self._words: deque[str] = deque(maxlen=N_LAST_WORDS)
+        self._listener = threading.Thread(
+            target=self._listen, name="cbatch-worker-stderr", daemon=True
+        )
+        self._listener.start()
+        self.send(dumps(hello))
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._process.pid
+
+    def send(self, line: bytes) -> None:
+        """Send one line."""
+        data = memoryview(line + b"\n")
+        while data:
+            data = data[os.write(self._input, data) :]
+
+    def frames(self) -> Iterator[bytes]:
+        """Yield the worker's frames as they come, until it is gone."""
+        return read_frames(self._output)
+
+    def kill(self) -> None:
+        """End the worker now."""
+        self._process.kill()
+
+    def end(self) -> str:
+        """Wait until the worker is gone and return why, with the last lines of its stderr; "" where it ended well."""
+        code = self._process.wait()
+        self._listener.join()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+        if not code:
+            return ""
+        words = "\n".join(self._words)
+        return f"{_how(code)}{': ' if words else ''}{words}"
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if text := line.decode("utf-8", "replace").strip():
+                self._words.append(text)
+
+
+def _how(code: int) -> str:
+    """Return how a process ended, by its return code."""
+    if code > 0:
+        return f"exit code {code}"
+    try:
+        return f"ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"ended by signal {-code}"

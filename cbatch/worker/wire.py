@@ -1,0 +1,326 @@
+"""The values that cross the border of a process, as JSON: prompts and options one way, output the other."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from cbatch import errors
+from cbatch.checks import shown
+from cbatch.core.stats import EngineStats, Percentiles
+from cbatch.errors import CBatchError, ConfigError, RequestFailedError
+from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
+from cbatch.response import (
+    BatchOutputChunk,
+    BatchResult,
+    Timings,
+    TokenLogprob,
+    ToolCall,
+    Usage,
+)
+from cbatch.runtime.output import Origin
+from cbatch.runtime.step_record import StepRecord, StepRow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from cbatch.core.request import Request
+
+VERSION = 1
+"""Of the protocol; both sides say theirs in their first line."""
+
+
+def dumps(value: object) -> bytes:
+    """Return a value as one line of JSON in ASCII, without its end.
+
+    Raises:
+        ConfigError: a value that JSON does not have.
+    """
+    try:
+        return json.dumps(value, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"a worker process takes values of JSON alone: {error}") from None
+
+
+def loads(line: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """Return the object that a line or a frame holds.
+
+    Raises:
+        ConfigError: no JSON, or another value than an object.
+    """
+    try:
+        value = json.loads(bytes(line))
+    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
+        raise ConfigError(f"not a line of JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"a line is a JSON object, not {shown(value)}")
+    return value
+
+
+# ---- to the worker ----
+
+
+def prompt_as_json(prompt: BatchPrompt, id: str, name: str = "") -> dict[str, Any]:
+    """Return a prompt's fields that are set, with its id; `name` is what errors call it."""
+    given = {
+        "id": id,
+        "messages": prompt.messages,
+        "prompt": prompt.prompt,
+        "tokens": prompt.tokens,
+        "options": options_as_json(RunOptions.of(prompt.options)),
+        "name": name,
+    }
+    return {key: value for key, value in given.items() if value}
+
+
+def prompt_of_json(said: object) -> BatchPrompt:
+    """Return the prompt of an item. Raises a ConfigError where it is malformed."""
+    if not isinstance(said, Mapping):
+        raise ConfigError(f"an item is a JSON object with a prompt's fields, not {shown(said)}")
+    known = ("messages", "prompt", "tokens", "id")
+    for key in said:
+        if key not in (*known, "options", "name"):
+            raise ConfigError(f"an item has {shown(key)}; it may have {', '.join(known)}, options")
+    given = {key: said[key] for key in known if key in said}
+    return BatchPrompt(**given, options=options_of_json(said.get("options")))
+
+
+def options_as_json(options: RunOptions) -> dict[str, Any]:
+    """Return the options that are set; a bias of −∞ as the text "-inf"."""
+    given = {name: value for name in _OPTIONS if (value := getattr(options, name)) is not None}
+    if bias := given.get("logit_bias"):
+        given["logit_bias"] = {
+            token: "-inf" if value == -math.inf else value for token, value in bias.items()
+        }
+    return given
+
+
+def options_of_json(said: object) -> RunOptions:
+    """Return options by name. Raises a ConfigError where one is unknown or wrong."""
+    if isinstance(said, Mapping) and isinstance(bias := said.get("logit_bias"), Mapping):
+        numbers = {token: -math.inf if n == "-inf" else n for token, n in bias.items()}
+        said = {**said, "logit_bias": numbers}
+    if not isinstance(said, Mapping | None):
+        raise ConfigError(f"options are a JSON object, not {shown(said)}")
+    return RunOptions.of(said)
+
+
+_OPTIONS = tuple(f.name for f in fields(RunOptions))
+
+
+# ---- from the worker ----
+
+
+def chunk_as_json(chunk: BatchOutputChunk) -> tuple[Any, ...]:
+    """Return a chunk's values, its id first."""
+    return chunk.id, chunk.text, chunk.token_ids, chunk.index, chunk.finish_reason
+
+
+def chunk_of_json(said: Sequence[Any], id: str) -> BatchOutputChunk:
+    """Return the chunk that `chunk_as_json` gave, under the id that the reader knows."""
+    _, text, tokens, index, finish_reason = said
+    return BatchOutputChunk(id, text, tuple(tokens), index, finish_reason)
+
+
+def result_as_json(result: BatchResult) -> dict[str, Any]:
+    """Return a result, and of its origin the number of its sequence."""
+    said = {
+        "id": result.id,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "error": error_as_json(result.error),
+        "usage": asdict(result.usage),
+        "timings": asdict(result.timings),
+        "seed": result.seed,
+        "warnings": result.warnings,
+        "tool_calls": [asdict(call) for call in result.tool_calls],
+        "reasoning": result.reasoning,
+        "logprobs": logprobs_as_json(result.logprobs),
+        "prompt_logprobs": logprobs_as_json(result.prompt_logprobs),
+        "stop_reason": result.stop_reason,
+        "choices": [result_as_json(choice) for choice in result.choices],
+        "number": result.origin.number if isinstance(result.origin, Origin) else None,
+    }
+    # an empty list of log-probabilities says that they were asked for
+    return {
+        name: value
+        for name, value in said.items()
+        if value is not None and (value not in ("", [], ()) or name.endswith("logprobs"))
+    }
+
+
+def result_of_json(
+    said: Mapping[str, Any], id: str, origin_of: Callable[[BatchResult, int], object]
+) -> BatchResult:
+    """Return the result that `result_as_json` gave, under the id that the reader knows.
+
+    `origin_of` gives the origin of a result, from itself and its sequence's number.
+    """
+    given: dict[str, Any] = {
+        "text": said.get("text", ""),
+        "token_ids": tuple(said.get("token_ids", ())),
+        "finish_reason": said["finish_reason"],
+        "error": error_of_json(said.get("error")),
+        "usage": Usage(**said["usage"]),
+        "timings": Timings(**said["timings"]),
+        "seed": said["seed"],
+        "warnings": tuple(said.get("warnings", ())),
+        "tool_calls": tuple(ToolCall(**call) for call in said.get("tool_calls", ())),
+        "reasoning": said.get("reasoning", ""),
+        "logprobs": logprobs_of_json(said.get("logprobs")),
+        "prompt_logprobs": logprobs_of_json(said.get("prompt_logprobs")),
+        "stop_reason": said.get("stop_reason"),
+        "choices": tuple(result_of_json(c, id, origin_of) for c in said.get("choices", ())),
+    }
+    result = BatchResult(id=id, **given)
+    number = said.get("number")
+    return result if number is None else replace(result, origin=origin_of(result, number))
+
+
+def logprobs_as_json(tokens: Sequence[TokenLogprob | None] | None) -> list[Any] | None:
+    """Return log-probabilities of tokens; see `_token`."""
+    return None if tokens is None else [t and _token(t) for t in tokens]
+
+
+def _token(token: TokenLogprob) -> list[Any]:
+    """Return a token's id, its bytes as Latin-1 text, its log-probability, and the likeliest tokens.
+
+    A log-probability of NaN is null, one of −∞ the text "-inf".
+    """
+    logprob: float | str | None = token.logprob
+    if not math.isfinite(token.logprob):
+        logprob = None if math.isnan(token.logprob) else "-inf"
+    return [token.token_id, token.data.decode("latin-1"), logprob, [*map(_token, token.top)]]
+
+
+def logprobs_of_json(said: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    """Return the log-probabilities that `logprobs_as_json` gave."""
+    return None if said is None else tuple(t and _logprob(t) for t in said)
+
+
+def _logprob(said: Sequence[Any]) -> TokenLogprob:
+    token_id, text, logprob, top = said
+    number = math.nan if logprob is None else float(logprob)
+    return TokenLogprob(token_id, text.encode("latin-1"), number, tuple(map(_logprob, top)))
+
+
+@lru_cache(maxsize=1)
+def _error_types() -> dict[str, type[CBatchError]]:
+    """Return cbatch's errors by name."""
+    found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    return {name: kind for name, kind in found.items() if issubclass(kind, CBatchError)}
+
+
+def error_as_json(error: BaseException | None) -> dict[str, Any] | None:
+    """Return an error's type, text and numbers, and its cause; None for none."""
+    if error is None:
+        return None
+    said: dict[str, Any] = {"type": type(error).__name__, "message": errors.words_of(error)}
+    values = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    if values:
+        said["values"] = {name: _plain(value) for name, value in values.items()}
+    if error.__cause__ is not None:
+        said["cause"] = error_as_json(error.__cause__)
+    return said
+
+
+def error_of_json(said: Mapping[str, Any] | None) -> CBatchError | None:
+    """Return the error that `error_as_json` gave; of a type that is not cbatch's a `RequestFailedError`."""
+    if said is None:
+        return None
+    kind = _error_types().get(said["type"])
+    text = said["message"] if kind else f"{said['type']}: {said['message']}"
+    kind = kind or RequestFailedError
+    error = kind.__new__(kind, text)
+    error.args = (text,)
+    error.__dict__.update(said.get("values", {}))
+    error.__cause__ = error_of_json(said.get("cause"))
+    return error
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON has it; another is shown as text."""
+    return value if isinstance(value, int | float | str | None) else str(value)
+
+
+# ---- figures ----
+
+
+def stats_as_json(stats: EngineStats) -> dict[str, Any]:
+    """Return statistics by name; percentiles by bucket."""
+    values = {f.name: getattr(stats, f.name) for f in fields(stats)}
+    return {
+        name: value.counts() if isinstance(value, Percentiles) else value
+        for name, value in values.items()
+    }
+
+
+def stats_of_json(said: Mapping[str, Any]) -> EngineStats:
+    """Return the statistics that `stats_as_json` gave."""
+    kinds = {f.name: f.default_factory for f in fields(EngineStats)}
+    given: dict[str, Any] = {
+        name: Percentiles.of(value) if kinds[name] is Percentiles else value
+        for name, value in said.items()
+    }
+    return EngineStats(**given)
+
+
+def step_as_json(record: StepRecord) -> dict[str, Any]:
+    """Return the record of a run."""
+    said = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {**said, "rows": [_values(row) for row in record.rows]}
+
+
+def step_of_json(said: Mapping[str, Any], first_slot: int = 0) -> StepRecord:
+    """Return the record that `step_as_json` gave; `first_slot` is added to its slots."""
+    rows = tuple(StepRow(slot + first_slot, *rest) for slot, *rest in said["rows"])
+    return StepRecord(**{**said, "rows": rows})
+
+
+def _values(row: StepRow) -> Iterable[object]:
+    return [getattr(row, f.name) for f in fields(row)]
+
+
+def extension_as_json(result: BatchResult, origin: Origin) -> dict[str, Any]:
+    """Return what a worker needs to go on from a result; see `extension_of_json`."""
+    request = origin.request
+    return {
+        "item": prompt_as_json(request.prompt, request.id),
+        "options": options_as_json(request.options),
+        "seed": request.sampling.seed,
+        "number": origin.number,
+        "token_ids": origin.token_ids,
+        "finish_reason": origin.finish_reason,
+        "usage": asdict(origin.usage),
+        "logprobs": logprobs_as_json(result.logprobs),
+        "prompt_logprobs": logprobs_as_json(result.prompt_logprobs),
+    }
+
+
+def extension_of_json(
+    said: Mapping[str, Any], request_of: Callable[[BatchPrompt, str, RunOptions], Request]
+) -> BatchResult:
+    """Return the result to go on from, as far as going on needs it."""
+    prompt = replace(prompt_of_json(said["item"]), options=None)  # they are among the merged ones
+    options = replace(options_of_json(said["options"]), seed=said["seed"])
+    usage, tokens = Usage(**said["usage"]), tuple(said["token_ids"])
+    request = request_of(prompt, str(prompt.id), options)
+    return BatchResult(
+        id=request.id,
+        text="",
+        token_ids=tokens,
+        finish_reason=said["finish_reason"],
+        error=None,
+        usage=usage,
+        timings=Timings(0.0, None, 0.0, None, None),
+        seed=request.sampling.seed,
+        logprobs=logprobs_of_json(said.get("logprobs")),
+        prompt_logprobs=logprobs_of_json(said.get("prompt_logprobs")),
+        origin=Origin(request, said["number"], tokens, said["finish_reason"], usage),
+    )
