@@ -462,12 +462,13 @@ def open_local(
     is_stopped: IsStopped,
     *,
     is_threaded: bool = True,
+    n_sharing: int = 1,
 ) -> LocalRuntime:
-    """Load a model into this process. Raises as `cbatch.load`."""
+    """Load a model into this process, one of `n_sharing` that share the free memory. Raises as `cbatch.load`."""
     from cbatch.backend.load.loader import load_backend  # llama_cpp is slow to import
 
     folder = cache_folder(options.cache_dir)
-    backend, exactness = load_backend(model, options, look_ahead, is_stopped)
+    backend, exactness = load_backend(model, options, look_ahead, is_stopped, n_sharing=n_sharing)
     return LocalRuntime(
         backend,
         options,

@@ -7,14 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_flag, readable, reading
+from cbatch.checks import check_flag, check_int, readable, reading
 from cbatch.engine import Engine, cache_folder, open_local
 from cbatch.engine_options import EngineOptions
+from cbatch.errors import ConfigError
 from cbatch.runtime.waking import is_in_event_loop
+
+MAX_REPLICAS = 64
+"""Our choice: machines with several hundred cores have some eight NUMA nodes."""
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from cbatch.engine import Opener
     from cbatch.messages import LookAhead
     from cbatch.options import RunOptions
 
@@ -24,6 +29,7 @@ def load(
     *,
     options: RunOptions | Mapping[str, Any] | None = None,
     threaded: bool = True,
+    replicas: int | None = None,
     look_ahead: LookAhead | None = None,
     **settings: Any,
 ) -> Engine:
@@ -36,6 +42,8 @@ def load(
             without one, the small model that ships inside.
         options: defaults for every request.
         threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
+        replicas: load into this number of worker processes, which share cores, slots and memory; one that dies is
+            replaced. Default: none, the model is loaded into this process.
         look_ahead: prompts that will come, with their options; windows are sized for them.
         settings: fields of `cbatch.engine_options.EngineOptions` by name, which explains them: sizes (`parallel`,
             `n_ctx`, `ctx_per_seq`, `memory_mib`), memory (`kv`, `cache_type_k`, …), computing (`exact`, `n_batch`,
@@ -49,7 +57,16 @@ def load(
     engine_options = EngineOptions.of(settings)
     cache_folder(engine_options.cache_dir)
     is_threaded = check_flag("threaded", threaded)
-    opener = partial(open_local, model, engine_options, look_ahead, is_threaded=is_threaded)
+    opener: Opener = partial(open_local, model, engine_options, look_ahead, is_threaded=is_threaded)
+    if replicas is not None:
+        from cbatch.worker.opening import open_workers
+
+        n = check_int("replicas", replicas, 1, MAX_REPLICAS)
+        if not is_threaded:
+            raise ConfigError(
+                f"replicas={n} needs threaded=True: worker processes compute by themselves"
+            )
+        opener = partial(open_workers, model, engine_options, look_ahead, n=n)
     engine = Engine(options=options, opener=opener, model_name=model_name(model))
     if not is_in_event_loop():
         try:

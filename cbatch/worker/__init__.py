@@ -1,0 +1,5 @@
+"""An engine in a process of its own: the daemon, its protocol, and pools of workers."""
+
+from cbatch.worker.opening import connect
+
+__all__ = ["connect"]

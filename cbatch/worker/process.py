@@ -29,8 +29,8 @@ _START = "import sys; sys.path[:] = {path}; from cbatch.worker.__main__ import m
 class ProcessLink:
     """A process that this one started, with its stdin, stdout and stderr. See `Link`."""
 
-    def __init__(self, hello: Mapping[str, Any]) -> None:
-        """Start a worker and send its first line.
+    def __init__(self, hello: Mapping[str, Any], folder: str) -> None:
+        """Start a worker in a folder, from which relative paths are taken, and send its first line.
 
         Raises:
             ConfigError: the program that runs Python is not known, or cannot be started.
@@ -44,6 +44,7 @@ class ProcessLink:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                cwd=folder,
                 start_new_session=True,  # Ctrl-C in a terminal is for this process alone
             )
         except OSError as error:

@@ -162,6 +162,7 @@ def _load(said: object) -> Runtime:
         options,
         _look_ahead(said.get("look_ahead")),
         bool,
+        n_sharing=check_int("n_sharing", said.get("n_sharing", 1), 1, MAX_INT),
     )
 
 

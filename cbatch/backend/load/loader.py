@@ -41,6 +41,8 @@ def load_backend(
     options: EngineOptions,
     look_ahead: LookAhead | None = None,
     is_stopped: Callable[[], bool] = bool,
+    *,
+    n_sharing: int = 1,
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     """Load `model` and make its context; return the backend and a function that runs the exactness probe.
 
@@ -51,12 +53,13 @@ def load_backend(
         options: the slots, the window and the kind of memory that they leave open are decided; see `sizing`.
         look_ahead: prompts that will come, to decide them by.
         is_stopped: called now and then; once it is true, loading ends with a `CBatchError`.
+        n_sharing: processes that load this model and share the free memory.
 
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: `exact` is set and the probe found a difference.
     """
-    return run_in_fresh_thread(partial(_load, model, options, look_ahead, is_stopped))
+    return run_in_fresh_thread(partial(_load, model, options, look_ahead, is_stopped, n_sharing))
 
 
 def describe_model(
@@ -123,13 +126,17 @@ def _describe(
 
 
 def _load(
-    model: Any, options: EngineOptions, look_ahead: LookAhead | None, is_stopped: Callable[[], bool]
+    model: Any,
+    options: EngineOptions,
+    look_ahead: LookAhead | None,
+    is_stopped: Callable[[], bool],
+    n_sharing: int,
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     start_s = perf_counter()
     with _opened(model, options, is_stopped) as loaded:
-        room = find_room(loaded, options)
+        room = find_room(loaded, options, n_sharing=n_sharing)
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
         backend, ask = _make_backend(loaded, settled, is_stopped)

@@ -124,15 +124,19 @@ def settle(
     return replace(options, parallel=sizes.n_slots, ctx_per_seq=sizes.n_window, kv=kv)
 
 
-def find_room(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0) -> Room:
+def find_room(
+    model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0, n_sharing: int = 1
+) -> Room:
     """Return the memory for cells: `memory_mib`, or else half of what is free besides `n_unloaded` bytes of weights.
+
+    Of what is free, `n_sharing` processes have equal shares.
 
     Raises:
         ConfigError: types of cells that the model cannot have.
     """
     check_cell_types(model, options)
     n_free = free_for_cells(model, options, n_unloaded=n_unloaded)
-    n_half = None if n_free is None else n_free // 2
+    n_half = None if n_free is None else n_free // 2 // n_sharing
     n_budget = n_half if options.memory_mib is None else options.memory_mib * _MIB
     return Room(footprint(read_layout(model), options), n_budget, n_free)
 
