@@ -59,7 +59,7 @@ def load(
     is_threaded = check_flag("threaded", threaded)
     opener: Opener = partial(open_local, model, engine_options, look_ahead, is_threaded=is_threaded)
     if replicas is not None:
-        from cbatch.worker.opening import open_workers
+        from cbatch.worker.start import open_workers
 
         n = check_int("replicas", replicas, 1, MAX_REPLICAS)
         if not is_threaded:

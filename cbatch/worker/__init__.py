@@ -1,5 +1,5 @@
 """An engine in a process of its own: the daemon, its protocol, and pools of workers."""
 
-from cbatch.worker.opening import connect
+from cbatch.worker.start import connect
 
 __all__ = ["connect"]

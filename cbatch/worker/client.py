@@ -16,7 +16,7 @@ from cbatch.runtime.mailbox import refused
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.worker.pool import Pool, by_worker
 from cbatch.worker.requests import Asked
-from cbatch.worker.wire import options_as_json, prompt_as_json
+from cbatch.worker.wire import comparison_of_json, options_as_json, prompt_as_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import StepRecord
     from cbatch.worker.pool import Launch
 
@@ -164,6 +165,23 @@ class Workers:
     def resume(self, id: str) -> bool:
         """Let a paused request go on; False where it is not in flight or not paused."""
         return self._order("resume", id, is_paused=False)
+
+    def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
+        """Compare the next rows of requests in a shared step and alone, in each worker."""
+        self.check_open()
+        if ids is None:
+            asked = self._pool.ask_all("compare_rows")
+        else:
+            calls = [
+                (connection, connection.call("compare_rows", ids=some))
+                for connection, some in by_worker(self._meant(ids)).items()
+            ]
+            asked = [(connection, call.wait()) for connection, call in calls]
+        return [
+            comparison_of_json(said, self._pool.first_slot(connection))
+            for connection, found in asked
+            for said in found
+        ]
 
     def _order(self, op: str, id: str, *, is_paused: bool) -> bool:
         self.check_open()

@@ -20,6 +20,7 @@ from cbatch.runtime.choices import request_id
 from cbatch.runtime.ids import Ids, check_own
 from cbatch.runtime.interface import Submission
 from cbatch.worker.wire import (
+    comparison_as_json,
     error_as_json,
     extension_of_json,
     loads,
@@ -43,6 +44,8 @@ Message: TypeAlias = "Mapping[str, Any]"
 
 class _Batch:
     """The `Target` of the requests of one command."""
+
+    wants_tokens = False
 
     def __init__(self, host: Host, *, is_streamed: bool) -> None:
         self.is_streamed = is_streamed
@@ -246,6 +249,11 @@ class Host:
 
     # ---- questions ----
 
+    def _compare_rows(self, message: Message) -> object:
+        """Return the comparisons of requests' next rows, of all where `ids` is left out."""
+        ids = None if message.get("ids") is None else _ids(message)
+        return [*map(comparison_as_json, self._runtime.orders.compare_rows(ids))]
+
     def _count(self, message: Message) -> object:
         """Return how many tokens a prompt has."""
         options = self._options.of(message.get("options"))
@@ -294,6 +302,7 @@ class Host:
         "take_back": _take_back,
         "pause": _pause,
         "resume": _resume,
+        "compare_rows": _compare_rows,
         "count": _count,
         "check": _check,
         "check_options": _check_options,

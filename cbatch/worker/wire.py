@@ -24,6 +24,7 @@ from cbatch.response import (
     Usage,
 )
 from cbatch.runtime.output import Origin
+from cbatch.runtime.row_comparison import RowComparison
 from cbatch.runtime.step_record import StepRecord, StepRow
 
 if TYPE_CHECKING:
@@ -285,6 +286,35 @@ def step_of_json(said: Mapping[str, Any], first_slot: int = 0) -> StepRecord:
 
 def _values(row: StepRow) -> Iterable[object]:
     return [getattr(row, f.name) for f in fields(row)]
+
+
+def comparison_as_json(found: RowComparison) -> list[Any]:
+    """Return a comparison's values; log-probabilities as text, which has all bits of them, and NaN."""
+    return [
+        found.id,
+        found.slot,
+        found.position,
+        found.n_rows,
+        found.shared_token,
+        found.shared_logprob.hex(),
+        found.single_token,
+        found.single_logprob.hex(),
+    ]
+
+
+def comparison_of_json(said: Sequence[Any], first_slot: int = 0) -> RowComparison:
+    """Return the comparison that `comparison_as_json` gave; `first_slot` is added to its slot."""
+    id, slot, position, n_rows, shared, shared_logprob, single, single_logprob = said
+    return RowComparison(
+        id,
+        slot + first_slot,
+        position,
+        n_rows,
+        shared,
+        float.fromhex(shared_logprob),
+        single,
+        float.fromhex(single_logprob),
+    )
 
 
 def extension_as_json(result: BatchResult, origin: Origin) -> dict[str, Any]:
