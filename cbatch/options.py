@@ -278,6 +278,7 @@ class RunOptions:
             of the likeliest at its position, 0 … 20; the prompt is then computed 64 tokens a step.
         echo: put the prompt before the answer in text and tokens, and in `logprobs` if requested; not for chats.
         priority: −100 … 100; the highest runs first in an engine with `policy="priority"`. Default: 0.
+        slot: the slot to run in, 0 … `parallel` − 1; the request waits until that one is free. Default: any.
         timeout_s: seconds from submission, queue time included; then the request ends `timeout` with its partial text.
         cache_key: start from the cells kept on disk under this name, as far as their tokens begin the prompt. Any
             number of requests without `save_cache` may read one key at a time.
@@ -342,6 +343,7 @@ class RunOptions:
     prompt_logprobs: int | None = checked(check_int, 0, MAX_LOGPROBS)
     echo: bool | None = checked(check_flag)
     priority: int | None = checked(check_int, -MAX_PRIORITY, MAX_PRIORITY)
+    slot: int | None = checked(check_int, 0, MAX_INT)
     timeout_s: float | None = checked(check_seconds)
     cache_key: str | None = checked(check_text, MAX_KEY_LENGTH)
     save_cache: bool | None = checked(check_flag)
@@ -427,8 +429,15 @@ class RunOptions:
             raise ConfigError(
                 f"best_of={self.best_of} is less than n={self.n}: raise best_of, or lower n"
             )
-        for name in ("prefill_only", "save_cache"):
-            if self.n_choices > 1 and getattr(self, name):
+        if self.n_choices == 1:
+            return
+        asked = {
+            "prefill_only": self.prefill_only,
+            "save_cache": self.save_cache,
+            f"slot={self.slot}": self.slot is not None,
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
                 raise ConfigError(
                     f"{name} allows one answer, not {self.n_choices}: leave out n and best_of"
                 )

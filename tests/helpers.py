@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from cbatch.core.prompts import PromptPreparer
 from cbatch.core.queue import AdmissionQueue
 from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
-from cbatch.core.slots import N_LOOK, Books
+from cbatch.core.slots import N_LOOK, Books, SlotPlan
 from cbatch.core.stats import EngineStats
 from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
 from cbatch.engine_options import ScheduleOptions
@@ -40,7 +41,7 @@ from cbatch.runtime.output import result_of, take_chunk
 from tests.oracle.fake_streams import stream_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -305,8 +306,10 @@ class CountedQueue(AdmissionQueue):
 
     n_visited = 0
 
-    def __iter__(self) -> Iterator[SequenceDriver]:
-        for driver in super().__iter__():
+    def candidates(
+        self, running: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
+    ) -> Iterator[SequenceDriver]:
+        for driver in super().candidates(running, ending):
             CountedQueue.n_visited += 1
             yield driver
 
@@ -500,7 +503,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
         assert not plan.chunks
         return
     n_holds = len(planned_slots.holds)
-    n_waiting = rig.batcher.occupancy().n_waiting - len(entering) - n_holds
+    n_waiting = len(waiting_for(rig, planned.slots))
     if not ledger.is_shared:
         assert entering or "pause" not in leaves.values()
         is_full = len(rig.books.followers) + len(rig.books.reads) + n_holds > 0
@@ -527,6 +530,15 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
         done = {d: c.start + len(c.tokens) for c, d in zip(plan.chunks, planned.rows, strict=True)}
         assert all(done[d] == d.n_tokens for d in running)
+
+
+def waiting_for(rig: Rig, slots: SlotPlan) -> list[SequenceDriver]:
+    """Those that still wait though one of the slots that a plan leaves free is theirs to have."""
+    waiting = islice(rig.books.queue.candidates(slots.running), rig.backend.n_slots + 1)
+    waiting_ready = takewhile(lambda d: d.is_prepared, waiting)
+    gone = [*slots.placed, *slots.holds]
+    copied = slots.cells.prefixes.copied
+    return [d for d in waiting_ready if d not in gone and d.chosen_slot not in copied]
 
 
 def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
@@ -648,6 +660,7 @@ def check_invariants(rig: Rig) -> None:
         if driver is not None:
             assert ledger.n_cells[slot] == driver.n_computed
             assert driver.slot == slot
+            assert driver.chosen_slot in (None, slot)
             assert driver.status in (Status.RUNNING, Status.PAUSED)
             assert driver.n_computed < driver.n_tokens
             assert driver.n_tokens <= rig.backend.n_window

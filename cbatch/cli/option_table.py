@@ -241,6 +241,7 @@ OPTIONS = (
     _answer("seed", "For answers that repeat.", "drawn"),
     _answer("stop", "Text that ends an answer; may be given again.", read=_or_none, type=list[str]),
     _answer("ignore_eos", "Go on where the model would end.", read=_or_none),
+    _answer("slot", "The slot to run in, 0 and up: each waits until it is free.", "any"),
     _answer("timeout_s", "Seconds for each request, from now on.", "as long as it takes"),
     _answer(
         "set",

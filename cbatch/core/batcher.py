@@ -174,11 +174,11 @@ class MultiRequestBatcher:
                 ready.append(driver)
         self._queue.add(ready)
 
-    def prepare(self, now: float, n_ending: int = 0) -> None:
+    def prepare(self, now: float, ending: Collection[SequenceDriver] = ()) -> None:
         """Bring the books up to date before a plan: what is over by the clock, and whose turn may come.
 
         Requests end whose time is over or whose prompt is refused; sequences whose leader is far enough, or stuck, are
-        queued again; and as many prompts become tokens as the plan may admit, where `n_ending` slots change hands.
+        queued again; and as many prompts become tokens as the plan may admit, where `ending` ones leave their slots.
         """
         while (driver := self._deadlines.pop_due(now)) is not None:
             self._withdraw(driver)
@@ -188,14 +188,16 @@ class MultiRequestBatcher:
             self._release(driver)
         if self._queue:
             n_running = len(self._rows())
-            if n_open := self._ledger.n_slots - n_running + n_ending:
-                self._prepare_prompts(n_open, now)
+            if n_open := self._ledger.n_slots - n_running + len(ending):
+                self._prepare_prompts(n_open, ending, now)
 
-    def _prepare_prompts(self, n_wanted: int, now: float) -> None:
+    def _prepare_prompts(
+        self, n_wanted: int, ending: Collection[SequenceDriver], now: float
+    ) -> None:
         """Make the first prompts tokens, and those that may pass them; refused ones end, others come in their place."""
         refused: list[SequenceDriver] = []
         n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_shared else 0
-        for driver in self._queue:
+        for driver in self._queue.candidates(self._running, ending):
             self._prompts.prepare(driver)
             n_ready += driver.error is None
             n_passed = min(n_passed + (driver.request.options.cache_key is not None), N_LOOK - 1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.core.lifecycle import TRANSITIONS, Event, Status, Wait
 from cbatch.core.parts import MovingWindow, PromptScores
-from cbatch.core.plan import EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk
+from cbatch.core.plan import EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Slot
 from cbatch.core.reply import Reply
 from cbatch.core.request import RequestClock
 from cbatch.errors import (
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.chat.answers import AnswerReader
-    from cbatch.core.plan import GrammarStep, Slot, TokenLogprobs
+    from cbatch.core.plan import GrammarStep, TokenLogprobs
     from cbatch.core.request import Request
     from cbatch.errors import CacheError, CBatchError
     from cbatch.options import DryBreakers, Grammar, Sampling
@@ -167,6 +167,12 @@ class SequenceDriver:
     def n_shifts(self) -> int:
         """How often tokens were taken out of the window."""
         return self.window.n_shifts if self.window else 0
+
+    @property
+    def chosen_slot(self) -> Slot | None:
+        """The slot that its request asks for; None for any."""
+        slot = self.request.options.slot
+        return None if slot is None else Slot(slot)
 
     @property
     def has_run(self) -> bool:

@@ -113,7 +113,8 @@ def choose_mover(
 ) -> SequenceDriver | None:
     """Return the sequence in the highest slot, if a gap is below it and moving there can be and pays.
 
-    In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one.
+    In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one. A
+    sequence that chose its slot stays there.
     """
     if ledger.memory.kind != "partitioned" or not ledger.memory.can_copy:
         return None
@@ -121,5 +122,7 @@ def choose_mover(
     if not above_a_gap:
         return None
     highest = above_a_gap[-1]
+    if highest.chosen_slot is not None:
+        return None
     is_settled = highest.status is Status.RUNNING and highest.n_computed and not highest.n_shifts
     return highest if is_settled and highest.n_left >= N_WORTH_MOVE else None

@@ -10,7 +10,7 @@ from cbatch.core.lifecycle import Status
 from cbatch.core.prefix_index import PrefixIndex, n_common
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Collection, Hashable, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
@@ -177,12 +177,13 @@ class PrefixCache:
 
         Among free slots the most recently used comes first: waiting requests may continue the rest.
         """
-        best, best_rank = None, (0, False, 0, 0)
+        best, best_rank, chosen = None, (0, 0, 0, 0), driver.chosen_slot
         for n_alike, slot in alike:
             n_cells = self._n_common_cells(driver, slot, n_alike)
             is_free = self._running[slot] is None
-            rank = (n_cells, is_free, n_alike, self._used_at[slot] if is_free else 0)
-            can_use = self._can_take if is_free else self._can_copy_from
+            rank = (n_cells, is_free + (slot == chosen), n_alike, self._used_at[slot] * is_free)
+            can_take = is_free and chosen in (None, slot)
+            can_use = self._can_take if can_take else self._can_copy_from
             if n_cells and rank > best_rank and can_use(slot, n_cells):
                 best, best_rank = Source(slot, n_cells), rank
         return best
@@ -205,11 +206,11 @@ class PrefixCache:
         return n_cells >= MIN_SHARED_TOKENS or n_lost < MIN_SHARED_TOKENS
 
     def _can_copy_from(self, slot: Slot, n_cells: int) -> bool:
-        """Whether it pays to copy from a slot in use; a paused sequence may lose it in the same plan."""
+        """Whether it pays to copy from a slot; a paused sequence may lose it in the same plan."""
+        if not self._can_copy or n_cells < MIN_SHARED_TOKENS:
+            return False
         holder = self._running[slot]
-        is_there = holder is not None and holder.status is not Status.PAUSED
-        is_loading = holder is not None and holder.saved_key is not None
-        return self._can_copy and n_cells >= MIN_SHARED_TOKENS and is_there and not is_loading
+        return holder is None or (holder.status is not Status.PAUSED and holder.saved_key is None)
 
     def _is_leading(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> bool:
         """Whether a sequence will soon have the first `n_cells` of its slot: it computes or loads them."""
@@ -242,33 +243,51 @@ class PrefixCache:
         slots = (s for s in self._ledger.free_slots if n_cells[s] and s not in copied)
         return min(slots, key=self._used_at.__getitem__, default=None)
 
-    def place(self, source: Source | None, *, has_room: bool) -> Slot:
-        """Return which free slot to give: the source's own, else the best.
+    def place(
+        self,
+        source: Source | None,
+        *,
+        has_room: bool,
+        kept: Collection[Slot] = (),
+        avoided: Collection[Slot] = (),
+    ) -> Slot | None:
+        """Return which free slot to give: the source's own, else the best; None where there is none.
 
         Where another slot is to spare that is empty or unused for longer, the source's slot keeps the cells behind the
         common beginning, for a sequence that may come back.
+
+        Args:
+            source: the cells to begin with.
+            has_room: whether a slot is to spare.
+            kept: slots that are not to be given.
+            avoided: slots that are to be given last.
         """
-        if source is None or self._running[source.slot] is not None:
-            return self._best_place()
-        if not has_room or not self._is_worth_leaving(source):
+        best = self._best_place(kept, avoided)
+        if source is None or self._running[source.slot] is not None or source.slot in kept:
+            return best
+        if best is None or not has_room or not self._is_worth_leaving(source):
             return source.slot
-        best = self._best_place()
         is_older = self._used_at[best] < self._used_at[source.slot]
         return best if is_older or not self._ledger.n_cells[best] else source.slot
 
-    def _best_place(self) -> Slot:
+    def can_reach(self, source: Source, slot: Slot) -> bool:
+        """Whether cells are in a slot, or can be copied there."""
+        return source.slot == slot or self._can_copy_from(source.slot, source.n_cells)
+
+    def _best_place(self, kept: Collection[Slot], avoided: Collection[Slot]) -> Slot | None:
         """Return the best free slot: with the most neighbours in use, for a gap costs a graph run.
 
         Among equals an empty slot comes first, then the least recently used.
         """
         n_cells = self._ledger.n_cells
-        ranks: list[tuple[int, int, Slot]] = []
+        ranks: list[tuple[bool, int, int, Slot]] = []
         for slot in self._ledger.free_slots:
-            if slot not in self.copied:
+            if slot not in self.copied and slot not in kept:
                 beside = () if self._is_pool else self._running[max(0, slot - 1) : slot + 2]
                 n_beside = len([d for d in beside if d is not None])
-                ranks.append((-n_beside, self._used_at[slot] if n_cells[slot] else 0, slot))
-        return min(ranks)[2]
+                used_at = self._used_at[slot] if n_cells[slot] else 0
+                ranks.append((slot in avoided, -n_beside, used_at, slot))
+        return min(ranks)[3] if ranks else None
 
     def _is_worth_leaving(self, source: Source) -> bool:
         """Whether a free slot is better copied than taken over: it has many cells behind those in common."""

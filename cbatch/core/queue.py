@@ -6,12 +6,16 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
+from cbatch.core.lifecycle import Status
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.plan import Slot
     from cbatch.engine_options import ScheduleOptions
 
 DEFAULT_AGEING_S = 10.0
@@ -23,21 +27,28 @@ BY_PROMPT = ("shortest",)
 _N_ENDED_MIN = 64
 
 
+Rank: TypeAlias = "tuple[float, int]"
+"""Places in one order: the lowest comes first."""
+
+
 class FifoPolicy:
     """Waiting sequences, first come, first served; one that is added again goes to the end."""
 
-    def __init__(self) -> None:
-        self._drivers: OrderedDict[int, SequenceDriver] = OrderedDict()  # by number
+    def __init__(self, stamps: Iterator[int]) -> None:
+        self._stamps = stamps
+        self._drivers: OrderedDict[int, tuple[int, SequenceDriver]] = OrderedDict()  # by number
 
     def __len__(self) -> int:
         return len(self._drivers)
 
-    def __iter__(self) -> Iterator[SequenceDriver]:
-        return iter(self._drivers.values())
+    def __iter__(self) -> Iterator[tuple[Rank, SequenceDriver]]:
+        return (((stamp, 0), driver) for stamp, driver in self._drivers.values())
 
     def add(self, drivers: Iterable[SequenceDriver]) -> None:
         """Put them at the end."""
-        self._drivers.update((d.number, d) for d in drivers)
+        self._drivers.update(
+            (d.number, (stamp, d)) for d, stamp in zip(drivers, self._stamps, strict=False)
+        )
 
     def remove(self, driver: SequenceDriver) -> None:
         """Remove one."""
@@ -55,8 +66,8 @@ class SortedPolicy:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[SequenceDriver]:
-        return (driver for *_, driver in reversed(self._entries))
+    def __iter__(self) -> Iterator[tuple[Rank, SequenceDriver]]:
+        return (((-key, -number), driver) for key, number, driver in reversed(self._entries))
 
     def add(self, drivers: Iterable[SequenceDriver]) -> None:
         """Put each in its place; many at once cost one pass over the queue."""
@@ -79,14 +90,14 @@ Policy: TypeAlias = FifoPolicy | SortedPolicy
 """The order of turns. Nothing here looks at more sequences than it is asked for."""
 
 
-def make_policy(options: ScheduleOptions) -> Policy:
-    """Return an empty queue for a policy."""
+def make_policy(options: ScheduleOptions, stamps: Iterator[int]) -> Policy:
+    """Return an empty queue for a policy; queues with the same stamps have one order."""
     if options.policy == "priority":
         ageing_s = options.ageing_s or DEFAULT_AGEING_S
         return SortedPolicy(lambda d: virtual_arrival_s(d, ageing_s))
     if options.policy == "shortest":
         return SortedPolicy(length_and_age)
-    return FifoPolicy()
+    return FifoPolicy(stamps)
 
 
 def length_and_age(driver: SequenceDriver) -> float:
@@ -105,38 +116,122 @@ def virtual_arrival_s(driver: SequenceDriver, ageing_s: float) -> float:
     return driver.clock.submitted_s - ageing_s * (driver.request.options.priority or 0)
 
 
-class AdmissionQueue:
-    """Sequences that could take a slot: returning ones, the oldest first, then the others as the policy has them."""
+class _Line:
+    """Returning sequences, the oldest first, then the others as the policy has them."""
 
-    def __init__(self, options: ScheduleOptions) -> None:
-        self._policy = make_policy(options)
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self._returning: list[tuple[int, SequenceDriver]] = []
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._policy) + len(self._returning)
 
-    def __iter__(self) -> Iterator[SequenceDriver]:
-        """Yield them in order."""
-        for _, driver in self._returning:
-            yield driver
+    def __iter__(self) -> Iterator[tuple[Rank, SequenceDriver]]:
+        for number, driver in self._returning:
+            yield (-math.inf, number), driver
         yield from self._policy
 
     def add(self, drivers: Iterable[SequenceDriver]) -> None:
-        """Put newcomers where the policy has them."""
         self._policy.add(drivers)
 
     def put_back(self, driver: SequenceDriver) -> None:
-        """Put a sequence that had its turn before, or was held, among the first."""
         insort(self._returning, (driver.number, driver))
 
     def remove(self, driver: SequenceDriver) -> None:
-        """Remove a sequence; it must be there."""
         i = bisect_left(self._returning, driver.number, key=lambda entry: entry[0])
         if i < len(self._returning) and self._returning[i][1] is driver:
             del self._returning[i]
         else:
             self._policy.remove(driver)
+
+
+class AdmissionQueue:
+    """Sequences that could take a slot: returning ones, the oldest first, then the others as the policy has them.
+
+    Those that chose their slot stand in a line of their own for each slot, so they hold up nobody else; all lines
+    together have one order.
+    """
+
+    def __init__(self, options: ScheduleOptions) -> None:
+        self._options, self._stamps = options, count()
+        self._others = self._new_line()
+        self._chosen: dict[Slot, _Line] = {}
+        self._n = 0
+
+    def __len__(self) -> int:
+        """Return how many there are. From any thread."""
+        return self._n
+
+    @property
+    def n_chosen(self) -> int:
+        """How many wait for a slot that they chose."""
+        return self._n - len(self._others)
+
+    @property
+    def chosen_slots(self) -> Collection[Slot]:
+        """The slots that sequences wait for and no other."""
+        return self._chosen.keys()
+
+    def candidates(
+        self, running: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
+    ) -> Iterator[SequenceDriver]:
+        """Yield in order those that could have one of the slots; for each slot, the first of those that chose it.
+
+        Args:
+            running: the sequence in each slot; a paused one gives it up where another can enter.
+            ending: running sequences that are about to leave.
+        """
+        entries = iter(self._others)
+        if self._chosen:
+            firsts = [
+                next(iter(line))
+                for slot, line in self._chosen.items()
+                if _is_to_be_had(running[slot], ending)
+            ]
+            entries = heapq.merge(entries, sorted(firsts, key=_rank), key=_rank)
+        return (driver for _, driver in entries)
+
+    def add(self, drivers: Iterable[SequenceDriver]) -> None:
+        """Put newcomers where the policy has them."""
+        drivers = [*drivers]
+        self._n += len(drivers)
+        if all(d.chosen_slot is None for d in drivers):
+            self._others.add(drivers)  # at once, for they may be many
+            return
+        for driver in drivers:
+            self._line_of(driver).add([driver])
+
+    def put_back(self, driver: SequenceDriver) -> None:
+        """Put a sequence that had its turn before, or was held, among the first."""
+        self._n += 1
+        self._line_of(driver).put_back(driver)
+
+    def remove(self, driver: SequenceDriver) -> None:
+        """Remove a sequence; it must be there."""
+        line, slot = self._line_of(driver), driver.chosen_slot
+        line.remove(driver)
+        self._n -= 1
+        if slot is not None and not line:
+            del self._chosen[slot]
+
+    def _line_of(self, driver: SequenceDriver) -> _Line:
+        slot = driver.chosen_slot
+        if slot is None:
+            return self._others
+        if slot not in self._chosen:
+            self._chosen[slot] = self._new_line()
+        return self._chosen[slot]
+
+    def _new_line(self) -> _Line:
+        return _Line(make_policy(self._options, self._stamps))
+
+
+def _rank(entry: tuple[Rank, SequenceDriver]) -> Rank:
+    return entry[0]
+
+
+def _is_to_be_had(holder: SequenceDriver | None, ending: Collection[SequenceDriver]) -> bool:
+    return holder is None or holder.status is Status.PAUSED or holder in ending
 
 
 class Deadlines:

@@ -120,8 +120,8 @@ class ContinuousBatchScheduler:
 
     def prepare(self, now: float) -> None:
         """Bring the books up to date with the clock before a plan; see `MultiRequestBatcher.prepare`."""
-        n_ending = len(self._past_quantum(self._batcher.slot_plan())) if self._quantum else 0
-        self._batcher.prepare(now, n_ending)
+        ending = self._past_quantum(self._batcher.slot_plan()) if self._quantum else ()
+        self._batcher.prepare(now, ending)
 
     def plan(self, now: float) -> Plan | None:
         """Return what happens next, or None where there is nothing to do; changes nothing."""
@@ -175,7 +175,7 @@ class ContinuousBatchScheduler:
         """Take the slots that others need, and admit the waiting sequences that fit then."""
         n_waiting = slots.n_waiting
         if self._quantum and n_waiting:
-            self._end_turns(slots, n_waiting)
+            self._end_turns(slots)
         if self._is_pool and self._free_cells_for_rows(slots) and slots.rows():
             return  # a sequence that just lost its cells would take them back
         if n_waiting and slots.can_admit:
@@ -183,15 +183,17 @@ class ContinuousBatchScheduler:
         elif not n_waiting and not slots.n_awaited and not slots.cells.rebinds:
             slots.compact()
 
-    def _end_turns(self, slots: SlotPlan, n_waiting: int) -> None:
-        """Take the slots of sequences that had their quantum, as many as others wait for.
+    def _end_turns(self, slots: SlotPlan) -> None:
+        """Take the slots of sequences that had their quantum: those that others chose, and as many as others wait for.
 
         Cells that are about to move cannot be saved: their sequence keeps its slot for one more step.
         """
-        n_needed = max(0, n_waiting - slots.cells.ledger.n_free_slots)
+        queue, n_free = slots.books.queue, slots.cells.ledger.n_free_slots
         over = [d for d in self._past_quantum(slots) if d.slot not in slots.cells.shifts]
         over.sort(key=lambda d: -d.n_turn)
-        for driver in over[:n_needed]:
+        chosen = [d for d in over if d.slot in queue.chosen_slots]
+        others = [d for d in over if d not in chosen]
+        for driver in (*chosen, *others[: max(0, len(queue) - queue.n_chosen - n_free)]):
             slots.leave(driver, "turn")
 
     def _past_quantum(self, slots: SlotPlan) -> list[SequenceDriver]:

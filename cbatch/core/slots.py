@@ -10,13 +10,13 @@ from cbatch.core.lifecycle import Status
 from cbatch.core.preemption import Demand, choose_mover, choose_victim
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from cbatch.core.cell_ops import SavedCells, SlotCells
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import Slot
     from cbatch.core.preemption import KvDemandEstimator
-    from cbatch.core.prefix import PrefixMatch
+    from cbatch.core.prefix import PrefixMatch, Source
     from cbatch.core.queue import AdmissionQueue
     from cbatch.core.waiting import CacheReads, PrefixWaiters
 
@@ -183,11 +183,10 @@ class SlotPlan:
 
     def park(self) -> bool:
         """Take the slot of a paused sequence; False where there is none."""
-        for driver in self.running:
-            if driver is not None and driver.status is Status.PAUSED:
-                self.leave(driver, "pause")
-                return True
-        return False
+        paused = self._parkable()
+        if paused:
+            self.leave(paused[0], "pause")
+        return bool(paused)
 
     def leave(self, driver: SequenceDriver, reason: Reason) -> None:
         """Take the slot of a sequence."""
@@ -231,7 +230,7 @@ class SlotPlan:
 
         Admission stops once the plan copies more than `n_copied_max` cells; the copy past the limit is still made.
         """
-        waiting = takewhile(_is_ready, self.books.queue)
+        waiting = takewhile(_is_ready, self.books.queue.candidates(self.running))
         first = [*islice(waiting, N_LOOK)]
         demand = self._demand()
         while n_copied_max is None or self.cells.n_to_copy <= n_copied_max:
@@ -249,26 +248,32 @@ class SlotPlan:
     ) -> SequenceDriver | None:
         """Give a slot to the first that can have one, or hold it until it can begin further on; return it, or None.
 
-        One that waits for the disk is passed by others, one that waits for cells only so often.
+        One that waits for the disk is passed by others, one that waits for cells only so often; nobody takes the slot
+        that one before it chose.
         """
         passed: SequenceDriver | None = None
+        kept: list[Slot] = []
         for driver in waiting:
-            if self.cells.ledger.n_free_slots + self._n_parkable() <= self.n_following:
+            chosen = driver.chosen_slot
+            if chosen is not None and not self._is_to_be_had(chosen):
+                continue  # the plan gave it to one before
+            if self.cells.ledger.n_free_slots + len(self._parkable()) <= self.n_following:
                 return None
             found = self.cells.prefixes.find(driver)
             must_read = found.leader is None and self._must_read(driver)
-            if self._waits_for_disk(driver, must_read=must_read):
-                continue
-            if found.leader is not None or must_read:
-                self.holds[driver] = found
-                return driver
-            if self._enter(driver, found, demand) or self._enter_by_parking(driver):
-                if passed is not None:
-                    self.overtaken[passed] = self.overtaken.get(passed, 0) + 1
-                return driver
-            passed = passed or driver
-            if passed.n_overtaken + self.overtaken.get(passed, 0) >= N_OVERTAKEN_MAX:
-                return None
+            if not self._waits_for_disk(driver, must_read=must_read):
+                if found.leader is not None or must_read:
+                    self.holds[driver] = found
+                    return driver
+                if self._enter(driver, found, demand, kept) or self._enter_by_parking(driver, kept):
+                    if passed is not None:
+                        self.overtaken[passed] = self.overtaken.get(passed, 0) + 1
+                    return driver
+                passed = passed or driver
+                if passed.n_overtaken + self.overtaken.get(passed, 0) >= N_OVERTAKEN_MAX:
+                    return None
+            if chosen is not None:
+                kept.append(chosen)
         return None
 
     def _must_read(self, driver: SequenceDriver) -> bool:
@@ -284,24 +289,31 @@ class SlotPlan:
         is_saving = bool(driver.request.options.save_cache)
         return is_saving and len(self.books.storing) >= N_STORED_PER_SLOT * n_slots
 
-    def _enter_by_parking(self, driver: SequenceDriver) -> bool:
+    def _is_to_be_had(self, slot: Slot) -> bool:
+        holder = self.running[slot]
+        return holder is None or holder.status is Status.PAUSED
+
+    def _enter_by_parking(self, driver: SequenceDriver, kept: Collection[Slot]) -> bool:
         """Take slots of paused sequences until a waiting one can enter; take none where it cannot even then."""
-        if not self._n_parkable():
+        paused = self._parkable(driver.chosen_slot)
+        if not paused:
             return False
         before, n_left = (self.cells, self.running, self._n_saved_bytes), len(self.leaves)
         self._branch()
-        while self.park():
-            if self._enter(driver, self.cells.prefixes.find(driver), self._demand()):
+        for holder in paused:
+            self.leave(holder, "pause")
+            if self._enter(driver, self.cells.prefixes.find(driver), self._demand(), kept):
                 return True
         self.cells, self.running, self._n_saved_bytes = before
         del self.leaves[n_left:]
         return False
 
-    def _n_parkable(self) -> int:
-        """Return how many paused sequences have a slot."""
+    def _parkable(self, slot: Slot | None = None) -> list[SequenceDriver]:
+        """Return the paused sequences that have slots, first the one in `slot`."""
         if len(self.order) == self.books.cells.ledger.n_lent:  # nobody was paused before the plan
-            return 0
-        return sum(d is not None and d.status is Status.PAUSED for d in self.running)
+            return []
+        paused = [d for d in self.running if d is not None and d.status is Status.PAUSED]
+        return sorted(paused, key=lambda d: d.slot != slot)
 
     def _demand(self) -> Demand:
         """Return what running sequences will want; each one that the plan lets in joins them."""
@@ -311,24 +323,44 @@ class SlotPlan:
                 demand.join(driver, self.n_computed(driver))
         return demand
 
-    def _enter(self, driver: SequenceDriver, found: PrefixMatch, demand: Demand) -> bool:
-        """Give a free slot to a sequence whose cells fit; False where there is none, or no room."""
+    def _enter(
+        self,
+        driver: SequenceDriver,
+        found: PrefixMatch,
+        demand: Demand,
+        kept: Collection[Slot],
+    ) -> bool:
+        """Give a free slot that is not `kept` to a sequence whose cells fit; False where there is none, or no room."""
         ledger, source, n_shared = self.cells.ledger, found.source, 0
         if source is not None and self.running[source.slot] is not None:
             n_shared = source.n_cells
-        has_room = ledger.n_free_slots > self.n_following and demand.fits(driver, ledger, n_shared)
-        if not has_room or not self.cells.can_load(
-            driver
-        ):  # the next plan copies nothing of these slots
+        if ledger.n_free_slots <= self.n_following or not demand.fits(driver, ledger, n_shared):
+            return False
+        slot = self._slot_for(driver, source, kept)
+        # cells that have no room beside copies have it in the next plan, which makes none
+        if slot is None or not self.cells.can_load(driver):
             return False
         cells = self._edit()
-        slot = cells.prefixes.place(source, has_room=self._has_slot_to_spare())
         cells.ledger.lend(slot)
+        if source is not None and not cells.prefixes.can_reach(source, slot):
+            source = None
         self.running[slot] = driver
         self.placed[driver] = Place(slot, cells.enter(driver, slot, source))
         if ledger.is_shared:
             demand.join(driver, self.n_computed(driver))
         return True
+
+    def _slot_for(
+        self, driver: SequenceDriver, source: Source | None, kept: Collection[Slot]
+    ) -> Slot | None:
+        """Return the free slot that a sequence gets; None where it has to wait for one."""
+        prefixes, slot = self.cells.prefixes, driver.chosen_slot
+        if slot is None:
+            avoided = self.books.queue.chosen_slots
+            has_room = self._has_slot_to_spare()
+            return prefixes.place(source, has_room=has_room, kept=kept, avoided=avoided)
+        is_copied = slot in prefixes.copied and (source is None or source.slot != slot)
+        return None if is_copied or self.running[slot] is not None or slot in kept else slot
 
     def _has_slot_to_spare(self) -> bool:
         """Whether a slot stays free when each sequence that wants one has one."""

@@ -58,6 +58,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "prompt_logprobs": ("0", 0),
     "echo": ("yes", True),
     "priority": ("-5", -5),
+    "slot": ("0", 0),
     "timeout_s": ("2.5", 2.5),
     "cache_key": ("a key", "a key"),
     "save_cache": ("on", True),

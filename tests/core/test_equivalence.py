@@ -83,6 +83,8 @@ class Item:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
+    slot: int | None = None
+    """A slot of its own choosing, modulo their number."""
 
     @property
     def grammar(self) -> str | None:
@@ -166,6 +168,7 @@ ITEMS = st.builds(
     logprobs=st.sampled_from([None, None, 0, 2]),
     prompt_logprobs=st.sampled_from([None, None, 0, 3]),
     echo=st.sampled_from([False, False, True]),
+    slot=st.sampled_from([None, None, None]) | st.integers(0, 4),
 )
 
 
@@ -339,6 +342,7 @@ def _request(rig: Rig, id: str, item: Item) -> Request:
         logprobs=item.logprobs,
         prompt_logprobs=item.prompt_logprobs,
         echo=item.echo,
+        slot=None if item.slot is None else item.slot % rig.backend.n_slots,
         prefill_only=item.prefill_only,
         cache_key=item.cache_key if rig.backend.memory.can_save else None,
         save_cache=item.save_cache and rig.backend.memory.can_save and item.cache_key is not None,

@@ -31,6 +31,12 @@ def test_priority_needs_the_policy_that_follows_it() -> None:
         check(RunOptions(priority=1))
 
 
+def test_slot_is_one_of_the_engines() -> None:
+    check(RunOptions(slot=1))
+    with pytest.raises(ConfigError, match=r"slot=2 is not a slot of this engine, which has 0 … 1"):
+        check(RunOptions(slot=2))
+
+
 def test_saving_what_is_scored_needs_pieces_that_a_step_can_score() -> None:
     options = RunOptions(cache_key="k", save_cache=True, prompt_logprobs=0)
     check(options, chunk_alignment=N_TARGETS_MAX)

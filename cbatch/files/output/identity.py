@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 _N_BYTES = 16
 
-_NAMES = tuple(
-    f.name for f in fields(RunOptions) if f.name not in ("max_completion_tokens", "priority")
-)
-"""Options that an answer depends on; `max_completion_tokens` is merged into `max_tokens`."""
+_WITHOUT_EFFECT = ("max_completion_tokens", "priority", "slot")
+"""What an answer does not depend on; `max_completion_tokens` is merged into `max_tokens`."""
+
+_NAMES = tuple(f.name for f in fields(RunOptions) if f.name not in _WITHOUT_EFFECT)
 
 _STRUCTURE = ("json_schema", "response_format", "regex", "grammar")
 """A value of one replaces the defaults of all. Source: `RunOptions.over`."""
