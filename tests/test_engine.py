@@ -270,14 +270,14 @@ def test_nearest_options_win() -> None:
 
 def test_run_is_short_until_it_is_known_whether_somebody_reads() -> None:
     records: list[StepRecord] = []
-    backend = FakeBackend(1, 512, 16, cost=StepCost(base_s=0.006))
+    backend = FakeBackend(1, 512, 16, cost=StepCost(base_s=0.03))
     with Engine(backend, options={"max_tokens": 200, "ignore_eos": True}) as engine:
         engine.record_steps(records.append)
         prompts = [BatchPrompt(prompt="Hi", id=id) for id in ("first", "queued")]
         engine.run(prompts).results()
         engine.record_steps(None)
     runs = [record.n_steps for record in records if record.rows[0].id == "queued"]
-    assert runs[:3] == [4, 17, 17]  # steps end later than 20 ms, then 100 ms
+    assert runs[:3] == [1, 17, 17]  # steps end later than 20 ms, then half a second
 
 
 def test_result_is_for_a_batch_of_one(make: MakeEngine) -> None:

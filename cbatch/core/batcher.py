@@ -325,6 +325,7 @@ class MultiRequestBatcher:
         """Take a sequence that never had a slot out of the books, as if it had not been submitted."""
         driver = self.in_flight.pop(id)
         self._withdraw(driver)
+        driver.cancel(driver.clock.submitted_s)  # for the deadlines to forget it
         self._forget(driver)
         self._deadlines.note_end()
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 N_STEPS_MAX = 64
 """Most steps in one run. Seconds end most runs earlier, so this only sizes the buffers."""
 
-RUN_S = 0.1
-"""How long a run takes: a step that ends later is its last."""
+RUN_S = 0.5
+"""How long a run takes: a step that ends later is its last. Orders from outside end it earlier, and so do deadlines."""
 
 SHORT_RUN_S = 0.02
 """The same where output is streamed, for its tokens come at once, may end by a stop string, or a slot is free for one
@@ -137,7 +137,7 @@ class ContinuousBatchScheduler:
         if not (chunks or slots.has_changes or slots.cells.has_ops):
             self._check_progress(slots)
             return None
-        n_steps, slice_s = (1, 0.0) if suspects else self._length(chunks, rows, slots)
+        n_steps, slice_s = (1, 0.0) if suspects else self._length(chunks, rows, slots, now)
         step = slots.cells.step(
             chunks,
             n_steps,
@@ -365,7 +365,11 @@ class ContinuousBatchScheduler:
         return tuple(chunks), tuple(drivers)
 
     def _length(
-        self, chunks: Sequence[Chunk], rows: Sequence[SequenceDriver], slots: SlotPlan
+        self,
+        chunks: Sequence[Chunk],
+        rows: Sequence[SequenceDriver],
+        slots: SlotPlan,
+        now: float,
     ) -> tuple[int, float]:
         """Return how many steps a run has at most, and its seconds.
 
@@ -392,7 +396,11 @@ class ContinuousBatchScheduler:
         if self._is_pool:
             n_tokens = sum([len(c.tokens) for c in chunks])
             n_steps = min(n_steps, 1 + (slots.cells.ledger.n_free_cells - n_tokens) // len(chunks))
-        return n_steps, SHORT_RUN_S if is_short else RUN_S
+        if is_short:
+            return n_steps, SHORT_RUN_S
+        next_s = self._batcher.next_deadline_s
+        left_s = RUN_S if next_s is None else next_s - now
+        return n_steps, max(SHORT_RUN_S, min(RUN_S, left_s))
 
     def _check_progress(self, slots: SlotPlan) -> None:
         """Refuse to sleep while a sequence could be served.

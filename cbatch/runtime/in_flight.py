@@ -283,7 +283,8 @@ class InFlight:
         return self._loop.call(compare)
 
     def watch(self, target: Target) -> None:
-        """Do nothing: each delivery looks whether its batch `is_streamed`."""
+        """End a run in flight after its current step: each delivery looks whether its batch `is_streamed`."""
+        self._loop.hurry()
 
     def cancel_batch(self, target: Target) -> int:
         """End a batch's requests in flight; else as `cancel`."""

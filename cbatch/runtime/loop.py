@@ -78,7 +78,7 @@ class Loop:
         self._stats, self._clock = stats, clock
         self.deliver = partial(deliver, self.routes, batcher, stats)
         self._commands = Commands()
-        post = self._commands.put
+        post = self._bring
         self._cache_io = CacheIo(store, backend, batcher, clock, post, is_threaded=is_threaded)
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         self._thread: threading.Thread | None = None
@@ -199,6 +199,15 @@ class Loop:
                 self._ended.wait()
                 with self._closing:
                     self._commands.do_all()
+
+    def _bring(self, command: Callable[[], object]) -> None:
+        """Have what was compiled, read or written taken soon. From the threads of these works; also once closed."""
+        self._commands.put(command)
+        self.hurry()
+
+    def hurry(self) -> None:
+        """End a run in flight after its current step. From any thread."""
+        self._backend.interrupt()
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `action` done by the owner when its clock says `when_s`. From any thread; does not wait."""

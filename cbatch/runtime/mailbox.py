@@ -253,7 +253,7 @@ class Mailbox:
 
     def has_chunk(self) -> bool:
         """Whether `take_chunk` need not be waited for. From the first call on, chunks are delivered as they come."""
-        if not self.is_streamed:
+        if not self.is_streamed and self.readers.is_their_process:
             self.is_streamed = True
             self._orders.watch(self)
         return bool(self._chunks) or self.items.have_ended

@@ -208,11 +208,18 @@ def run_lengths(rig: Rig, n_runs: int) -> list[int]:
 
 
 def test_run_is_short_where_output_is_read_as_it_comes() -> None:
-    rig = make_scheduler(n_slots=1, n_window=512, cost=StepCost(base_s=0.006))
+    rig = make_scheduler(n_slots=1, n_window=512, cost=StepCost(base_s=0.03))
     rig.submit(make_request(max_tokens=200))
-    assert run_lengths(rig, 2) == [17, 17]  # the last of them ends later than 100 ms
+    assert run_lengths(rig, 2) == [17, 17]  # the last of them ends later than half a second
     rig.batcher.in_flight["a"].reply.is_watched = True
-    assert run_lengths(rig, 1) == [4]  # later than 20 ms
+    assert run_lengths(rig, 1) == [1]  # later than 20 ms
+
+
+def test_run_ends_in_time_for_the_next_deadline() -> None:
+    rig = make_scheduler(n_slots=2, n_window=512, cost=StepCost(base_s=0.03))
+    rig.submit(make_request(max_tokens=200), make_request("b", max_tokens=200, timeout_s=0.1))
+    assert run_lengths(rig, 2) == [4, 17]
+    assert rig.drivers["b"].finish_reason == "timeout"
 
 
 def test_run_is_short_where_a_stop_string_may_end_it() -> None:
