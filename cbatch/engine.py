@@ -19,6 +19,7 @@ from cbatch.checks import (
     check_seconds,
     reading,
     shown,
+    token_ids,
 )
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import CBatchError, ConfigError, EngineClosedError, RequestCancelledError
@@ -37,11 +38,12 @@ from cbatch.runtime.waking import do_to_end
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from cbatch.backend import Backend
     from cbatch.core.stats import EngineStats
+    from cbatch.model_facts import ModelFacts
     from cbatch.progress import View
     from cbatch.response import BatchResult
     from cbatch.runtime.interface import Runtime
@@ -93,6 +95,8 @@ class Engine:
             raise ConfigError(f"schedule must be ScheduleOptions, not {shown(schedule)}")
         self._options, self._merger = RunOptions.of(options), OptionsMerger()
         self._opener = opener
+        self.model_name = model_name
+        """What the log and records call the model."""
         self._log = partial(log_results, model_name)
         self._made: tuple[Runtime, Submitter] | None = None
         self._opening = threading.RLock()
@@ -248,9 +252,49 @@ class Engine:
             ConfigError: a malformed prompt.
             RequestFailedError: a token that is not in the vocabulary.
         """
+        item, settled = self._settled(prompt, options)
+        return self._runtime.n_tokens_of(item, settled)
+
+    def tokenize(
+        self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Return the tokens that `count_tokens` counts. Raises as it does."""
+        item, settled = self._settled(prompt, options)
+        return [*self._runtime.tokens_of(item, settled)]
+
+    def render(
+        self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
+    ) -> str:
+        """Return a chat as text by the chat template, as the model sees it; a text prompt as it is.
+
+        Raises:
+            ConfigError: a malformed prompt.
+            RequestFailedError: there is no template, or it refuses these messages.
+        """
+        item, settled = self._settled(prompt, options)
+        return self._runtime.text_of(item, settled)
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes of each token, control tokens written out; a character may span several.
+
+        Raises:
+            ConfigError: no list of token ids.
+            RequestFailedError: a token that is not in the vocabulary.
+        """
+        return self._runtime.pieces_of(token_ids("tokens", tokens))
+
+    @property
+    def model_facts(self) -> ModelFacts:
+        """What the model is: sizes, special tokens, chat template, adapters."""
+        return self._runtime.model_facts()
+
+    def _settled(
+        self, prompt: Prompt, options: RunOptions | Mapping[str, Any] | None
+    ) -> tuple[BatchPrompt, RunOptions]:
+        """Return a prompt, and its options before those of the call and of the engine."""
         run_options = self._merger.over(RunOptions.of(options), self._options)
         item = as_prompt(prompt)
-        return self._runtime.n_tokens_of(item, RunOptions.of(item.options).over(run_options))
+        return item, RunOptions.of(item.options).over(run_options)
 
     def run(
         self,

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.core.plan import KvCapabilities, StepPlan, StepResult
+    from cbatch.model_facts import ModelFacts
     from cbatch.options import AdapterSet, Grammar
 
 Message = Mapping[str, object]
@@ -54,6 +55,11 @@ class Vocab(Protocol):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one, never twice."""
+
+    def render_text(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> str:
+        """Return the text of which `render` returns the tokens. Raises as `render`."""
 
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
@@ -120,6 +126,10 @@ class Backend(Protocol):
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
         """Sampling values that the model's file recommends, by the names of `Sampling`."""
+
+    @property
+    def model_facts(self) -> ModelFacts:
+        """What the model is, for those who ask."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Do one plan. Mutates cells of the slots in it and nothing else.

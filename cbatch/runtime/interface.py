@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cbatch.core.stats import EngineStats
     from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
+    from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
@@ -156,6 +157,18 @@ class Runtime(Protocol):
 
     def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has; computes nothing. Raises as `Engine.count_tokens`."""
+
+    def tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
+        """Return a prompt's tokens; computes nothing. Raises as `Engine.tokenize`."""
+
+    def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
+        """Return a chat as the model sees it, or a raw prompt as it is. Raises as `Engine.render`."""
+
+    def pieces_of(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes of tokens, control tokens written out. Raises as `Engine.pieces`."""
+
+    def model_facts(self) -> ModelFacts:
+        """Return what the model is."""
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""

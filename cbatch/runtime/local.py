@@ -19,7 +19,7 @@ from cbatch.errors import ConfigError, GrammarError, QueueFullError
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
-from cbatch.runtime.sequences import SequenceMaker, extended, tokenize
+from cbatch.runtime.sequences import SequenceMaker, check_in_vocab, extended, tokenize
 from cbatch.runtime.validation import check_adapters, check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
+    from cbatch.model_facts import ModelFacts
     from cbatch.options import DryBreakers, Grammar, RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
@@ -137,6 +138,29 @@ class LocalRuntime:
     def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has; computes nothing."""
         return len(tokenize(self.backend.vocab, prompt, options))
+
+    def tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
+        """Return a prompt's tokens; computes nothing."""
+        return tokenize(self.backend.vocab, prompt, options)
+
+    def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
+        """Return a chat as the model sees it, or a raw prompt as it is."""
+        vocab = self.backend.vocab
+        if prompt.messages is not None:
+            return vocab.render_text(prompt.messages, options.template_variables)
+        if prompt.prompt is not None:
+            return prompt.prompt
+        return b"".join(self.pieces_of(prompt.tokens or ())).decode("utf-8", "replace")
+
+    def pieces_of(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes of tokens, control tokens written out."""
+        vocab = self.backend.vocab
+        check_in_vocab(tokens, vocab)
+        return [vocab.shown_piece(token) for token in tokens]
+
+    def model_facts(self) -> ModelFacts:
+        """Return what the model is."""
+        return self.backend.model_facts
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""

@@ -208,6 +208,11 @@ def tokenize(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence
     if prompt.messages is not None:
         return vocab.render(prompt.messages, options.template_variables)
     tokens = prompt.tokens or ()
+    check_in_vocab(tokens, vocab)
+    return tokens
+
+
+def check_in_vocab(tokens: Sequence[int], vocab: Vocab) -> None:
+    """Refuse tokens that a vocabulary does not have."""
     if tokens and max(tokens) >= vocab.n_vocab:
         raise PromptError(f"token {max(tokens)} is not in the vocabulary of {vocab.n_vocab}")
-    return tokens

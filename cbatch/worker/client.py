@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.core.request import Request
 from cbatch.errors import EngineClosedError, RequestCancelledError, WorkerDiedError
 from cbatch.interrupts import Postponed
+from cbatch.model_facts import ModelFacts
 from cbatch.runtime.ids import is_meant, own_id
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.validation import check_extension, origin_of
@@ -254,15 +255,32 @@ class Workers:
 
     def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has; computes nothing."""
-        return self._count("count", prompt, options)
+        return int(self._ask_about("count", prompt, options))
+
+    def tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
+        """Return a prompt's tokens; computes nothing."""
+        return [*self._ask_about("tokens", prompt, options)]
+
+    def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
+        """Return a chat as the model sees it, or a raw prompt as it is."""
+        return str(self._ask_about("text", prompt, options))
+
+    def pieces_of(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes of tokens, control tokens written out."""
+        return [piece.encode("latin-1") for piece in self._ask("pieces", tokens=[*tokens])]
+
+    def model_facts(self) -> ModelFacts:
+        """Return what the model is."""
+        said = self._ask("model_facts")
+        return ModelFacts(**{**said, "adapters": tuple(said["adapters"])})
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
-        return self._count("check", prompt, options)
+        return int(self._ask_about("check", prompt, options))
 
-    def _count(self, op: str, prompt: BatchPrompt, options: RunOptions) -> int:
+    def _ask_about(self, op: str, prompt: BatchPrompt, options: RunOptions) -> Any:
         item = prompt_as_json(prompt, prompt.id or "")
-        return int(self._ask(op, item=item, options=options_as_json(options)))
+        return self._ask(op, item=item, options=options_as_json(options))
 
     def _ask(self, op: str, **fields: object) -> Any:
         self.check_open()

@@ -7,11 +7,11 @@ import math
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cbatch.checks import MAX_INT, check_flag, check_int, check_seconds, shown
+from cbatch.checks import MAX_INT, check_flag, check_int, check_seconds, shown, token_ids
 from cbatch.errors import CBatchError, ConfigError, RequestFailedError, words_of
 from cbatch.interrupts import Sleepers
 from cbatch.logs import FIELDS
@@ -259,6 +259,24 @@ class Host:
         options = self._options.of(message.get("options"))
         return self._runtime.n_tokens_of(prompt_of_json(message.get("item")), options)
 
+    def _tokens(self, message: Message) -> object:
+        """Return a prompt's tokens."""
+        options = self._options.of(message.get("options"))
+        return [*self._runtime.tokens_of(prompt_of_json(message.get("item")), options)]
+
+    def _text(self, message: Message) -> object:
+        """Return a chat as the model sees it."""
+        options = self._options.of(message.get("options"))
+        return self._runtime.text_of(prompt_of_json(message.get("item")), options)
+
+    def _pieces(self, message: Message) -> object:
+        """Return the bytes of tokens, each as Latin-1 text."""
+        tokens = token_ids("tokens", message.get("tokens"))
+        return [piece.decode("latin-1") for piece in self._runtime.pieces_of(tokens)]
+
+    def _model_facts(self, _: Message) -> object:
+        return asdict(self._runtime.model_facts())
+
     def _check(self, message: Message) -> object:
         """Return how many tokens a prompt has; raise what it would end with before it runs."""
         options = self._options.of(message.get("options"))
@@ -304,6 +322,10 @@ class Host:
         "resume": _resume,
         "compare_rows": _compare_rows,
         "count": _count,
+        "tokens": _tokens,
+        "text": _text,
+        "pieces": _pieces,
+        "model_facts": _model_facts,
         "check": _check,
         "check_options": _check_options,
         "stats": _stats,

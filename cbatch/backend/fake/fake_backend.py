@@ -37,6 +37,7 @@ from cbatch.core.plan import (
     TokenLogprobs,
 )
 from cbatch.errors import ConfigError, PlanError
+from cbatch.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -210,6 +211,11 @@ class FakeBackend:
     def close(self) -> None:
         """Refuse further runs."""
         self.is_closed = True
+
+    @property
+    def model_facts(self) -> ModelFacts:
+        """A model without weights."""
+        return ModelFacts(self.vocab.n_vocab, self.n_window, adapters=tuple(self.adapters))
 
     @property
     def n_used(self) -> int:

@@ -60,13 +60,19 @@ class FakeVocab:
         """Return the bytes of each string."""
         return tuple(tuple(self.tokenize(text)) for text in strings)
 
-    def render(
+    def render_text(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None = None
-    ) -> list[int]:
+    ) -> str:
         """Return the variables and `role:content` lines, the last left open."""
         lines = [json.dumps(variables)] if variables else []
         lines += [f"{m['role']}:{m['content']}" for m in messages]
-        return self.tokenize("\n".join(lines))
+        return "\n".join(lines)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None = None
+    ) -> list[int]:
+        """Return the bytes of `render_text`."""
+        return self.tokenize(self.render_text(messages, variables))
 
 
 def mix(state: int, key: int) -> int:

@@ -21,9 +21,11 @@ from cbatch.backend.llama.memory import SavedState, find_memory
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
+from cbatch.checks import readable
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
+from cbatch.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -268,6 +270,23 @@ class LlamaBackend:
         """Settings that answers depend on; see `Backend.answer_settings`."""
         said = answer_settings(self.options, self.chunk_alignment, self.n_window)
         return {**said, "rope factors": self._rope_factors}
+
+    @property
+    def model_facts(self) -> ModelFacts:
+        """What the model is; see `Backend.model_facts`."""
+        model = self.model
+        return ModelFacts(
+            n_vocab=model.vocab.n_vocab,
+            n_ctx_train=model.n_ctx_train,
+            n_params=model.n_params,
+            n_bytes=model.n_bytes,
+            path=readable(model.name),
+            chat_template=model.vocab.template,
+            bos_token=model.vocab.bos_text,
+            eos_token=model.vocab.eos_text,
+            bos_id=model.vocab.bos_id,
+            adapters=tuple(self.adapters),
+        )
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""

@@ -88,6 +88,7 @@ class LlamaModel:
         """Layers, without the output's."""
         self.n_bytes = int(llama_cpp.llama_model_size(pointer))
         """Bytes of all weights."""
+        self.n_params = int(llama_cpp.llama_model_n_params(pointer))
         self.has_states = bool(
             llama_cpp.llama_model_is_recurrent(pointer) or llama_cpp.llama_model_is_hybrid(pointer)
         )

@@ -37,7 +37,7 @@ class LlamaVocab:
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._pointer))
         bos = int(llama_cpp.llama_vocab_bos(self._pointer))
         eos = int(llama_cpp.llama_vocab_eos(self._pointer))
-        self.bos_text, self.eos_text = self._text(bos), self._text(eos)
+        self.bos_id, self.bos_text, self.eos_text = bos, self._text(bos), self._text(eos)
         self._may_add_special = self._can_add_special(bos, eos)
         self.end_tokens = tuple(
             i for i in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(self._pointer, i)
@@ -133,11 +133,17 @@ class LlamaVocab:
         add_special = self._may_add_special and not has_bos
         return self._tokenize(data, add_special=add_special, parse_special=True)
 
+    def render_text(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> str:
+        """Return the text of a chat by the model's template; see `cbatch.backend.Vocab`."""
+        return self._chat.render(messages, variables)
+
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
     ) -> list[int]:
         """Return the tokens of a chat by the model's template; see `cbatch.backend.Vocab`."""
-        return self.tokenize(self._chat.render(messages, variables))
+        return self.tokenize(self.render_text(messages, variables))
 
     def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of tokens that DRY takes for these strings; the same object for the same strings."""

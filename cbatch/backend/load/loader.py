@@ -100,7 +100,7 @@ def _describe(
             "architecture": loaded.architecture,
             "file_type": loaded.file_type,
             "n_bytes": sum(size for _, size, _ in model_parts(loaded.name)),
-            "n_params": int(llama_cpp.llama_model_n_params(loaded.pointer)),
+            "n_params": loaded.n_params,
             "n_ctx_train": loaded.n_ctx_train,
             "has_chat_template": "tokenizer.chat_template" in loaded.metadata,
             "n_vocab": loaded.vocab.n_vocab,

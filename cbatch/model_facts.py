@@ -1,0 +1,25 @@
+"""What a loaded model is, as servers tell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A loaded model's sizes, texts and adapters; 0, "" and -1 for what it does not have."""
+
+    n_vocab: int
+    n_ctx_train: int = 0
+    """Tokens that the model was trained for."""
+    n_params: int = 0
+    n_bytes: int = 0
+    """Bytes of all weights."""
+    path: str = ""
+    chat_template: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
+    bos_id: int = -1
+    """The token that begins a raw prompt, where the model has one."""
+    adapters: tuple[str, ...] = ()
+    """The names of the LoRA adapters that requests may ask for."""

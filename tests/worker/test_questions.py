@@ -1,0 +1,41 @@
+"""What an engine says of prompts, tokens and its model, here and through a worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from cbatch import BatchPrompt, ConfigError, Engine, PromptError
+from cbatch.backend.fake import FakeBackend
+from tests.worker.links import engine_over
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(params=["here", "worker"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return (
+        Engine(FakeBackend(2, 32)) if request.param == "here" else engine_over(FakeBackend(2, 32))
+    )
+
+
+def test_tokens_pieces_and_text_of_a_prompt(engine: Engine) -> None:
+    with engine:
+        assert engine.tokenize("ab") == [97, 98]
+        assert engine.tokenize(CHAT) == list(b"user:Hi")
+        assert engine.render(CHAT) == "user:Hi"
+        assert engine.render(BatchPrompt(tokens=[104, 105])) == "hi"
+        assert engine.pieces([104, 255, 256]) == [b"h", b"\xff", b"<end>"]
+
+
+def test_tokens_outside_the_vocabulary_are_refused(engine: Engine) -> None:
+    with engine:
+        with pytest.raises(PromptError, match="not in the vocabulary"):
+            engine.pieces([320])
+        with pytest.raises(ConfigError, match="tokens must be"):
+            engine.pieces([-1])
+
+
+def test_model_facts_cross_the_border_whole(engine: Engine) -> None:
+    with engine:
+        facts = engine.model_facts
+        assert (facts.n_vocab, facts.n_ctx_train, facts.adapters) == (320, 32, ())
