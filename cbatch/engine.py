@@ -386,12 +386,22 @@ class Engine:
         """
         return self._runtime.orders.pause(_asked(id))
 
-    def resume(self, id: str) -> bool:
+    def resume(self, id: str, n_tokens: int | None = None) -> bool:
         """Let a paused request go on; return False where it is not in flight, or not paused.
 
-        Nothing is computed again while its cells are kept.
+        Nothing is computed again while its cells are kept. A request with several choices goes on with all of them.
+
+        Args:
+            id: as in `cancel`.
+            n_tokens: pause it again when it has sampled this many tokens more, at least 1; without a number, as its
+                option `pause_every` has it.
+
+        Raises:
+            ConfigError: `n_tokens` is not a number of tokens.
         """
-        return self._runtime.orders.resume(_asked(id))
+        if n_tokens is not None:
+            n_tokens = check_int("n_tokens", n_tokens, 1, MAX_INT)
+        return self._runtime.orders.resume(_asked(id), n_tokens)
 
     def cancel_all(self) -> int:
         """Cancel every request in flight, queued or running, and read no further prompts; return how many there were.

@@ -279,6 +279,8 @@ class RunOptions:
         echo: put the prompt before the answer in text and tokens, and in `logprobs` if requested; not for chats.
         priority: −100 … 100; the highest runs first in an engine with `policy="priority"`. Default: 0.
         slot: the slot to run in, 0 … `parallel` − 1; the request waits until that one is free. Default: any.
+        pause_every: pause the request whenever it has sampled this many tokens since it was started or resumed, ≥ 1;
+            `engine.resume(id)` lets it go on. Default: never.
         timeout_s: seconds from submission, queue time included; then the request ends `timeout` with its partial text.
         cache_key: start from the cells kept on disk under this name, as far as their tokens begin the prompt. Any
             number of requests without `save_cache` may read one key at a time.
@@ -344,6 +346,7 @@ class RunOptions:
     echo: bool | None = checked(check_flag)
     priority: int | None = checked(check_int, -MAX_PRIORITY, MAX_PRIORITY)
     slot: int | None = checked(check_int, 0, MAX_INT)
+    pause_every: int | None = checked(check_int, 1, MAX_INT)
     timeout_s: float | None = checked(check_seconds)
     cache_key: str | None = checked(check_text, MAX_KEY_LENGTH)
     save_cache: bool | None = checked(check_flag)

@@ -494,7 +494,8 @@ def check_plan(rig: Rig, planned: Plan) -> None:
         assert c.start == start
         assert list(c.tokens) == driver.tokens[c.start : end]
         assert driver.request.adapters == plan.adapters
-        assert c.has_output == (end == driver.n_tokens and driver.n_cap > 0)
+        is_open = driver.n_cap > 0 and driver.held is None
+        assert c.has_output == (end == driver.n_tokens and is_open)
         assert plan.n_steps <= max(1, driver.n_room)
         check_targets(c, driver)
         if rig.backend.chunk_alignment:

@@ -297,11 +297,15 @@ class MultiRequestBatcher:
         self._order = None
         return True
 
-    def resume(self, id: str) -> bool:
-        """Let a paused request go on; False where it is not in flight or not paused."""
+    def resume(self, id: str, n_tokens: int | None = None) -> bool:
+        """Let a paused request go on; False where it is not in flight or not paused.
+
+        It pauses again after `n_tokens` tokens, or where that is None as its options have it.
+        """
         driver = self.in_flight.get(id)
         if driver is None or driver.status is not Status.PAUSED:
             return False
+        driver.go_on_for(driver.request.options.pause_every if n_tokens is None else n_tokens)
         if driver.slot is None:
             driver.undergo(Event.REQUEUE)
             if driver.waits_for is None:
@@ -494,6 +498,10 @@ class MultiRequestBatcher:
         driver.slot = slot
         if not self._cells.prefixes.can_retain(driver):
             self._cells.clear(source)
+
+    def note_pause(self) -> None:
+        """Enter that a running sequence has paused; it keeps slot and cells."""
+        self._order = None
 
     def add_cells(self, cells: Iterable[tuple[Slot, int]]) -> None:
         """Enter the cells that a step computed, by slot."""

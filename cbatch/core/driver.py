@@ -58,6 +58,12 @@ class SequenceDriver:
     n_taken: int = 0
     """Tokens whose cells it took over when it first got a slot."""
     n_cap: int = 0
+    n_due: int = 0
+    """Output at which it is to pause, or ends by its cap."""
+    n_quantum: int | None = None
+    """Tokens that it may sample before it pauses; None for all."""
+    held: GrammarStep | None = None
+    """What its grammar forces behind the place where it paused: the tokens come when it goes on."""
     n_window: int = 0
     n_before_turn: int = 0
     """Output it had when it got its slot."""
@@ -87,7 +93,9 @@ class SequenceDriver:
         reader: AnswerReader | None = None,
     ) -> SequenceDriver:
         """Return a waiting sequence for `request`, submitted `now`."""
-        return cls(request, RequestClock(now), Reply.of(request, piece, reader))
+        driver = cls(request, RequestClock(now), Reply.of(request, piece, reader))
+        driver.n_quantum = request.options.pause_every
+        return driver
 
     # ---- counters ----
 
@@ -118,8 +126,8 @@ class SequenceDriver:
 
     @property
     def n_room(self) -> int:
-        """Tokens that may still be sampled before some are taken out of the window."""
-        return min(self.n_cap - len(self.output), self.n_window + 1 - len(self.tokens))
+        """Tokens that may still be sampled before it pauses, or some are taken out of the window."""
+        return min(self.n_due - len(self.output), self.n_window + 1 - len(self.tokens))
 
     @property
     def n_turn(self) -> int:
@@ -216,6 +224,7 @@ class SequenceDriver:
         self.tokens = [*tokens, *self.request.output]
         self.output = list(self.request.output)
         self.n_prompt, self.n_window = n_prompt, n_window
+        self.go_on_for(self.n_quantum)
         if self.request.n_prompt_logprobs is not None:
             self.scores = PromptScores(n_prompt - 1)
 
@@ -249,6 +258,12 @@ class SequenceDriver:
             )
         self.status = status
 
+    def go_on_for(self, n_tokens: int | None) -> None:
+        """Have it pause when it has sampled `n_tokens` more; None for never."""
+        n_left = self.n_left
+        self.n_quantum = n_tokens
+        self.n_due = len(self.output) + (n_left if n_tokens is None else min(n_tokens, n_left))
+
     def admit(self, slot: Slot, now: float) -> None:
         """Enter `slot`: for the first time, or again."""
         self.undergo(Event.ADMIT)
@@ -262,16 +277,19 @@ class SequenceDriver:
         request = self.request
         output_origin = len(self.tokens) - len(self.output)  # tokens that left the window lower it
         constraint = self.compiled.get(request.grammar) if request.grammar else None
+        # of held tokens none is sampled: they have all come before the next token is
+        held = self.held.forced if self.held else ()
+        known = (*self.given, *self.output) if self.n_shifts else self.tokens
         return Binding(
             slot,
             output_origin,
             self._sampling,
             request.stop_tokens,
-            (*self.given, *self.output) if self.n_shifts else tuple(self.tokens),
+            (*known, *held),
             request.n_logprobs,
             request.n_prompt_logprobs or 0,
             constraint=constraint,
-            output=() if constraint is None else tuple(self.output),
+            output=() if constraint is None else (*self.output, *held),
         )
 
     @property
@@ -322,7 +340,7 @@ class SequenceDriver:
         """Return `n_tokens` tokens from `start` as a part of a plan."""
         end, tokens = start + n_tokens, self.tokens
         part = (tokens[start],) if n_tokens == 1 else tokens[start:end]
-        has_output = end == len(tokens) and self.n_cap > 0
+        has_output = end == len(tokens) and self.n_cap > 0 and self.held is None
         if self.scores is None:
             return Chunk(slot, start, part, has_output)
         n_targets = self.scores.n_targets(start, n_tokens)
@@ -353,9 +371,8 @@ class SequenceDriver:
         if self.n_computed > self.n_reached:
             self.n_reached = self.n_computed
         if not n_sampled:
-            if self.n_computed == len(self.tokens):  # nothing is to be sampled
-                self.clock.computed_s = now
-                self.finish("length", now)
+            if self.n_computed == len(self.tokens):
+                self._go_on_unsampled(now)
             return
         is_broken = sampled[-1] < 0
         good = sampled[:-1] if is_broken else sampled
@@ -372,8 +389,20 @@ class SequenceDriver:
         if guidance is not FREE or is_broken:
             self._follow(guidance, now, sampled[-1])
 
+    def _go_on_unsampled(self, now: float) -> None:
+        """Go on where nothing is to be sampled: with the tokens that were held, or to the end."""
+        held, self.held = self.held, None
+        if held is not None:
+            self._follow(held, now, held.forced[0])
+        else:
+            self.clock.computed_s = now
+            self.finish("length", now)
+
     def _append(self, tokens: list[int], now: float, *, is_last: bool) -> int:
-        """Add tokens to the output and end the sequence where they end it; return how many were cut off again."""
+        """Add tokens to the output; end the sequence where they end it, and pause it where it is to.
+
+        Returns how many tokens were cut off again.
+        """
         output, text, n_dropped = self.output, self.reply.text, 0
         self.tokens += tokens
         output += tokens
@@ -383,6 +412,8 @@ class SequenceDriver:
             self.finish("stop", now)
         elif len(output) >= self.n_cap:
             self.finish("length" if self.is_capped else "window", now)
+        elif len(output) >= self.n_due:
+            self.undergo(Event.PAUSE)
         return n_dropped
 
     def _cut_behind_stop(self) -> int:
@@ -395,7 +426,10 @@ class SequenceDriver:
         return n_past
 
     def _follow(self, guidance: GrammarStep, now: float, last: int) -> None:
-        """Fail where the grammar or the last row has failed; append the tokens that the grammar forces."""
+        """Fail where the grammar or the last row has failed; append the tokens that the grammar forces.
+
+        Where the sequence pauses, the rest is held: in parts an answer has the same tokens as in one.
+        """
         if self.finish_reason is None:
             if guidance.problem:
                 self.fail_grammar(guidance.problem, now)
@@ -405,6 +439,9 @@ class SequenceDriver:
         for i, token in enumerate(guidance.forced, 1):
             # a full window has no place for the rest: it is sampled under the grammar when the window has moved
             if self.finish_reason is not None or len(self.tokens) > self.n_window:
+                break
+            if self.status is Status.PAUSED:
+                self.held = replace(guidance, forced=guidance.forced[i - 1 :])
                 break
             self._append([token], now, is_last=guidance.is_complete and i == n_forced)
             self.clock.last_token_s = now

@@ -34,7 +34,8 @@ class Status(_Word):
     )
     PAUSED = (
         "paused",
-        "by `engine.pause(id)`. Slot and cells stay until another sequence needs them.",
+        "by `engine.pause(id)`, or where `pause_every` has it pause. Slot and cells stay until another sequence needs "
+        "them.",
     )
     STORING = (
         "storing",
@@ -53,7 +54,10 @@ class Event(_Word):
 
     ADMIT = "admit", "it gets a slot, for the first time or again"
     PREEMPT = "preempt", "slot and cells are taken: a shared pool is full, or its turn is over"
-    PAUSE = "pause", "`engine.pause(id)`"
+    PAUSE = (
+        "pause",
+        "`engine.pause(id)`, or it has sampled as many tokens as it may before it pauses",
+    )
     RESUME = "resume", "`engine.resume(id)`, where it kept its slot"
     REQUEUE = "requeue", "`engine.resume(id)`, where it has no slot"
     STORE = "store", "it ends in a slot and without an error, and its request has `save_cache`"

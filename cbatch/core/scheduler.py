@@ -389,7 +389,7 @@ class ContinuousBatchScheduler:
                 return 1, 0.0
             # what is sampled behind a stop string is computed in vain
             is_short = is_short or d.reply.is_watched or d.reply.text.has_stops
-            n_steps = min(n_steps, d.n_cap - len(d.output), d.n_window + 1 - len(d.tokens))
+            n_steps = min(n_steps, d.n_due - len(d.output), d.n_window + 1 - len(d.tokens))
             if is_turn:
                 n_turn = 0 if d in slots.placed else len(d.output) - d.n_before_turn
                 n_steps = min(n_steps, max(1, self._quantum - n_turn))
@@ -473,6 +473,8 @@ class ContinuousBatchScheduler:
             cells.append((chunk.slot, driver.n_computed - n_computed))
             if driver.finish_reason is not None:
                 finished.append(driver)
+            elif driver.status is Status.PAUSED:
+                self._batcher.note_pause()
         self._count(n_decode, n_prompt, len(plan.rows), result)
         stats.count_tokens(n_rows_by_gap, now, later_s)
         self._batcher.add_cells(cells)
@@ -496,7 +498,7 @@ class ContinuousBatchScheduler:
     def _shift_full_windows(self, plan: Plan) -> None:
         """Take tokens out of windows that are full, where that was asked for; their cells go with the next plan."""
         for driver in (*plan.rows, *plan.slots.placed):
-            if len(driver.tokens) > driver.n_window and driver.status is Status.RUNNING:
+            if len(driver.tokens) > driver.n_window and driver.finish_reason is None:
                 self._batcher.shift(driver)
 
     # ---- failures ----

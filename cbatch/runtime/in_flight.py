@@ -252,9 +252,9 @@ class InFlight:
         """Stop a request where it is; False where it is not in flight or paused already."""
         return self._order(id, self._batcher.pause, enters=True)
 
-    def resume(self, id: str) -> bool:
-        """Let a paused request go on; False where it is not in flight or not paused."""
-        return self._order(id, self._batcher.resume, enters=False)
+    def resume(self, id: str, n_tokens: int | None = None) -> bool:
+        """Let a paused request go on, for `n_tokens` where given; False where it is not in flight or not paused."""
+        return self._order(id, partial(self._batcher.resume, n_tokens=n_tokens), enters=False)
 
     def _order(self, id: str, do: Callable[[str], bool], *, enters: bool) -> bool:
         """Do something to every sequence of a request; where `enters`, after those without room were queued."""

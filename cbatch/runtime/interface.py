@@ -92,8 +92,8 @@ class Orders(BatchOrders, Protocol):
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
 
-    def resume(self, id: str) -> bool:
-        """Let a paused request go on; False where it is not in flight or not paused."""
+    def resume(self, id: str, n_tokens: int | None = None) -> bool:
+        """Let a paused request go on, for `n_tokens` where given; False where it is not in flight or not paused."""
 
     def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
         """Compare the next rows of requests in a shared step and alone; see `Engine.compare_rows`."""

@@ -163,9 +163,10 @@ class Workers:
         """Stop a request where it is; False where it is not in flight or paused already."""
         return self._order("pause", id, is_paused=True)
 
-    def resume(self, id: str) -> bool:
-        """Let a paused request go on; False where it is not in flight or not paused."""
-        return self._order("resume", id, is_paused=False)
+    def resume(self, id: str, n_tokens: int | None = None) -> bool:
+        """Let a paused request go on, for `n_tokens` where given; False where it is not in flight or not paused."""
+        more = {} if n_tokens is None else {"n_tokens": n_tokens}
+        return self._order("resume", id, is_paused=False, **more)
 
     def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
         """Compare the next rows of requests in a shared step and alone, in each worker."""
@@ -184,13 +185,13 @@ class Workers:
             for said in found
         ]
 
-    def _order(self, op: str, id: str, *, is_paused: bool) -> bool:
+    def _order(self, op: str, id: str, *, is_paused: bool, **fields: int) -> bool:
         self.check_open()
         for asked in self._meant([id]):
             with self._pool.lock():
                 was_paused, asked.is_paused = asked.is_paused, is_paused
                 worker = asked.worker
-                call = None if worker is None else worker.call(op, id=asked.id)
+                call = None if worker is None else worker.call(op, id=asked.id, **fields)
             if call is None:
                 return was_paused is not is_paused
             with suppress(WorkerDiedError):

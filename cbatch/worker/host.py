@@ -245,7 +245,10 @@ class Host:
         return self._runtime.orders.pause(as_id(message.get("id")))
 
     def _resume(self, message: Message) -> object:
-        return self._runtime.orders.resume(as_id(message.get("id")))
+        n_tokens = message.get("n_tokens")
+        if n_tokens is not None:
+            n_tokens = check_int("n_tokens", n_tokens, 1, MAX_INT)
+        return self._runtime.orders.resume(as_id(message.get("id")), n_tokens)
 
     # ---- questions ----
 
