@@ -218,6 +218,15 @@ def _bias(name: str, value: object) -> float:
     return float(check_float(name, value, -1e4, 1e4))
 
 
+def check_runs_through(options: RunOptions) -> RunOptions:
+    """Return options; refuse those of requests that pause, where nobody is there to resume them."""
+    if options.pause_every is not None:
+        raise ConfigError(
+            f"pause_every={options.pause_every} needs a program that calls engine.resume: leave it out"
+        )
+    return options
+
+
 class _Copied(NamedTuple):
     """The checked values of options that have two names, or values of two kinds."""
 

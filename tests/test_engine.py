@@ -510,6 +510,28 @@ def test_late_order_touches_nobody_though_the_id_comes_again(
     assert stepped.cancel(now) is (order is not Engine.cancel)
 
 
+def test_request_pauses_after_as_many_tokens_as_the_resume_says(stepped: Engine) -> None:
+    response = stepped.run(["a"], options={"max_tokens": 12, "pause_every": 3})
+    whole = all_results(stepped.run(["a"], options={"max_tokens": 12, "seed": 7}))
+    [id], n_before = response.ids, stepped.stats().n_output_tokens
+    assert stepped.stats().n_paused == 1
+    assert stepped.resume(id, 5)
+    while stepped.step():
+        pass
+    assert stepped.stats().n_output_tokens - n_before == 5
+    assert stepped.resume(id, n_tokens=4)
+    assert len(all_results(response)[0].token_ids) == len(whole[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("n_tokens", [0, -1, True, 1.5, "3"])
+def test_resume_for_what_is_no_number_of_tokens_is_refused(stepped: Engine, n_tokens: Any) -> None:
+    response = stepped.run(["a"])
+    assert stepped.pause(response.ids[0])
+    with pytest.raises(ConfigError, match="n_tokens"):
+        stepped.resume(response.ids[0], n_tokens)
+    assert stepped.resume(response.ids[0])
+
+
 def test_automatic_id_is_unique_for_the_engines_life(make: MakeEngine) -> None:
     engine = make(max_tokens=1)
     ids = [id for _ in range(3) for id in engine.run(["a", "b"]).ids]

@@ -16,7 +16,7 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
 from cbatch.files.settings import FileOptions
-from cbatch.options import RunOptions
+from cbatch.options import RunOptions, check_runs_through
 
 RUN = "Options"
 FILES = "Files"
@@ -289,7 +289,7 @@ class Given:
         adapters = named_adapters(self["adapter"])
         if adapters and len(adapters) == 1:
             given.setdefault("adapter", next(iter(adapters)))
-        return RunOptions.of(given)
+        return check_runs_through(RunOptions.of(given))
 
 
 def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

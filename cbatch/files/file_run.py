@@ -26,7 +26,7 @@ from cbatch.files.report.recording import Recording
 from cbatch.files.settings import FileOptions, check_engine, engine_for, split_settings
 from cbatch.files.work import RunContext, Work
 from cbatch.loading import model_name
-from cbatch.options import RunOptions
+from cbatch.options import RunOptions, check_runs_through
 from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class _Run:
     ) -> RunSummary:
         """Run the items of an open input, with the outputs open meanwhile."""
         asked, view, options = self.asked, self.view, run_options_of(engine, self.defaults)
+        check_runs_through(options)
         if asked.strict:
             stream.check(lambda item: why_refused(item, engine, options))
         settings = _settings_of(engine, stream, target, options, asked)

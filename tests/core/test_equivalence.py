@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import fake_logprobs
+from cbatch.core.lifecycle import Status
 from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities, TokenLogprobs
 from cbatch.errors import (
     DeadlineError,
@@ -85,6 +86,7 @@ class Item:
     echo: bool = False
     slot: int | None = None
     """A slot of its own choosing, modulo their number."""
+    pause_every: int | None = None
 
     @property
     def grammar(self) -> str | None:
@@ -169,6 +171,7 @@ ITEMS = st.builds(
     prompt_logprobs=st.sampled_from([None, None, 0, 3]),
     echo=st.sampled_from([False, False, True]),
     slot=st.sampled_from([None, None, None]) | st.integers(0, 4),
+    pause_every=_rarely(st.integers(1, 9)),
 )
 
 
@@ -343,6 +346,7 @@ def _request(rig: Rig, id: str, item: Item) -> Request:
         prompt_logprobs=item.prompt_logprobs,
         echo=item.echo,
         slot=None if item.slot is None else item.slot % rig.backend.n_slots,
+        pause_every=item.pause_every,
         prefill_only=item.prefill_only,
         cache_key=item.cache_key if rig.backend.memory.can_save else None,
         save_cache=item.save_cache and rig.backend.memory.can_save and item.cache_key is not None,
@@ -514,8 +518,14 @@ def play(workload: Workload, *, is_watched: bool = False) -> tuple[Rig, list[Req
         while todo and todo[0][0] == i_plan:
             todo.pop(0)[1]()
         step(rig)
-    drive(rig)
+    drive(rig, before=_resume_all)
     return rig, requests
+
+
+def _resume_all(rig: Rig) -> None:
+    for id, driver in rig.batcher.in_flight.items():
+        if driver.status is Status.PAUSED:
+            rig.batcher.resume(id)
 
 
 def _happenings(
@@ -590,7 +600,7 @@ def test_random_workload_gives_every_request_its_solo_stream(workload: Workload)
             check_result(rig, request, item, rig.results[request.id])
         more = [*extensions(rig, workload, requests)]
         rig.submit(*(request for request, _ in more))
-        drive(rig)
+        drive(rig, before=_resume_all)
         for request, item in more:
             check_result(rig, request, item, rig.results[request.id])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -162,7 +163,6 @@ def test_prompt_without_an_answer_does_not_pause() -> None:
 
 
 def test_full_window_moves_on_behind_a_pause() -> None:
-    rig = make_scheduler(n_window=16, memory=None)
     rig = make_scheduler(1, 16, memory=moving(16))
     request = make_request(max_tokens=60, n_discard=5, pause_every=3)
     assert parts_of(rig, request) == [3] * 20
@@ -172,8 +172,6 @@ def test_full_window_moves_on_behind_a_pause() -> None:
 
 def moving(n_cells: int) -> KvCapabilities:
     """Memory whose cells can be moved."""
-    from dataclasses import replace
-
     return replace(partitioned(n_cells), can_shift=True)
 
 

@@ -71,6 +71,18 @@ class StopAfter:
                 self.stopper.press()
 
 
+def test_requests_that_pause_are_refused_for_nobody_resumes_them(
+    engine: Engine, source: Path, out: Path
+) -> None:
+    with pytest.raises(ConfigError, match="pause_every=4 needs a program"):
+        run_file(source, out, engine=engine, options={"pause_every": 4})
+    assert not out.exists()
+    line = json.dumps({"prompt": "a", "options": {"max_tokens": 2, "pause_every": 1}})
+    source.write_text(f"{line}\n")
+    assert run_file(source, out, engine=engine).n_failed == 1
+    assert "pause_every=1 needs a program" in out.read_text()
+
+
 def test_every_item_has_its_record_as_engine_run_answers_it(
     engine: Engine, source: Path, out: Path
 ) -> None:

@@ -206,6 +206,23 @@ def test_pause_holds_all_choices_until_resume() -> None:
         assert [c.finish_reason for c in all_results(response)[0].choices] == ["length"] * 3
 
 
+def test_choices_pause_each_for_itself_and_are_resumed_together() -> None:
+    backend = FakeBackend(4, 64, 32)
+    with closing(Engine(backend, options=LONG, threaded=False)) as engine:
+        response = engine.run(
+            [BatchPrompt(prompt="a", id="x")], options={"n": 3, "max_tokens": 9, "pause_every": 4}
+        )
+        for n_all in (12, 18, 27):
+            while engine.step():
+                pass
+            stats = engine.stats()
+            assert stats.n_output_tokens == n_all
+            assert stats.n_paused == (3 if n_all < 27 else 0)
+            assert engine.resume("x", 2 if n_all == 12 else None) is (n_all < 27)
+        [result] = all_results(response)
+        assert [len(choice.token_ids) for choice in result.choices] == [9] * 3
+
+
 def test_pause_holds_choices_too_that_wait_for_room_in_the_queue() -> None:
     with six_choices_in_line() as (engine, running):
         assert engine.pause("x")

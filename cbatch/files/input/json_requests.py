@@ -16,7 +16,7 @@ from cbatch.files.input.item import WRONG, Item, LineError, unlabelled, what_is_
 from cbatch.files.input.text_files import LongLine, not_utf8, numbered
 from cbatch.files.units import cut
 from cbatch.messages import BatchPrompt
-from cbatch.options import RunOptions
+from cbatch.options import RunOptions, check_runs_through
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -128,7 +128,7 @@ class RequestReader(ABC):
         key = repr(said)  # tells 1 from True and 1.0, which are equal
         options = self._known.get(key)
         if options is None:
-            options = RunOptions.of(said)
+            options = check_runs_through(RunOptions.of(said))
             if len(self._known) >= _N_KEPT:
                 self._known.clear()
             if len(key) <= _MAX_KEY_LENGTH:

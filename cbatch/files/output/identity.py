@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _N_BYTES = 16
 
-_WITHOUT_EFFECT = ("max_completion_tokens", "priority", "slot")
+_WITHOUT_EFFECT = ("max_completion_tokens", "pause_every", "priority", "slot")
 """What an answer does not depend on; `max_completion_tokens` is merged into `max_tokens`."""
 
 _NAMES = tuple(f.name for f in fields(RunOptions) if f.name not in _WITHOUT_EFFECT)
