@@ -128,6 +128,8 @@ class SlotPlan:
     @property
     def n_waiting(self) -> int:
         """Sequences that wait for a slot then."""
+        if not (self.leaves or self.placed or self.holds):
+            return len(self.books.queue)
         n_left = sum(leave.reason != "pause" for leave in self.leaves)
         return len(self.books.queue) - self.n_entering - len(self.holds) + n_left
 

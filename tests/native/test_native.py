@@ -260,7 +260,8 @@ def test_interrupt_comes_from_another_thread(make: MakeStepper) -> None:
 
 
 def test_run_beyond_its_slice_ends_after_the_step(make: MakeStepper) -> None:
-    assert make(FakeLlama()).run([chunk(0, 0, 1)], 9, slice_s=1e-6).n_steps == 1
+    for slice_s in (1e-6, 1e-9):
+        assert make(FakeLlama()).run([chunk(0, 0, 1)], 9, slice_s=slice_s).n_steps == 1
     assert make(FakeLlama()).run([chunk(0, 0, 1)], 9, slice_s=1e6).n_steps == 9
 
 

@@ -11,18 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.backend.fake import Faults
+from cbatch.backend.fake import FakeConstraint, FakeGrammars, Faults
 from cbatch.core.driver import SequenceDriver
+from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError, RequestCancelledError
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import Rig, make_request, make_scheduler
-from tests.runtime.backends import PATIENCE_S, FailingBackend, GatedBackend, in_thread, loop_over
+from tests.runtime.backends import (
+    PATIENCE_S,
+    FailingBackend,
+    GatedBackend,
+    all_results,
+    in_owner,
+    in_thread,
+    loop_over,
+)
 
 if TYPE_CHECKING:
     from cbatch.backend.fake import FakeBackend
     from cbatch.core.scheduler import Plan
+    from cbatch.options import Grammar
     from cbatch.runtime.loop import Loop
 
 
@@ -315,3 +325,29 @@ def test_failure_between_an_end_and_its_leaving_keeps_nobody_waiting(
         made.loop.pump()
     assert [r.finish_reason for r in box.wait(0)] == ["length", "length"]  # both had ended
     made.loop.close()
+
+
+class HeldGrammars(FakeGrammars):
+    """Compiles when it is let go."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.go = threading.Event(), threading.Event()
+
+    def compile(self, grammar: Grammar) -> FakeConstraint:
+        self.has_begun.set()
+        assert self.go.wait(PATIENCE_S)
+        return super().compile(grammar)
+
+
+def test_run_in_flight_ends_where_a_grammar_is_compiled() -> None:
+    backend = GatedBackend(2, 10_000, 16)
+    backend.grammars = grammars = HeldGrammars()
+    with Engine(backend, options={"ignore_eos": True}) as engine:
+        engine.run("a")
+        response = engine.run("b", options={"regex": "1", "max_tokens": 3})
+        assert grammars.has_begun.wait(PATIENCE_S)
+        in_owner(engine, lambda: setattr(backend, "hold_at", backend.n_runs))
+        backend.wait_until_held()
+        backend.release_when_asked()
+        grammars.go.set()
+        assert len(all_results(response)[0].token_ids) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from array import array
 from typing import TYPE_CHECKING, Any
@@ -175,7 +176,7 @@ class NativeStepper:
             n_chunks,
             tokens.buffer_info()[0],
             n_steps,
-            int(slice_s * 1e6),
+            math.ceil(slice_s * 1e6),
             mask_rows,
             None if masks is None or await_masks is None else _VoidFunction(await_masks),
             self._out_at,
