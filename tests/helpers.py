@@ -26,9 +26,8 @@ from cbatch.core.kv import KvLedger
 from cbatch.core.lifecycle import Status
 from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX
-from cbatch.core.prompts import PromptPreparer
 from cbatch.core.queue import AdmissionQueue
-from cbatch.core.request import Request
+from cbatch.core.request import PromptPreparer, Request
 from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
 from cbatch.core.slots import N_LOOK, Books, SlotPlan
 from cbatch.core.stats import EngineStats

@@ -12,8 +12,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
-from cbatch.core.prompts import PromptPreparer
-from cbatch.core.request import Request
+from cbatch.core.request import PromptPreparer, Request
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.messages import BatchPrompt

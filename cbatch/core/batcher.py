@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import StepPlan
-    from cbatch.core.prompts import PromptPreparer
+    from cbatch.core.request import PromptPreparer
     from cbatch.core.slots import Leave, Place
     from cbatch.core.waiting import Want
     from cbatch.engine_options import ScheduleOptions

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.core.lifecycle import TRANSITIONS, Event, Status, Wait
-from cbatch.core.parts import MovingWindow, PromptScores
+from cbatch.core.parts import MovingWindow, PromptScores, Reply
 from cbatch.core.plan import EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Slot
-from cbatch.core.reply import Reply
 from cbatch.core.request import RequestClock
 from cbatch.errors import (
     DeadlineError,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
-from cbatch.core.prompts import PromptPreparer
+from cbatch.core.request import PromptPreparer
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.core.stats import EngineStats
 from cbatch.errors import ConfigError, GrammarError, QueueFullError

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend import Backend, Vocab
-    from cbatch.core.prompts import PromptPreparer
+    from cbatch.core.request import PromptPreparer
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt
     from cbatch.options import Grammar

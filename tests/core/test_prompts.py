@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.prompts import PromptPreparer
+from cbatch.core.request import PromptPreparer
 from cbatch.messages import BatchPrompt
 from tests.helpers import make_request
 
