@@ -303,6 +303,7 @@ class Engine:
         options: RunOptions | Mapping[str, Any] | None = None,
         max_time_s: float | None = None,
         progress: bool | View = False,
+        ask_again: bool = False,
     ) -> BatchResponse:
         """Queue a batch and return its response at once.
 
@@ -316,6 +317,9 @@ class Engine:
                 waiting ones end with `DeadlineError`, and no more prompts are read.
             progress: show the batch's progress on stderr: a live line on a terminal, else a line now and then; or a
                 `View` that shows it.
+            ask_again: where a worker process dies, ask an item again that it computed, instead of ending it with a
+                `WorkerDiedError`, unless a reader has a chunk of it. An item of which one worker after the other dies
+                ends with that error. Without worker processes there is nothing to ask again.
 
         Raises:
             ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued.
@@ -326,16 +330,16 @@ class Engine:
         self._runtime.check_open()
         run_options = run_options_of(self, options)
         ends_s = time.perf_counter() + check_seconds("max_time_s", max_time_s)
-        view = check_view(progress)
+        view, asks_again = check_view(progress), check_flag("ask_again", ask_again)
         before = self.stats() if view else None
         if is_source(prompts):
             with reading("prompts"):
                 source = iter(cast("Iterable[Prompt]", prompts))
-            mailbox = self._mailbox(0, n_ahead=N_AHEAD_PER_SLOT * self.parallel)
+            mailbox = self._mailbox(0, N_AHEAD_PER_SLOT * self.parallel, asks_again=asks_again)
             self._submitter.feed(source, run_options, ends_s, mailbox)
         else:
             items = as_prompts(prompts)
-            mailbox = self._mailbox(len(items))
+            mailbox = self._mailbox(len(items), asks_again=asks_again)
             self._submitter.queue(items, run_options, ends_s, mailbox)
         return BatchResponse(mailbox, self._show(mailbox, view, before))
 
@@ -464,10 +468,14 @@ class Engine:
         self._runtime.check_open()
         return self._pump()
 
-    def _mailbox(self, n_items: int, n_ahead: int | None = None) -> Mailbox:
+    def _mailbox(
+        self, n_items: int, n_ahead: int | None = None, *, asks_again: bool = False
+    ) -> Mailbox:
         pump = None if self._runtime.is_threaded else self._pump
         orders = self._runtime.orders
-        return Mailbox(n_items, orders, pump, n_ahead=n_ahead, log=self._log, engine=self)
+        mailbox = Mailbox(n_items, orders, pump, n_ahead=n_ahead, log=self._log, engine=self)
+        mailbox.asks_again = asks_again
+        return mailbox
 
     def _pump(self) -> bool:
         self._submitter.fill()

@@ -9,11 +9,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from cbatch.core.request import Request
-from cbatch.errors import EngineClosedError, RequestCancelledError, WorkerDiedError
+from cbatch.errors import EngineClosedError, WorkerDiedError
 from cbatch.interrupts import Postponed
 from cbatch.model_facts import ModelFacts
 from cbatch.runtime.ids import is_meant, own_id
-from cbatch.runtime.mailbox import refused
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.worker.pool import Pool, by_worker
 from cbatch.worker.requests import Asked
@@ -227,6 +226,10 @@ class Workers:
     def _cancel_soon(self, target: Target, *, waiting: bool = False) -> None:
         some = self._of(target)
         for asked in some:
+            if waiting:
+                asked.is_unwanted_waiting = True
+            else:
+                asked.is_unwanted = True
             self._end_held(asked)
         with self._pool.lock():
             for connection, ids in by_worker(some).items():
@@ -236,9 +239,9 @@ class Workers:
         """End a request that waits for a worker; False for another."""
         if not self._pool.drop_held(asked):
             return False
-        error = RequestCancelledError("cancelled before it got a slot")
-        chunks, [(place, result)] = refused(asked.id, asked.place, error)
-        asked.target.deliver(chunks, [(place, result)])
+        chunks, results = asked.cancelled()
+        asked.target.expect_choices(len(results[0][1].choices) or 1)
+        asked.target.deliver(chunks, results)
         return True
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:

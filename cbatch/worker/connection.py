@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cbatch.errors import WorkerDiedError
+from cbatch.errors import CBatchError, EngineError, WorkerDiedError, words_of
 from cbatch.interrupts import HeldBack, Latch
 from cbatch.worker.wire import dumps, error_of_json, loads
 
@@ -65,20 +65,21 @@ class Connection:
         """Wait for the worker's first frame.
 
         Raises:
-            WorkerDiedError: it ended before.
-            CBatchError: what it could not do, such as load its model.
+            CBatchError: what it could not do, such as load its model; an EngineError where it ended without a word.
         """
         self.link = link
         self.frames = link.frames()
-        first = next(self.frames, None)
-        if first is None:
-            raise WorkerDiedError(link.end())
-        self.ready = loads(first)
-        if (error := error_of_json(self.ready.get("error"))) is not None:
-            link.end()
-            raise error
-        self.n_slots: int = self.ready["parallel"]
-        self.n_window: int = self.ready["n_window"]
+        try:
+            self.ready = self._first()
+            self.n_slots: int = self.ready["parallel"]
+            self.n_window: int = self.ready["n_window"]
+        except BaseException as error:
+            link.kill()
+            ended = link.end()
+            if isinstance(error, CBatchError):
+                raise
+            cause = ended if isinstance(error, StopIteration) else words_of(error)
+            raise EngineError(f"a worker ended before it was ready: {cause}") from None
         self.requests: dict[str, Asked] = {}
         """What it has in flight, by id, in order of sending; for the client to keep."""
         self.is_giving = False
@@ -91,6 +92,13 @@ class Connection:
         self._replies: dict[int, Reply] = {}
         self._is_gone = False
         self._sending = threading.RLock()
+
+    def _first(self) -> dict[str, Any]:
+        """Return the first frame. Raises a StopIteration where there is none, or the error that it tells."""
+        said = loads(next(self.frames))
+        if (error := error_of_json(said.get("error"))) is not None:
+            raise error
+        return said
 
     @property
     def n_waiting(self) -> int:

@@ -156,7 +156,8 @@ class Host:
         """Tell why the engine has stopped, where nobody has closed it; requests in flight get no results then."""
         if cause is not None:
             self._has_failed = True
-            self._outbox.put_now("died", [error_as_json(cause)])
+            self._outbox.put("died", error_as_json(cause))
+            self._outbox.close()  # behind the results of requests that have ended
             self._leave()
 
     def _admit(self, ids: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ class Outbox:
     """Collects output, replies and events; one frame has all that came since the last. Every method from any thread.
 
     A frame is a JSON object of lists by kind, which a reader takes in this order: `admitted`, `chunks`, `results`,
-    `steps`, `logs`, `replies`, `errors`.
+    `steps`, `logs`, `replies`, `errors`, `died`.
     """
 
     def __init__(
@@ -72,12 +72,16 @@ class Outbox:
 
     def put_now(self, kind: str, values: Sequence[object]) -> None:
         """Write values before this returns, where the reader reads; the process may end without another word."""
-        # behind a frame that the reader does not take, nothing can be told in time
         if self._writing.acquire(timeout=_SOON_S):
             try:
                 self._send({kind: [*values]})
             finally:
                 self._writing.release()
+            return
+        # behind a frame that the reader does not take, nothing can be told in time
+        with self._changed:
+            self._waiting.setdefault(kind, []).extend(values)
+            self._changed.notify()
 
     def grant(self, n_bytes: int) -> None:
         """Allow the writing of so many more bytes."""
@@ -128,7 +132,7 @@ class Outbox:
 
 
 _SOON_S = 0.01
-_KINDS = ("admitted", "chunks", "results", "steps", "logs", "replies", "errors")
+_KINDS = ("admitted", "chunks", "results", "steps", "logs", "replies", "errors", "died")
 _ENCODERS: dict[str, Callable[[Any], object]] = {
     "chunks": chunk_as_json,
     "results": result_as_json,

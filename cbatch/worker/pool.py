@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cbatch.core.stats import EngineStats
-from cbatch.errors import CBatchError, EngineClosedError, RequestCancelledError, WorkerDiedError
+from cbatch.errors import CBatchError, EngineClosedError, WorkerDiedError
 from cbatch.interrupts import HeldBack, Sleepers
 from cbatch.logs import FIELDS, Log
 from cbatch.runtime.ids import check_own
@@ -121,10 +121,10 @@ class Pool:
     def first_slot(self, connection: Connection) -> int:
         """Return the number of a worker's first slot among those of all workers."""
         n = 0
-        for other in self.ready:
-            if other is connection:
+        for replica in self._replicas:
+            if replica.connection is connection:
                 break
-            n += other.n_slots
+            n += replica.n_slots
         return n
 
     def ask(self, op: str, **fields: object) -> Any:
@@ -278,10 +278,13 @@ class Pool:
             return
         waiting, self._held = self._held, deque()
         given: dict[Connection, list[Asked]] = {}
+        kept: list[Connection] = []  # they become empty for a request that is to be alone
         for asked in sorted(waiting, key=lambda a: not a.must_be_alone):
-            connection = self._worker_for(asked)
+            connection = self._worker_for(asked, kept)
             if connection is None:
                 self._held.append(asked)
+                if asked.must_be_alone:
+                    kept += _least([c for c in self.ready if c not in kept])
                 continue
             asked.worker = connection
             connection.requests[asked.id] = asked
@@ -289,9 +292,9 @@ class Pool:
         for connection, some in given.items():
             self._send(connection, some)
 
-    def _worker_for(self, asked: Asked) -> Connection | None:
-        """Return the worker for a request, or None where none takes it now."""
-        ready = self.ready
+    def _worker_for(self, asked: Asked, kept: Sequence[Connection]) -> Connection | None:
+        """Return the worker for a request, but not one that is kept for others; None where none takes it now."""
+        ready = [c for c in self.ready if c not in kept]
         loads = [math.inf if _is_reserved(c, asked) else len(c.requests) / c.n_slots for c in ready]
         if min(loads, default=math.inf) == math.inf:
             return None
@@ -446,8 +449,11 @@ class Pool:
         with self.lock():
             donor.is_giving = False
             back = [a for id in reply.value or () if (a := donor.requests.get(id)) is not None]
-            self._hold(back)
+            self._hold([asked for asked in back if not asked.is_given_up])
             self._send_held()
+        for asked in back:
+            if asked.is_given_up:
+                self._cut_off(asked, None)
 
     def _hold(self, back: Sequence[Asked]) -> None:
         """Have requests wait for another worker, before those that came later. With the lock."""
@@ -462,21 +468,45 @@ class Pool:
         with self.lock():
             is_over = self.is_closing or not self._can_replace
             self._keep_figures(connection)
-            had = [*connection.requests.values()]
-            again = [] if is_over else [asked for asked in had if asked.goes_on()]
-            self._hold(again)
-        for asked in had:
-            if self.is_closing:
-                self.end(asked, *refused(asked.id, asked.place, _cancelled()))
-            elif asked not in again:
-                self.end(asked, *asked.died(connection.cause))
+            if is_over:
+                self._hold([a for a in connection.requests.values() if not a.has_begun])
+            ended = self._part(connection)
+        cause = connection.cause
+        if not is_over:
+            _log.warn("a worker died, and another is started: %s", cause)
+        for asked in ended:
+            is_cancelled = self.is_closing or asked.is_given_up
+            error = None if is_cancelled else WorkerDiedError(cause, asked.n_deaths_alone)
+            self._cut_off(asked, error)
         if is_over:
-            self._fail(WorkerDiedError(connection.cause))
+            self._fail(WorkerDiedError(cause))
         else:
             with self.lock():
                 self._send_held()
         self._changed.wake()
         return not is_over
+
+    def _part(self, connection: Connection) -> list[Asked]:
+        """Have the requests of a worker that is gone wait for another; return those that are to end. With the lock."""
+        had = [*connection.requests.values()]
+        is_suspect = not any(asked.has_begun for asked in had)
+        again: list[Asked] = []
+        ended: list[Asked] = []
+        for asked in had:
+            is_left = self.is_closing or asked.is_given_up
+            goes_on = not is_left and asked.goes_on(is_suspect=is_suspect)
+            (again if goes_on else ended).append(asked)
+        if any(asked.is_poison for asked in ended):
+            for other in self.requests.values():
+                other.absolve()
+        self._hold(again)
+        return ended
+
+    def _cut_off(self, asked: Asked, error: CBatchError | None) -> None:
+        """End a request whose worker cannot; without an error it is cancelled."""
+        chunks, results = asked.cancelled() if error is None else asked.cut_off(error)
+        asked.target.expect_choices(len(results[0][1].choices) or 1)
+        self.end(asked, chunks, results)
 
     def _keep_figures(self, connection: Connection) -> None:
         """Keep what is known of the work of a worker that is gone."""
@@ -488,6 +518,9 @@ class Pool:
         """Do without a place where no worker can be started."""
         if self._is_loaded:
             self._replicas.remove(replica)
+            _log.warn(
+                "worker %d cannot be started, and its place is given up: %s", replica.i, error
+            )
         if not (self._is_loaded and self._replicas):
             self._fail(error)
         self._changed.wake()
@@ -505,7 +538,7 @@ class Pool:
         if self.on_end is not None:
             self.on_end(cause)
         for asked in [*self.requests.values()]:
-            self.end(asked, *refused(asked.id, asked.place, cause))
+            self._cut_off(asked, cause)
 
     # ---- the end ----
 
@@ -523,7 +556,7 @@ class Pool:
         self._changed.wake()
         self._join()
         for asked in [*self.requests.values()]:
-            self.end(asked, *refused(asked.id, asked.place, _cancelled()))
+            self._cut_off(asked, None)
 
     def _join(self) -> None:
         for replica in [*self._replicas]:
@@ -531,16 +564,18 @@ class Pool:
                 replica.thread.join()
 
 
-def _cancelled() -> RequestCancelledError:
-    return RequestCancelledError("cancelled before it got a slot")
+def _least(ready: Sequence[Connection]) -> Sequence[Connection]:
+    """Return the worker with the fewest requests, if there is one."""
+    return sorted(ready, key=lambda c: len(c.requests))[:1]
 
 
 def _is_reserved(connection: Connection, asked: Asked) -> bool:
     """Whether a worker takes no further request now, or not this one: one of them is to be alone."""
     others = connection.requests
-    return bool(others) and (
-        asked.must_be_alone or any(other.must_be_alone for other in others.values())
-    )
+    if not others:
+        return False
+    # one that is to be alone is the only one
+    return asked.must_be_alone or next(iter(others.values())).must_be_alone
 
 
 def by_worker(some: Iterable[Asked]) -> dict[Connection, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from cbatch.errors import CBatchError, words_of
+from cbatch.errors import CBatchError, EngineError, words_of
 from cbatch.logs import Log
 from cbatch.worker.connection import Connection
 
@@ -19,7 +19,7 @@ _log = Log("cbatch")
 N_LAUNCHES_MAX = 3
 """Times in a row that a worker may fail to start before its place is given up. Our choice."""
 
-BACK_OFF_S = (0.0, 0.1, 0.5, 2.0, 10.0, 30.0)
+BACK_OFF_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """How long a place stays empty, by the deaths there since a worker last ended a request. Our choice."""
 
 
@@ -48,49 +48,82 @@ class Replica:
         """The worker, while there is one."""
         self.n_deaths = 0
         """Since a worker here last ended a request."""
+        self.n_slots = 0
+        """Of the last worker here."""
         self._pool, self._launch = pool, launch
         self._link: Link | None = None
-        self._is_over = threading.Event()
+        self._is_over, self._linking = threading.Event(), threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"cbatch-worker-{i}", daemon=True)
 
     def end(self) -> None:
-        """Start no more workers."""
-        self._is_over.set()
+        """Start no more workers, and end one that is not ready yet."""
+        with self._linking:
+            self._is_over.set()
+            if self._link is not None and self.connection is None:
+                self._link.kill()
 
     def kill(self) -> None:
         """Start no more workers, and end the one that is being started or works, now."""
-        self.end()
-        if self._link is not None:
-            self._link.kill()
+        with self._linking:
+            self._is_over.set()
+            if self._link is not None:
+                self._link.kill()
 
     def _run(self) -> None:
+        try:
+            self._keep_alive()
+        except Exception as error:  # a bug: nobody else would tell who waits for this place
+            _log.fail("a place for workers is given up")
+            self._pool.give_up(self, EngineError(f"a bug of cbatch: {words_of(error)}"))
+
+    def _keep_alive(self) -> None:
         n_failed = 0
         while not self._is_over.wait(self._back_off_s()):
             try:
-                self._link = self._launch()
-                connection = Connection(self._link)
+                connection = self._connected()
             except CBatchError as error:
                 n_failed += 1
-                if self.n_deaths == 0 or n_failed == N_LAUNCHES_MAX:
+                if self._is_over.is_set():
+                    return
+                if not self.n_deaths or n_failed == N_LAUNCHES_MAX:
                     self._pool.give_up(self, error)
                     return
                 self.n_deaths += 1
+                _log.warn("worker %d could not be started: %s", self.i, error)
                 continue
             n_failed = 0
             self._serve(connection)
             self.n_deaths += 1
             if not self._pool.leave(connection):
                 return
-            _log.warn("worker %d has died and is replaced: %s", self.i, connection.cause)
+
+    def _connected(self) -> Connection:
+        """Return a worker that is ready. Raises a CBatchError where none can be started."""
+        try:
+            link = self._launch()
+        except Exception as error:
+            if isinstance(error, CBatchError):
+                raise
+            raise EngineError(f"no worker can be started: {words_of(error)}") from error
+        with self._linking:
+            self._link = link
+            if self._is_over.is_set():
+                link.kill()
+        try:
+            return Connection(link)
+        except BaseException:
+            with self._linking:
+                self._link = None
+            raise
 
     def _back_off_s(self) -> float:
         return BACK_OFF_S[min(self.n_deaths, len(BACK_OFF_S)) - 1] if self.n_deaths else 0.0
 
     def _serve(self, connection: Connection) -> None:
         """Take what a worker sends until it is gone."""
-        self.connection = connection
-        self._pool.join(connection)
+        self.connection, self.n_slots = connection, connection.n_slots
         try:
+            self._pool.join(connection)
             for frame in connection.frames:
                 self._pool.take(connection, frame)
         except Exception as error:
@@ -98,5 +131,6 @@ class Replica:
             connection.link.kill()
             _log.fail("a frame of a worker could not be read")
         ended = connection.link.end()
-        self.connection = None
+        with self._linking:
+            self.connection = self._link = None
         connection.lose("; ".join(filter(None, (connection.cause, ended))))

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cbatch.core.request import Request
-from cbatch.errors import WorkerDiedError
+from cbatch.errors import RequestCancelledError
 from cbatch.options import RunOptions
-from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
+from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.output import Origin
 from cbatch.worker.wire import (
     chunk_of_json,
@@ -23,9 +23,11 @@ from cbatch.worker.wire import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from cbatch.errors import CBatchError
     from cbatch.messages import BatchPrompt
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.mailbox import Parcel
     from cbatch.worker.connection import Connection, Reply
 
 N_ALONE_MAX = 3
@@ -70,6 +72,10 @@ class Asked:
     n_deaths: int = 0
     n_deaths_alone: int = 0
     is_paused: bool = False
+    is_unwanted: bool = False
+    """Whether it is not to be asked again."""
+    is_unwanted_waiting: bool = False
+    """Whether it is not to begin any more."""
     is_awaited: bool = False
     """Whether its caller waits for what the worker says to it, and raises an error itself."""
     reply: Reply | None = None
@@ -155,16 +161,33 @@ class Asked:
         """Be without a worker, as if it had not been sent."""
         self.worker, self.reply, self.has_begun = None, None, False
 
-    def goes_on(self) -> bool:
+    @property
+    def is_given_up(self) -> bool:
+        """Whether its caller has cancelled it, without a wait for its worker's word."""
+        return self.is_unwanted or (self.is_unwanted_waiting and not self.has_begun)
+
+    @property
+    def is_poison(self) -> bool:
+        """Whether one worker after the other has died of it alone."""
+        return self.n_deaths_alone >= N_ALONE_MAX
+
+    def goes_on(self, *, is_suspect: bool) -> bool:
         """Note that its worker died; return whether it is asked again: it had not begun, or its batch wants that.
 
-        A request with which one worker after the other dies is not.
+        Args:
+            is_suspect: whether it may be at fault, though it had not begun: no other request had begun either.
         """
-        if not self.has_begun:
+        if not (self.has_begun or is_suspect):
             return True
         self.n_deaths_alone += self.must_be_alone
         self.n_deaths += 1
-        return self.asks_again and not self.heard and self.n_deaths_alone < N_ALONE_MAX
+        can_repeat = not self.has_begun or (self.asks_again and not self.heard)
+        return can_repeat and not self.is_poison
+
+    def absolve(self) -> None:
+        """Forget the deaths of workers in which it was not alone: another request has been found at fault."""
+        if not self.n_deaths_alone:
+            self.n_deaths = 0
 
     # ---- from a worker ----
 
@@ -189,6 +212,7 @@ class Asked:
     def hear(self, said: Sequence[Any]) -> BatchOutputChunk:
         """Return a chunk that its worker sent."""
         chunk = chunk_of_json(said, self.id)
+        self.has_begun = True
         self.heard.append(chunk)
         return chunk
 
@@ -202,19 +226,45 @@ class Asked:
         reason = result.finish_reason
         return [BatchOutputChunk(self.id, result.text, result.token_ids, 0, reason)], result
 
-    def died(self, cause: str) -> tuple[list[BatchOutputChunk], list[tuple[int, BatchResult]]]:
-        """Return what is delivered of a request that ends with its worker: what its reader has, and the error."""
-        first = [chunk for chunk in self.heard if not chunk.index]
-        tokens = tuple(token for chunk in first for token in chunk.token_ids)
-        times = Timings(0.0, None, time.perf_counter() - self.submitted_s, None, None)
-        result = BatchResult(
+    # ---- without a worker ----
+
+    def cancelled(self) -> Parcel:
+        """Return what is delivered of a request that is cancelled here, for there is no worker to do it."""
+        return self.cut_off(None if self.has_begun else RequestCancelledError(_TOO_EARLY))
+
+    def cut_off(self, error: CBatchError | None) -> Parcel:
+        """Return what is delivered of a request that its worker cannot end: what its reader has, and the error.
+
+        Without an error, or with that of a cancelled request, it is cancelled.
+        """
+        is_cancelled = error is None or isinstance(error, RequestCancelledError)
+        reason: FinishReason = "cancelled" if is_cancelled else "error"
+        n = RunOptions.of(self.prompt.options).over(self.options).n or 1
+        choices = [self._choice(i, reason, error) for i in range(n)]
+        ended = {chunk.index for chunk in self.heard if chunk.finish_reason is not None}
+        left = [i for i in range(n) if i not in ended]
+        whole = choices[left[0] if left else 0]
+        if n > 1:
+            n_tokens = sum(choice.usage.completion_tokens for choice in choices)
+            whole = replace(whole, usage=Usage(0, n_tokens), choices=tuple(choices))
+        chunks = [BatchOutputChunk(self.id, "", (), i, reason) for i in left]
+        return chunks, [(self.place, whole)]
+
+    def _choice(self, i: int, reason: FinishReason, error: CBatchError | None) -> BatchResult:
+        """Return what the reader has of one choice."""
+        heard = [chunk for chunk in self.heard if chunk.index == i]
+        tokens = tuple(token for chunk in heard for token in chunk.token_ids)
+        end = heard[-1].finish_reason if heard else None
+        return BatchResult(
             self.id,
-            "".join(chunk.text for chunk in first),
+            "".join(chunk.text for chunk in heard),
             tokens,
-            "error",
-            WorkerDiedError(cause, self.n_deaths_alone),
+            end or reason,
+            None if end else error,
             Usage(0, len(tokens)),
-            times,
+            Timings(0.0, None, time.perf_counter() - self.submitted_s, None, None),
             seed=0,
         )
-        return [BatchOutputChunk(self.id, "", (), finish_reason="error")], [(self.place, result)]
+
+
+_TOO_EARLY = "cancelled before it got a slot"

@@ -102,7 +102,11 @@ def serve(
     if credit is not None:
         credit = check_int("credit", credit, 1, MAX_INT)
     write = frame_writer(sink, frames_of(hello))
-    write(dumps(_ready(runtime)))
+    try:
+        write(dumps(_ready(runtime)))
+    except OSError:  # it has left meanwhile
+        leave()
+        return
     outbox = Outbox(write, leave, credit)
     handler, logger = LogToOutbox(outbox), logging.getLogger("cbatch")
     logger.addHandler(handler)
