@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.checks import check_flag, check_int, readable, reading
 from cbatch.engine import Engine, cache_folder, open_local
@@ -29,7 +29,7 @@ def load(
     *,
     options: RunOptions | Mapping[str, Any] | None = None,
     threaded: bool = True,
-    replicas: int | None = None,
+    replicas: int | Literal["auto"] | None = None,
     look_ahead: LookAhead | None = None,
     **settings: Any,
 ) -> Engine:
@@ -43,7 +43,8 @@ def load(
         options: defaults for every request.
         threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
         replicas: load into this number of worker processes, which share cores, slots and memory; one that dies is
-            replaced. Default: none, the model is loaded into this process.
+            replaced. "auto": as many as compute fastest here, or none. Default: none, the model is loaded into this
+            process.
         look_ahead: prompts that will come, with their options; windows are sized for them.
         settings: fields of `cbatch.engine_options.EngineOptions` by name, which explains them: sizes (`parallel`,
             `n_ctx`, `ctx_per_seq`, `memory_mib`), memory (`kv`, `cache_type_k`, …), computing (`exact`, `n_batch`,
@@ -57,16 +58,12 @@ def load(
     engine_options = EngineOptions.of(settings)
     cache_folder(engine_options.cache_dir)
     is_threaded = check_flag("threaded", threaded)
+    n_replicas = _n_replicas(replicas, model, engine_options, is_threaded=is_threaded)
     opener: Opener = partial(open_local, model, engine_options, look_ahead, is_threaded=is_threaded)
-    if replicas is not None:
+    if n_replicas:
         from cbatch.worker.start import open_workers
 
-        n = check_int("replicas", replicas, 1, MAX_REPLICAS)
-        if not is_threaded:
-            raise ConfigError(
-                f"replicas={n} needs threaded=True: worker processes compute by themselves"
-            )
-        opener = partial(open_workers, model, engine_options, look_ahead, n=n)
+        opener = partial(open_workers, model, engine_options, look_ahead, n=n_replicas)
     engine = Engine(options=options, opener=opener, model_name=model_name(model))
     if not is_in_event_loop():
         try:
@@ -75,6 +72,33 @@ def load(
             engine.close()
             raise
     return engine
+
+
+def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threaded: bool) -> int:
+    """Return how many worker processes there are to be; 0 for none."""
+    if asked is None:
+        return 0
+    if asked == "auto":
+        return _best_replicas(model, options) if is_threaded else 0
+    n = check_int("replicas", asked, 1, MAX_REPLICAS)
+    if not is_threaded:
+        raise ConfigError(
+            f"replicas={n} needs threaded=True: worker processes compute by themselves"
+        )
+    return n
+
+
+def _best_replicas(model: Any, options: EngineOptions) -> int:
+    """Return how many worker processes compute a model fastest here; 0 where this process does."""
+    from cbatch.backend.load.loader import n_bytes_on_cpu  # llama_cpp is slow to import
+    from cbatch.worker.placement import choose_replicas, my_cores, nodes_of
+
+    n_bytes = n_bytes_on_cpu(model, options)
+    if n_bytes is None:
+        return 0
+    n_slots = options.parallel if options.n_ctx is None else options.n_slots
+    n = choose_replicas(nodes_of(my_cores()), n_bytes, n_slots)
+    return n if n > 1 else 0
 
 
 def model_name(model: Any) -> str:

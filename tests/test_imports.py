@@ -36,7 +36,7 @@ SEES: dict[str, set[str]] = {
     "runtime": FACE | {"chat", "core", "cache"} | PROTOCOL,
     "engine": BELOW_ENGINE | PROTOCOL | {"backend.load"},
     "worker": BELOW_ENGINE | PROTOCOL | {"engine"},
-    "loading": BELOW_ENGINE | {"engine", "worker"},
+    "loading": BELOW_ENGINE | {"backend.load", "engine", "worker"},
     "files": BELOW_FILES,
     "server": BELOW_FILES,
     "bench": BELOW_FILES,

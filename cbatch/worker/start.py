@@ -80,7 +80,12 @@ def settings_of(options: EngineOptions, n: int) -> list[dict[str, Any]]:
     if n == 1:
         return [given]
     shared = {name: getattr(options, name) for name in _SHARED}
-    shared["parallel"] = options.parallel or max(DEFAULT_PARALLEL, n)
+    if (
+        options.parallel is None
+    ):  # each has the default number, where cells in total do not say otherwise
+        shared["parallel"] = (
+            DEFAULT_PARALLEL * n if options.n_ctx is None else max(DEFAULT_PARALLEL, n)
+        )
     for name, value in shared.items():
         if value is not None and 0 < value < n:
             raise ConfigError(f"{name}={value} cannot be divided among {n} replicas: raise it")

@@ -15,6 +15,7 @@ from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.load.devices import free_on_devices
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import BITWISE, probe
 from cbatch.backend.load.sizing import check_fits, find_room, settle
@@ -60,6 +61,16 @@ def load_backend(
         ConfigError: `exact` is set and the probe found a difference.
     """
     return run_in_fresh_thread(partial(_load, model, options, look_ahead, is_stopped, n_sharing))
+
+
+def n_bytes_on_cpu(model: Any, options: EngineOptions) -> int | None:
+    """Return the bytes of a model's files; None where devices compute it, or the model is no file that is there."""
+    path = shipped_model() if model is None else model
+    if not isinstance(path, str | os.PathLike):
+        return None
+    if options.rpc_servers or (options.n_gpu_layers != 0 and free_on_devices()):
+        return None
+    return sum(size for _, size, _ in model_parts(os.fsdecode(path))) or None
 
 
 def describe_model(

@@ -1,0 +1,76 @@
+"""`load` with workers: how many there are, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch
+from cbatch.errors import ConfigError, EngineError
+from cbatch.worker import connect, start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 65, 1.5, "many", True])
+def test_wrong_number_of_replicas_is_refused(replicas: Any) -> None:
+    with pytest.raises(ConfigError, match="replicas"):
+        cbatch.load(replicas=replicas)
+
+
+def test_replicas_without_a_thread_are_refused() -> None:
+    with pytest.raises(ConfigError, match="threaded=True"):
+        cbatch.load(replicas=2, threaded=False)
+
+
+def test_model_that_is_an_object_is_refused_for_other_processes() -> None:
+    with pytest.raises(ConfigError, match="is a path, not object"):
+        cbatch.load(object(), replicas=1)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of workers that were to be started; none is."""
+    found: list[int] = []
+
+    def open_workers(*_: object, n: int) -> object:
+        found.append(n)
+        raise EngineError("not started")
+
+    monkeypatch.setattr(start, "open_workers", open_workers)
+    return found
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("cores", "parallel", "expected"), [([0, 1, 2], 16, [2]), ([0, 1], 4, []), ([0], None, [])]
+)
+def test_auto_starts_workers_where_they_pay(
+    cores: list[int],
+    parallel: int | None,
+    expected: list[int],
+    asked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    test_model: Path,
+) -> None:
+    monkeypatch.setattr("cbatch.worker.placement.my_cores", lambda: cores)
+    monkeypatch.setattr("cbatch.worker.placement.nodes_of", lambda cores: [cores])
+    if expected:
+        with pytest.raises(EngineError, match="not started"):
+            cbatch.load(test_model, replicas="auto", parallel=parallel)
+    else:
+        with cbatch.load(test_model, replicas="auto", parallel=parallel) as engine:
+            assert engine.submit("a", options={"max_tokens": 1}).result().token_ids
+    assert asked == expected
+
+
+def test_socket_without_a_worker_is_an_error_by_name(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no worker answers at"):
+        connect(str(tmp_path / "none.sock"))
+
+
+def test_settings_for_a_worker_that_has_its_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match="parallel"):
+        connect("some.sock", parallel=3)

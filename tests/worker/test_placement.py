@@ -1,0 +1,110 @@
+"""Cores, slots and memory divided among workers, and how many workers there are."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.engine_options import EngineOptions
+from cbatch.errors import ConfigError
+from cbatch.worker.placement import choose_replicas, divide, divide_cores, nodes_of, place
+from cbatch.worker.start import settings_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 2**20
+
+
+def test_cores_are_told_apart_by_the_memory_near_to_them(tmp_path: Path) -> None:
+    for i, text in ((0, "0-3,8\n"), (1, "4-7\n"), (10, "9\n")):
+        (tmp_path / f"node{i}").mkdir()
+        (tmp_path / f"node{i}" / "cpulist").write_text(text)
+    assert nodes_of([0, 1, 4, 8, 9, 12], tmp_path) == [[0, 1, 8], [4], [9], [12]]
+    assert nodes_of([1, 2], tmp_path / "none") == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "n", "expected"),
+    [
+        ([[0, 1]], 2, [[0], [1]]),
+        ([[0, 1, 2, 3, 4]], 2, [[0, 1], [2, 3, 4]]),
+        ([[0, 1], [2, 3]], 2, [[0, 1], [2, 3]]),
+        ([[0, 1], [2, 3]], 1, [[0, 1, 2, 3]]),
+        ([[0, 1, 2, 3], [4, 5]], 3, [[0, 1], [4, 5], [2, 3]]),
+        ([[0]], 3, [[0], [0], [0]]),
+    ],
+)
+def test_workers_get_whole_nodes_or_parts_of_one(
+    nodes: list[list[int]], n: int, expected: list[list[int]]
+) -> None:
+    assert divide_cores(nodes, n) == expected
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), n=st.integers(1, 12))
+def test_every_worker_has_cores_and_no_core_is_idle(sizes: list[int], n: int) -> None:
+    nodes, first = list[list[int]](), 0
+    for size in sizes:
+        nodes.append([*range(first, first + size)])
+        first += size
+    parts = divide_cores(nodes, n)
+    assert len(parts) == n
+    assert all(parts)
+    if n <= first:
+        assert sorted(core for part in parts for core in part) == [*range(first)]
+
+
+def test_things_are_divided_with_what_is_left_over_first() -> None:
+    assert divide(7, 3) == [3, 2, 2]
+    assert divide(None, 2) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "mib", "n_slots", "expected"),
+    [
+        ([[0, 1]], 12, 16, 2),
+        ([[0, 1]], 200, 16, 1),
+        ([[0, 1]], 200, 32, 2),
+        ([[0, 1]], 200, None, 2),
+        ([[0]], 12, 64, 1),
+        ([[0, 1], [2, 3], [4, 5]], 4000, 64, 3),
+        ([[0, 1], [2, 3], [4, 5]], 4000, 32, 1),
+    ],
+)
+def test_workers_are_chosen_by_cores_weights_and_slots(
+    nodes: list[list[int]], mib: int, n_slots: int | None, expected: int
+) -> None:
+    assert choose_replicas(nodes, mib * MIB, n_slots) == expected
+
+
+def test_settings_of_workers_add_up_to_those_of_the_pool() -> None:
+    options = EngineOptions(parallel=5, n_ctx=4096, n_threads=3, swap_mib=100, exact=True)
+    found = settings_of(options, 2)
+    assert [s["parallel"] for s in found] == [3, 2]
+    assert [s["n_ctx"] for s in found] == [2048, 2048]
+    assert [s["n_threads"] for s in found] == [2, 1]
+    assert [s["swap_mib"] for s in found] == [50, 50]
+    assert all(s["exact"] for s in found)
+    assert [s["parallel"] for s in settings_of(EngineOptions(), 3)] == [16, 16, 16]
+    assert settings_of(EngineOptions(), 1) == [{}]
+
+
+def test_too_little_for_all_workers_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="parallel=2 cannot be divided among 3 replicas"):
+        settings_of(EngineOptions(parallel=2), 3)
+
+
+@pytest.mark.parametrize("cores", ["0", [], [-1], [True], [1.5], {}])
+def test_cores_that_are_no_cores_are_refused(cores: object) -> None:
+    with pytest.raises(ConfigError, match="cores"):
+        place(cores)
+
+
+def test_no_cores_are_any_cores() -> None:
+    before = os.sched_getaffinity(0)
+    place(None)
+    assert os.sched_getaffinity(0) == before
