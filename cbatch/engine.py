@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.runtime.interface import Runtime
     from cbatch.runtime.row_comparison import RowComparison
+    from cbatch.runtime.slot_state import SlotState
     from cbatch.runtime.step_record import StepRecord
 
 
@@ -414,6 +415,10 @@ class Engine:
         """
         self._submitter.end(RequestCancelledError(CANCELLED_EARLY))
         return self._runtime.cancel_all()
+
+    def slots(self) -> list[SlotState]:
+        """Return what each slot holds now: its request, how far that is, and its cells."""
+        return self._runtime.slots()
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work done since the model was loaded, or since `reset_stats`."""

@@ -148,6 +148,10 @@ class MultiRequestBatcher:
         rows = [(Slot(i), d) for i, d in enumerate(self._running) if d and d.is_decoding]
         return [(slot, driver) for slot, driver in rows if self._cells.is_settled(slot)]
 
+    def residents(self) -> list[tuple[SequenceDriver | None, int]]:
+        """Return the sequence of each slot, None for a free one, and its cells."""
+        return [*zip(self._running, self._ledger.n_cells, strict=False)]
+
     @property
     def next_deadline_s(self) -> float | None:
         """When the next request's time is over at the latest, or None."""

@@ -66,8 +66,8 @@ class PrefixCache:
         self._index = PrefixIndex()
         self._changed: dict[Slot, list[Hashable]] = {}
         """The texts of slots that the index has not been told of; views share the index."""
-        self._left_by: dict[Slot, int] = {}
-        """The number of the sequence that has left its cells in a slot."""
+        self._left_by: dict[Slot, tuple[int, list[Hashable]]] = {}
+        """The number of the sequence that has left its cells in a slot, and their text."""
         self._used_at = [0] * ledger.n_slots
         self.copied: dict[Slot, int] = {}
         """In a view: the free slots that the plan copies, with the cells that they keep until then."""
@@ -100,8 +100,9 @@ class PrefixCache:
 
     def retain(self, slot: Slot, driver: SequenceDriver, n_cells: int) -> None:
         """Keep the first `n_cells` of a sequence that ended, left its slot, or was moved to another."""
-        n_known = min(n_cells, driver.n_prompt) if self._chunk_alignment else n_cells
-        self._changed[slot], self._left_by[slot] = _text(driver, n_known), driver.number
+        text = _text(driver, n_cells)
+        self._left_by[slot] = driver.number, text
+        self._changed[slot] = text[: driver.n_prompt + 1] if self._chunk_alignment else text
 
     def forget(self, slot: Slot) -> None:
         """Enter that a slot was emptied, or holds no text's beginning."""
@@ -191,9 +192,12 @@ class PrefixCache:
     def _n_common_cells(self, driver: SequenceDriver, slot: Slot, n_alike: int) -> int:
         """Return how many cells a prompt can have of a slot that has `n_alike` of its tokens."""
         n_cells = self._ledger.n_cells[slot]
-        is_own = slot in self._left_by and self._left_by[slot] == driver.request.continues
-        if is_own and n_cells <= driver.n_takeable:
-            return n_cells
+        number, left = self._left_by.get(slot, (None, []))
+        if number is not None and number == driver.request.continues:
+            # a result that comes from another program may name another request's number
+            is_own = n_common(_text(driver, n_cells), left) > n_cells
+            if is_own and n_cells <= driver.n_takeable:
+                return n_cells
         if not self._can_trim:
             return n_cells if n_cells <= n_alike and n_cells == self._whole(n_cells) else 0
         return self._whole(min(n_alike, n_cells))

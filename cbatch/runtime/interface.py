@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.row_comparison import RowComparison
+    from cbatch.runtime.slot_state import SlotState
     from cbatch.runtime.step_record import StepRecord
 
 
@@ -172,6 +173,9 @@ class Runtime(Protocol):
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
+
+    def slots(self) -> list[SlotState]:
+        """Return what each slot holds now."""
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work done."""

@@ -20,6 +20,7 @@ from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.sequences import SequenceMaker, check_in_vocab, extended, tokenize
+from cbatch.runtime.slot_state import slot_states
 from cbatch.runtime.validation import check_adapters, check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.slot_state import SlotState
     from cbatch.runtime.step_record import StepRecord
 
 _N_CHECKED = 64
@@ -267,6 +269,10 @@ class LocalRuntime:
         self.loop.call_at(when_s, action)
 
     # ---- the owner ----
+
+    def slots(self) -> list[SlotState]:
+        """Return what each slot holds now."""
+        return self.loop.call(lambda: slot_states(self.batcher.residents()))
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work done."""

@@ -16,7 +16,7 @@ from cbatch.runtime.ids import is_meant, own_id
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.worker.pool import Pool, by_worker
 from cbatch.worker.requests import Asked
-from cbatch.worker.wire import comparison_of_json, options_as_json, prompt_as_json
+from cbatch.worker.wire import comparison_of_json, options_as_json, prompt_as_json, slot_of_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import Submission, Target
     from cbatch.runtime.row_comparison import RowComparison
+    from cbatch.runtime.slot_state import SlotState
     from cbatch.runtime.step_record import StepRecord
     from cbatch.worker.pool import Launch
 
@@ -289,6 +290,15 @@ class Workers:
     def _ask(self, op: str, **fields: object) -> Any:
         self.check_open()
         return self._pool.ask(op, **fields)
+
+    def slots(self) -> list[SlotState]:
+        """Return what each slot of each worker holds now."""
+        self.check_open()
+        return [
+            slot_of_json(said, self._pool.first_slot(connection))
+            for connection, found in self._pool.ask_all("slots")
+            for said in found
+        ]
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work that all workers have done."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import struct
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import BinaryIO
 
 Frames: TypeAlias = Literal["lines", "length"]
@@ -23,6 +24,12 @@ N_FRAME_MAX = 2**30
 
 _LENGTH = struct.Struct("<I")
 
+_N_PIECE = 2**16
+"""Bytes of one write. Source: Linux's manual, pipe(7): the capacity of a pipe."""
+
+_N_AT_ONCE = 4096
+"""Bytes that a descriptor takes which is ready for some. Source: Linux's manual, pipe(7), `PIPE_BUF`."""
+
 
 def read_lines(source: BinaryIO, n_max: int = N_LINE_MAX) -> Iterator[bytes | None]:
     """Yield each line as it comes; None for one of more than `n_max` bytes, which is passed over."""
@@ -35,15 +42,47 @@ def read_lines(source: BinaryIO, n_max: int = N_LINE_MAX) -> Iterator[bytes | No
         yield None
 
 
-def frame_writer(fd: int, frames: Frames) -> Callable[[bytes], None]:
-    """Return a function that writes one frame to a descriptor and returns when all of it is written."""
+class FrameSink:
+    """Writes frames to a descriptor, which stays open. One thread at a time."""
 
-    def write(frame: bytes) -> None:
-        data = memoryview(frame + b"\n" if frames == "lines" else _LENGTH.pack(len(frame)) + frame)
+    def __init__(self, fd: int, frames: Frames) -> None:
+        self._fd, self._frames = fd, frames
+        self.n_written = 0
+        """Bytes that were taken so far."""
+
+    def write(self, frame: bytes) -> None:
+        """Write one frame; return when all of it is taken. Raises an OSError where the reader is gone."""
+        data = memoryview(self._framed(frame))
         while data:
-            data = data[os.write(fd, data) :]
+            n_taken = self._write_some(data[:_N_PIECE])
+            self.n_written += n_taken
+            data = data[n_taken:]
 
-    return write
+    def write_at_once(self, frame: bytes) -> bool:
+        """Write a frame where that need not wait for the reader; else return False, and write nothing."""
+        data = self._framed(frame)
+        if len(data) > _N_AT_ONCE or not self.is_ready():
+            return False
+        self.write(frame)
+        return True
+
+    def is_ready(self) -> bool:
+        """Whether some bytes can be written without waiting; always true on systems that do not tell."""
+        if not hasattr(select, "poll"):
+            return True
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        return bool(poll.poll(0))
+
+    def _framed(self, frame: bytes) -> bytes:
+        return frame + b"\n" if self._frames == "lines" else _LENGTH.pack(len(frame)) + frame
+
+    def _write_some(self, data: memoryview) -> int:
+        try:
+            return os.write(self._fd, data)
+        except BlockingIOError:  # who gave the descriptor does not want to wait for it
+            select.select([], [self._fd], [])
+            return 0
 
 
 def read_frames(source: BinaryIO, n_max: int = N_FRAME_MAX) -> Iterator[bytes]:

@@ -6,17 +6,26 @@ import logging
 import math
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from cbatch.checks import MAX_INT, check_flag, check_int, check_seconds, shown, token_ids
-from cbatch.errors import CBatchError, ConfigError, RequestFailedError, words_of
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    DuplicateIdError,
+    EngineClosedError,
+    RequestFailedError,
+    words_of,
+)
 from cbatch.interrupts import Sleepers
 from cbatch.logs import FIELDS
-from cbatch.messages import as_id
-from cbatch.runtime.choices import request_id
+from cbatch.messages import BatchPrompt, as_id
+from cbatch.options import RunOptions
+from cbatch.runtime.choices import display_id, request_id
 from cbatch.runtime.ids import Ids, check_own
 from cbatch.runtime.interface import Submission
 from cbatch.worker.wire import (
@@ -25,6 +34,7 @@ from cbatch.worker.wire import (
     extension_of_json,
     loads,
     options_of_json,
+    plain_json,
     prompt_of_json,
     stats_as_json,
 )
@@ -32,23 +42,36 @@ from cbatch.worker.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from cbatch.errors import EngineClosedError
-    from cbatch.messages import BatchPrompt
-    from cbatch.options import RunOptions
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.interface import Runtime
     from cbatch.worker.outbox import Outbox
 
 Message: TypeAlias = "Mapping[str, Any]"
 
+_Command: TypeAlias = "tuple[Callable[[Host, Message], object] | None, Sequence[str]]"
+"""What does a command, None for `close`; and the fields that it may have."""
+
+
+N_LATER_MAX = 1000
+"""Commands that may wait for room in the queue, or compute for long, at once: each has a thread. Our choice."""
+
+_LOOK_S = 0.05
+"""How often requests are cancelled that were on their way into the queue."""
+
+
+class Ending(Enum):
+    """Why a client's time is over."""
+
+    DONE = "the input has ended, or `close` was asked for, and all is done"
+    LEFT = "the reader has left"
+    FAILED = "the engine has stopped"
+
 
 class _Batch:
     """The `Target` of the requests of one command."""
 
-    wants_tokens = False
-
-    def __init__(self, host: Host, *, is_streamed: bool) -> None:
-        self.is_streamed = is_streamed
+    def __init__(self, host: Host, *, is_streamed: bool, wants_tokens: bool) -> None:
+        self.is_streamed, self.wants_tokens = is_streamed, wants_tokens
         self._host = host
 
     def deliver(
@@ -65,124 +88,190 @@ class _Batch:
 
 
 class Host:
-    """Does what lines of JSON say with a `Runtime`, and tells what came of it through an outbox.
+    """Does what lines of JSON say with a `Runtime`, and tells what came of it through an outbox. See docs/protocol.md.
 
-    A line is an object with `op` and that command's fields; with `n`, a number, it is answered by a reply `[n, value]`
-    or `[n, null, error]`. What is wrong with a line is said in its reply, or else among a frame's `errors`.
+    A line is an object with `op` and that command's fields; with `n`, a number or text, it is answered by a reply
+    `[n, value]` or `[n, null, error]`. What is wrong with another line is said among a frame's `errors`.
     """
 
-    def __init__(self, runtime: Runtime, outbox: Outbox, leave: Callable[[], object]) -> None:
-        """Make one; it closes neither of them. `leave` is called when the engine has failed and the client knows."""
-        self._runtime, self._outbox, self._leave = runtime, outbox, leave
+    def __init__(self, runtime: Runtime, outbox: Outbox, options: RunOptions | None = None) -> None:
+        """Make one; it closes neither of them. `options` are defaults for every request."""
+        self._runtime, self._outbox = runtime, outbox
         self._batches: dict[str, _Batch] = {}
         """The target of each request in flight, by id."""
-        self._ids, self._options = Ids(), _LastOptions()
-        self._has_failed = False
-        self._ended = Sleepers()
+        self._ids, self._options = Ids(), _LastOptions(options or RunOptions())
+        self._later: set[threading.Thread] = set()
+        self._ending: Ending | None = None
+        self._closing: list[object] = []
+        """The number of `close`, once it was asked for."""
+        self._changed = Sleepers()
         runtime.on_end = self._end
         runtime.on_admit = self._admit
 
-    def serve(self, lines: Iterable[bytes | None]) -> bool:
-        """Do what each line says; None stands for a line that was too long. Return whether `close` was asked for."""
-        for line in lines:
-            if line is None:
-                self._outbox.fail(ConfigError("a line is too long: it was left out"))
-            elif line.strip() and self._do(line):
-                return True
-        return False
+    # ---- one client's time ----
 
-    def finish(self) -> None:
-        """Return when every request has ended; paused ones go on, for nobody else can resume them."""
-        for id in [*self._batches]:
-            self._runtime.orders.resume(id)
-        self._ended.wait_for(lambda: not self._batches)
+    def read(self, lines: Iterable[bytes | None]) -> None:
+        """Do what each line says, until there are no more, or `close`; None stands for one that was too long."""
+        try:
+            for line in lines:
+                self._outbox.wait_for_room()
+                if self._ending is not None:
+                    return
+                if line is None:
+                    self._outbox.fail(ConfigError("a line is too long: it was left out"))
+                elif line.strip() and self._do(line):
+                    break
+        except (OSError, ValueError):  # the other side is gone; a closed file raises a ValueError
+            self.end(Ending.LEFT)
+        self.end(Ending.DONE)
+
+    def end(self, ending: Ending) -> None:
+        """Have the client's time be over; what comes first counts."""
+        self._ending = self._ending or ending
+        self._changed.wake()
+
+    def leave(self) -> None:
+        """Note that the reader has left, also where its lines have ended before."""
+        self._ending = Ending.LEFT
+        self._changed.wake()
+
+    def wait(self) -> Ending:
+        """Return why the client's time is over, when it is."""
+        self._changed.wait_for(lambda: self._ending is not None)
+        return cast("Ending", self._ending)
+
+    def finish(self, *, is_patient: bool) -> Ending:
+        """Return when every request has ended and every command was answered, with why the client's time is over.
+
+        Requests are cancelled, unless `is_patient` and only the lines have ended; then paused ones go on, for nobody
+        else can resume them.
+        """
+        if is_patient and not self._closing:
+            with suppress(EngineClosedError):
+                for id in [*self._batches]:
+                    self._runtime.orders.resume(id)
+            self._changed.wait_for(lambda: self._is_idle or self._ending is not Ending.DONE)
+        while not self._is_idle and self._ending is not Ending.FAILED:
+            with suppress(EngineClosedError):
+                self._runtime.cancel_all()
+            self._changed.wait_for(lambda: self._is_idle, _LOOK_S)
+        self._runtime.on_end = self._runtime.on_admit = None
+        for number in self._closing:
+            self._tell(number, None)
+        return self.wait()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._batches and not self._later
+
+    # ---- output ----
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
         """Hand output to the thread that writes. Owner thread."""
+        if self._ending is not Ending.FAILED:  # else the client knows what becomes of its requests
+            self._outbox.deliver(chunks, [result for _, result in results])
         for _, result in results:
             self._batches.pop(result.id, None)
-        if not self._batches:
-            self._ended.wake()
-        if not self._has_failed:  # else the client knows what becomes of requests in flight
-            self._outbox.deliver(chunks, results)
+        if results:
+            self._changed.wake()
+
+    def _end(self, cause: EngineClosedError | None) -> None:
+        """Tell why the engine has stopped, where nobody has closed it; requests in flight get no results then."""
+        if cause is not None:
+            self._outbox.put("died", error_as_json(cause))
+            self.end(Ending.FAILED)
+
+    def _admit(self, ids: Sequence[str]) -> None:
+        """Tell which requests are computed from now on, before that can end the process. Owner thread."""
+        self._outbox.put_at_once("admitted", [*dict.fromkeys(map(request_id, ids))])
+
+    # ---- lines ----
 
     def _do(self, line: bytes) -> bool:
         """Do what a line says; return whether it is `close`."""
         number = None
         try:
             message = loads(line)
-            number = message.get("n")
-            op = message.get("op")
-            if op == "close":
-                return True
-            command = self._commands.get(op) if isinstance(op, str) else None
+            number = _number_of(message)
+            command, fields = self._command(message.get("op"))
+            _check_fields(message, fields)
             if command is None:
-                raise ConfigError(
-                    f"op must be one of {', '.join(sorted(self._commands))}, close; not {shown(op)}"
-                )
+                self._closing = [number]
+                return True
             found = command(self, message)
             if isinstance(found, _Later):
-                answer = partial(self._answer, number, found.work)
-                threading.Thread(target=answer, name=f"cbatch-{op}", daemon=True).start()
-            elif number is not None:
+                self._do_later(number, found)
+            else:
                 self._tell(number, found)
         except Exception as error:
             self._tell(number, None, error)
         return False
 
-    def _answer(self, number: object, work: Callable[[], object]) -> None:
+    def _command(self, op: object) -> _Command:
+        found = self._commands.get(op) if isinstance(op, str) else None
+        if found is None:
+            raise ConfigError(f"op must be one of {', '.join(self._commands)}; not {shown(op)}")
+        return found
+
+    def _do_later(self, number: object, rest: _Later) -> None:
+        """Do the rest of a command in a thread of its own, and answer it."""
+
+        def answer() -> None:
+            try:
+                self._tell(number, rest.work())
+            except Exception as error:
+                self._tell(number, None, error)
+            self._later.discard(thread)
+            self._changed.wake()
+
+        thread = threading.Thread(target=answer, name="cbatch-command", daemon=True)
+        self._later.add(thread)
         try:
-            value = work()
-        except Exception as error:
-            self._tell(number, None, error)
-        else:
-            if number is not None:
-                self._tell(number, value)
+            thread.start()
+        except RuntimeError:  # the system has no more of them
+            self._later.discard(thread)
+            rest.undo()
+            raise
+
+    def _check_later(self) -> None:
+        """Refuse a command that may take long while too many do."""
+        if len(self._later) >= N_LATER_MAX:
+            raise ConfigError(f"{N_LATER_MAX} commands wait or compute already: try again later")
 
     def _tell(self, number: object, value: object, error: Exception | None = None) -> None:
         if error is not None and not isinstance(error, CBatchError):
             cause, error = error, RequestFailedError(f"a bug of cbatch: {words_of(error)}")
             error.__cause__ = cause
-        if number is None and error is not None:
+        if error is not None and number is None:
             self._outbox.fail(error)
         elif error is not None:
             self._outbox.put("replies", (number, None, error_as_json(error)))
-        else:
+        elif number is not None:
             self._outbox.put("replies", (number, value))
-
-    def _end(self, cause: EngineClosedError | None) -> None:
-        """Tell why the engine has stopped, where nobody has closed it; requests in flight get no results then."""
-        if cause is not None:
-            self._has_failed = True
-            self._outbox.put("died", error_as_json(cause))
-            self._outbox.close()  # behind the results of requests that have ended
-            self._leave()
-
-    def _admit(self, ids: Sequence[str]) -> None:
-        """Tell which requests are computed from now on, before that can end the process. Owner thread."""
-        self._outbox.put_now("admitted", [*dict.fromkeys(map(request_id, ids))])
 
     # ---- requests ----
 
     def _run(self, message: Message) -> object:
         """Queue requests: all or none. Return their ids."""
-        _check_keys(message, "items", "options", "stream", "seconds", "age_s", "fed", "may_wait")
         items = message.get("items")
         if not isinstance(items, list) or not items:
             raise ConfigError(f"items is a list of prompts, not {shown(items)}")
+        if self._runtime.has_limit:
+            self._check_later()
         prompts = [_at(i, item) for i, item in enumerate(items)]
         ids = self._ids.of_batch([prompt.id for prompt in prompts], self._runtime.ids)
-        batch = _Batch(self, is_streamed=_flag(message, "stream"))
+        self._check_free(ids)
+        batch = self._batch(message)
         submission = Submission(
             prompts,
             ids,
             [str(item.get("name") or "") for item in items],
             self._options.of(message.get("options")),
-            time.perf_counter() + _number(message, "seconds", math.inf),
+            time.perf_counter() + _seconds(message, "seconds", math.inf),
             batch,
-            age_s=_number(message, "age_s", 0.0),
+            age_s=_seconds(message, "age_s", 0.0),
             is_fed=_flag(message, "fed"),
             may_wait=_flag(message, "may_wait", default=True),
         )
@@ -195,36 +284,59 @@ class Host:
                 queue()
             return ids
 
-        return _Later(finish) if self._runtime.has_limit else finish()
+        if not self._runtime.has_limit:
+            return finish()
+        return _Later(finish, partial(self._runtime.orders.take_back, ids))
+
+    def _batch(self, message: Message) -> _Batch:
+        is_streamed, by_token = _flag(message, "stream"), _flag(message, "by_token")
+        return _Batch(self, is_streamed=is_streamed, wants_tokens=by_token)
+
+    def _check_free(self, ids: Sequence[str]) -> None:
+        """Refuse an id whose last result is not written yet: the new request's output might come before it."""
+        for id in ids:
+            if self._outbox.holds_result_of(id):
+                raise DuplicateIdError(id)
 
     @contextmanager
     def _forgotten_if_it_raises(self, ids: Sequence[str]) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            for id in ids:
-                self._batches.pop(id, None)
+            self._forget(ids)
             raise
+
+    def _forget(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            self._batches.pop(id, None)
+        self._changed.wake()
 
     def _extend(self, message: Message) -> object:
         """Queue a request that continues a result; return its id."""
-        batch = _Batch(self, is_streamed=_flag(message, "stream"))
+        batch = self._batch(message)
         n_tokens = check_int("n_tokens", message.get("n_tokens"), 1, MAX_INT)
-        try:
-            result = extension_of_json(message, self._runtime.request_of)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, CBatchError):
-                raise
-            raise ConfigError(f"extend needs a result as it came: {words_of(error)}") from None
+        options = message.get("options")
+        result = extension_of_json(
+            message.get("item"),
+            self._options.of(options),
+            message.get("result"),
+            self._runtime.request_of,
+        )
         check_own((result.id,), self._runtime.ids)
+        self._check_free((result.id,))
+        if result.token_ids:
+            tokens = BatchPrompt(tokens=result.token_ids)
+            self._runtime.n_tokens_of(tokens, RunOptions())  # all are in the vocabulary
         self._batches[result.id] = batch
-        return self._runtime.extend(result, n_tokens, batch)
+        with self._forgotten_if_it_raises([result.id]):
+            return self._runtime.extend(result, n_tokens, batch)
 
     def _stream(self, message: Message) -> object:
         """Have chunks come from now on."""
         for id in _ids(message):
             if (batch := self._batches.get(id)) is not None:
                 batch.is_streamed = True
+                self._runtime.orders.watch(batch)
         return None
 
     def _cancel(self, message: Message) -> object:
@@ -238,18 +350,17 @@ class Host:
     def _take_back(self, message: Message) -> object:
         """Take out requests that never had a slot, without a result; return their ids."""
         ids = self._runtime.orders.take_back(_ids(message))
-        for id in ids:
-            self._batches.pop(id, None)
+        self._forget(ids)
         return ids
 
     def _pause(self, message: Message) -> object:
-        return self._runtime.orders.pause(as_id(message.get("id")))
+        return self._runtime.orders.pause(_id(message.get("id")))
 
     def _resume(self, message: Message) -> object:
         n_tokens = message.get("n_tokens")
         if n_tokens is not None:
             n_tokens = check_int("n_tokens", n_tokens, 1, MAX_INT)
-        return self._runtime.orders.resume(as_id(message.get("id")), n_tokens)
+        return self._runtime.orders.resume(_id(message.get("id")), n_tokens)
 
     # ---- questions ----
 
@@ -285,11 +396,16 @@ class Host:
         """Return how many tokens a prompt has; raise what it would end with before it runs."""
         options = self._options.of(message.get("options"))
         prompt = prompt_of_json(message.get("item"))
+        self._check_later()
         return _Later(partial(self._runtime.checked, prompt, options))
 
     def _check_options(self, message: Message) -> object:
         self._runtime.check_options(self._options.of(message.get("options")))
         return None
+
+    def _slots(self, _: Message) -> object:
+        """Return what each slot holds, by name."""
+        return [asdict(slot) for slot in self._runtime.slots()]
 
     def _stats(self, _: Message) -> object:
         return stats_as_json(self._runtime.stats())
@@ -305,6 +421,7 @@ class Host:
         return None
 
     def _exactness(self, _: Message) -> object:
+        self._check_later()
         return _Later(self._runtime.exactness)
 
     def _fingerprint(self, _: Message) -> object:
@@ -315,29 +432,34 @@ class Host:
         self._outbox.grant(check_int("bytes", message.get("bytes"), 1, MAX_INT))
         return None
 
-    _commands: Mapping[str, Callable[[Host, Message], object]] = {
-        "run": _run,
-        "extend": _extend,
-        "stream": _stream,
-        "cancel": _cancel,
-        "cancel_all": _cancel_all,
-        "take_back": _take_back,
-        "pause": _pause,
-        "resume": _resume,
-        "compare_rows": _compare_rows,
-        "count": _count,
-        "tokens": _tokens,
-        "text": _text,
-        "pieces": _pieces,
-        "model_facts": _model_facts,
-        "check": _check,
-        "check_options": _check_options,
-        "stats": _stats,
-        "reset_stats": _reset_stats,
-        "record_steps": _record_steps,
-        "exactness": _exactness,
-        "fingerprint": _fingerprint,
-        "credit": _credit,
+    _commands: Mapping[str, _Command] = {
+        "run": (
+            _run,
+            ("items", "options", "stream", "by_token", "seconds", "age_s", "fed", "may_wait"),
+        ),
+        "extend": (_extend, ("item", "options", "result", "n_tokens", "stream", "by_token")),
+        "stream": (_stream, ("ids",)),
+        "cancel": (_cancel, ("ids", "waiting")),
+        "cancel_all": (_cancel_all, ()),
+        "take_back": (_take_back, ("ids",)),
+        "pause": (_pause, ("id",)),
+        "resume": (_resume, ("id", "n_tokens")),
+        "compare_rows": (_compare_rows, ("ids",)),
+        "count": (_count, ("item", "options")),
+        "tokens": (_tokens, ("item", "options")),
+        "text": (_text, ("item", "options")),
+        "pieces": (_pieces, ("tokens",)),
+        "model_facts": (_model_facts, ()),
+        "check": (_check, ("item", "options")),
+        "check_options": (_check_options, ("options",)),
+        "slots": (_slots, ()),
+        "stats": (_stats, ()),
+        "reset_stats": (_reset_stats, ()),
+        "record_steps": (_record_steps, ("on",)),
+        "exactness": (_exactness, ()),
+        "fingerprint": (_fingerprint, ()),
+        "credit": (_credit, ("bytes",)),
+        "close": (None, ()),
     }
 
 
@@ -346,6 +468,8 @@ class _Later:
     """The rest of a command that may take seconds, or wait for room: those behind it do not wait."""
 
     work: Callable[[], object]
+    undo: Callable[[], object] = bool
+    """Called where it cannot be done."""
 
 
 def _is_whole(chunk: BatchOutputChunk, result: BatchResult) -> bool:
@@ -361,13 +485,14 @@ def _is_whole(chunk: BatchOutputChunk, result: BatchResult) -> bool:
 class _LastOptions:
     """Options of messages; equal ones that follow each other are one object, which the engine has merged already."""
 
-    def __init__(self) -> None:
+    def __init__(self, default: RunOptions) -> None:
+        self._default = self._options = default
         self._said: object = None
-        self._options = options_of_json(None)
 
     def of(self, said: object) -> RunOptions:
+        """Return options over the default ones. Raises a ConfigError where one is unknown or wrong."""
         if said != self._said:
-            self._options = options_of_json(said)
+            self._options = options_of_json(said).over(self._default)
             self._said = said
         return self._options
 
@@ -379,24 +504,39 @@ def _at(i: int, item: object) -> BatchPrompt:
         raise ConfigError(f"items[{i}]: {error}") from None
 
 
-def _check_keys(message: Message, *known: str) -> None:
+def _number_of(message: Message) -> object:
+    number = message.get("n")
+    if number is not None and type(number) not in (int, str):
+        raise ConfigError(f"n is a whole number or text, not {shown(number)}")
+    return number
+
+
+def _check_fields(message: Message, known: Sequence[str]) -> None:
     for key in message:
         if key not in ("op", "n", *known):
-            raise ConfigError(f"{message['op']} has {shown(key)}; it may have {', '.join(known)}")
+            may = ", ".join(known) or "none but op and n"
+            raise ConfigError(f"{message['op']} has no field {shown(key)}; its fields are: {may}")
+
+
+def _id(value: object) -> str:
+    id = as_id(value)
+    if display_id(id) != id:  # that of one choice's sequence
+        raise ConfigError(f"no request has the id {shown(id)}")
+    return id
 
 
 def _ids(message: Message) -> list[str]:
     ids = message.get("ids")
     if not isinstance(ids, list):
         raise ConfigError(f"ids is a list of texts, not {shown(ids)}")
-    return [as_id(id) for id in ids]
+    return [*map(_id, ids)]
 
 
 def _flag(message: Message, name: str, *, default: bool = False) -> bool:
     return check_flag(name, message.get(name, default))
 
 
-def _number(message: Message, name: str, default: float) -> float:
+def _seconds(message: Message, name: str, default: float) -> float:
     value = message.get(name)
     return default if value is None else check_seconds(name, value)
 
@@ -418,4 +558,4 @@ class LogToOutbox(logging.Handler):
 
 
 def _plain(value: object) -> object:
-    return value if isinstance(value, int | float | str | None) else str(value)
+    return plain_json(value) if isinstance(value, int | float | str | None) else str(value)

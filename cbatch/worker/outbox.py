@@ -3,147 +3,272 @@
 from __future__ import annotations
 
 import threading
+from array import array
+from collections import deque
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+from cbatch.errors import ConfigError
+from cbatch.response import BatchOutputChunk
 from cbatch.worker.wire import (
     chunk_as_json,
     dumps,
     error_as_json,
+    plain_json,
     result_as_json,
     step_as_json,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.response import BatchResult, FinishReason
+    from cbatch.worker.framing import FrameSink
+
+N_FRAME_BYTES = 2**20
+"""About the bytes after which a frame has no more values. Our choice."""
+
+N_ANSWERS_MAX = 1000
+"""Replies and errors that may wait before no more lines are read. Our choice."""
+
+N_EVENTS_MAX = 10_000
+"""Records of steps, and lines of the log, that are kept for a reader: the newest ones. Our choice."""
+
+_SOON_S = 0.01
+
+_OUTPUT = ("admitted", "chunks", "results", "steps", "logs")
+_ANSWERS = ("errors", "replies", "died")
+_KINDS = (*_OUTPUT, *_ANSWERS)
 
 
 class Outbox:
-    """Collects output, replies and events; one frame has all that came since the last. Every method from any thread.
+    """Collects output, replies and events for one reader. Every method from any thread.
 
     A frame is a JSON object of lists by kind, which a reader takes in this order: `admitted`, `chunks`, `results`,
-    `steps`, `logs`, `replies`, `errors`, `died`.
+    `steps`, `logs`, `errors`, `replies`, `died`. Chunks of one answer that wait are one chunk, so no more waits than
+    the answers and N_EVENTS_MAX events.
     """
 
     def __init__(
-        self,
-        write: Callable[[bytes], object],
-        on_left: Callable[[], object],
-        credit: int | None = None,
+        self, sink: FrameSink, on_left: Callable[[], object], credit: int | None = None
     ) -> None:
         """Start to write.
 
         Args:
-            write: takes one frame and may wait.
-            on_left: called once, where `write` raises: the reader has left, and nothing more is kept.
-            credit: the bytes that may be written before `grant`; None for any number.
+            sink: takes one frame after the other, and may wait.
+            on_left: called once, where the reader has left: nothing more is kept for it.
+            credit: the bytes that may be written before `grant`, but for replies and errors; None for any number.
         """
-        self._write, self._on_left, self._has_left = write, on_left, False
+        self._sink, self._on_left, self._credit = sink, on_left, credit
+        self._has_left = self._is_closed = False
         self._changed = threading.Condition()
-        self._waiting: dict[str, list[Any]] = {}
-        self._credit, self._is_closed, self._is_writing = credit, False, False
+        self._chunks: dict[tuple[str, int], BatchOutputChunk | _Merged] = {}
+        self._waiting: dict[str, deque[Any]] = {
+            kind: deque(maxlen=N_EVENTS_MAX if kind in ("steps", "logs") else None)
+            for kind in _KINDS
+        }
+        self._unwritten: set[str] = set()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="cbatch-outbox", daemon=True)
         self._thread.start()
 
     # ---- what there is to say ----
 
-    def deliver(
-        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
-    ) -> None:
+    def deliver(self, chunks: Sequence[BatchOutputChunk], results: Iterable[BatchResult]) -> None:
         """Take new output; what was given must not be changed afterwards."""
         with self._changed:
-            if chunks:
-                self._waiting.setdefault("chunks", []).extend(chunks)
-            if results:
-                self._waiting.setdefault("results", []).extend(result for _, result in results)
-            self._changed.notify()
+            waiting = self._chunks
+            for chunk in chunks:
+                key = chunk.id, chunk.index
+                held = waiting.get(key)
+                if held is None:
+                    waiting[key] = chunk
+                elif isinstance(held, _Merged):
+                    held.add(chunk)
+                else:
+                    waiting[key] = _Merged(held).add(chunk)
+            for result in results:
+                self._waiting["results"].append(result)
+                self._unwritten.add(result.id)
+            self._changed.notify_all()
 
-    def put(self, kind: str, value: object) -> None:
-        """Add one value of another kind."""
+    def put(self, kind: str, *values: object) -> None:
+        """Add values of another kind."""
         with self._changed:
-            self._waiting.setdefault(kind, []).append(value)
-            self._changed.notify()
+            self._waiting[kind].extend(values)
+            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Tell an error that belongs to no call."""
         self.put("errors", error_as_json(error))
 
-    def put_now(self, kind: str, values: Sequence[object]) -> None:
-        """Write values before this returns, where the reader reads; the process may end without another word."""
-        if self._writing.acquire(timeout=_SOON_S):
+    def put_at_once(self, kind: str, values: Sequence[object]) -> None:
+        """Write values before this returns, where the reader takes them: the process may end without another word."""
+        may_write = self._credit is None or self._credit > 0
+        if may_write and self._sink.is_ready() and self._writing.acquire(timeout=_SOON_S):
             try:
-                self._send({kind: [*values]})
+                if self._write(self._sink.write_at_once, dumps({kind: [*values]})):
+                    return
             finally:
                 self._writing.release()
-            return
-        # behind a frame that the reader does not take, nothing can be told in time
-        with self._changed:
-            self._waiting.setdefault(kind, []).extend(values)
-            self._changed.notify()
+        self.put(kind, *values)
 
     def grant(self, n_bytes: int) -> None:
         """Allow the writing of so many more bytes."""
         with self._changed:
             if self._credit is not None:
                 self._credit += n_bytes
-            self._changed.notify()
+            self._changed.notify_all()
 
-    def close(self) -> None:
-        """Write what waits, credit or not, and end."""
+    def holds_result_of(self, id: str) -> bool:
+        """Whether a request's result waits, so that what came of a new one with its id could be written before."""
+        return id in self._unwritten
+
+    def wait_for_room(self) -> None:
+        """Return when the reader has taken most of its replies, or has left."""
+        if self._n_answers < N_ANSWERS_MAX:
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._n_answers < N_ANSWERS_MAX or self._has_left or self._is_closed
+            )
+
+    def close(self, patience_s: float | None = None) -> None:
+        """Write what waits, credit or not, and end; leave a reader that takes nothing for `patience_s` seconds."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify()
-        self._thread.join()
+            self._changed.notify_all()
+        n_before = -1
+        while self._thread.is_alive() and self._sink.n_written != n_before:
+            n_before = self._sink.n_written
+            self._thread.join(patience_s)
+        self._has_left = True
+
+    @property
+    def _n_answers(self) -> int:
+        return len(self._waiting["errors"]) + len(self._waiting["replies"])
 
     # ---- the thread ----
 
     def _run(self) -> None:
-        while (waiting := self._take()) is not None:
-            with self._writing:
-                self._send(waiting)
+        try:
+            while (frame := self._take()) is not None:
+                with self._writing:
+                    self._send(frame)
+        except BaseException:  # a reader that waits must not wait for ever
+            self._leave()
+            raise
 
     def _take(self) -> dict[str, list[Any]] | None:
+        """Wait for something to write; return it, cut where it is long, or None at the end."""
+        frame: dict[str, list[Any]] = {}
         with self._changed:
             self._changed.wait_for(self._has_work)
-            waiting, self._waiting = self._waiting, {}
-        return waiting or None
+            n_left = N_FRAME_BYTES
+            if self._credit is not None and not self._is_closed:
+                n_left = min(self._credit, n_left)
+            for kind in _KINDS if n_left > 0 else _ANSWERS:
+                values = frame[kind] = []
+                size_of = _SIZES.get(kind, _size_of_other)
+                while self._has(kind) and (n_left > 0 or kind in _ANSWERS):
+                    values.append(self._next(kind))
+                    n_left -= size_of(values[-1])
+                if self._has(kind):  # what comes behind it in a frame comes behind it in the next
+                    break
+            self._changed.notify_all()  # there may be room
+        return {kind: values for kind, values in frame.items() if values} or None
+
+    def _has(self, kind: str) -> bool:
+        return bool(self._chunks if kind == "chunks" else self._waiting[kind])
+
+    def _next(self, kind: str) -> Any:
+        if kind != "chunks":
+            value = self._waiting[kind].popleft()
+            if kind == "results":
+                self._unwritten.discard(value.id)
+            return value
+        held = self._chunks.pop(next(iter(self._chunks)))
+        return held.chunk() if isinstance(held, _Merged) else held
 
     def _has_work(self) -> bool:
         may_write = self._credit is None or self._credit > 0
-        return self._is_closed or (bool(self._waiting) and may_write)
+        return self._is_closed or any(map(self._has, _KINDS if may_write else _ANSWERS))
 
     def _send(self, frame: dict[str, list[Any]]) -> None:
-        if self._has_left:
-            return
+        said = {
+            kind: [*map(_ENCODERS[kind], values)] if kind in _ENCODERS else values
+            for kind, values in frame.items()
+        }
         try:
-            line = dumps(_encoded(frame))
-            self._write(line)
-        except Exception as error:  # whatever it is, a reader that waits must not wait for ever
-            self._has_left = True
-            self._on_left()
-            if isinstance(error, OSError | ValueError):  # a closed file raises a ValueError
-                return
-            raise
-        with self._changed:
-            if self._credit is not None:
-                self._credit -= len(line)
+            line = dumps(said)
+        except ConfigError:
+            line = dumps(plain_json(said))
+        self._write(self._sink.write, line)
+
+    def _write(self, write: Callable[[bytes], object], line: bytes) -> object:
+        """Write a frame, which uses up credit, unless the reader has left; note that it has."""
+        if self._has_left:
+            return True
+        n_before = self._sink.n_written
+        try:
+            return write(line)
+        except (OSError, ValueError):  # a closed file raises a ValueError
+            self._leave()
+            return True
+        finally:
+            with self._changed:
+                if self._credit is not None:
+                    self._credit -= self._sink.n_written - n_before
+
+    def _leave(self) -> None:
+        self._has_left = True
+        self._on_left()
 
 
-_SOON_S = 0.01
-_KINDS = ("admitted", "chunks", "results", "steps", "logs", "replies", "errors", "died")
+class _Merged:
+    """Chunks of one answer that nobody has read yet, as one."""
+
+    __slots__ = ("_finish_reason", "_id", "_index", "_text", "_tokens")
+
+    def __init__(self, chunk: BatchOutputChunk) -> None:
+        self._id, self._index = chunk.id, chunk.index
+        self._text, self._tokens = StringIO(), array("i")
+        self._finish_reason: FinishReason | None = None
+        self.add(chunk)
+
+    def add(self, chunk: BatchOutputChunk) -> _Merged:
+        """Take the next one."""
+        self._text.write(chunk.text)
+        self._tokens.extend(chunk.token_ids)
+        self._finish_reason = chunk.finish_reason
+        return self
+
+    def chunk(self) -> BatchOutputChunk:
+        """Return all of them as one chunk."""
+        text, tokens = self._text.getvalue(), tuple(self._tokens)
+        return BatchOutputChunk(self._id, text, tokens, self._index, self._finish_reason)
+
+
+def _size_of_chunk(chunk: BatchOutputChunk) -> int:
+    return 32 + len(chunk.text) + 8 * len(chunk.token_ids)
+
+
+def _size_of_result(result: BatchResult) -> int:
+    found = (*(result.logprobs or ()), *(result.prompt_logprobs or ()))
+    n_logprobs = sum(1 + len(token.top) for token in found if token)
+    own = 512 + len(result.text) + 8 * len(result.token_ids) + 40 * n_logprobs
+    return own + sum(map(_size_of_result, result.choices))
+
+
+def _size_of_other(_: object) -> int:
+    return 128
+
+
+_SIZES: dict[str, Callable[[Any], int]] = {"chunks": _size_of_chunk, "results": _size_of_result}
+"""About the bytes of a value."""
+
 _ENCODERS: dict[str, Callable[[Any], object]] = {
     "chunks": chunk_as_json,
     "results": result_as_json,
     "steps": step_as_json,
 }
-
-
-def _encoded(frame: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return a frame as JSON has it, its kinds in order."""
-    kinds = [kind for kind in _KINDS if kind in frame]
-    return {
-        kind: [*map(_ENCODERS[kind], frame[kind])] if kind in _ENCODERS else frame[kind]
-        for kind in kinds
-    }

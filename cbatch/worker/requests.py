@@ -132,17 +132,21 @@ class Asked:
                 "op": "extend",
                 **extension_as_json(self.extended, self._origin()),
                 "n_tokens": self.n_more,
-                "stream": self.target.is_streamed,
+                **self._wishes(),
             }
         seconds = None if self.ends_s == math.inf else max(0.0, self.ends_s - now)
         return {
             "op": "run",
-            "stream": self.target.is_streamed,
+            **self._wishes(),
             "fed": self.is_fed,
             "may_wait": self.may_wait,
             "seconds": seconds,
             "age_s": round(now - self.submitted_s, 3),
         }
+
+    def _wishes(self) -> dict[str, bool]:
+        """Return how its chunks are to come."""
+        return {"stream": self.target.is_streamed, "by_token": self.target.wants_tokens}
 
     def _origin(self) -> Origin:
         """Return what it continues from, without a number that its worker does not know."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
 import cbatch
-from cbatch.checks import MAX_INT, check_choice, check_int, check_path, shown
+from cbatch.checks import MAX_INT, check_choice, check_int, check_keys, check_path, shown
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
-from cbatch.worker.framing import frame_writer, read_lines
-from cbatch.worker.host import Host, LogToOutbox
+from cbatch.worker.framing import FrameSink, read_lines
+from cbatch.worker.host import Ending, Host, LogToOutbox
 from cbatch.worker.outbox import Outbox
 from cbatch.worker.placement import place
 from cbatch.worker.wire import (
@@ -24,16 +27,20 @@ from cbatch.worker.wire import (
     loads,
     options_as_json,
     options_of_json,
+    plain_json,
     prompt_as_json,
     prompt_of_json,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import BinaryIO
 
     from cbatch.runtime.interface import Runtime
     from cbatch.worker.framing import Frames
+
+STALL_S = 30.0
+"""A client of a socket that takes nothing of its last output for so long is left, for others wait. Our choice."""
 
 
 def hello_of(
@@ -56,92 +63,166 @@ def hello_of(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A client's first line, checked."""
+
+    frames: Frames = "lines"
+    credit: int | None = None
+    """Bytes that the client takes before it grants more; None for any number."""
+    log_level: int = logging.WARNING
+    load: dict[str, Any] | None = None
+    """The model, where this process has none yet."""
+
+
 def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> None:
     """Load what a client's first line says and serve it; end when the client has no more lines.
 
     Args:
         source: where lines come from.
         sink: descriptor for frames.
-        leave: called when the client does not read any more.
+        leave: called at the end, where nobody hears what more there is to say.
     """
     lines = read_lines(source)
-    write = frame_writer(sink, "length")
+    first = next(lines, b"") or b""
     try:
-        hello = read_hello(next(lines, b"") or b"")
-        write = frame_writer(sink, frames_of(hello))
-        runtime = _load(hello.get("load"))
+        hello = read_hello(first)
+        runtime = _load(hello.load)
     except CBatchError as error:
-        write(dumps({"cbatch": VERSION, "error": error_as_json(error)}))
+        refuse(first, sink, error)
         return
     try:
-        serve(runtime, hello, lines, sink, leave)
+        if serve(runtime, hello, lines, sink) is not Ending.DONE:
+            leave()
     finally:
         runtime.close()
+
+
+def serve_client(
+    runtime: Runtime,
+    first: bytes | None,
+    lines: Iterable[bytes | None],
+    sink: int,
+    *,
+    options: RunOptions | None = None,
+    hang_up: Callable[[], object] | None = None,
+) -> Ending:
+    """Serve one client of a daemon that has its model, from its first line on; its requests are finished at the end.
+
+    Args:
+        runtime: nobody else gives it requests meanwhile; it stays open, without requests.
+        first: the client's first line; None for one that is too long.
+        lines: the others, as `read_lines` gives them.
+        sink: descriptor for frames.
+        options: defaults for every request.
+        hang_up: ends `lines` where the reader has left, or takes nothing for a while at the end; None for a
+            descriptor of the process itself, which ends then.
+    """
+    try:
+        hello = read_hello(first or b"")
+        if hello.load is not None:
+            raise ConfigError("load: this process has its model; leave it out")
+    except CBatchError as error:
+        refuse(first or b"", sink, error)
+        return Ending.DONE
+    return serve(runtime, hello, lines, sink, options=options, finishes=True, hang_up=hang_up)
 
 
 def serve(
     runtime: Runtime,
-    hello: Mapping[str, Any],
-    lines: Iterator[bytes | None],
+    hello: Hello,
+    lines: Iterable[bytes | None],
     sink: int,
-    leave: Callable[[], object],
     *,
+    options: RunOptions | None = None,
     finishes: bool = False,
-) -> None:
-    """Serve a runtime to a client whose first line is known, and close it in time for its last results.
+    hang_up: Callable[[], object] | None = None,
+) -> Ending:
+    """Serve a runtime to a client whose first line is known; see `serve_client`.
 
     Args:
-        runtime: whose requests are this client's alone.
+        runtime: as there.
         hello: the client's first line.
         lines: the others.
         sink: descriptor for frames.
-        leave: called when the client does not read any more.
+        options: as there.
         finishes: finish the requests in flight when the lines end; else they are cancelled.
+        hang_up: as there.
     """
-    credit = hello.get("credit")
-    if credit is not None:
-        credit = check_int("credit", credit, 1, MAX_INT)
-    write = frame_writer(sink, frames_of(hello))
+    frames = FrameSink(sink, hello.frames)
     try:
-        write(dumps(_ready(runtime)))
-    except OSError:  # it has left meanwhile
-        leave()
-        return
-    outbox = Outbox(write, leave, credit)
+        frames.write(dumps(_ready(runtime)))
+    except OSError:
+        return Ending.LEFT
+    outbox = Outbox(frames, lambda: host.leave(), hello.credit)
+    host = Host(runtime, outbox, options)
+    reader = threading.Thread(target=host.read, args=(lines,), name="cbatch-lines", daemon=True)
+    with _logs_to(outbox, hello.log_level):
+        reader.start()
+        try:
+            if host.wait() is Ending.LEFT and hang_up is not None:
+                hang_up()
+                reader.join()
+            return host.finish(is_patient=finishes)
+        finally:
+            outbox.close(None if hang_up is None else STALL_S)
+            if hang_up is not None:
+                hang_up()
+                reader.join()
+
+
+@contextmanager
+def _logs_to(outbox: Outbox, level: int) -> Iterator[None]:
+    """Send the log's lines of at least this level to a client."""
     handler, logger = LogToOutbox(outbox), logging.getLogger("cbatch")
+    handler.setLevel(level)
+    before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(check_int("log_level", hello.get("log_level", logging.WARNING), 0, 100))
-    host = Host(runtime, outbox, leave)
+    logger.setLevel(max(1, min(level, logger.getEffectiveLevel())))
     try:
-        is_closed = host.serve(lines)
-        if finishes and not is_closed:
-            host.finish()
-        runtime.close()
+        yield
     finally:
         logger.removeHandler(handler)
-        outbox.close()
+        logger.setLevel(before)
 
 
-def read_hello(line: bytes) -> dict[str, Any]:
+def read_hello(line: bytes) -> Hello:
     """Return a client's first line.
 
     Raises:
         ConfigError: it is not one, or of another version.
     """
-    hello = loads(line)
-    if hello.get("cbatch") != VERSION:
+    said = loads(line)
+    version = said.pop("cbatch", None)
+    if type(version) is not int or version != VERSION:
         raise ConfigError(
-            f'the first line must have "cbatch": {VERSION}, the version of the protocol, not '
-            f"{shown(hello.get('cbatch'))}"
+            f'the first line must have "cbatch": {VERSION}, the version of the protocol, not {shown(version)}'
         )
-    frames_of(hello)
-    return hello
+    check_keys("the first line", said, ("cbatch", *(f.name for f in fields(Hello))))
+    credit, load = said.get("credit"), said.get("load")
+    if not isinstance(load, dict | None):
+        raise ConfigError(f"load is a JSON object, not {shown(load)}")
+    return Hello(
+        frames=_frames_of(said),
+        credit=None if credit is None else check_int("credit", credit, 1, MAX_INT),
+        log_level=check_int("log_level", said.get("log_level", logging.WARNING), 0, 100),
+        load=load,
+    )
 
 
-def frames_of(hello: Mapping[str, Any]) -> Frames:
-    """Return how a client takes frames."""
-    frames = check_choice("frames", hello.get("frames", "lines"), "lines", "length")
+def _frames_of(said: Mapping[str, Any]) -> Frames:
+    frames = check_choice("frames", said.get("frames", "lines"), "lines", "length")
     return cast("Frames", frames)
+
+
+def refuse(first: bytes, sink: int, error: CBatchError) -> None:
+    """Tell a client, as its first line has it, why it is not served."""
+    frames: Frames = "lines"
+    with suppress(ConfigError):
+        frames = _frames_of(loads(first))
+    with suppress(OSError):
+        said = {"cbatch": VERSION, "error": error_as_json(error)}
+        FrameSink(sink, frames).write(dumps(plain_json(said)))
 
 
 def _ready(runtime: Runtime) -> dict[str, Any]:
@@ -154,16 +235,18 @@ def _ready(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-def _load(said: object) -> Runtime:
+def _load(said: dict[str, Any] | None) -> Runtime:
     """Load the model that a client's first line names."""
-    if not isinstance(said, dict):
-        raise ConfigError(f"the first line must have load, a JSON object, not {shown(said)}")
-    model = said.get("model")
+    if said is None:
+        raise ConfigError("the first line must have load: this process has no model yet")
+    check_keys("load", said, ("model", "settings", "look_ahead", "cores", "n_sharing"))
+    model, settings = said.get("model"), said.get("settings") or {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"settings are a JSON object, not {shown(settings)}")
     place(said.get("cores"))
-    options = EngineOptions.of(said.get("settings") or {})
     return open_local(
         None if model is None else check_path("model", model),
-        options,
+        EngineOptions.of(settings),
         _look_ahead(said.get("look_ahead")),
         bool,
         n_sharing=check_int("n_sharing", said.get("n_sharing", 1), 1, MAX_INT),

@@ -7,17 +7,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from cbatch import errors
-from cbatch.checks import shown
+from cbatch.checks import (
+    MAX_INT,
+    MAX_TIME_S,
+    check_choice,
+    check_int,
+    refuse_constant,
+    shown,
+    token_ids,
+)
 from cbatch.core.stats import EngineStats, Percentiles
 from cbatch.errors import CBatchError, ConfigError, RequestFailedError
 from cbatch.messages import BatchPrompt
-from cbatch.options import RunOptions
+from cbatch.options import MAX_SEED, RunOptions
 from cbatch.response import (
     BatchOutputChunk,
     BatchResult,
+    FinishReason,
     Timings,
     TokenLogprob,
     ToolCall,
@@ -25,6 +34,7 @@ from cbatch.response import (
 )
 from cbatch.runtime.output import Origin
 from cbatch.runtime.row_comparison import RowComparison
+from cbatch.runtime.slot_state import SlotState
 from cbatch.runtime.step_record import StepRecord, StepRow
 
 if TYPE_CHECKING:
@@ -35,32 +45,50 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of the protocol; both sides say theirs in their first line."""
 
+MAX_NUMBER = 2**53
+"""Whole numbers that programs in any language have. Source: RFC 8259, section 6."""
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+
 
 def dumps(value: object) -> bytes:
     """Return a value as one line of JSON in ASCII, without its end.
 
     Raises:
-        ConfigError: a value that JSON does not have.
+        ConfigError: a value that JSON does not have, as NaN.
     """
     try:
-        return json.dumps(value, separators=(",", ":")).encode()
+        return _ENCODER.encode(value).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"a worker process takes values of JSON alone: {error}") from None
 
 
 def loads(line: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """Return the object that a line or a frame holds.
+    """Return the object that a line or a frame holds. Of a name that occurs twice the last value counts.
 
     Raises:
         ConfigError: no JSON, or another value than an object.
     """
     try:
-        value = json.loads(bytes(line))
+        value = _DECODER.decode(str(line, "utf-8"))
     except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
         raise ConfigError(f"not a line of JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"a line is a JSON object, not {shown(value)}")
     return value
+
+
+def plain_json(value: object) -> object:
+    """Return a value with null for each number that JSON does not have, and text for what else it does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(plain_json, value)]
+    return value if isinstance(value, int | str | None) else str(value)
 
 
 # ---- to the worker ----
@@ -92,8 +120,10 @@ def prompt_of_json(said: object) -> BatchPrompt:
 
 
 def options_as_json(options: RunOptions) -> dict[str, Any]:
-    """Return the options that are set; a bias of −∞ as the text "-inf"."""
+    """Return the options that are set; a bias of −∞ as the text "-inf", no limit of time as the longest one."""
     given = {name: value for name in _OPTIONS if (value := getattr(options, name)) is not None}
+    if given.get("timeout_s") == math.inf:
+        given["timeout_s"] = MAX_TIME_S
     if bias := given.get("logit_bias"):
         given["logit_bias"] = {
             token: "-inf" if value == -math.inf else value for token, value in bias.items()
@@ -247,7 +277,7 @@ def error_of_json(said: Mapping[str, Any] | None) -> CBatchError | None:
 
 def _plain(value: object) -> object:
     """Return a value as JSON has it; another is shown as text."""
-    return value if isinstance(value, int | float | str | None) else str(value)
+    return plain_json(value) if isinstance(value, int | float | str | None) else str(value)
 
 
 # ---- figures ----
@@ -317,12 +347,15 @@ def comparison_of_json(said: Sequence[Any], first_slot: int = 0) -> RowCompariso
     )
 
 
+def slot_of_json(said: Mapping[str, Any], first_slot: int = 0) -> SlotState:
+    """Return the state of a slot; `first_slot` is added to its number."""
+    return SlotState(**{**said, "slot": said["slot"] + first_slot})
+
+
 def extension_as_json(result: BatchResult, origin: Origin) -> dict[str, Any]:
     """Return what a worker needs to go on from a result; see `extension_of_json`."""
     request = origin.request
-    return {
-        "item": prompt_as_json(request.prompt, request.id),
-        "options": options_as_json(request.options),
+    found = {
         "seed": request.sampling.seed,
         "number": origin.number,
         "token_ids": origin.token_ids,
@@ -331,26 +364,63 @@ def extension_as_json(result: BatchResult, origin: Origin) -> dict[str, Any]:
         "logprobs": logprobs_as_json(result.logprobs),
         "prompt_logprobs": logprobs_as_json(result.prompt_logprobs),
     }
+    return {
+        "item": prompt_as_json(request.prompt, request.id),
+        "options": options_as_json(request.options),
+        "result": found,
+    }
 
 
 def extension_of_json(
-    said: Mapping[str, Any], request_of: Callable[[BatchPrompt, str, RunOptions], Request]
+    item: object,
+    options: RunOptions,
+    said: object,
+    request_of: Callable[[BatchPrompt, str, RunOptions], Request],
 ) -> BatchResult:
-    """Return the result to go on from, as far as going on needs it."""
-    prompt = replace(prompt_of_json(said["item"]), options=None)  # they are among the merged ones
-    options = replace(options_of_json(said["options"]), seed=said["seed"])
-    usage, tokens = Usage(**said["usage"]), tuple(said["token_ids"])
-    request = request_of(prompt, str(prompt.id), options)
+    """Return the result to go on from, as far as going on needs it; `said` is the result as it came.
+
+    Raises:
+        ConfigError: something is missing, or malformed.
+    """
+    prompt = prompt_of_json(item)
+    if prompt.id is None:
+        raise ConfigError("the item of extend must have the id of its result")
+    merged = RunOptions.of(prompt.options).over(options)
+    try:
+        found = _extended(said)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CBatchError):
+            raise
+        what = f"{type(error).__name__}: {errors.words_of(error)}"
+        raise ConfigError(f"extend needs a result as it came: {what}") from None
+    merged = replace(merged, seed=found.seed, n=None, best_of=None)  # it is one of the choices
+    request = request_of(replace(prompt, options=None), prompt.id, merged)
+    number = said.get("number") if isinstance(said, Mapping) else None
+    origin = Origin(
+        request,
+        -1 if number is None else check_int("number", number, -1, MAX_NUMBER),
+        found.token_ids,
+        found.finish_reason,
+        found.usage,
+    )
+    return replace(found, id=request.id, origin=origin)
+
+
+def _extended(said: Any) -> BatchResult:
+    """Return the fields of a result that going on needs."""
+    given = {name: check_int(name, n, 0, MAX_INT) for name, n in said["usage"].items()}
     return BatchResult(
-        id=request.id,
+        id="",
         text="",
-        token_ids=tokens,
-        finish_reason=said["finish_reason"],
-        error=None,
-        usage=usage,
+        token_ids=token_ids("token_ids", said.get("token_ids", [])),
+        finish_reason=cast(
+            "FinishReason",
+            check_choice("finish_reason", said["finish_reason"], *get_args(FinishReason)),
+        ),
+        error=error_of_json(said.get("error")),
+        usage=Usage(**given),
         timings=Timings(0.0, None, 0.0, None, None),
-        seed=request.sampling.seed,
+        seed=check_int("seed", said["seed"], 0, MAX_SEED),
         logprobs=logprobs_of_json(said.get("logprobs")),
         prompt_logprobs=logprobs_of_json(said.get("prompt_logprobs")),
-        origin=Origin(request, said["number"], tokens, said["finish_reason"], usage),
     )

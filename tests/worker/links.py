@@ -50,7 +50,7 @@ class ThreadLink:
         lines = read_lines(self._source)
         first = next(lines, None)
         if first:
-            serve(self.runtime, read_hello(first), lines, self._out_write, self._leave)
+            serve(self.runtime, read_hello(first), lines, self._out_write)
         self.runtime.close()
         self._leave()
 

@@ -39,3 +39,14 @@ def test_model_facts_cross_the_border_whole(engine: Engine) -> None:
     with engine:
         facts = engine.model_facts
         assert (facts.n_vocab, facts.n_ctx_train, facts.adapters) == (320, 32, ())
+
+
+def test_slots_tell_their_requests_and_cells(engine: Engine) -> None:
+    with engine:
+        assert [(s.slot, s.status, s.n_cells) for s in engine.slots()] == [
+            (0, "free", 0),
+            (1, "free", 0),
+        ]
+        engine.run(["abc"], options={"max_tokens": 4, "ignore_eos": True}).results()
+        assert sorted(slot.n_cells for slot in engine.slots()) == [0, 6]
+        assert {slot.id for slot in engine.slots()} == {None}

@@ -1,0 +1,291 @@
+"""Commands of a program, and what it is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import Engine, RunOptions
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine_options import ScheduleOptions
+from cbatch.worker.host import Ending
+from tests.runtime.backends import GatedBackend
+from tests.worker.programs import Program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPTS = ["one", "two", "three", "four"]
+ALIKE = "a beginning that both prompts have, "
+
+
+@pytest.fixture
+def program() -> Iterator[Program]:
+    with Program(FakeBackend(2, 64)) as made:
+        assert made.read()["parallel"] == 2
+        yield made
+
+
+def answers(prompts: list[str], **options: Any) -> dict[str, str]:
+    """What an engine without a border says, by prompt."""
+    with Engine(FakeBackend(2, 64)) as engine:
+        results = engine.run(prompts, options=options).results()
+    return {prompt: result.text for prompt, result in zip(prompts, results, strict=True)}
+
+
+def test_input_that_ends_at_once_gets_all_answers(program: Program) -> None:
+    options = {"max_tokens": 9, "seed": 3}
+    items = [{"prompt": prompt, "id": prompt} for prompt in PROMPTS]
+    program.send("run", n=1, items=items, options=options)
+    found = program.rest()
+    assert found["replies"] == [[1, PROMPTS]]
+    assert {r["id"]: r["text"] for r in found["results"]} == answers(PROMPTS, **options)
+    assert sorted(found["admitted"]) == sorted(PROMPTS)
+    assert "chunks" not in found
+    assert program.ending is Ending.DONE
+
+
+def test_ids_that_are_left_out_are_in_the_reply(program: Program) -> None:
+    program.send("run", n="a", items=[{"prompt": "x"}, {"tokens": [65]}])
+    found = program.rest()
+    assert found["replies"] == [["a", ["0", "1"]]]
+    assert sorted(result["id"] for result in found["results"]) == ["0", "1"]
+
+
+def test_chunks_come_on_request_and_join_to_the_text(program: Program) -> None:
+    program.send("run", items=[{"prompt": "x", "id": "x"}], options={"max_tokens": 20}, stream=True)
+    found = program.rest()
+    [result] = found["results"]
+    assert "".join(text for _, text, *_ in found["chunks"]) == result["text"]
+    assert [t for _, _, tokens, *_ in found["chunks"] for t in tokens] == result["token_ids"]
+    assert [reason for *_, reason in found["chunks"]][-1] == result["finish_reason"]
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_by_token_has_tokens_come_that_are_no_text_yet(by_token: bool) -> None:
+    backend = GatedBackend(1, 64, hold_at=1)
+    with Program(backend) as program:
+        program.read()
+        options = {"max_tokens": 4, "seed": seed_of_half_a_character()}
+        program.send(
+            "run", items=[{"prompt": "x"}], options=options, stream=True, by_token=by_token
+        )
+        backend.wait_until_held()
+        program.send("count", n=1, item={"prompt": "x"})
+        found = program.read_until("replies")
+        assert [text for _, text, *_ in found.get("chunks", [])] == ([""] if by_token else [])
+        backend.release()
+
+
+def seed_of_half_a_character() -> int:
+    with Engine(FakeBackend(1, 64)) as engine:
+        for seed in range(1000):
+            result = engine.submit("x", options={"max_tokens": 1, "seed": seed}).result()
+            if result.token_ids and 0xC2 <= result.token_ids[0] < 0xF5:
+                return seed
+    raise AssertionError
+
+
+def test_pause_resume_slots_and_cancel_are_answered() -> None:
+    backend = GatedBackend(2, 64, hold_at=3)
+    with Program(backend) as program:
+        program.read()
+        program.call("run", items=[{"prompt": "abc", "id": "x", "options": {"max_tokens": 30}}])
+        backend.wait_until_held()
+        backend.release_when_asked()
+        assert program.call("pause", id="x") is True
+        assert program.call("pause", id="x") is False
+        first, second = program.call("slots")
+        assert (first["id"], first["status"], first["n_prompt"]) == ("x", "paused", 3)
+        assert first["n_cells"] == first["n_computed"] >= 3
+        assert (second["id"], second["status"]) == (None, "free")
+        assert program.call("resume", id="x") is True
+        assert program.call("cancel", ids=["x", "unknown"]) in (0, 1)
+        assert program.call("stats")["n_submitted"] == 1
+        assert program.call("cancel_all") == 0
+
+
+def test_paused_request_goes_on_when_the_input_ends() -> None:
+    backend = GatedBackend(1, 64, hold_at=2)
+    with Program(backend) as program:
+        program.read()
+        program.call("run", items=[{"prompt": "abc"}], options={"ignore_eos": True})
+        backend.wait_until_held()
+        backend.release_when_asked()
+        program.call("pause", id="0")
+        [result] = program.rest()["results"]
+    assert result["finish_reason"] == "window"
+
+
+def test_close_ends_requests_with_what_they_have_and_is_answered_last() -> None:
+    backend = GatedBackend(1, 1000, hold_at=5)
+    with Program(backend) as program:
+        program.read()
+        items = [{"prompt": "a", "id": "a"}, {"prompt": "b", "id": "b"}]
+        program.call("run", items=items, options={"ignore_eos": True})
+        backend.wait_until_held()
+        backend.release_when_asked()
+        program.send("close", n=7)
+        found = program.rest()
+    first, second = sorted(found["results"], key=lambda result: result["id"])
+    assert (first["finish_reason"], len(first["token_ids"]) > 0) == ("cancelled", True)
+    assert second["error"]["type"] == "RequestCancelledError"
+    assert found["replies"] == [[7, None]]
+    assert program.ending is Ending.DONE
+
+
+def test_extend_takes_a_result_as_it_came(program: Program) -> None:
+    item = {"prompt": "abc", "id": "x"}
+    options = {"max_tokens": 5, "ignore_eos": True, "seed": 3}
+    program.send("run", items=[item], options=options)
+    [result] = program.read_until("results")["results"]
+    again = {"item": item, "options": options, "result": result}
+    program.send("extend", n=1, n_tokens=4, **again)
+    found = program.rest()
+    [longer] = found["results"]
+    assert found["replies"] == [[1, "x"]]
+    [whole] = answers(["abc"], max_tokens=9, ignore_eos=True, seed=3).values()
+    assert (longer["text"], len(longer["token_ids"])) == (whole, 9)
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"result": None}, "result as it came"),
+        ({"result": {"usage": {}}}, "result as it came"),
+        ({"token_ids": [4000] * 5}, "not in the vocabulary"),
+        ({"token_ids": ["a"]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"usage": {"prompt_tokens": 0.5, "completion_tokens": 1}}, "prompt_tokens"),
+        ({"usage": 5}, "result as it came"),
+        ({"finish_reason": "soon"}, "finish_reason"),
+        ({"number": "x"}, "number"),
+        ({"seed": -1}, "seed"),
+        ({"logprobs": [[1, 2, 3, 4]]}, "result as it came"),
+        ({"item": {"prompt": "abc"}}, "id"),
+        ({"n_tokens": 0}, "n_tokens"),
+    ],
+)
+def test_wrong_extension_is_refused_by_name(
+    program: Program, changed: dict[str, Any], word: str
+) -> None:
+    item = {"prompt": "abc", "id": "x"}
+    program.send("run", items=[item], options={"max_tokens": 5, "ignore_eos": True})
+    [result] = program.read_until("results")["results"]
+    fields = {"item": item, "result": result, "n_tokens": 4}
+    in_result = {key: value for key, value in changed.items() if key not in fields}
+    fields |= {**changed, **({"result": {**result, **in_result}} if in_result else {})}
+    fields = {key: value for key, value in fields.items() if key not in in_result}
+    program.send("extend", n=1, **fields)
+    [[number, value, error]] = program.read_until("replies")["replies"]
+    assert (number, value) == (1, None)
+    assert word in error["message"]
+    assert program.call("count", item=item) == 3
+
+
+def test_result_with_a_foreign_number_gets_no_foreign_cells(program: Program) -> None:
+    """The number names the cells of a request: that of another one must not give its cells."""
+    options = {"max_tokens": 5, "ignore_eos": True, "seed": 3}
+    results = []
+    mine, other = ALIKE + "1", ALIKE + "2"
+    for prompt in (mine, other):
+        program.send("run", items=[{"prompt": prompt, "id": prompt}], options=options)
+        results += program.read_until("results")["results"]
+    forged = {**results[0], "number": results[1]["number"]}
+    item = {"prompt": mine, "id": mine}
+    program.send("extend", item=item, options=options, result=forged, n_tokens=4)
+    [longer] = program.rest()["results"]
+    [whole] = answers([mine], max_tokens=9, ignore_eos=True, seed=3).values()
+    assert longer["text"] == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        (b'{"op": "run", "n": 1, "items": [], "max_tokens": 3}', "max_tokens"),
+        (b'{"op": "run", "n": 1}', "items"),
+        (b'{"op": "run", "n": 1, "items": [{"prompt": "x", "text": "y"}]}', "text"),
+        (b'{"op": "run", "n": 1, "items": [{"prompt": "x", "options": {"tmp": 1}}]}', "tmp"),
+        (b'{"op": "run", "n": 1, "items": [{"prompt": "x"}], "options": [1]}', "options"),
+        (b'{"op": "cancel", "n": 1, "ids": "x"}', "ids"),
+        (b'{"op": "cancel", "n": 1, "ids": ["a\\u00000"]}', "no request"),
+        (b'{"op": "stats", "n": 1, "slot": 3}', "slot"),
+        (b'{"op": "dance", "n": 1}', "dance"),
+        (b'{"n": 1}', "op"),
+    ],
+)
+def test_wrong_command_is_answered_by_name(program: Program, line: bytes, word: str) -> None:
+    program.raw(line)
+    [[number, value, error]] = program.read_until("replies")["replies"]
+    assert (number, value) == (1, None)
+    assert word in error["message"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"[1]", b'{"op": "stats", "n": [1]}', b'{"op": "stats", "n": NaN}', b"\xff\x00", b"x"],
+)
+def test_line_without_a_number_is_answered_among_errors(program: Program, line: bytes) -> None:
+    program.raw(line)
+    [error] = program.read_until("errors")["errors"]
+    assert error["type"] == "ConfigError"
+
+
+def test_empty_lines_and_those_of_windows_are_taken(program: Program) -> None:
+    program.raw(b'\r\n\n  \r\n{"op": "count", "n": 1, "item": {"prompt": "abc"}}\r')
+    assert program.rest() == {"replies": [[1, 3]]}
+
+
+def test_last_line_needs_no_end(program: Program) -> None:
+    program.input.write(b'{"op": "count", "n": 1, "item": {"prompt": "abc"}}')
+    assert program.rest() == {"replies": [[1, 3]]}
+
+
+def test_defaults_of_the_daemon_count_where_a_program_says_nothing() -> None:
+    with Program(FakeBackend(1, 64), options=RunOptions(max_tokens=3, ignore_eos=True)) as program:
+        program.read()
+        program.send("run", items=[{"prompt": "a"}, {"prompt": "b", "options": {"max_tokens": 5}}])
+        found = program.rest()
+    assert sorted(len(r["token_ids"]) for r in found["results"]) == [3, 5]
+
+
+def test_queue_that_is_full_is_answered_and_nothing_stays() -> None:
+    backend = GatedBackend(1, 64, hold_at=1)
+    schedule = ScheduleOptions(max_queue=1, when_full="reject")
+    with Program(backend, schedule=schedule) as program:
+        program.read()
+        program.call("run", items=[{"prompt": "a"}, {"prompt": "b"}])
+        backend.wait_until_held()
+        backend.release_when_asked()
+        program.send("run", n=2, items=[{"prompt": "c"}, {"prompt": "d"}, {"prompt": "e"}])
+        found = program.rest()
+    [[_, _, error]] = found["replies"]
+    assert error["type"] == "QueueFullError"
+    assert len(found["results"]) == 2
+
+
+def test_requests_that_wait_for_room_are_answered_when_it_comes() -> None:
+    with Program(FakeBackend(1, 64), schedule=ScheduleOptions(max_queue=0)) as program:
+        program.read()
+        for i in range(20):
+            program.send(
+                "run", n=i, items=[{"prompt": "a", "id": str(i)}], options={"max_tokens": 2}
+            )
+        found = program.rest()
+    assert sorted(found["replies"]) == [[i, [str(i)]] for i in range(20)]
+    assert len(found["results"]) == 20
+
+
+def test_failed_engine_is_told_and_ends_the_time() -> None:
+    class Broken(FakeBackend):
+        def run(self, plan: Any) -> Any:
+            raise MemoryError("no more")
+
+    with Program(Broken(1, 64)) as program:
+        program.read()
+        program.send("run", items=[{"prompt": "a"}])
+        found: dict[str, Any] = program.read_until("died")
+        assert "died" in found
+        program.rest()
+    assert program.ending is Ending.FAILED

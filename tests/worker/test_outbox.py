@@ -1,0 +1,259 @@
+"""What waits for a reader that is slow, or takes only what it has granted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import BatchOutputChunk, BatchPrompt, BatchResult, RunOptions
+from cbatch.backend.fake import FakeBackend
+from cbatch.response import Timings, Usage
+from cbatch.runtime.ids import own_id
+from cbatch.runtime.interface import Submission
+from cbatch.worker.framing import FrameSink
+from cbatch.worker.outbox import N_ANSWERS_MAX, N_FRAME_BYTES, Outbox
+from tests.runtime.backends import PATIENCE_S
+from tests.worker.programs import Program, add, strict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+N_TOKENS = 5000
+
+
+class Piped:
+    """An outbox that writes lines to a pipe."""
+
+    def __init__(self, credit: int | None = None) -> None:
+        self.fd, self._sink = os.pipe()
+        self.left = threading.Event()
+        self.outbox = Outbox(FrameSink(self._sink, "lines"), self.left.set, credit)
+        self._pieces = b""
+
+    def deliver(self, *ids: str, result: bool = False, n_tokens: int = N_TOKENS) -> None:
+        """Deliver tokens of requests one by one, and their results."""
+        for i in range(n_tokens):
+            self.outbox.deliver([BatchOutputChunk(id, f"{i} ", (i,)) for id in ids], [])
+        if result:
+            self.outbox.deliver([], [result_of(id) for id in ids])
+
+    def read(self, n_bytes: int = 2**16) -> dict[str, Any]:
+        """Return the next frame, read in pieces of some bytes."""
+        while b"\n" not in self._pieces:
+            piece = os.read(self.fd, n_bytes)
+            assert piece, "the outbox has ended"
+            self._pieces += piece
+        line, _, self._pieces = self._pieces.partition(b"\n")
+        return strict(line)
+
+    def rest(self) -> dict[str, list[Any]]:
+        """Close the outbox; return what it says, by kind."""
+        closing = threading.Thread(target=self.outbox.close)
+        closing.start()
+        with open(self.fd, "rb", closefd=False) as source:
+            threading.Thread(target=self._hang_up_after, args=(closing,)).start()
+            found: dict[str, list[Any]] = {}
+            for line in (self._pieces + source.read()).splitlines():
+                add(found, strict(line))
+        return found
+
+    def _hang_up_after(self, closing: threading.Thread) -> None:
+        closing.join()
+        os.close(self._sink)
+
+
+@contextmanager
+def piped(credit: int | None = None) -> Iterator[Piped]:
+    made = Piped(credit)
+    yield made
+    os.close(made.fd)
+
+
+def result_of(id: str) -> BatchResult:
+    times = Timings(0.0, None, 0.0, None, None)
+    return BatchResult(id, "text", (1,), "stop", None, Usage(1, 1), times, 0)
+
+
+def tokens_of(chunks: Sequence[Any], id: str) -> list[int]:
+    return [token for i, _, tokens, *_ in chunks if i == id for token in tokens]
+
+
+def test_chunks_that_wait_for_credit_are_one_for_each_answer() -> None:
+    with piped(credit=1) as reader:
+        reader.deliver("a", "b", n_tokens=1)
+        first = reader.read()["chunks"]
+        reader.deliver("a", "b", "c")
+        reader.outbox.grant(10 * N_FRAME_BYTES)
+        found = reader.rest()["chunks"]
+    assert len(found) <= 4  # what was left of the first, and one of each
+    for id in ("a", "b"):
+        assert tokens_of([*first, *found], id) == [0, *range(N_TOKENS)]
+    [(_, text, *_)] = [chunk for chunk in found if chunk[0] == "c"]
+    assert text == "".join(f"{i} " for i in range(N_TOKENS))
+
+
+def test_reader_that_grants_a_byte_at_a_time_gets_all_in_order() -> None:
+    with piped(credit=1) as reader:
+        reader.deliver("a", "b", result=True, n_tokens=100)
+        found: dict[str, list[Any]] = {}
+        n_frames = 0
+        while len(found.get("results", ())) < 2:
+            frame = reader.read()
+            n_frames += 1
+            assert sum(map(len, frame.values())) == 1, "one value uses up the byte"
+            add(found, frame)
+            for _ in range(len(json.dumps(frame, separators=(",", ":"))) + 1):
+                reader.outbox.grant(1)
+        assert reader.rest() == {}
+    assert tokens_of(found["chunks"], "a") == tokens_of(found["chunks"], "b") == [*range(100)]
+    assert n_frames >= 4
+
+
+def test_reader_that_takes_a_byte_at_a_time_gets_all_in_order() -> None:
+    with piped() as reader:
+        reader.deliver("a", result=True, n_tokens=1000)
+        found: dict[str, list[Any]] = {}
+        while "results" not in found:
+            add(found, reader.read(1))
+        assert reader.rest() == {}
+    assert tokens_of(found["chunks"], "a") == [*range(1000)]
+
+
+def test_reply_comes_behind_output_but_does_not_wait_for_credit() -> None:
+    with piped(credit=1) as reader:
+        reader.deliver("a", n_tokens=1)
+        assert "chunks" in reader.read()
+        reader.deliver("a", result=True)
+        reader.outbox.put("replies", (1, "x"))
+        assert reader.read() == {"replies": [[1, "x"]]}
+        reader.outbox.grant(10 * N_FRAME_BYTES)
+        reader.outbox.put("replies", (2, "y"))
+        found: dict[str, list[Any]] = {}
+        while "replies" not in found:
+            frame = reader.read()
+            add(found, frame)
+        assert [*found] == ["chunks", "results", "replies"]
+        reader.rest()
+
+
+def test_long_output_is_cut_into_frames() -> None:
+    with piped() as reader:
+        reader.outbox.put("replies", (0, "x" * 2**17))  # until it is read, the rest waits
+        for i in range(100):
+            text = "x" * (N_FRAME_BYTES // 8)
+            reader.outbox.deliver([BatchOutputChunk(f"{i}", text, (1,))], [])
+        sizes: list[int] = []
+        while sum(sizes) < 100 * N_FRAME_BYTES // 8:
+            sizes.append(sum(len(text) for _, text, *_ in reader.read().get("chunks", ())))
+        reader.rest()
+    assert max(sizes) <= 2 * N_FRAME_BYTES
+
+
+def test_id_is_taken_until_its_result_is_written() -> None:
+    with piped(credit=1) as reader:
+        reader.deliver("a", n_tokens=1)
+        reader.read()
+        reader.outbox.deliver([], [result_of("a")])
+        assert reader.outbox.holds_result_of("a")
+        reader.outbox.grant(10_000)
+        reader.read()
+        assert not reader.outbox.holds_result_of("a")
+        reader.rest()
+
+
+def test_value_that_json_does_not_have_becomes_null() -> None:
+    with piped() as reader:
+        reader.outbox.put("replies", (1, {"nan": math.nan, "inf": [-math.inf], "other": {1}}))
+        [[_, value]] = reader.rest()["replies"]
+    assert value == {"nan": None, "inf": [None], "other": "{1}"}
+
+
+def test_reader_that_leaves_is_noticed_and_nothing_is_kept() -> None:
+    reader = Piped()
+    os.close(reader.fd)
+    reader.deliver("a", n_tokens=10)
+    assert reader.left.wait(PATIENCE_S)
+    reader.deliver("a", result=True, n_tokens=10)
+    reader.outbox.close()
+
+
+def test_reader_that_takes_nothing_at_the_end_is_left() -> None:
+    reader = Piped()
+    reader.outbox.deliver([BatchOutputChunk("a", "x" * 2**20, ())], [])
+    reader.outbox.close(patience_s=0.01)
+    os.close(reader.fd)
+    assert reader.left.wait(PATIENCE_S)
+
+
+def test_no_more_lines_are_read_while_replies_wait() -> None:
+    with piped() as reader:
+        for i in range(N_ANSWERS_MAX + 100):
+            reader.outbox.put("replies", (i, "x" * 1000))
+        waiting = threading.Thread(target=reader.outbox.wait_for_room)
+        waiting.start()
+        numbers: list[int] = []
+        while len(numbers) < N_ANSWERS_MAX + 100:
+            numbers += [number for number, _ in reader.read()["replies"]]
+        waiting.join()
+        reader.rest()
+    assert numbers == [*range(N_ANSWERS_MAX + 100)]
+
+
+def test_admitted_requests_are_told_later_without_credit() -> None:
+    with piped(credit=1) as reader:
+        reader.outbox.put_at_once("admitted", ["a"])
+        reader.outbox.put_at_once("admitted", ["b"])
+        assert reader.read() == {"admitted": ["a"]}
+        assert reader.rest() == {"admitted": ["b"]}
+
+
+class Awaited:
+    """The target of a request of the test's own."""
+
+    is_streamed = wants_tokens = False
+
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+
+    def deliver(self, chunks: object, results: object) -> None:
+        if results:
+            self.has_ended.set()
+
+    def expect_choices(self, n: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("hello", [{}, {"credit": 1}], ids=["never reads", "grants nothing"])
+def test_engine_goes_on_where_nobody_reads_and_all_is_there_at_the_end(
+    hello: dict[str, Any],
+) -> None:
+    n_requests = 300
+    with Program(FakeBackend(1, 128), **hello) as program:
+        items = [{"prompt": "a", "id": f"request {i}"} for i in range(n_requests)]
+        options = {"max_tokens": 100, "ignore_eos": True}
+        program.send("run", items=items, options=options, stream=True)
+        program.read()
+        program.send("count", n=1, item={"prompt": "x"})
+        program.read_until("replies")
+        wait_for_turn(program)
+        found = program.rest()
+    assert len(found["results"]) == n_requests
+    for result in found["results"][-100:]:  # the pipe takes some of the first
+        chunks = [chunk for chunk in found["chunks"] if chunk[0] == result["id"]]
+        assert len(chunks) == 1
+        assert chunks[0][1] == result["text"]
+
+
+def wait_for_turn(program: Program) -> None:
+    """Wait until a request of the test's own has had its turn, behind all that came before."""
+    target = Awaited()
+    prompt, id = BatchPrompt(prompt="last"), own_id("own")
+    options = RunOptions(max_tokens=1)
+    program.runtime.add(Submission([prompt], [id], [""], options, math.inf, target))()
+    assert target.has_ended.wait(PATIENCE_S)
