@@ -131,7 +131,7 @@ def read_line(data: bytes) -> Line | None:
 
 
 def _check_text(data: bytes, text: str) -> None:
-    if len(data) > MAX_LINE:
+    if len(data.rstrip(b"\r\n")) > MAX_LINE:
         raise _WrongError(f"the line has more than {MAX_LINE:,} bytes")
     if "\0" in text:
         raise _WrongError("the line has a NUL byte")

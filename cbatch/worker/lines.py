@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cbatch.errors import CBatchError, EngineClosedError, PromptError, words_of
@@ -22,6 +22,7 @@ from cbatch.worker.line_commands import (
     read_line,
 )
 from cbatch.worker.prompt_file import read_prompt
+from cbatch.worker.slot_table import Request, SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,42 +104,6 @@ class Output(Protocol):
         """Write a line of text."""
 
 
-@dataclass(eq=False, slots=True)
-class Request:
-    """One request from its START to its end. It is paused while no token is due."""
-
-    id: int
-    slot: int
-    epoch: int
-    key: str
-    """What the machine calls it: no other request ever has the same, so that late output finds nobody."""
-    n_prompt: int
-    n_total: int
-    quantum: int | None
-    """Tokens of a turn; None for one that runs to its end."""
-    n_emitted: int = 0
-    n_due: int = 0
-    """Tokens that the turn may still bring; 0 while it is paused."""
-    n_skip: int = 0
-    """Tokens to come that were given out before it was continued."""
-    n_more: int = 0
-    """Tokens of the turn beyond those that are due: the machine pauses in the middle of a long one."""
-    is_in_prompt: bool = True
-    """Whether it has brought nothing yet, for its prompt is being computed."""
-    later: deque[int] = field(default_factory=deque)
-    """Turns that were asked for while one ran."""
-
-    @property
-    def n_left(self) -> int:
-        """Tokens that may still come."""
-        return self.n_total - self.n_emitted
-
-    @property
-    def position(self) -> int:
-        """Tokens of prompt and output so far."""
-        return self.n_prompt + self.n_emitted
-
-
 class Lines:
     """Does what lines say, and tells what came of it. Every method from one thread; none waits.
 
@@ -148,13 +113,7 @@ class Lines:
 
     def __init__(self, machine: Machine, output: Output, *, is_tagged: bool) -> None:
         self._machine, self._out, self._is_tagged = machine, output, is_tagged
-        self._slots: list[Request | None] = [None] * machine.n_slots
-        """Each slot's active request."""
-        self._epochs = [0] * machine.n_slots
-        self._ended: dict[int, tuple[Request, BatchResult]] = {}
-        """Requests that CONTINUE may take up again, by id: their slots have had no other since."""
-        self._cursor = 0
-        """The slot that the next turn is looked for from."""
+        self._slots = SlotTable(machine.n_slots)
         self._scheduled: deque[Scheduled] = deque()
         self._prompts: deque[tuple[int, int, Generate]] = deque()
         """Prompts that are answered one after the other, with ids and slots."""
@@ -164,11 +123,7 @@ class Lines:
     @property
     def is_done(self) -> bool:
         """Whether no line will come and nothing is left to do."""
-        return self._is_ending and not (self._scheduled or self._prompts or self._active)
-
-    @property
-    def _active(self) -> list[Request]:
-        return [request for request in self._slots if request is not None]
+        return self._is_ending and not (self._scheduled or self._prompts or self._slots.active)
 
     # ---- what comes in ----
 
@@ -187,18 +142,19 @@ class Lines:
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
         """Take new tokens of requests, and results of those that ended."""
-        requests = {request.key: request for request in self._active}
+        requests = {request.key: request for request in self._slots.active}
+        over: list[Request] = []
         for chunk in chunks:
             request = requests.get(chunk.id)
             if request is not None:
                 self._take_tokens(request, chunk.token_ids)
                 if chunk.finish_reason is None and not request.n_due:
-                    self._end_turn(request)
+                    over.append(request)
         for _, result in results:
             request = requests.get(result.id)
             if request is not None:
                 self._take_end(request, result)
-        self._advance()
+        self._advance(over)
 
     def end_input(self) -> None:
         """Take no more lines: what is active is drained."""
@@ -211,12 +167,12 @@ class Lines:
         self._is_ending = True
         self._scheduled.clear()
         self._prompts.clear()
-        self._cancel(self._active)
+        self._cancel(self._slots.active)
 
     def fail(self, error: EngineClosedError) -> None:
         """End all requests, for the engine has stopped."""
         self._out.say(f"error: {words_of(error)}")
-        for request in self._active:
+        for request in self._slots.active:
             self._end(request, "failed")
         self._scheduled.clear()
         self._prompts.clear()
@@ -241,9 +197,9 @@ class Lines:
         elif isinstance(command, Generate):
             self._put(self._prompts, (line.id or 0, line.slot or 0, command))
         elif isinstance(command, ListSlots):
-            self._list_slots()
+            self._out.say(f"LIST_TARGET_CACHE_SLOTS {self._slots.slots_said()}")
         elif isinstance(command, ListRequests):
-            self._list_requests()
+            self._out.say(f"LIST_REQUESTS {self._slots.requests_said()}".rstrip())
         else:
             if isinstance(command, Batch) and not self._is_tagged:
                 raise LineError(None, "requests share steps with --stream-tagged alone")
@@ -255,10 +211,10 @@ class Lines:
         waiting.append(command)
 
     def _start(self, id: int, slot: int | None, command: Start) -> None:
-        if self._find(id) is not None:
+        if self._slots.find(id) is not None:
             raise LineError(id, f"request {id} is active already")
         if slot is None:
-            slot = next((i for i, owner in enumerate(self._slots) if owner is None), None)
+            slot = self._slots.first_free()
         if slot is None:
             raise LineError(id, f"no slot of {len(self._slots)} is free")
         self._begin(id, slot, command.path, command.n_total, command.n_quantum)
@@ -273,29 +229,21 @@ class Lines:
             what = "no command, and no prompt: " if quantum is None else ""
             raise LineError(id, f"{what}{error}") from None
         self._check_window(id, len(tokens), n_total)
-        key = f"{id}.{slot}.{self._epochs[slot]}"
+        key = f"{id}.{slot}.{self._slots.epoch(slot)}"
         self._machine.start(key, tokens, n_total, quantum, slot)
-        request = Request(id, slot, self._epochs[slot], key, len(tokens), n_total, quantum)
+        request = Request(id, slot, self._slots.epoch(slot), key, len(tokens), n_total, quantum)
         request.n_due = min(quantum or n_total, n_total)
-        self._enter(request)
+        self._slots.enter(request)
         what = f"{len(tokens)} + {n_total} tokens, in turns of {quantum or n_total}"
         self._out.say(f"started in slot {slot}: {what}", id)
-
-    def _enter(self, request: Request) -> None:
-        self._slots[request.slot] = request
-        self._ended = {
-            id: found
-            for id, found in self._ended.items()
-            if id != request.id and found[0].slot != request.slot
-        }
 
     def _check_free(self, id: int, slot: int) -> None:
         if slot >= len(self._slots):
             raise LineError(id, f"slot {slot} is out of range: there are {len(self._slots)}")
-        owner = self._slots[slot]
+        owner = self._slots.owner(slot)
         if owner is not None:
             raise LineError(id, f"slot {slot} has request {owner.id}, which is active")
-        if not self._is_tagged and self._active:
+        if not self._is_tagged and self._slots.active:
             raise LineError(id, "one request at a time runs without --stream-tagged")
 
     def _check_window(self, id: int, n_before: int, n_more: int) -> None:
@@ -304,17 +252,24 @@ class Lines:
             raise LineError(id, f"{n_before} + {n_more} tokens are more than a slot's {n_window}")
 
     def _continue(self, id: int, slot: int | None, n_tokens: int) -> None:
-        request = self._find(id)
-        found = self._ended.get(id) if request is None else (request, None)
-        if found is None:
+        request = self._slots.find(id)
+        kept = self._slots.kept(id)
+        known = request or (kept and kept[0])
+        if known is None:
             raise LineError(id, f"request {id} is not active, and has nothing to go on from")
-        if slot not in (None, found[0].slot):
-            raise LineError(id, f"request {id} is in slot {found[0].slot}, not in {slot}")
-        if request is None:
-            self._take_up(*self._ended[id], n_tokens)
-        elif sum(request.later) + request.n_due + request.n_more >= request.n_left:
-            raise LineError(id, f"request {id} has turns for all of its {request.n_left} tokens")
-        elif request.n_due:
+        if slot not in (None, known.slot):
+            raise LineError(id, f"request {id} is in slot {known.slot}, not in {slot}")
+        if request is None and kept is not None:
+            self._take_up(*kept, n_tokens)
+        elif request is not None:
+            self._grant(request, n_tokens)
+
+    def _grant(self, request: Request, n_tokens: int) -> None:
+        """Give a request a turn, now or behind the one that runs."""
+        if sum(request.later) + request.n_due + request.n_more >= request.n_left:
+            what = f"request {request.id} has turns for all of its {request.n_left} tokens"
+            raise LineError(request.id, what)
+        if request.n_due:
             request.later.append(n_tokens)
         else:
             self._run([request], n_tokens)
@@ -325,11 +280,11 @@ class Lines:
         self._check_window(old.id, old.position, n_tokens)
         key = self._machine.extend(result, n_tokens)
         n_due = min(n_tokens, old.quantum or n_tokens)
-        self._enter(
+        self._slots.enter(
             replace(
                 old,
                 key=key,
-                epoch=self._epochs[old.slot],
+                epoch=self._slots.epoch(old.slot),
                 n_total=old.n_emitted + n_tokens,
                 n_skip=old.n_emitted,
                 n_due=n_due,
@@ -341,10 +296,11 @@ class Lines:
 
     def _cancel_id(self, id: int) -> None:
         """End a request, and prompts with its id that wait; late or for nobody it has no effect."""
-        request, waiting = self._find(id), [p for p in self._prompts if p[0] == id]
-        self._ended.pop(id, None)
+        request, waiting = self._slots.find(id), [p for p in self._prompts if p[0] == id]
+        self._slots.forget(id)
         for prompt in waiting:
             self._prompts.remove(prompt)
+            self._out.say("cancelled while it waited", id)
             self._out.mark(id, END)
         if request is not None:
             self._cancel([request])
@@ -352,39 +308,27 @@ class Lines:
             self._out.say("cancelled already, or never active", id)
 
     def _cancel(self, requests: Sequence[Request]) -> None:
-        with suppress(EngineClosedError):
-            self._machine.cancel([request.key for request in requests])
+        if requests:
+            with suppress(EngineClosedError):
+                self._machine.cancel([request.key for request in requests])
         for request in requests:
             self._end(request, "cancelled")
 
-    def _list_slots(self) -> None:
-        said = [
-            f"{i}:{request.id}:{request.position}:{epoch}" if request else f"{i}:-:0:{epoch}"
-            for i, (request, epoch) in enumerate(zip(self._slots, self._epochs, strict=True))
-        ]
-        self._out.say(" ".join(["LIST_TARGET_CACHE_SLOTS", *said]))
-
-    def _list_requests(self) -> None:
-        said = [
-            f"{r.id}:{r.slot}:{r.n_left}:{r.n_emitted}:{r.quantum or 0}:{r.epoch}"
-            for r in self._active
-        ]
-        self._out.say(" ".join(["LIST_REQUESTS", *said]))
-
     def _refuse(self, id: int | None, words: str) -> None:
         """Tell what is wrong with a line, with a frame that ends it: -4 where the id's request lives on."""
-        lives = self._find(id or 0) is not None if self._is_tagged else bool(self._active)
+        lives = (
+            self._slots.find(id or 0) is not None if self._is_tagged else bool(self._slots.active)
+        )
         self._out.say(f"error in line {self._n_lines}: {words}", id or 0)
         self._out.mark(id or 0, MORE if lives else END)
 
-    def _find(self, id: int) -> Request | None:
-        return next((request for request in self._active if request.id == id), None)
-
     # ---- turns ----
 
-    def _advance(self) -> None:
-        """Begin what may begin now."""
+    def _advance(self, over: Sequence[Request] = ()) -> None:
+        """Begin what may begin now, where the turns of some requests are over."""
         try:
+            for request in over:
+                self._end_turn(request)
             self._answer_prompts()
             while self._scheduled and self._may_go(self._scheduled[0]):
                 if self._go(self._scheduled[0]):
@@ -394,10 +338,10 @@ class Lines:
 
     def _answer_prompts(self) -> None:
         """Begin the next of the prompts that are answered one after the other."""
-        while self._prompts and all(request.quantum for request in self._active):
+        while self._prompts and all(request.quantum for request in self._slots.active):
             id, slot, command = self._prompts.popleft()
             try:
-                if self._find(id) is not None:
+                if self._slots.find(id) is not None:
                     raise LineError(id, f"request {id} is active already")
                 self._begin(id, slot, command.path, command.n_tokens, None)
             except LineError as error:
@@ -408,39 +352,34 @@ class Lines:
 
         A long prompt holds up nobody: it is waited for only where too few others can take a turn.
         """
-        running = [request for request in self._active if request.quantum and request.n_due]
+        running = [request for request in self._slots.active if request.quantum and request.n_due]
         n_wanted = 2 if isinstance(command, Batch) else 1
-        has_enough = len(self._in_turn()) >= n_wanted
+        has_enough = len(self._slots.in_turn()) >= n_wanted
         return not running or (has_enough and all(request.is_in_prompt for request in running))
-
-    def _in_turn(self) -> list[Request]:
-        """Return the paused requests from the cursor on."""
-        slots = self._slots[self._cursor :] + self._slots[: self._cursor]
-        return [r for r in slots if r is not None and r.quantum and not r.n_due]
 
     def _go(self, command: Scheduled) -> bool:
         """Do a scheduling command, or one round of it; return whether all of it is done."""
-        requests = self._in_turn()
+        requests = self._slots.in_turn()
         if isinstance(command, Batch):
             return self._share(command, requests[: command.n_most])
         name = "SCHED_STEP" if isinstance(command, Step) else "SCHED_DRAIN"
+        # the last drain came with the end of the input: nobody has asked for it
+        is_asked_for = not self._is_ending or len(self._scheduled) > 1
+        if not requests and is_asked_for:
+            self._out.say(f"{name}: idle")
         if not requests:
-            if (
-                not self._is_ending or len(self._scheduled) > 1
-            ):  # the last one came with the end of the input
-                self._out.say(f"{name}: idle")
-        elif isinstance(command, Step):
-            self._run(requests[:1])
-            self._pass(requests[0])
-        else:
+            return True
+        if isinstance(command, Drain):
             self._run(requests)
             return False
+        self._run(requests[:1])
+        self._slots.pass_on(requests[0])
         return True
 
     def _share(self, command: Batch, requests: list[Request]) -> bool:
         """Do a command of steps that requests share, or one round of it; return whether all of it is done."""
         if command.kind == "tail":
-            requests = [request for request in self._in_turn() if request.n_left == 1]
+            requests = [request for request in self._slots.in_turn() if request.n_left == 1]
             requests = requests[: command.n_most]
         said = " ".join(f"{r.id}:{r.slot}:{r.position}" for r in requests)
         self._out.say(f"{_NAMES[command.kind]} rows={len(requests)} {said}".rstrip())
@@ -454,7 +393,7 @@ class Lines:
             self._run(requests, min(min(r.quantum or 1, r.n_left) for r in requests))
         else:
             return True
-        self._pass(requests[-1])
+        self._slots.pass_on(requests[-1])
         return command.kind != "drain"
 
     def _compare(self, requests: Sequence[Request]) -> None:
@@ -471,10 +410,6 @@ class Lines:
         self._out.say(
             f"SCHED_BATCH_PROBE compared={len(rows)} differences={len(wrong)} {said}".rstrip()
         )
-
-    def _pass(self, last: Request) -> None:
-        """Let the next turn be that of a slot behind this one."""
-        self._cursor = (last.slot + 1) % len(self._slots)
 
     def _run(self, requests: Sequence[Request], n_tokens: int | None = None) -> None:
         """Give paused requests a turn together: of `n_tokens`, or each its quantum."""
@@ -509,12 +444,11 @@ class Lines:
             return
         self._end(request, f"{result.finish_reason}, {request.n_emitted} tokens")
         if result.finish_reason == "length":
-            self._ended[request.id] = request, result
+            self._slots.keep(request, result)
 
     def _end(self, request: Request, words: str) -> None:
         """Take a request out of its slot; whatever comes of it later finds nobody."""
-        self._slots[request.slot] = None
-        self._epochs[request.slot] += 1
+        self._slots.leave(request)
         request.n_due = request.n_more = 0
         self._out.say(f"ended: {words}", request.id)
         self._out.mark(request.id, END)

@@ -1,0 +1,136 @@
+"""Who has which slot, whose turn is next, and who may be continued."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cbatch.response import BatchResult
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request from its START to its end. It is paused while no token is due."""
+
+    id: int
+    slot: int
+    epoch: int
+    key: str
+    """What the machine calls it: no other request ever has the same, so that late output finds nobody."""
+    n_prompt: int
+    n_total: int
+    quantum: int | None
+    """Tokens of a turn; None for one that runs to its end."""
+    n_emitted: int = 0
+    n_due: int = 0
+    """Tokens that the turn may still bring; 0 while it is paused."""
+    n_skip: int = 0
+    """Tokens to come that were given out before it was continued."""
+    n_more: int = 0
+    """Tokens of the turn beyond those that are due: the machine pauses in the middle of a long one."""
+    is_in_prompt: bool = True
+    """Whether it has brought nothing yet, for its prompt is being computed."""
+    later: deque[int] = field(default_factory=deque)
+    """Turns that were asked for while one ran."""
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that may still come."""
+        return self.n_total - self.n_emitted
+
+    @property
+    def position(self) -> int:
+        """Tokens of prompt and output so far."""
+        return self.n_prompt + self.n_emitted
+
+
+class SlotTable:
+    """The slots with their active requests and their epochs, and a cursor that goes round over them."""
+
+    def __init__(self, n_slots: int) -> None:
+        """Make one without requests."""
+        self._owners: list[Request | None] = [None] * n_slots
+        self._epochs = [0] * n_slots
+        self._cursor = 0
+        """The slot that the next turn is looked for from."""
+        self._kept: dict[int, tuple[Request, BatchResult]] = {}
+        """By id: requests that ended by their total, and whose slots have had no other since."""
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    @property
+    def active(self) -> list[Request]:
+        """The active requests, by slot."""
+        return [request for request in self._owners if request is not None]
+
+    def find(self, id: int) -> Request | None:
+        """Return the active request with this id."""
+        return next((request for request in self.active if request.id == id), None)
+
+    def owner(self, slot: int) -> Request | None:
+        """Return a slot's active request."""
+        return self._owners[slot]
+
+    def epoch(self, slot: int) -> int:
+        """Return how many requests have ended in a slot."""
+        return self._epochs[slot]
+
+    def first_free(self) -> int | None:
+        """Return the lowest slot that is free."""
+        return next((i for i, owner in enumerate(self._owners) if owner is None), None)
+
+    def enter(self, request: Request) -> None:
+        """Give a request its slot."""
+        self._owners[request.slot] = request
+        self._kept = {
+            id: found
+            for id, found in self._kept.items()
+            if id != request.id and found[0].slot != request.slot
+        }
+
+    def leave(self, request: Request) -> None:
+        """Free a request's slot."""
+        self._owners[request.slot] = None
+        self._epochs[request.slot] += 1
+
+    def keep(self, request: Request, result: BatchResult) -> None:
+        """Remember a request that has left its slot, to go on from there."""
+        self._kept[request.id] = request, result
+
+    def kept(self, id: int) -> tuple[Request, BatchResult] | None:
+        """Return a request to go on from, with its result."""
+        return self._kept.get(id)
+
+    def forget(self, id: int) -> None:
+        """Let nobody go on from a request."""
+        self._kept.pop(id, None)
+
+    # ---- turns ----
+
+    def in_turn(self) -> list[Request]:
+        """Return the paused requests from the cursor on."""
+        owners = self._owners[self._cursor :] + self._owners[: self._cursor]
+        return [r for r in owners if r is not None and r.quantum and not r.n_due]
+
+    def pass_on(self, last: Request) -> None:
+        """Let the next turn be that of a slot behind this request's."""
+        self._cursor = (last.slot + 1) % len(self._owners)
+
+    # ---- as text ----
+
+    def slots_said(self) -> str:
+        """Return each slot as slot:id:tokens:epoch, with - for no request."""
+        return " ".join(
+            f"{i}:{request.id}:{request.position}:{epoch}" if request else f"{i}:-:0:{epoch}"
+            for i, (request, epoch) in enumerate(zip(self._owners, self._epochs, strict=True))
+        )
+
+    def requests_said(self) -> str:
+        """Return each active request as id:slot:left:emitted:quantum:epoch."""
+        return " ".join(
+            f"{r.id}:{r.slot}:{r.n_left}:{r.n_emitted}:{r.quantum or 0}:{r.epoch}"
+            for r in self.active
+        )
