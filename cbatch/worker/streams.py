@@ -1,0 +1,153 @@
+"""Bytes in and out of the daemon: lines from a descriptor, frames to one by a thread of their own."""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+from cbatch.worker.line_commands import MAX_LINE
+from cbatch.worker.lines import END
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import BinaryIO
+
+N_BACKLOG_MAX = 2**24
+"""Bytes that may wait for a reader before no more lines are taken: our choice, over a million frames."""
+
+FRAME = -2
+"""The first number of a tagged frame. Source: system 002's daemon, as `lines.MORE` and `lines.END`."""
+
+TEXT = -5
+"""A frame's value before text, of which the length and the bytes follow: our own."""
+
+
+def lines_of(source: BinaryIO) -> Iterator[bytes]:
+    """Yield lines as they come; one that is longer than `MAX_LINE` is cut to one byte more than that."""
+    while line := source.readline(MAX_LINE + 1):
+        rest = line
+        while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
+            rest = source.readline(MAX_LINE + 1)
+        yield line
+
+
+class StreamWriter:
+    """Writes to a descriptor in a thread of its own; who gives it bytes never waits for the reader."""
+
+    def __init__(self, fd: int, on_left: Callable[[], object]) -> None:
+        """Start to write.
+
+        Args:
+            fd: stays open.
+            on_left: called once by the thread, where the reader has left; from then on bytes are dropped.
+        """
+        self._fd, self._on_left = fd, on_left
+        self._changed = threading.Condition()
+        self._parts: list[bytes] = []
+        self._n_waiting = 0
+        self._is_closed = self._has_left = False
+        self._thread = threading.Thread(target=self._run, name="cbatch-writer", daemon=True)
+        self._thread.start()
+
+    def write(self, data: bytes) -> None:
+        """Have bytes written."""
+        with self._changed:
+            if not self._has_left:
+                self._parts.append(data)
+                self._n_waiting += len(data)
+                self._changed.notify_all()
+
+    def wait_for_room(self) -> None:
+        """Return when no more than `N_BACKLOG_MAX` bytes wait, or nobody reads them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._n_waiting <= N_BACKLOG_MAX or self._is_closed)
+
+    def close(self) -> None:
+        """Return when all is written, or the reader has left."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while parts := self._take():
+                self._write(b"".join(parts))
+        except OSError:
+            self._drop()
+            self._on_left()
+
+    def _take(self) -> list[bytes]:
+        """Wait for bytes; return them, or nothing at the end."""
+        with self._changed:
+            self._n_waiting = sum(map(len, self._parts))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._parts or self._is_closed)
+            parts, self._parts = self._parts, []
+            return parts
+
+    def _drop(self) -> None:
+        with self._changed:
+            self._has_left, self._parts, self._n_waiting = True, [], 0
+            self._changed.notify_all()
+
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._write_some(rest) :]
+
+    def _write_some(self, data: memoryview) -> int:
+        try:
+            return os.write(self._fd, data)
+        except BlockingIOError:  # who gave the descriptor does not want to wait for it
+            select.select([], [self._fd], [])
+            return 0
+
+
+def frame(id: int, value: int, *, is_tagged: bool) -> bytes:
+    """Return one frame: the value, behind the id where frames are tagged."""
+    return _PACK_FRAME(FRAME, id, value) if is_tagged else _PACK_VALUE(value)
+
+
+def text_frame(id: int, text: str) -> bytes:
+    """Return a frame with text, its bytes filled up to whole numbers."""
+    data = text.encode(errors="backslashreplace")
+    return _PACK_FRAME(FRAME, id, TEXT) + _PACK_VALUE(len(data)) + data + b"\0" * (-len(data) % 4)
+
+
+def busy_frames(*, is_tagged: bool) -> bytes:
+    """Return what a client is told that comes while another one is served."""
+    text = text_frame(0, "error: another client is served") if is_tagged else b""
+    return text + frame(0, END, is_tagged=is_tagged)
+
+
+_PACK_FRAME = struct.Struct("<3i").pack
+_PACK_VALUE = struct.Struct("<i").pack
+
+
+class FrameOutput:
+    """The frames of the daemon's lines, and their text: as lines, or as frames too. See docs/daemon.md."""
+
+    def __init__(self, frames: StreamWriter, text: StreamWriter | None, *, is_tagged: bool) -> None:
+        """Write to these; without a place of its own, text goes among the frames, which are tagged then."""
+        self._frames, self._text, self._is_tagged = frames, text, is_tagged
+
+    def tokens(self, id: int, tokens: Sequence[int]) -> None:
+        """Write a frame for each token."""
+        self._frames.write(b"".join(frame(id, t, is_tagged=self._is_tagged) for t in tokens))
+
+    def mark(self, id: int, value: int) -> None:
+        """Write a frame that is no token."""
+        self._frames.write(frame(id, value, is_tagged=self._is_tagged))
+
+    def say(self, text: str, id: int = 0) -> None:
+        """Write a line of text; characters that control a terminal are escaped."""
+        escaped = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        if self._text is None:
+            self._frames.write(text_frame(id, escaped))
+        else:
+            name = f"REQ {id} " if id else ""
+            self._text.write(f"{name}{escaped}\n".encode(errors="backslashreplace"))
