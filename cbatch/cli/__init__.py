@@ -1,9 +1,9 @@
-"""The commands, `cbatch run`, `ask`, `info`, `synth`, `sort`, `status`, `cache`: a module each, and what they share."""
+"""The commands, `cbatch run`, `ask`, `info` and so on: a module each, and what they share."""
 
-from cbatch.cli import ask, cache, info, run, sort, status, synth
+from cbatch.cli import ask, cache, daemon, info, run, sort, status, synth
 from cbatch.cli.main import make_app
 
-app = make_app(run.run, ask.ask, info.info, synth.synth, sort.sort, status.status)
+app = make_app(run.run, ask.ask, info.info, synth.synth, sort.sort, status.status, daemon.daemon)
 app.add_typer(cache.app, name="cache")
 
 __all__ = ["app"]

@@ -138,7 +138,13 @@ class Command(_Help, TyperCommand):
             variable = f"{parent.auto_envvar_prefix}_{str(info_name).upper()}_JSON"
             is_set = os.environ.get(variable, "").lower() in _YES
             interrupts.says_events = "--json" in args or is_set
-        return super().make_context(info_name, args, parent, **more)
+        return super().make_context(info_name, self._renamed(args), parent, **more)
+
+    def _renamed(self, args: Any) -> list[str]:
+        """Return arguments with the names that the help tells for options that have others too."""
+        also = getattr(self.callback, "also", {})
+        parts = [(arg, *arg.partition("=")) for arg in args]
+        return [also[n] + eq + value if n in also else arg for arg, n, eq, value in parts]
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from functools import partial, wraps
 from operator import not_
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import typer
@@ -292,8 +293,15 @@ class Given:
         return check_runs_through(RunOptions.of(given))
 
 
-def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator: the command's parameter `given` stands for these options of the table."""
+def takes(
+    *names: str, also: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator: the command's parameter `given` stands for these options of the table.
+
+    Args:
+        names: of the options.
+        also: other names, such as "--n", that the command line of this command may have for options.
+    """
     options = [o for o in OPTIONS if o.name in names]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -309,6 +317,7 @@ def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
             for parameter in ([o.parameter() for o in options] if p.name == "given" else [p])
         ]
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        call.also = also  # type: ignore[attr-defined]  # `Command` reads it
         return call
 
     return decorate

@@ -1,0 +1,173 @@
+"""`cbatch daemon`: an engine that other programs drive by lines, over pipes or a socket."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+import cbatch
+from cbatch.cli.main import ExitCode
+from cbatch.cli.option_table import (
+    DEVICES,
+    MODEL,
+    OPTIONS,
+    SCHEDULING,
+    Given,
+    option,
+    takes,
+)
+from cbatch.cli.terminal import say
+from cbatch.engine import open_local
+from cbatch.engine_options import EngineOptions
+from cbatch.files.places import stdin, stdout
+from cbatch.interrupts import Postponed
+from cbatch.runtime.local import LocalRuntime
+from cbatch.worker.line_session import Ending, serve_lines
+from cbatch.worker.listening import Listener, hang_up
+from cbatch.worker.streams import StreamWriter, busy_frames, lines_of
+
+_ENGINE = [o.name for o in OPTIONS if o.panel in (MODEL, SCHEDULING, DEVICES)]
+_ANSWERS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "timeout_s")
+_ALSO = {
+    "--cache-slots": "--parallel",
+    "--target-cache-slots": "--parallel",
+    "--max-ctx": "--ctx-per-seq",
+    "-ctk": "--cache-type-k",
+    "-ctv": "--cache-type-v",
+    "--tagged-stream": "--stream-tagged",
+}
+"""Names that options have in the daemon whose lines these are."""
+
+_STDERR = 2
+
+
+@takes(*_ENGINE, *_ANSWERS, also=_ALSO)
+def daemon(
+    *,
+    stream_tagged: Annotated[
+        bool,
+        option(
+            "--stream-tagged",
+            help="Frames with the id of their request; several requests need them.",
+        ),
+    ] = False,
+    stream_fd: Annotated[
+        int | None,
+        option("--stream-fd", help="The descriptor that the stream goes to.", default="stdout"),
+    ] = None,
+    socket: Annotated[
+        Path | None,
+        option("--socket", help="Serve clients at this path, one at a time.", default="stdin"),
+    ] = None,
+    port: Annotated[
+        int | None,
+        option("--port", help="The same at a port of this machine; 0 finds one.", min=0, max=65535),
+    ] = None,
+    given: Given,
+) -> None:
+    """Do what lines say: start requests, give them turns, cancel them.
+
+    Tokens go to stdout as numbers of four bytes, text to stderr. The end of
+    the input ends the daemon when all is done.
+
+    Example: cbatch daemon -m model.gguf --cache-slots 4 --stream-tagged
+    """
+    options, settings = given.run_options(), given.engine_settings()
+    _check_call(stream_fd, socket, port)
+    serve = partial(_serve, options=options, is_tagged=stream_tagged)
+    place = socket if port is None else port
+    fd = None if place is not None else _stream(stream_fd)
+    text = StreamWriter(_STDERR, lambda: None)
+    try:
+        with _opened(given["model"], settings) as runtime:
+            if fd is not None:
+                ending = serve(runtime, _input(), fd, text)
+            elif place is not None:
+                busy = busy_frames(is_tagged=stream_tagged)
+                with closing(Listener(place, busy)) as listener:
+                    ending = _serve_clients(
+                        partial(serve, runtime), listener, text, is_tagged=stream_tagged
+                    )
+    finally:
+        text.close()
+    if ending is Ending.LEFT:
+        say("cbatch: the reader of the stream has left, so the daemon ends here")
+    if ending is Ending.FAILED:
+        raise typer.Exit(ExitCode.STOPPED)
+
+
+def _serve(
+    runtime: LocalRuntime,
+    source: BinaryIO,
+    fd: int,
+    text: StreamWriter,
+    *,
+    options: cbatch.RunOptions,
+    is_tagged: bool,
+    is_apart: bool = True,
+) -> Ending:
+    """Serve one client: `source` has its lines, `fd` gets its frames, and its text where `text` is not for it."""
+    own = options.over(cbatch.RunOptions(temperature=0.0))
+    lines = lines_of(source)
+    return serve_lines(runtime, lines, fd, text if is_apart else None, own, is_tagged=is_tagged)
+
+
+def _serve_clients(
+    serve: Callable[..., Ending], listener: Listener, text: StreamWriter, *, is_tagged: bool
+) -> Ending:
+    """Serve one client after the other until the engine stops."""
+    text.write(f"cbatch: listening on {listener.name}\n".encode(errors="backslashreplace"))
+    for client in listener.clients():
+        source = client.makefile("rb")
+        try:
+            ending = serve(source, client.fileno(), text, is_apart=not is_tagged)
+        finally:
+            hang_up(client)  # first: a thread may still read there
+            source.close()
+        if ending is Ending.FAILED:
+            return ending
+    return Ending.DONE
+
+
+def _opened(model: Path | None, settings: Mapping[str, object]) -> "closing[LocalRuntime]":
+    """Load a model; Ctrl-C ends the load."""
+    with Postponed() as signals:
+        options = EngineOptions.of(settings)
+        runtime = open_local(model, options, None, lambda: signals.has_struck)
+        if signals.has_struck:
+            runtime.close()
+    return closing(runtime)
+
+
+def _check_call(stream_fd: int | None, socket: Path | None, port: int | None) -> None:
+    if socket is not None and port is not None:
+        raise cbatch.ConfigError("give --socket or --port, not both")
+    if stream_fd is not None and (socket is not None or port is not None):
+        name = "--socket" if port is None else "--port"
+        raise cbatch.ConfigError(f"a client of {name} gets its stream there: leave out --stream-fd")
+
+
+def _stream(fd: int | None) -> int:
+    """Return the descriptor that frames go to; what others print to stdout goes to stderr from now on."""
+    if fd is None:
+        own = os.dup(stdout().fileno())
+        os.dup2(_STDERR, stdout().fileno())
+        return own
+    if fd in (0, _STDERR):
+        what = "commands come from" if fd == 0 else "text goes to"
+        raise cbatch.ConfigError(f"--stream-fd {fd} is where {what}: give another one")
+    try:
+        os.write(fd, b"")
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "too large"
+        raise cbatch.ConfigError(f"--stream-fd {fd} cannot be written to: {reason}") from None
+    return fd
+
+
+def _input() -> BinaryIO:
+    # not Python's own file, which a thread that waits would keep locked at the end of the process
+    return open(os.dup(stdin().fileno()), "rb")

@@ -1,0 +1,162 @@
+"""A socket for one client at a time: others are told so, and closed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import threading
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from cbatch.checks import readable
+from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_LOOPBACK = "127.0.0.1"
+"""The one address that is listened on: whoever may connect may use the engine."""
+
+_N_PENDING = 16
+
+_N_UNREAD = 2**16
+
+_LONGEST_WAIT_S = 1.0
+
+_SOON_S = 1.0
+"""A client that does not take a short message within this time gets none."""
+
+
+class Listener:
+    """Listens on a path or a port of this machine until `close`."""
+
+    def __init__(self, place: Path | int, busy: bytes) -> None:
+        """Listen; `busy` is what a client is told that comes while another is served.
+
+        Raises:
+            ConfigError: the place is in use, or cannot be used.
+        """
+        self._busy = busy
+        self._path = None if isinstance(place, int) else place
+        self._socket = _at_port(place) if isinstance(place, int) else _at_path(place)
+        self._clients: SimpleQueue[socket.socket | OSError] = SimpleQueue()
+        self._is_serving = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="cbatch-listener", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """Where it listens."""
+        if self._path is not None:
+            return readable(self._path)
+        host, port = self._socket.getsockname()
+        return f"{host}:{port}"
+
+    def clients(self) -> Iterator[socket.socket]:
+        """Yield one client after the other; each is closed when the next one is asked for."""
+        while True:
+            client = self._next()
+            if isinstance(client, OSError):
+                raise client
+            try:
+                yield client
+            finally:
+                hang_up(client)
+                self._is_serving.release()
+
+    def _next(self) -> socket.socket | OSError:
+        while True:
+            with suppress(Empty):
+                # Ctrl-C that comes just before a wait is noticed behind it
+                return self._clients.get(timeout=_LONGEST_WAIT_S)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._is_closed = True
+        hang_up(self._socket)
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError as error:
+                if not self._is_closed:
+                    self._clients.put(error)
+                return
+            if self._is_serving.acquire(blocking=False):
+                self._clients.put(client)
+            else:
+                self._refuse(client)
+
+    def _refuse(self, client: socket.socket) -> None:
+        with suppress(OSError):
+            client.settimeout(_SOON_S)
+            client.sendall(self._busy)
+            client.shutdown(socket.SHUT_WR)
+            client.recv(_N_UNREAD)  # closed before that, it may lose what it was told
+        hang_up(client)
+
+
+def hang_up(opened: socket.socket) -> None:
+    """Close a socket; whoever waits for it wakes up."""
+    with suppress(OSError):  # the other side is gone
+        opened.shutdown(socket.SHUT_RDWR)
+    opened.close()
+
+
+def _at_port(port: int) -> socket.socket:
+    try:
+        return socket.create_server((_LOOPBACK, port), backlog=_N_PENDING)
+    except OSError as error:
+        raise ConfigError(f"port {port}: {error.strerror}") from error
+
+
+def _at_path(path: Path) -> socket.socket:
+    """Return a socket that only this user may connect to."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise ConfigError(f"{path}: this system has no sockets of files: use --port")
+    opened = socket.socket(socket.AF_UNIX)
+    try:
+        _bind(opened, path)
+        opened.listen(_N_PENDING)
+    except OSError as error:
+        opened.close()
+        # Python's own error, such as that of a path that is too long, has no number
+        raise ConfigError(f"{readable(path)}: {error.strerror or error}") from error
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _bind(opened: socket.socket, path: Path) -> None:
+    before = os.umask(0o177)
+    try:
+        opened.bind(os.fspath(path))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        _remove_left(path)
+        opened.bind(os.fspath(path))
+    finally:
+        os.umask(before)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove a socket that a process has left behind."""
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigError(f"{readable(path)}: exists, and is no socket")
+    with socket.socket(socket.AF_UNIX) as asking:
+        try:
+            asking.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise ConfigError(f"{readable(path)}: another process listens there")
