@@ -4,8 +4,10 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from socket import SHUT_RDWR
+from typing import Annotated
 
 import typer
 
@@ -23,11 +25,15 @@ from cbatch.cli.option_table import (
 from cbatch.cli.terminal import say
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
+from cbatch.errors import EngineError
 from cbatch.files.places import stdin, stdout
 from cbatch.interrupts import Postponed
 from cbatch.runtime.local import LocalRuntime
-from cbatch.worker.line_session import Ending, serve_lines
+from cbatch.worker.ending import Ending
+from cbatch.worker.framing import read_lines
+from cbatch.worker.line_session import serve_lines
 from cbatch.worker.listening import Listener, hang_up
+from cbatch.worker.service import refusal, serve_client
 from cbatch.worker.streams import StreamWriter, busy_frames, lines_of
 
 _ENGINE = [o.name for o in OPTIONS if o.panel in (MODEL, SCHEDULING, DEVICES)]
@@ -72,7 +78,8 @@ def daemon(
     """Do what lines say: start requests, give them turns, cancel them.
 
     Tokens go to stdout as numbers of four bytes, text to stderr. The end of
-    the input ends the daemon when all is done.
+    the input ends the daemon when all is done. Where the first line is JSON,
+    all lines and frames are.
 
     Example: cbatch daemon -m model.gguf --cache-slots 4 --stream-tagged
     """
@@ -87,7 +94,7 @@ def daemon(
             if fd is not None:
                 ending = serve(runtime, _input(), fd, text)
             elif place is not None:
-                busy = busy_frames(is_tagged=stream_tagged)
+                busy = partial(_busy, is_tagged=stream_tagged)
                 with closing(Listener(place, busy)) as listener:
                     ending = _serve_clients(
                         partial(serve, runtime), listener, text, is_tagged=stream_tagged
@@ -102,15 +109,19 @@ def daemon(
 
 def _serve(
     runtime: LocalRuntime,
-    source: BinaryIO,
+    source: BufferedReader,
     fd: int,
     text: StreamWriter,
     *,
     options: cbatch.RunOptions,
     is_tagged: bool,
     is_apart: bool = True,
+    hang_up: Callable[[], object] | None = None,
 ) -> Ending:
     """Serve one client: `source` has its lines, `fd` gets its frames, and its text where `text` is not for it."""
+    if _begins_with_json(source):
+        lines = read_lines(source)
+        return serve_client(runtime, next(lines), lines, fd, options=options, hang_up=hang_up)
     own = options.over(cbatch.RunOptions(temperature=0.0))
     lines = lines_of(source)
     return serve_lines(runtime, lines, fd, text if is_apart else None, own, is_tagged=is_tagged)
@@ -124,13 +135,34 @@ def _serve_clients(
     for client in listener.clients():
         source = client.makefile("rb")
         try:
-            ending = serve(source, client.fileno(), text, is_apart=not is_tagged)
+            ending = serve(
+                source,
+                client.fileno(),
+                text,
+                is_apart=not is_tagged,
+                hang_up=partial(client.shutdown, SHUT_RDWR),
+            )
         finally:
             hang_up(client)  # first: a thread may still read there
             source.close()
         if ending is Ending.FAILED:
             return ending
     return Ending.DONE
+
+
+def _begins_with_json(source: BufferedReader) -> bool:
+    """Whether a client speaks JSON, by the first character of its input; waits for it."""
+    try:
+        return source.peek(1)[:1] == b"{"
+    except OSError:  # it has left
+        return False
+
+
+def _busy(first: bytes, *, is_tagged: bool) -> bytes:
+    """Return what a client is told that comes while another is served, by what it has sent."""
+    if first.startswith(b"{"):
+        return refusal(first.partition(b"\n")[0], EngineError("another client is served"))
+    return busy_frames(is_tagged=is_tagged)
 
 
 def _opened(model: Path | None, settings: Mapping[str, object]) -> "closing[LocalRuntime]":
@@ -168,6 +200,6 @@ def _stream(fd: int | None) -> int:
     return fd
 
 
-def _input() -> BinaryIO:
+def _input() -> BufferedReader:
     # not Python's own file, which a thread that waits would keep locked at the end of the process
     return open(os.dup(stdin().fileno()), "rb")

@@ -52,15 +52,15 @@ class FrameSink:
 
     def write(self, frame: bytes) -> None:
         """Write one frame; return when all of it is taken. Raises an OSError where the reader is gone."""
-        data = memoryview(self._framed(frame))
+        data = memoryview(framed(frame, self._frames))
         while data:
-            n_taken = self._write_some(data[:_N_PIECE])
+            n_taken = write_some(self._fd, data[:_N_PIECE])
             self.n_written += n_taken
             data = data[n_taken:]
 
     def write_at_once(self, frame: bytes) -> bool:
         """Write a frame where that need not wait for the reader; else return False, and write nothing."""
-        data = self._framed(frame)
+        data = framed(frame, self._frames)
         if len(data) > _N_AT_ONCE or not self.is_ready():
             return False
         self.write(frame)
@@ -74,15 +74,19 @@ class FrameSink:
         poll.register(self._fd, select.POLLOUT)
         return bool(poll.poll(0))
 
-    def _framed(self, frame: bytes) -> bytes:
-        return frame + b"\n" if self._frames == "lines" else _LENGTH.pack(len(frame)) + frame
 
-    def _write_some(self, data: memoryview) -> int:
-        try:
-            return os.write(self._fd, data)
-        except BlockingIOError:  # who gave the descriptor does not want to wait for it
-            select.select([], [self._fd], [])
-            return 0
+def framed(frame: bytes, frames: Frames) -> bytes:
+    """Return a frame with what tells it from the next one."""
+    return frame + b"\n" if frames == "lines" else _LENGTH.pack(len(frame)) + frame
+
+
+def write_some(fd: int, data: memoryview) -> int:
+    """Write what a descriptor takes, some or all; return how many bytes. Raises an OSError where the reader is gone."""
+    try:
+        return os.write(fd, data)
+    except BlockingIOError:  # who gave the descriptor does not want to wait for it
+        select.select([], [fd], [])
+        return 0
 
 
 def read_frames(source: BinaryIO, n_max: int = N_FRAME_MAX) -> Iterator[bytes]:

@@ -8,7 +8,6 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -28,6 +27,7 @@ from cbatch.options import RunOptions
 from cbatch.runtime.choices import display_id, request_id
 from cbatch.runtime.ids import Ids, check_own
 from cbatch.runtime.interface import Submission
+from cbatch.worker.ending import Ending
 from cbatch.worker.wire import (
     comparison_as_json,
     error_as_json,
@@ -57,14 +57,6 @@ N_LATER_MAX = 1000
 
 _LOOK_S = 0.05
 """How often requests are cancelled that were on their way into the queue."""
-
-
-class Ending(Enum):
-    """Why a client's time is over."""
-
-    DONE = "the input has ended, or `close` was asked for, and all is done"
-    LEFT = "the reader has left"
-    FAILED = "the engine has stopped"
 
 
 class _Batch:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from cbatch.worker.ending import Ending
 from cbatch.worker.line_machine import EngineMachine
 from cbatch.worker.lines import Lines
 from cbatch.worker.streams import FrameOutput, StreamWriter
@@ -26,14 +26,6 @@ _LONGEST_WAIT_S = 1.0
 
 _N_AHEAD = 256
 """Lines that may be read before they are done: our choice; who sends more waits."""
-
-
-class Ending(Enum):
-    """Why a session is over."""
-
-    DONE = "the input has ended, and all is done"
-    LEFT = "the reader has left"
-    FAILED = "the engine has stopped"
 
 
 def serve_lines(

@@ -15,7 +15,7 @@ from cbatch.checks import readable
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _LOOPBACK = "127.0.0.1"
@@ -28,14 +28,19 @@ _N_UNREAD = 2**16
 _LONGEST_WAIT_S = 1.0
 
 _SOON_S = 1.0
-"""A client that does not take a short message within this time gets none."""
+"""A client that sends no line within this time is taken for one that knows no JSON; one that takes none gets none."""
 
 
 class Listener:
     """Listens on a path or a port of this machine until `close`."""
 
-    def __init__(self, place: Path | int, busy: bytes) -> None:
-        """Listen; `busy` is what a client is told that comes while another is served.
+    def __init__(self, place: Path | int, busy: Callable[[bytes], bytes]) -> None:
+        """Listen.
+
+        Args:
+            place: a path, or a port.
+            busy: returns what a client is told that comes while another is served, by its first line; b"" where it
+                sends none soon.
 
         Raises:
             ConfigError: the place is in use, or cannot be used.
@@ -93,12 +98,15 @@ class Listener:
             if self._is_serving.acquire(blocking=False):
                 self._clients.put(client)
             else:
-                self._refuse(client)
+                threading.Thread(target=self._refuse, args=(client,), daemon=True).start()
 
     def _refuse(self, client: socket.socket) -> None:
+        first = b""
         with suppress(OSError):
             client.settimeout(_SOON_S)
-            client.sendall(self._busy)
+            with suppress(TimeoutError):
+                first = client.recv(_N_UNREAD)
+            client.sendall(self._busy(first))
             client.shutdown(socket.SHUT_WR)
             client.recv(_N_UNREAD)  # closed before that, it may lose what it was told
         hang_up(client)

@@ -16,8 +16,9 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
-from cbatch.worker.framing import FrameSink, read_lines
-from cbatch.worker.host import Ending, Host, LogToOutbox
+from cbatch.worker.ending import Ending
+from cbatch.worker.framing import FrameSink, framed, read_lines, write_some
+from cbatch.worker.host import Host, LogToOutbox
 from cbatch.worker.outbox import Outbox
 from cbatch.worker.placement import place
 from cbatch.worker.wire import (
@@ -89,7 +90,7 @@ def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> 
         hello = read_hello(first)
         runtime = _load(hello.load)
     except CBatchError as error:
-        refuse(first, sink, error)
+        _refuse(first, sink, error)
         return
     try:
         if serve(runtime, hello, lines, sink) is not Ending.DONE:
@@ -123,8 +124,7 @@ def serve_client(
         if hello.load is not None:
             raise ConfigError("load: this process has its model; leave it out")
     except CBatchError as error:
-        refuse(first or b"", sink, error)
-        return Ending.DONE
+        return _refuse(first or b"", sink, error)
     return serve(runtime, hello, lines, sink, options=options, finishes=True, hang_up=hang_up)
 
 
@@ -160,15 +160,20 @@ def serve(
     with _logs_to(outbox, hello.log_level):
         reader.start()
         try:
-            if host.wait() is Ending.LEFT and hang_up is not None:
-                hang_up()
-                reader.join()
+            if host.wait() is Ending.LEFT:
+                _leave(hang_up, reader)
             return host.finish(is_patient=finishes)
         finally:
             outbox.close(None if hang_up is None else STALL_S)
-            if hang_up is not None:
-                hang_up()
-                reader.join()
+            _leave(hang_up, reader)
+
+
+def _leave(hang_up: Callable[[], object] | None, reader: threading.Thread) -> None:
+    """Have no more lines come."""
+    if hang_up is not None:
+        with suppress(OSError):  # the other side is gone
+            hang_up()
+        reader.join()
 
 
 @contextmanager
@@ -215,14 +220,23 @@ def _frames_of(said: Mapping[str, Any]) -> Frames:
     return cast("Frames", frames)
 
 
-def refuse(first: bytes, sink: int, error: CBatchError) -> None:
-    """Tell a client, as its first line has it, why it is not served."""
+def refusal(first: bytes, error: CBatchError) -> bytes:
+    """Return what a client is told that is not served, in frames as its first line wants them."""
     frames: Frames = "lines"
     with suppress(ConfigError):
         frames = _frames_of(loads(first))
-    with suppress(OSError):
-        said = {"cbatch": VERSION, "error": error_as_json(error)}
-        FrameSink(sink, frames).write(dumps(plain_json(said)))
+    said = {"cbatch": VERSION, "error": error_as_json(error)}
+    return framed(dumps(plain_json(said)), frames)
+
+
+def _refuse(first: bytes, sink: int, error: CBatchError) -> Ending:
+    data = memoryview(refusal(first, error))
+    try:
+        while data:
+            data = data[write_some(sink, data) :]
+    except OSError:
+        return Ending.LEFT
+    return Ending.DONE
 
 
 def _ready(runtime: Runtime) -> dict[str, Any]:

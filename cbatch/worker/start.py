@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -129,7 +130,8 @@ class SocketLink:
 
     def frames(self) -> Iterator[bytes]:
         """Yield the worker's frames as they come, until it is gone."""
-        return read_frames(self._output)
+        with suppress(ConnectionError):  # it is gone
+            yield from read_frames(self._output)
 
     def kill(self) -> None:
         """Leave the worker."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import select
 import struct
 import threading
 from typing import TYPE_CHECKING
 
+from cbatch.worker.framing import write_some
 from cbatch.worker.line_commands import MAX_LINE
 from cbatch.worker.lines import END
 
@@ -97,14 +96,7 @@ class StreamWriter:
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
-            rest = rest[self._write_some(rest) :]
-
-    def _write_some(self, data: memoryview) -> int:
-        try:
-            return os.write(self._fd, data)
-        except BlockingIOError:  # who gave the descriptor does not want to wait for it
-            select.select([], [self._fd], [])
-            return 0
+            rest = rest[write_some(self._fd, rest) :]
 
 
 def frame(id: int, value: int, *, is_tagged: bool) -> bytes:

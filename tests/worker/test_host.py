@@ -9,7 +9,7 @@ import pytest
 from cbatch import Engine, RunOptions
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine_options import ScheduleOptions
-from cbatch.worker.host import Ending
+from cbatch.worker.ending import Ending
 from tests.runtime.backends import GatedBackend
 from tests.worker.programs import Program
 

@@ -21,7 +21,8 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
-from cbatch.worker.line_session import Ending, serve_lines
+from cbatch.worker.ending import Ending
+from cbatch.worker.line_session import serve_lines
 from cbatch.worker.lines import END, MORE
 from cbatch.worker.streams import StreamWriter, lines_of
 from tests.profiles import examples
