@@ -8,6 +8,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from cbatch.errors import EngineClosedError
 from cbatch.worker.ending import Ending
 from cbatch.worker.line_machine import EngineMachine
 from cbatch.worker.lines import Lines
@@ -16,7 +17,6 @@ from cbatch.worker.streams import FrameOutput, StreamWriter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from cbatch.errors import EngineClosedError
     from cbatch.options import RunOptions
     from cbatch.runtime.local import LocalRuntime
 
@@ -68,6 +68,7 @@ class _Session:
         self._room = threading.Semaphore(_N_AHEAD)
         self._is_over = False
         self._frames = StreamWriter(fd, partial(self._inbox.put, self._leave))
+        self._writers = [self._frames] if text is None else [self._frames, text]
         self._machine = EngineMachine(
             runtime,
             options,
@@ -79,6 +80,7 @@ class _Session:
     def serve(self, lines: Iterable[bytes]) -> Ending:
         self._runtime.on_end = self._tell_end
         try:
+            self._check_engine()
             threading.Thread(
                 target=self._read, args=(lines,), name="cbatch-lines", daemon=True
             ).start()
@@ -101,7 +103,8 @@ class _Session:
         end = self._lines.end_input
         try:
             for line in lines:
-                self._frames.wait_for_room()
+                for writer in self._writers:
+                    writer.wait_for_room()
                 self._room.acquire()
                 if self._is_over:
                     return
@@ -115,6 +118,13 @@ class _Session:
             self._inbox.put(partial(self._fail, error))
 
     # ---- in the session's ----
+
+    def _check_engine(self) -> None:
+        """Find out whether the engine has stopped before it could tell."""
+        try:
+            self._runtime.check_open()
+        except EngineClosedError as error:
+            self._fail(error)
 
     def _take_line(self, line: bytes) -> None:
         self._lines.take_line(line)

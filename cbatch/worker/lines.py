@@ -289,6 +289,7 @@ class Lines:
                 n_skip=old.n_emitted,
                 n_due=n_due,
                 n_more=n_tokens - n_due,
+                n_owed=0,
                 later=deque(),
             )
         )
@@ -315,12 +316,24 @@ class Lines:
             self._end(request, "cancelled")
 
     def _refuse(self, id: int | None, words: str) -> None:
-        """Tell what is wrong with a line, with a frame that ends it: -4 where the id's request lives on."""
-        lives = (
-            self._slots.find(id or 0) is not None if self._is_tagged else bool(self._slots.active)
-        )
+        """Tell what is wrong with a line, with a frame that ends it: behind the turn of the request that it names."""
         self._out.say(f"error in line {self._n_lines}: {words}", id or 0)
-        self._out.mark(id or 0, MORE if lives else END)
+        active = self._slots.active
+        request = self._slots.find(id or 0) if self._is_tagged else next(iter(active), None)
+        if request is None:
+            self._out.mark(id or 0, END)
+        elif request.n_due:
+            request.n_owed += 1
+        else:
+            self._out.mark(request.id, MORE)
+
+    def _mark(self, request: Request, value: int) -> None:
+        """Write the frame behind a turn, and those of lines that were refused meanwhile."""
+        # a stream has one end, but where no id tells streams apart each line has its own
+        is_stream = value == END and self._is_tagged and request.id
+        n_owed, request.n_owed = request.n_owed, 0
+        for _ in range(1 if is_stream else 1 + n_owed):
+            self._out.mark(request.id, value)
 
     # ---- turns ----
 
@@ -434,7 +447,7 @@ class Lines:
             n_more, request.n_more = request.n_more, 0
             self._run([request], n_more)
             return
-        self._out.mark(request.id, MORE)
+        self._mark(request, MORE)
         if request.later:
             self._run([request], request.later.popleft())
 
@@ -451,7 +464,7 @@ class Lines:
         self._slots.leave(request)
         request.n_due = request.n_more = 0
         self._out.say(f"ended: {words}", request.id)
-        self._out.mark(request.id, END)
+        self._mark(request, END)
 
 
 _NAMES: Mapping[BatchKind, str] = {

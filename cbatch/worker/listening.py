@@ -15,7 +15,7 @@ from cbatch.checks import readable
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from pathlib import Path
 
 _LOOPBACK = "127.0.0.1"
@@ -51,7 +51,8 @@ class Listener:
         self._clients: SimpleQueue[socket.socket | OSError] = SimpleQueue()
         self._is_serving = threading.Lock()
         self._is_closed = False
-        threading.Thread(target=self._accept, name="cbatch-listener", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="cbatch-listener", daemon=True)
+        self._thread.start()
 
     @property
     def name(self) -> str:
@@ -61,7 +62,7 @@ class Listener:
         host, port = self._socket.getsockname()
         return f"{host}:{port}"
 
-    def clients(self) -> Iterator[socket.socket]:
+    def clients(self) -> Generator[socket.socket, None, None]:
         """Yield one client after the other; each is closed when the next one is asked for."""
         while True:
             client = self._next()
@@ -83,6 +84,11 @@ class Listener:
         """Stop listening."""
         self._is_closed = True
         hang_up(self._socket)
+        self._thread.join(_SOON_S)  # where nothing wakes it, it ends with the process
+        while not self._clients.empty():
+            client = self._clients.get()
+            if not isinstance(client, OSError):
+                hang_up(client)
         if self._path is not None:
             with suppress(OSError):
                 self._path.unlink()

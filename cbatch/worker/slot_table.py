@@ -30,6 +30,8 @@ class Request:
     """Tokens to come that were given out before it was continued."""
     n_more: int = 0
     """Tokens of the turn beyond those that are due: the machine pauses in the middle of a long one."""
+    n_owed: int = 0
+    """Frames for refused lines that come behind the turn."""
     is_in_prompt: bool = True
     """Whether it has brought nothing yet, for its prompt is being computed."""
     later: deque[int] = field(default_factory=deque)

@@ -200,7 +200,12 @@ def test_defect_6_one_id_is_active_in_one_slot(daemon: Daemon) -> None:
     daemon.start(5, 8, 2)
     daemon.start(5, 8, 2, more="SLOT 2")
     assert list(daemon.machine.runs) == ["5.0.0"]
-    assert daemon.out.frames == [(5, MORE)]  # the one that is active lives on
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.of(5) == [
+        *daemon.expected(5, 2),
+        MORE,
+        MORE,
+    ]  # the one that is active lives on
     daemon.say("SCHED_DRAIN")
     assert daemon.out.tokens_of(5) == daemon.expected(5, 8)
     assert daemon.out.of(5).count(END) == 1
@@ -410,10 +415,25 @@ def test_turns_beyond_the_total_are_refused(daemon: Daemon) -> None:
     daemon.start(5, 5, 2)
     daemon.send("REQ 5 CONTINUE 3")
     daemon.send("REQ 5 CONTINUE 1")
-    assert daemon.out.frames == [(5, MORE)]
     assert daemon.out.said("request 5 has turns for all of its 5 tokens")
     daemon.machine.work(daemon.lines)
-    assert daemon.out.of(5)[1:] == [*daemon.expected(5, 2), MORE, *daemon.expected(5, 5)[2:], END]
+    a, b, c, d, e = daemon.expected(5, 5)
+    assert daemon.out.of(5) == [a, b, MORE, MORE, c, d, e, END]
+
+
+def test_refused_line_is_answered_at_once_while_its_request_rests(daemon: Daemon) -> None:
+    daemon.start(5, 8, 2)
+    daemon.machine.work(daemon.lines)
+    n_frames = len(daemon.out.frames)
+    daemon.send("REQ 5 CONTINUE 0")
+    assert daemon.out.frames[n_frames:] == [(5, MORE)]
+
+
+def test_refused_line_adds_no_second_end_to_a_stream(daemon: Daemon) -> None:
+    daemon.start(5, 2, 2)
+    daemon.send("REQ 5 FOO")
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.of(5) == [*daemon.expected(5, 2), END]
 
 
 # ---- shared steps ----
@@ -501,12 +521,18 @@ def test_untagged_stream_has_one_request_at_a_time(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, is_tagged=False)
     daemon.start(5, 4, 2)
     daemon.start(6, 4, 2)
-    assert daemon.out.frames == [(6, MORE)]  # END would seem to be the end of 5
-    daemon.say("SCHED_DRAIN")
-    assert daemon.out.tokens_of(5) == daemon.expected(5, 4)
+    daemon.machine.work(daemon.lines)
+    daemon.start(6, 4, 2)
+    a, b, c, d = daemon.expected(5, 4)
+    values = [value for _, value in daemon.out.frames]
+    assert values == [a, b, MORE, MORE, MORE]  # END would seem to be the end of 5
+    daemon.send("SCHED_DRAIN")
+    daemon.send("FOO")
+    daemon.machine.work(daemon.lines)
+    assert [value for _, value in daemon.out.frames][5:] == [c, d, END, END]
     daemon.start(6, 2, 2)
     daemon.machine.work(daemon.lines)
-    assert daemon.out.of(6)[1:] == [*daemon.expected(6, 2), END]
+    assert daemon.out.of(6) == [*daemon.expected(6, 2), END]
 
 
 # ---- the oldest command ----

@@ -1,0 +1,81 @@
+"""A socket for one client at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cbatch.errors import ConfigError
+from cbatch.worker.listening import Listener
+from tests.runtime.backends import PATIENCE_S
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def busy(first: bytes) -> bytes:
+    """What a client is told that has to wait."""
+    return b"busy, " + first
+
+
+def connected(path: Path) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(PATIENCE_S)
+    client.connect(os.fspath(path))
+    return client
+
+
+def test_second_client_is_told_and_closed_and_the_next_one_served(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with closing(Listener(path, busy)) as listener:
+        with connected(path) as first, closing(listener.clients()) as clients:
+            served = next(clients)
+            with connected(path) as second:
+                second.sendall(b"Ann")
+                assert second.recv(20) == b"busy, Ann"
+                assert second.recv(20) == b""
+            served.sendall(b"hello")
+            assert first.recv(9) == b"hello"
+        with connected(path) as third, closing(listener.clients()) as clients:
+            next(clients).sendall(b"again")
+            assert third.recv(9) == b"again"
+    assert not path.exists()
+
+
+def test_client_is_hung_up_on_when_the_next_one_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with closing(Listener(path, busy)) as listener, connected(path) as first:
+        with closing(listener.clients()) as clients:
+            next(clients)
+        assert first.recv(9) == b""
+
+
+def test_port_that_is_free_is_found_and_named() -> None:
+    with closing(Listener(0, busy)) as listener:
+        host, _, port = listener.name.rpartition(":")
+        assert host == "127.0.0.1"
+        with socket.create_connection((host, int(port)), PATIENCE_S), pytest.raises(ConfigError):
+            Listener(int(port), busy)
+
+
+def test_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with closing(Listener(tmp_path / "s", busy)):
+        for name, words in {
+            "file": "file: exists, and is no socket",
+            "none/s": "none/s: No such file or directory",
+            "s": "s: another process listens there",
+            "x" * 200: "too long",
+        }.items():
+            with pytest.raises(ConfigError, match=words):
+                Listener(tmp_path / name, busy)
+    assert (tmp_path / "file").exists()
+
+
+def test_only_the_same_user_may_open_the_socket(tmp_path: Path) -> None:
+    with closing(Listener(tmp_path / "s", busy)):
+        assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
