@@ -91,6 +91,18 @@ def test_two_requests_in_turns_are_told_apart(prompt: Callable[..., Path]) -> No
 
 
 @pytest.mark.real
+def test_probe_compares_live_rows_and_keeps_nothing(prompt: Callable[..., Path]) -> None:
+    lines = [f"REQ 7 START {prompt(*A)} 6 3", f"REQ 8 START {prompt(*B)} 6 3"]
+    lines += ["SCHED_BATCH_PROBE", "SCHED_BATCH_TARGET_STEP", "SCHED_BATCH_PROBE", ""]
+    with daemon("--stream-tagged") as process:
+        frames, text = process.communicate("\n".join(lines).encode(), PATIENCE_S)
+    assert text.count(b"SCHED_BATCH_PROBE compared=2 ") == 2
+    streams = streams_of(frames)
+    assert [v for v in streams[7] if v >= 0] == expected(A, 6)
+    assert [v for v in streams[8] if v >= 0] == expected(B, 6)
+
+
+@pytest.mark.real
 def test_oldest_command_answers_with_bare_numbers(prompt: Callable[..., Path]) -> None:
     with daemon() as process:
         frames, _ = process.communicate(f"{prompt(*A)} 5\n{prompt(*B)} 3".encode(), PATIENCE_S)

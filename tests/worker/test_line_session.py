@@ -219,9 +219,26 @@ def test_continue_computes_no_prompt_again(
         client.say("REQ 1 CONTINUE 99")
         client.read_until(1, END)
         client.say("REQ 1 CONTINUE 4")
+        client.read_until(1, END)
+        client.say("REQ 1 CONTINUE 12")  # more than its quantum
         streams = client.end()
-        assert runtime.stats().n_prompt_tokens - n_before <= 1
-    assert tokens_of(streams[1]) == expected(C, 34)
+        assert runtime.stats().n_prompt_tokens - n_before <= 2  # a token whose cell was left out
+    assert tokens_of(streams[1]) == expected(C, 46)
+    assert [value for value in streams[1] if value < 0] == [MORE, MORE, END, END, END]
+
+
+def test_probes_between_steps_change_nothing(
+    runtime: LocalRuntime, prompt: Callable[..., Path]
+) -> None:
+    with session(runtime) as client:
+        client.say(*(f"REQ {i} START {prompt(*p)} 20 3" for i, p in ((1, A), (2, B), (3, C))))
+        client.read_until(3, MORE)  # its prompt takes more than a step, and holds up nobody
+        client.say(*["SCHED_BATCH_PROBE", "SCHED_BATCH_TARGET_STEP"] * 17)
+        streams = client.end()
+        text = client.text.read().decode()
+    assert text.count("SCHED_BATCH_PROBE compared=3 differences=0\n") == 17
+    for id, tokens in ((1, A), (2, B), (3, C)):
+        assert tokens_of(streams[id]) == expected(tokens, 20)
 
 
 def test_turns_end_after_the_tokens_that_they_have(
