@@ -17,10 +17,11 @@ FinishReason = Literal["stop", "length", "window", "tool_calls", "cancelled", "t
 
 @dataclass(frozen=True, slots=True)
 class BatchOutputChunk:
-    """New text of one item; only the item's last chunk has a `finish_reason`.
+    """New output of one item; only the item's last chunk has a `finish_reason`.
 
-    An item's chunks joined are its result's text. Where tools are called or the template marks thinking, chunks have
-    these parts too, which the result separates.
+    `text` is what the model wrote. `content` and `reasoning` are the parts of it that the result separates: joined they
+    are the result's `text` and `reasoning`. What may become the markup of a call, and whitespace that the end may
+    strip, comes with a later chunk than its `text`.
     """
 
     id: str
@@ -28,6 +29,8 @@ class BatchOutputChunk:
     token_ids: tuple[int, ...]
     index: int = 0
     finish_reason: FinishReason | None = None
+    content: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -704,6 +704,7 @@ def _take_end(rig: Rig, driver: SequenceDriver) -> None:
     result = rig.results[id] = result_of(driver)
     assert last.finish_reason == result.finish_reason
     assert "".join(c.text for c in chunks) == result.text
+    assert [c.content for c in chunks] == [c.text for c in chunks]
     assert tuple(t for c in chunks for t in c.token_ids) == result.token_ids
     assert (result.error is not None) == (
         result.finish_reason == "error"

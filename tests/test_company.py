@@ -272,6 +272,7 @@ def check_chunks(result: BatchResult, chunks: Sequence[BatchOutputChunk]) -> Non
     for i, choice in enumerate(result.choices or (result,)):
         own = [c for c in chunks if c.index == i]
         assert "".join(c.text for c in own) == choice.text
+        assert [c.content for c in own] == [c.text for c in own]
         assert tuple(t for c in own for t in c.token_ids) == choice.token_ids
         assert [c.finish_reason for c in own if c.finish_reason] == [choice.finish_reason]
 

@@ -125,6 +125,49 @@ def test_chunks_are_the_text_as_it_comes(engine: Engine) -> None:
     assert (text, reason) == (PLAIN, "tool_calls")
 
 
+@pytest.mark.parametrize("cap", [*range(1, len(SAID) + 1, 3), len(SAID)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [TIME]},
+        {},
+        {"reasoning_format": "none", "tools": [TIME]},
+        {"tools": [TIME], "echo": True},
+        {"tools": [TIME], "stop": ["Wait", "get_"], "include_stop": True},
+        {"tools": [TIME], "n": 2},
+        {"tools": [TIME], "best_of": 2},
+        {"tools": [TIME], "skip_special_tokens": False},
+    ],
+)
+def test_parts_of_chunks_joined_are_those_of_the_result(
+    engine: Engine, options: dict[str, Any], cap: int
+) -> None:
+    response = ask(engine, max_tokens=cap, **options)
+    chunks = list(response)
+    result = response.result()
+    for i, choice in enumerate(result.choices or (result,)):
+        own = [chunk for chunk in chunks if chunk.index == i]
+        assert "".join(chunk.content for chunk in own) == choice.text
+        assert "".join(chunk.reasoning for chunk in own) == choice.reasoning
+
+
+def test_parts_come_before_the_end(engine: Engine) -> None:
+    chunks = list(ask(engine, tools=[TIME]))
+    assert [c.reasoning for c in chunks if c.reasoning][:6] == ["I", " h", "ä", "v", "e", " t"]
+    assert [c.content for c in chunks if c.content] == ["W", "a", "i", "t", "."]
+    assert chunks[-1].content == chunks[-1].reasoning == ""
+
+
+def test_extended_answer_begins_with_the_parts_it_had(engine: Engine) -> None:
+    cut = ask(engine, tools=[TIME], max_tokens=len(SAID) - 60).result()
+    response = engine.extend(cut, 80)
+    first, *others = list(response)
+    assert (first.reasoning, first.content) == (cut.reasoning, cut.text)
+    result = response.result()
+    assert first.content + "".join(chunk.content for chunk in others) == result.text
+    assert not any(chunk.reasoning for chunk in others)
+
+
 def test_chunks_of_the_best_answer_are_whole_too(engine: Engine) -> None:
     text, reason = streamed(ask(engine, tools=[TIME], best_of=2))
     assert (text, reason) == (PLAIN, "tool_calls")

@@ -1,4 +1,4 @@
-"""Find and parse the tool calls in the text of an answer.
+"""Find and parse the tool calls in the text of an answer, also in one that grows.
 
 An answer that is nothing but JSON calls of known tools is parsed under every call format.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cbatch.chat.marks import Marks
 from cbatch.checks import refuse_constant
 
 if TYPE_CHECKING:
@@ -20,12 +21,19 @@ if TYPE_CHECKING:
 N_MALFORMED_MAX = 16
 """The search ends after this many malformed calls: each may cost a scan of the text behind it."""
 
+_N_BEHIND = 8
+"""Characters behind a call that tell whether a fence follows it: more than "```json" has."""
+_N_UNREAD = 16
+"""Characters from an error in JSON to the end of the text that tell an error from a value that is not whole: more than
+the longest constant or mark between a name and its arguments has."""
+
 _SPACE = re.compile(r"\s*")
 _FENCE = re.compile(r"\s*(?:```(?:json)?\s*)?")
 _MISTRAL_NAME = re.compile(r"([\w.:/-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
-_BARE_HEAD = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=[\[{])")
+_BARE_HEAD = Marks(re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=[\[{])"))
 _GAP = re.compile(r"[\s;,]*")
-_BARE_TAIL = re.compile(r"\s*(?:```)?\s*")
+_BARE_TAIL = Marks(re.compile(r"\s*(?:```)?\s*"))
+_PYTHON = Marks(re.compile(r"<\|python_tag\|>"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,55 +48,158 @@ CallReader = Callable[[str, "re.Match[str]", "Tools"], tuple[list[Call], int]]
 """Parses the calls behind the match of a call's beginning; returns them and where they end, or raises ValueError."""
 
 
+class UnfinishedError(ValueError):
+    """The text ends where more of it may make a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """A part of an answer that is no text: calls, or a mark around the text."""
+
+    start: int
+    end: int
+    is_call: bool
+
+
+class CallSearch:
+    """Finds calls, and the marks around the text of an answer, in a text that grows.
+
+    What it finds does not depend on how the text was cut.
+    """
+
+    def __init__(self, format: CallFormat | None, tools: Tools, response: Marks | None) -> None:
+        """Make one; without tools there are no calls, and without `response` no marks."""
+        self.calls, self.n_malformed = list[Call](), 0
+        self._format, self._tools, self._response = format, tools, response
+        self._heads = format.head if format is not None and tools else None
+        self._marks = [m for m in (self._heads, response, _PYTHON if tools else None) if m]
+        self._may_be_bare, self._has_python = bool(tools), False
+
+    def advance(self, text: str, at: int, *, is_end: bool) -> tuple[list[Markup], int]:
+        """Return the markup in `text[at:]`, and up to where that is final: from there the next call goes on.
+
+        A later text may leave out what is final, but not all of it: the answer begins at 0 and nowhere else.
+        """
+        if self._may_be_bare:
+            try:
+                self.calls += _read_bare(text, at, self._tools, is_end=is_end)
+            except UnfinishedError:
+                return [], at
+            self._may_be_bare = False
+            if self.calls:
+                return [Markup(at, len(text), is_call=True)], len(text)
+        found, end = self._find(text, at, is_end=is_end) if self._marks else ([], len(text))
+        if is_end and self._has_python and not self.calls:
+            self.n_malformed = max(1, self.n_malformed)
+        return found, end
+
+    def _find(self, text: str, at: int, *, is_end: bool) -> tuple[list[Markup], int]:
+        found, ahead, open_at = list[Markup](), _Ahead(text), -1
+        while True:
+            if open_at < at:
+                open_at = len(text) if is_end else min(m.open_at(text, at) for m in self._marks)
+            marks, match = ahead.first(self._marks, at)
+            if match is None or match.start() >= open_at:
+                return found, open_at
+            at = match.end()
+            if marks is self._response:
+                found.append(Markup(*match.span(), is_call=False))
+            elif marks is _PYTHON:
+                self._has_python = True
+            else:
+                try:
+                    n_calls, end = len(self.calls), self._read(text, match, is_end=is_end)
+                except UnfinishedError:
+                    return found, match.start()
+                if len(self.calls) > n_calls:
+                    found.append(Markup(match.start(), end, is_call=True))
+                at = end
+
+    def _read(self, text: str, head: re.Match[str], *, is_end: bool) -> int:
+        """Add the calls behind a head; return where they end, or where the head does if they are malformed."""
+        assert self._format is not None
+        try:
+            calls, end = self._format.read(text, head, self._tools)
+            if not is_end and (_may_go_on(text, end) or self._format.tail.may_match(text, end)):
+                raise UnfinishedError
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, UnfinishedError) and not is_end:
+                raise
+            self.n_malformed += 1
+            if self.n_malformed >= N_MALFORMED_MAX:
+                self._marks = [m for m in self._marks if m is not self._heads]
+            return head.end()
+        self.calls += calls
+        return _end(self._format.tail.pattern, text, end)
+
+
+class _Ahead:
+    """The next match of each of several marks in a text: each part of the text is searched once."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._next: dict[Marks, re.Match[str] | None] = {}
+
+    def first(self, several: list[Marks], at: int) -> tuple[Marks | None, re.Match[str] | None]:
+        """Return the first match from `at` on, and whose it is."""
+        first: tuple[Marks | None, re.Match[str] | None] = None, None
+        for marks in several:
+            match = self._next.get(marks)
+            if marks not in self._next or (match is not None and match.start() < at):
+                match = self._next[marks] = marks.pattern.search(self._text, at)
+            if match is not None and (first[1] is None or match.start() < first[1].start()):
+                first = marks, match
+        return first
+
+
 @dataclass(slots=True)
 class FoundCalls:
     """The calls in a text, the spans of text that they take, and how many calls could not be parsed."""
 
-    calls: list[Call] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    n_malformed: int = 0
+    calls: list[Call]
+    spans: list[tuple[int, int]]
+    n_malformed: int
 
 
-def find_calls(text: str, start: int, format: CallFormat | None, tools: Tools) -> FoundCalls:
-    """Return the calls in `text[start:]`, without a format those in bare JSON; the time grows with the length."""
-    found = FoundCalls()
-    if format is not None:
-        _find_marked(text, start, format, tools, found)
-    if not found.calls and not found.n_malformed:
-        found.calls = _read_bare(text[start:], tools)
-        found.spans = [(start, len(text))] if found.calls else []
-        found.n_malformed = int(not found.calls and "<|python_tag|>" in text[start:])
-    return found
+def find_calls(text: str, format: CallFormat | None, tools: Tools) -> FoundCalls:
+    """Return the calls in a text, without a format those in bare JSON; the time grows with the length."""
+    search = CallSearch(format, tools, None)
+    found, _ = search.advance(text, 0, is_end=True)
+    return FoundCalls(search.calls, [(m.start, m.end) for m in found], search.n_malformed)
 
 
-def _find_marked(text: str, at: int, format: CallFormat, tools: Tools, found: FoundCalls) -> None:
-    while found.n_malformed < N_MALFORMED_MAX and (head := format.head.search(text, at)):
-        try:
-            calls, end = format.read(text, head, tools)
-        except (ValueError, RecursionError):
-            found.n_malformed += 1
-            at = head.end()
-            continue
-        at = _end(format.tail, text, end)
-        found.calls += calls
-        found.spans.append((head.start(), at))
+def _may_go_on(text: str, end: int) -> bool:
+    """Whether calls that end here may be longer in a longer text: others, or a fence, may follow."""
+    return len(text) - end < _N_BEHIND and text[end : end + 1] in ("", "`", "j")
 
 
-def _read_bare(text: str, tools: Tools) -> list[Call]:
-    """Return the calls of a text that is nothing but JSON calls of known tools; none otherwise."""
-    head = _BARE_HEAD.match(text)
+def _read_bare(text: str, start: int, tools: Tools, *, is_end: bool) -> list[Call]:
+    """Return the calls of a text that is nothing but JSON calls of known tools from `start` on; none otherwise.
+
+    Raises:
+        UnfinishedError: the text has not ended, and may become such calls.
+    """
+    head = _BARE_HEAD.pattern.match(text, start)
     if head is None:
+        if not is_end and _BARE_HEAD.may_match(text, start):
+            raise UnfinishedError
         return []
     calls, at = list[Call](), head.end()
     try:
         while at < len(text) and text[at] in "[{":
             value, at = _read_json(text, at)
             calls += _calls_in(value, needs_arguments=True)
+            if not all(call.name in tools.names for call in calls):
+                return []
             at = _end(_GAP, text, at)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UnfinishedError) and not is_end:
+            raise
         return []
-    is_whole = _end(_BARE_TAIL, text, at) == len(text)
-    return calls if is_whole and all(c.name in tools.names for c in calls) else []
+    is_whole = _end(_BARE_TAIL.pattern, text, at) == len(text)
+    if not is_end and (is_whole or _BARE_TAIL.may_match(text, at)):
+        raise UnfinishedError
+    return calls if is_whole else []
 
 
 def read_json_calls(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call], int]:
@@ -110,7 +221,7 @@ def read_arguments(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call]
 def read_call(name: str, text: str) -> Call | None:
     """Return the call of a function with all of `text` as its arguments; None where the text is malformed."""
     try:
-        value, end = _read_json(text)
+        value, end = _decode(text)
         return _call(name, value) if not text[end:].strip() else None
     except (ValueError, RecursionError):
         return None
@@ -144,13 +255,20 @@ class TaggedArguments:
         while begin := begins.match(text, at):
             end = text.find(self.end, begin.end())
             if end < 0:
-                raise ValueError("a value without an end")
+                raise UnfinishedError("a value without an end")
             value = text[begin.end() : end].removeprefix("\n").removesuffix("\n")
             values[begin["key"]] = _typed(value, types.get(begin["key"]))
             at = _end(_SPACE, text, end + len(self.end))
         if not text.startswith(self.close, at):
-            raise ValueError("arguments without an end")
+            begins_with = self.begin.partition("(")[0]
+            is_cut = any(_begin_alike(text, at, mark) for mark in (self.close, begins_with))
+            raise (UnfinishedError if is_cut else ValueError)("arguments without an end")
         return [_call(head["name"], values)], at
+
+
+def _begin_alike(text: str, at: int, mark: str) -> bool:
+    """Whether a text from `at` on begins with a mark, or is the beginning of one."""
+    return mark.startswith(text[at : at + len(mark)])
 
 
 def _typed(value: str, schema: object) -> Any:
@@ -158,7 +276,7 @@ def _typed(value: str, schema: object) -> Any:
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return value
     try:
-        typed, end = _read_json(value)
+        typed, end = _decode(value)
     except (ValueError, RecursionError):
         return value
     return typed if not value[end:].strip() else value
@@ -186,7 +304,7 @@ def _first(value: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 def _call(name: object, arguments: Any) -> Call:
     if isinstance(arguments, str):  # JSON text within JSON
-        arguments, _ = _read_json(arguments)
+        arguments, _ = _decode(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call has a name and an object of arguments")
     name.encode()  # half of a surrogate pair is no name: UnicodeEncodeError is a ValueError
@@ -198,7 +316,23 @@ def _call(name: object, arguments: Any) -> Call:
     return Call(name, text)
 
 
-def _read_json(text: str, at: int = 0) -> tuple[Any, int]:
+def _read_json(text: str, at: int) -> tuple[Any, int]:
+    """Return as `_decode`.
+
+    Raises:
+        UnfinishedError: more text may make it a value.
+        ValueError: nothing can make it one.
+    """
+    try:
+        return _decode(text, at)
+    except json.JSONDecodeError as error:
+        is_open = error.msg.startswith("Unterminated") or len(text) - error.pos < _N_UNREAD
+        if is_open:
+            raise UnfinishedError(error.msg) from None
+        raise
+
+
+def _decode(text: str, at: int = 0) -> tuple[Any, int]:
     """Return the JSON value behind any space, and its end; a string may have line breaks, as models write them."""
     decoder = json.JSONDecoder(strict=False, parse_constant=refuse_constant)
     value, end = decoder.raw_decode(text, _end(_SPACE, text, at))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from cbatch.chat.answers import N_TAIL, AnswerReader, Pieces
+from cbatch.chat.answers import N_TAIL, AnswerReader
 from cbatch.chat.formats import AnswerFormat, answer_format
 from cbatch.chat.tool_grammar import call_grammar
 from cbatch.errors import RequestFailedError
@@ -52,11 +52,12 @@ class ChatFormat:
         if not tools and (self._format.is_plain or not splits):
             return None
         vocab, opened = self._vocab, _opened_text(prompt.messages)
-        pieces = Pieces(vocab.shown_piece, vocab.shown_piece)
+        controls = frozenset[int]()  # shown ones are text as all others
         if options.skip_special_tokens is not False:
-            pieces = Pieces(vocab.piece, vocab.shown_piece, vocab.control_tokens)
+            controls = vocab.control_tokens
         n_calls_max = 1 if options.parallel_tool_calls is False else None
-        return AnswerReader(self._format, pieces, tools, splits, opened, n_calls_max)
+        shown = vocab.shown_piece
+        return AnswerReader(self._format, shown, controls, tools, splits, opened, n_calls_max)
 
     def grammar(self, prompt: BatchPrompt, options: RunOptions) -> Grammar | None:
         """Return the grammar of an answer that has to call tools; None where it need not.

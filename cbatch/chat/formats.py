@@ -18,6 +18,7 @@ from cbatch.chat.call_parser import (
     read_json_calls,
     read_mistral_calls,
 )
+from cbatch.chat.marks import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,9 +84,9 @@ class CallFormat:
 
     name: str
     marks: tuple[str, ...]
-    head: re.Pattern[str]
+    head: Marks
     read: CallReader
-    tail: re.Pattern[str]
+    tail: Marks
     syntaxes: Mapping[str, CallSyntax]
 
 
@@ -98,7 +99,8 @@ def _format(
     written: CallSyntax | Mapping[str, CallSyntax],
 ) -> CallFormat:
     syntaxes = {"": written} if isinstance(written, CallSyntax) else written
-    return CallFormat(name, marks, re.compile(head), read, re.compile(f"(?:{tail})?"), syntaxes)
+    begins, ends = Marks(re.compile(head)), Marks(re.compile(f"(?:{tail})?"))
+    return CallFormat(name, marks, begins, read, ends, syntaxes)
 
 
 def _json_format(
@@ -300,7 +302,7 @@ class AnswerFormat:
     thinking: tuple[str, str] | None = None
     calls: CallFormat | None = None
     syntax: CallSyntax = BARE
-    response: re.Pattern[str] | None = None
+    response: Marks | None = None
     has_channels: bool = False
 
     @property
@@ -328,7 +330,8 @@ def answer_format(template: str) -> AnswerFormat:
     """Return the format of the answers under a chat template, by the marks in its source."""
     if "<|channel|>" in template and "<|message|>" in template:
         return AnswerFormat(has_channels=True)
-    response = next((re.compile(pattern) for mark, pattern in RESPONSES if mark in template), None)
+    patterns = (re.compile(pattern) for mark, pattern in RESPONSES if mark in template)
+    response = next(map(Marks, patterns), None)
     thinking = next((marks for marks in THINKING if marks[1] in template), None)
     calls = next((f for f in CALL_FORMATS if all(mark in template for mark in f.marks)), None)
     if calls is not None:

@@ -32,6 +32,11 @@ class StopMatcher:
         self._held = data[len(data) - n_hold :]
         return data[: len(data) - n_hold], None
 
+    @property
+    def n_held(self) -> int:
+        """Characters that begin in what is held back."""
+        return sum(byte & 0xC0 != 0x80 for byte in self._held)
+
     def flush(self) -> bytes:
         """Return what was held back; nothing more will come."""
         held, self._held = self._held, b""
@@ -93,6 +98,11 @@ class TextStream:
                 shown += stop if self._include_stop else b""
             if text := self._decoder.decode(shown):
                 self.parts.append(text)
+
+    @property
+    def n_held(self) -> int:
+        """Characters that may become a stop string and wait for that."""
+        return 0 if self._matcher is None else self._matcher.n_held
 
     def flush(self) -> None:
         """Give out what was waiting: a tail that might have become a stop string, a broken character as U+FFFD."""

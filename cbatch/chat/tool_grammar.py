@@ -69,7 +69,7 @@ def call_syntax(format: AnswerFormat, tools: Tools) -> CallSyntax:
 def _is_readable(syntax: CallSyntax, format: AnswerFormat, name: str, tools: Tools) -> bool:
     """Whether a call without arguments is parsed as such: not every format accepts every name."""
     text = syntax.write((name, "" if syntax.argument else "{}"))
-    found = find_calls(text, 0, format.calls, tools)
+    found = find_calls(text, format.calls, tools)
     return found.calls == [Call(name, "{}")] and found.spans == [(0, len(text))]
 
 

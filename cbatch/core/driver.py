@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from cbatch.chat.answers import N_TAIL
 from cbatch.core.lifecycle import TRANSITIONS, Event, Status, Wait
 from cbatch.core.parts import MovingWindow, PromptScores, Reply
 from cbatch.core.plan import EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Slot
@@ -224,6 +225,8 @@ class SequenceDriver:
         self.output = list(self.request.output)
         self.n_prompt, self.n_window = n_prompt, n_window
         self.go_on_for(self.n_quantum)
+        if self.reply.parts is not None:
+            self.reply.parts.tail = tokens[-N_TAIL:]
         if self.request.n_prompt_logprobs is not None:
             self.scores = PromptScores(n_prompt - 1)
 
@@ -483,8 +486,6 @@ class SequenceDriver:
         self.clock.finished_s = now
         self.reply.feed(self.output)
         self.reply.text.flush()
-        reader = self.reply.reader
-        if reader is not None:
-            answer = self.reply.read_answer(reader, self.output, self.given)
-            if answer.calls and reason == "stop":
-                self.finish_reason = "tool_calls"
+        parts = self.reply.parts
+        if parts is not None and parts.end().calls and reason == "stop":
+            self.finish_reason = "tool_calls"

@@ -46,11 +46,16 @@ def take_chunk(driver: SequenceDriver, *, by_token: bool = False) -> BatchOutput
     is_new = old_tokens < n_tokens if by_token else old_parts < n_parts
     if not is_new and driver.finish_reason is None:
         return None
-    new, tokens = _echo(driver) if reply.delivered is None else ("", ())
+    echo, tokens = _echo(driver) if reply.delivered is None else ("", ())
     reply.delivered = n_parts, n_tokens
-    new += "".join(parts[old_parts:])
+    new = content = echo + "".join(parts[old_parts:])
+    reasoning = ""
+    if reply.parts is not None:
+        said, reasoning = reply.parts.take()
+        content = echo + said
     tokens = (*tokens, *driver.output[old_tokens:n_tokens])
-    return BatchOutputChunk(driver.request.id, new, tokens, 0, driver.finish_reason)
+    reason = driver.finish_reason
+    return BatchOutputChunk(driver.request.id, new, tokens, 0, reason, content, reasoning)
 
 
 def result_of(driver: SequenceDriver) -> BatchResult:
@@ -58,7 +63,8 @@ def result_of(driver: SequenceDriver) -> BatchResult:
     if driver.finish_reason is None:
         raise SequenceStateError(f"{driver.request.id!r} has not finished")
     n_new = driver.n_output - len(driver.request.output)
-    answer = driver.reply.answer or Answer("".join(driver.reply.text.parts))
+    parts = driver.reply.parts
+    answer = (parts and parts.answer) or Answer("".join(driver.reply.text.parts))
     text, tokens = _echo(driver)
     token_ids = (*tokens, *driver.output[: driver.reply.text.n_fed])
     usage = Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts)

@@ -8,39 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.chat.answers import Answer, AnswerReader, Pieces
+from cbatch.chat.answers import Answer, AnswerReader
 from cbatch.chat.call_parser import Call
 from cbatch.chat.formats import THINKING, AnswerFormat, answer_format
 from cbatch.tools import Tools
+from tests.chat.answer_runs import CONTROLS, make_reader, parts_of
 from tests.chat.test_call_parser import TOOLS
 
 CUT = ("the answer ended while it was thinking",)
 THINK = "Say {% if x %}<think>{% endif %} and </think>"
 HERMES = "{{ '<tool_call>' }}"
 CHANNELS = "<|start|>assistant<|channel|>final<|message|>"
-CONTROLS = {1000: b"<tool_call>", 1001: b"</tool_call>", 1002: b"<|im_end|>", 1003: b"<think>"}
 
 
-def plain(token: int) -> bytes:
-    return bytes([token]) if token < 256 else b""
-
-
-def shown(token: int) -> bytes:
-    return CONTROLS.get(token) or plain(token)
-
-
-PIECES = Pieces(plain, shown, frozenset(CONTROLS))
-BYTES = Pieces(plain, plain)
-
-
-def read(text: str, template: str, *, tail: str = "", **more: object) -> Answer:
-    reader = AnswerReader(answer_format(template), BYTES, Tools(), **more)  # type: ignore[arg-type]
-    return reader.read(text, list(text.encode()), list(tail.encode()))
+def read(
+    text: str,
+    template: str,
+    tools: Tools | None = None,
+    *,
+    tail: str = "",
+    opened: str = "",
+    splits: bool = True,
+    n_calls_max: int | None = None,
+) -> Answer:
+    format = answer_format(template)
+    reader = make_reader(format, tools, opened=opened, splits=splits, n_calls_max=n_calls_max)
+    return parts_of(reader, [*text.encode()], tail=[*tail.encode()])[0]
 
 
 def read_tokens(tokens: list[int], template: str, tools: Tools = TOOLS) -> Answer:
-    text = b"".join(map(plain, tokens)).decode()
-    return AnswerReader(answer_format(template), PIECES, tools).read(text, tokens, ())
+    return parts_of(make_reader(answer_format(template), tools), tokens)[0]
 
 
 def test_template_without_marks_has_plain_answers() -> None:
@@ -100,7 +97,7 @@ def test_answer_that_goes_on_from_a_message_is_read_from_there(
 
 
 def test_thinking_stays_where_it_shall() -> None:
-    assert read("<think>a</think>b", THINK, splits_reasoning=False) == Answer("<think>a</think>b")
+    assert read("<think>a</think>b", THINK, splits=False) == Answer("<think>a</think>b")
 
 
 @given(st.text("ab<>/think \n"))
@@ -114,8 +111,7 @@ CALL = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 
 def test_calls_are_taken_out_of_the_text_behind_the_thinking() -> None:
     text = f"<think>I could {CALL}</think>\n\nWait.\n{CALL}\n{CALL}"
-    reader = AnswerReader(answer_format(THINK + HERMES), BYTES, TOOLS)
-    answer = reader.read(text, list(text.encode()), ())
+    answer = read(text, THINK + HERMES, TOOLS)
     assert (answer.text, len(answer.calls), answer.warnings) == ("Wait.", 2, ())
     assert answer.reasoning == f"I could {CALL}"
 
@@ -139,21 +135,20 @@ LEFT_OUT = ("parallel_tool_calls is False: the first call is kept, 1 behind it l
 def test_one_call_of_several_is_kept_and_the_others_are_no_text(
     template: str, text: str, said: str
 ) -> None:
-    reader = AnswerReader(answer_format(template), BYTES, TOOLS, n_calls_max=1)
-    answer = reader.read(text, list(text.encode()), ())
+    answer = read(text, template, TOOLS, n_calls_max=1)
     assert answer == Answer(said, "", (Call("get_time", "{}"),), LEFT_OUT)
 
 
 def test_text_of_a_call_that_cannot_be_read_is_kept_with_a_warning() -> None:
     text = ' Well: <tool_call>{"name": </tool_call>'
-    answer = AnswerReader(answer_format(HERMES), BYTES, TOOLS).read(text, list(text.encode()), ())
+    answer = read(text, HERMES, TOOLS)
     assert (answer.text, answer.calls) == (text, ())
     assert "could not be read" in answer.warnings[0]
 
 
 def test_call_of_an_unknown_tool_is_given_out_with_a_warning() -> None:
     text = CALL.replace("get_time", "get_rich")
-    answer = AnswerReader(answer_format(HERMES), BYTES, TOOLS).read(text, list(text.encode()), ())
+    answer = read(text, HERMES, TOOLS)
     assert answer.calls == (Call("get_rich", "{}"),)
     assert "'get_rich'" in answer.warnings[0]
 
@@ -182,16 +177,15 @@ def test_control_token_within_arguments_is_kept_out_of_nothing_but_text() -> Non
 
 def test_stop_string_ends_the_text_as_readers_saw_it() -> None:
     tokens = [1003, *b"a</think>b STOP c"]
-    reader = AnswerReader(answer_format(THINK), PIECES, Tools())
-    answer = reader.read("a</think>b ", tokens, (), stops=("STOP",))
+    reader = make_reader(answer_format(THINK))
+    answer, _ = parts_of(reader, tokens, stops=("STOP",))
     assert answer == Answer("b ", "a")
-    answer = reader.read("a</think>b STOP", tokens, (), stops=("STOP",), include_stop=True)
+    answer, _ = parts_of(reader, tokens, stops=("STOP",), include_stop=True)
     assert answer == Answer("b STOP", "a")
 
 
 def harmony(text: str, tools: Tools = TOOLS, *, splits: bool = True) -> Answer:
-    reader = AnswerReader(answer_format(CHANNELS), BYTES, tools, splits)
-    return reader.read(text, list(text.encode()), ())
+    return read(text, CHANNELS, tools, splits=splits)
 
 
 def test_channels_are_thinking_calls_and_text() -> None:
@@ -258,20 +252,19 @@ def test_what_fails_within_leaves_the_text_and_says_so() -> None:
     def broken(_: int) -> bytes:
         raise LookupError("gone")
 
-    reader = AnswerReader(answer_format(THINK), Pieces(plain, broken, frozenset({7})), Tools())
-    answer = reader.read("abc", [7], ())
+    reader = AnswerReader(answer_format(THINK), broken, frozenset({1000}), Tools())
+    answer, _ = parts_of(reader, [*b"ab", 1000, *b"c"])
     assert answer.text == "abc"
     assert "gone" in answer.warnings[0]
 
 
 def seconds(n_tokens: int, template: str, unit: list[int]) -> float:
     tokens = unit * (n_tokens // len(unit))
-    text = b"".join(map(plain, tokens)).decode()
-    reader = AnswerReader(answer_format(template), PIECES, TOOLS)
+    reader = make_reader(answer_format(template), TOOLS)
     best = 1e9
     for _ in range(3):
         start = time.process_time()
-        reader.read(text, tokens, ())
+        parts_of(reader, tokens)
         best = min(best, time.process_time() - start)
     return best
 

@@ -78,7 +78,7 @@ def form(name: str) -> CallFormat:
 
 
 def found(text: str, name: str | None = "hermes", given: Tools = TOOLS) -> list[tuple[str, Any]]:
-    calls = find_calls(text, 0, form(name) if name else None, given).calls
+    calls = find_calls(text, form(name) if name else None, given).calls
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
@@ -88,7 +88,7 @@ def test_every_format_has_an_example() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_calls_are_found_and_nothing_of_them_is_left(name: str) -> None:
-    result = find_calls(EXAMPLES[name], 0, form(name), TOOLS)
+    result = find_calls(EXAMPLES[name], form(name), TOOLS)
     assert [(c.name, json.loads(c.arguments)) for c in result.calls] == [("get_weather", CITY)] * 2
     rest = EXAMPLES[name]
     for start, end in reversed(result.spans):
@@ -106,7 +106,7 @@ def test_format_is_known_by_its_marks_in_the_template(name: str) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("n_cut", [1, 2, 5, 15, 30])
 def test_call_that_was_cut_off_is_malformed_or_whole(name: str, n_cut: int) -> None:
-    result = find_calls(EXAMPLES[name][:-n_cut], 0, form(name), TOOLS)
+    result = find_calls(EXAMPLES[name][:-n_cut], form(name), TOOLS)
     assert all((c.name, json.loads(c.arguments)) == ("get_weather", CITY) for c in result.calls)
 
 
@@ -114,7 +114,7 @@ def test_call_that_was_cut_off_is_malformed_or_whole(name: str, n_cut: int) -> N
 @given(parts=st.lists(st.sampled_from([*'<>[]{}|=/:",\\n', *EXAMPLES.values(), "tool_call"])))
 def test_no_text_raises(name: str, parts: list[str]) -> None:
     text = "".join(parts)
-    result = find_calls(text, 0, form(name), TOOLS)
+    result = find_calls(text, form(name), TOOLS)
     assert result.spans == sorted(result.spans)
     for start, end in result.spans:
         assert 0 <= start < end <= len(text)
@@ -181,7 +181,7 @@ def test_several_bare_calls_follow_each_other() -> None:
     ],
 )
 def test_json_that_is_no_call_stays_text(text: str) -> None:
-    result = find_calls(text, 0, None, TOOLS)
+    result = find_calls(text, None, TOOLS)
     assert (result.calls, result.spans, result.n_malformed) == ([], [], 0)
 
 
@@ -203,13 +203,13 @@ def test_json_that_is_no_call_stays_text(text: str) -> None:
 )
 def test_malformed_call_is_counted_and_the_next_one_found(body: str) -> None:
     good = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
-    result = find_calls(f"<tool_call>{body}</tool_call>{good}", 0, form("hermes"), TOOLS)
+    result = find_calls(f"<tool_call>{body}</tool_call>{good}", form("hermes"), TOOLS)
     assert [c.name for c in result.calls] == ["get_time"]
     assert result.n_malformed == 1
 
 
 def test_python_for_the_interpreter_is_no_call_but_noticed() -> None:
-    assert find_calls("<|python_tag|>print(1)", 0, None, TOOLS).n_malformed == 1
+    assert find_calls("<|python_tag|>print(1)", None, TOOLS).n_malformed == 1
 
 
 def test_call_without_arguments_has_none() -> None:
@@ -242,7 +242,7 @@ def test_value_without_quotes_has_the_type_of_its_schema(written: str, value: ob
 
 def test_half_a_surrogate_pair_stays_spelled_out() -> None:
     text = '<tool_call>{"name": "get_time", "arguments": {"x": "\\ud800"}}</tool_call>'
-    [call] = find_calls(text, 0, form("hermes"), TOOLS).calls
+    [call] = find_calls(text, form("hermes"), TOOLS).calls
     assert call.arguments == '{"x": "\\ud800"}'
 
 
@@ -260,7 +260,7 @@ HEADS = [
 
 def seconds(text: str, format: CallFormat) -> float:
     start = time.process_time()
-    find_calls(text, 0, format, TOOLS)
+    find_calls(text, format, TOOLS)
     return time.process_time() - start
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from cbatch.chat.answers import AnswerReader, Pieces
 from cbatch.chat.formats import BARE, AnswerFormat, answer_format
 from cbatch.chat.tool_grammar import N_CALLS_MAX, call_grammar, call_syntax
 from cbatch.errors import ConfigError, UnsupportedOptionError
@@ -26,6 +25,7 @@ from tests.backend.llama.test_templates import (
     source,
     template,
 )
+from tests.chat.answer_runs import make_reader, parts_of
 
 if TYPE_CHECKING:
     from cbatch.chat.formats import Thinking
@@ -189,11 +189,7 @@ def test_prompt_tells_whether_an_answer_may_think(opened: str, tail: str, expect
 
 
 def arguments(text: str, call: str, offered: Tools) -> Any:
-    def piece(token: int) -> bytes:
-        return bytes([token])
-
-    reader = AnswerReader(answer_format(text), Pieces(piece, piece), offered)
-    answer = reader.read(call, list(call.encode()), [])
+    answer, _ = parts_of(make_reader(answer_format(text), offered), [*call.encode()])
     assert (answer.text, answer.warnings) == ("", ())
     [found] = answer.calls
     return json.loads(found.arguments)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate
-from cbatch.chat.answers import Answer, AnswerReader, Pieces
+from cbatch.chat.answers import Answer
 from cbatch.chat.formats import answer_format
 from cbatch.errors import RequestFailedError
 from cbatch.tools import Tools, check_tools
+from tests.chat.answer_runs import make_reader, parts_of
 
 if TYPE_CHECKING:
     from cbatch.backend import Message
@@ -82,11 +83,8 @@ def template(name: str) -> ChatTemplate:
 
 
 def read(name: str, text: str, prompt: str = "", tools: Tools | None = None) -> Answer:
-    def piece(token: int) -> bytes:
-        return bytes([token])
-
-    reader = AnswerReader(answer_format(source(name)), Pieces(piece, piece), tools or Tools())
-    return reader.read(text, list(text.encode()), list(prompt[-16:].encode()))
+    reader = make_reader(answer_format(source(name)), tools)
+    return parts_of(reader, [*text.encode()], tail=[*prompt[-16:].encode()])[0]
 
 
 def checked() -> Tools:
