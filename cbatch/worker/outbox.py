@@ -228,16 +228,24 @@ class Outbox:
 class _Merged:
     """Chunks of one answer that nobody has read yet, as one."""
 
-    __slots__ = ("_finish_reason", "_id", "_index", "_text", "_tokens")
+    __slots__ = ("_finish_reason", "_id", "_index", "_parts", "_text", "_tokens")
 
     def __init__(self, chunk: BatchOutputChunk) -> None:
         self._id, self._index = chunk.id, chunk.index
         self._text, self._tokens = StringIO(), array("i")
+        self._parts: tuple[StringIO, StringIO] | None = None
+        """Content and thinking, from where they are not the text alone."""
         self._finish_reason: FinishReason | None = None
         self.add(chunk)
 
     def add(self, chunk: BatchOutputChunk) -> _Merged:
         """Take the next one."""
+        if self._parts is None and (chunk.reasoning or chunk.content != chunk.text):
+            self._parts = StringIO(), StringIO()
+            self._parts[0].write(self._text.getvalue())
+        if self._parts is not None:
+            self._parts[0].write(chunk.content)
+            self._parts[1].write(chunk.reasoning)
         self._text.write(chunk.text)
         self._tokens.extend(chunk.token_ids)
         self._finish_reason = chunk.finish_reason
@@ -245,12 +253,15 @@ class _Merged:
 
     def chunk(self) -> BatchOutputChunk:
         """Return all of them as one chunk."""
-        text, tokens = self._text.getvalue(), tuple(self._tokens)
-        return BatchOutputChunk(self._id, text, tokens, self._index, self._finish_reason)
+        text, tokens, index = self._text.getvalue(), tuple(self._tokens), self._index
+        content, thought = (p.getvalue() for p in self._parts) if self._parts else (text, "")
+        reason = self._finish_reason
+        return BatchOutputChunk(self._id, text, tokens, index, reason, content, thought)
 
 
 def _size_of_chunk(chunk: BatchOutputChunk) -> int:
-    return 32 + len(chunk.text) + 8 * len(chunk.token_ids)
+    parts = "" if chunk.content is chunk.text else chunk.content + chunk.reasoning
+    return 32 + len(chunk.text) + len(parts) + 8 * len(chunk.token_ids)
 
 
 def _size_of_result(result: BatchResult) -> int:

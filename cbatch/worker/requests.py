@@ -227,8 +227,8 @@ class Asked:
         result = result_of_json(said, self.id, partial(self.origin_of, owner=owner))
         if self.heard:
             return [], result
-        reason = result.finish_reason
-        return [BatchOutputChunk(self.id, result.text, result.token_ids, 0, reason)], result
+        reason, text, thought = result.finish_reason, result.text, result.reasoning
+        return [BatchOutputChunk(self.id, text, result.token_ids, 0, reason, text, thought)], result
 
     # ---- without a worker ----
 
@@ -261,13 +261,14 @@ class Asked:
         end = heard[-1].finish_reason if heard else None
         return BatchResult(
             self.id,
-            "".join(chunk.text for chunk in heard),
+            "".join(chunk.content for chunk in heard),
             tokens,
             end or reason,
             None if end else error,
             Usage(0, len(tokens)),
             Timings(0.0, None, time.perf_counter() - self.submitted_s, None, None),
             seed=0,
+            reasoning="".join(chunk.reasoning for chunk in heard),
         )
 
 

@@ -148,14 +148,17 @@ _OPTIONS = tuple(f.name for f in fields(RunOptions))
 
 
 def chunk_as_json(chunk: BatchOutputChunk) -> tuple[Any, ...]:
-    """Return a chunk's values, its id first."""
-    return chunk.id, chunk.text, chunk.token_ids, chunk.index, chunk.finish_reason
+    """Return a chunk's values, its id first; its parts only where they are not the text alone."""
+    values = chunk.id, chunk.text, chunk.token_ids, chunk.index, chunk.finish_reason
+    is_plain = chunk.content == chunk.text and not chunk.reasoning
+    return values if is_plain else (*values, chunk.content, chunk.reasoning)
 
 
 def chunk_of_json(said: Sequence[Any], id: str) -> BatchOutputChunk:
     """Return the chunk that `chunk_as_json` gave, under the id that the reader knows."""
-    _, text, tokens, index, finish_reason = said
-    return BatchOutputChunk(id, text, tuple(tokens), index, finish_reason)
+    _, text, tokens, index, finish_reason, *parts = said
+    content, reasoning = parts or (text, "")
+    return BatchOutputChunk(id, text, tuple(tokens), index, finish_reason, content, reasoning)
 
 
 def result_as_json(result: BatchResult) -> dict[str, Any]:

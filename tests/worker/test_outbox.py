@@ -261,3 +261,16 @@ def wait_for_turn(program: Program) -> None:
     options = RunOptions(max_tokens=1)
     program.runtime.add(Submission([prompt], [id], [""], options, math.inf, target))()
     assert target.has_ended.wait(PATIENCE_S)
+
+
+def test_chunks_that_nobody_reads_are_joined_with_their_parts() -> None:
+    reader = Piped(credit=0)
+    for text, content, reasoning in (
+        ("a ", "a ", ""),
+        ("<x", "", ""),
+        ("b", "", "b"),
+        ("c", "c", ""),
+    ):
+        reader.outbox.deliver([BatchOutputChunk("a", text, (1,), 0, None, content, reasoning)], [])
+    [chunk] = reader.rest()["chunks"]
+    assert chunk == ["a", "a <xbc", [1] * 4, 0, None, "a c", "b"]
