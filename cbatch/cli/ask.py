@@ -73,7 +73,9 @@ class Conversation:
             self._add("system", system)
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """Yield the answer as it comes. A partial answer stays in the conversation; a question without one does not.
+        """Yield the answer as it comes, thinking included, which does not stay in the conversation.
+
+        A partial answer stays; a question without one does not.
 
         Raises:
             RequestError: the question cannot be answered.
@@ -83,9 +85,10 @@ class Conversation:
         try:
             response = self._engine.submit(self.messages)
             with closing(iter(response)) as chunks:
-                for text in (chunk.text for chunk in chunks if chunk.text):
-                    parts.append(text)
-                    yield text
+                for chunk in chunks:
+                    parts.append(chunk.content)
+                    if chunk.text:
+                        yield chunk.text
             self.has_filled_slot = response.result().finish_reason == "window"
         finally:
             self._keep("".join(parts))
