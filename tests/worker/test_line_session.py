@@ -354,8 +354,9 @@ def test_engine_that_stops_ends_every_stream(prompt: Callable[..., Path]) -> Non
 def test_thread_of_a_session_ends_with_it(runtime: LocalRuntime) -> None:
     before = {*threading.enumerate()}
     with session(runtime) as client:
-        client.say(*["LIST_REQUESTS"] * 2000)
-        client.end()
+        client.frames.close()
+        client.say("FOO", *["LIST_REQUESTS"] * 4000)  # the reader is gone before all are done
+        assert client.wait() is Ending.LEFT
     for thread in {*threading.enumerate()} - before:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()

@@ -494,6 +494,7 @@ def test_shared_drain_of_two_serves_all_in_turn(daemon: Daemon) -> None:
         {"7.2.0", "5.0.0"},
         {"6.1.0", "7.2.0"},
     ]
+    assert {n for turn in daemon.machine.turns for _, n in turn} == {2}  # each step is shared
     for id in (5, 6, 7):
         assert daemon.out.tokens_of(id) == daemon.expected(id, 6)
 
