@@ -5,12 +5,9 @@ Source: OpenAI's API reference, batch: the request output object.
 
 from __future__ import annotations
 
-import math
 import re
-from codecs import getincrementaldecoder
 from dataclasses import fields
 from hashlib import blake2b
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import (
@@ -27,16 +24,20 @@ from cbatch.errors import (
 from cbatch.files.input.item import ItemError, LineError, bytes_of
 from cbatch.files.input.json_requests import CHAT, COMPLETIONS, Call
 from cbatch.files.output.encoders import Known, TraceableEncoder, dump
+from cbatch.openai_format import (
+    NEAREST_FINISH,
+    chat_logprobs,
+    completion_logprobs,
+    finish_of,
+    tokens_as_json,
+)
 from cbatch.response import Timings, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
     from cbatch.files.input.item import Item
-    from cbatch.response import BatchResult, TokenLogprob
-
-_LEAST_LOGPROB = -9999.0
-"""Source: OpenAI's API reference, chat completions, `logprobs`."""
+    from cbatch.response import BatchResult
 
 _USAGE = tuple(f.name for f in fields(Usage))
 _TIMINGS = tuple(f.name for f in fields(Timings))
@@ -112,39 +113,10 @@ def _choice(choice: BatchResult) -> dict[str, object]:
     }
 
 
-def tokens_as_json(tokens: Iterable[TokenLogprob | None]) -> list[dict[str, object] | None]:
-    """Return log-probabilities as they are in cbatch's lines; null for a token without one."""
-    return [None if token is None else _token_as_json(token) for token in tokens]
-
-
-def _token_as_json(token: TokenLogprob) -> dict[str, object]:
-    said = {"token_id": token.token_id, "text": token_text(token), "logprob": logprob_of(token)}
-    return {**said, "top": tokens_as_json(token.top)} if token.top else said
-
-
-def token_text(token: TokenLogprob) -> str:
-    """Return a token's text, or its bytes where they are no whole characters, as OpenAI's API writes them."""
-    try:
-        return token.data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
-
-
-def logprob_of(token: TokenLogprob) -> float | None:
-    """Return a token's log-probability as OpenAI's API writes it.
-
-    A probability of 0 is -9999; the first token of an echoed prompt has null.
-    """
-    return None if math.isnan(token.logprob) else max(token.logprob, _LEAST_LOGPROB)
-
-
 # ---- OpenAI ----
 
 _ANSWERED = {"invalid_request": None, "unsupported_parameter": "unsupported_parameter"}
 """Errors of a body that a server answers with status 400, and the `code` in that answer."""
-
-_FINISH = {"window": "length", "timeout": "length", "cancelled": "length"}
-"""Finish reasons that OpenAI lacks, and the nearest one."""
 
 
 class OpenAIEncoder(TraceableEncoder):
@@ -249,71 +221,23 @@ def _chat_choice(index: int, result: BatchResult) -> dict[str, Any]:
     return {
         "index": index,
         "message": message,
-        "finish_reason": _finish(result),
-        "logprobs": None if result.logprobs is None else _chat_logprobs(result.logprobs),
+        "finish_reason": finish_of(result),
+        "logprobs": None if result.logprobs is None else chat_logprobs(result.logprobs),
     }
 
 
-def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    content = [_token(t) | {"top_logprobs": list(map(_token, t.top))} for t in tokens]
-    return {"content": content, "refusal": None}
-
-
-def _token(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token_text(token), "logprob": logprob_of(token), "bytes": list(token.data)}
-
-
 def _completion_choice(index: int, result: BatchResult) -> dict[str, Any]:
-    logprobs = None if result.logprobs is None else _completion_logprobs(result.logprobs)
+    logprobs = None if result.logprobs is None else completion_logprobs(result.logprobs)
     return {
         "index": index,
         "text": result.text,
-        "finish_reason": _finish(result),
+        "finish_reason": finish_of(result),
         "logprobs": logprobs,
     }
 
 
-def _completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    has_tops = any(token.top for token in tokens)
-    return {
-        "tokens": [token_text(token) for token in tokens],
-        "token_logprobs": [logprob_of(_alternative(token)) for token in tokens],
-        "top_logprobs": [_tops(token) for token in tokens] if has_tops else None,
-        "text_offset": _offsets(tokens),
-    }
-
-
-def _alternative(token: TokenLogprob) -> TokenLogprob:
-    """Return the same token from the likeliest, where it is one of them, for exactly the same number."""
-    return next((top for top in token.top if top.token_id == token.token_id), token)
-
-
-def _tops(token: TokenLogprob) -> dict[str, float | None] | None:
-    """Return the likeliest tokens and the sampled one, by their text; None for a token without a log-probability.
-
-    Of several with the same text the likelier is kept.
-    """
-    if math.isnan(token.logprob):
-        return None
-    found: dict[str, float | None] = {}
-    for each in (*token.top, token):
-        found.setdefault(token_text(each), logprob_of(each))
-    return found
-
-
-def _offsets(tokens: Sequence[TokenLogprob]) -> list[int]:
-    """Return where each token's text begins, in characters."""
-    decoder = getincrementaldecoder("utf-8")("replace")
-    lengths = [len(decoder.decode(token.data)) for token in tokens]
-    return list(accumulate(lengths, initial=0))[:-1]
-
-
 def _choices(result: BatchResult) -> tuple[BatchResult, ...]:
     return result.choices or (result,)
-
-
-def _finish(result: BatchResult) -> str:
-    return _FINISH.get(result.finish_reason, result.finish_reason)
 
 
 def _body(url: str, key: str, result: BatchResult, created: int, model: str) -> dict[str, Any]:
@@ -340,7 +264,7 @@ def _body(url: str, key: str, result: BatchResult, created: int, model: str) -> 
 def _extensions(result: BatchResult) -> dict[str, Any]:
     """Return the fields that OpenAI's format lacks, where there are any."""
     more: dict[str, Any] = {}
-    if any(c.finish_reason in _FINISH for c in _choices(result)):
+    if any(c.finish_reason in NEAREST_FINISH for c in _choices(result)):
         more["finish_reasons"] = [c.finish_reason for c in _choices(result)]
     if any(c.stop_reason is not None for c in _choices(result)):
         more["stop_reasons"] = [c.stop_reason for c in _choices(result)]

@@ -1,0 +1,99 @@
+"""Parts of answers as OpenAI's API writes them: log-probabilities and finish reasons.
+
+Source: OpenAI's API reference, chat completions and completions.
+"""
+
+from __future__ import annotations
+
+import math
+from codecs import getincrementaldecoder
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from cbatch.response import BatchResult, TokenLogprob
+
+_LEAST_LOGPROB = -9999.0
+"""Source: OpenAI's API reference, chat completions, `logprobs`."""
+
+NEAREST_FINISH = {"window": "length", "timeout": "length", "cancelled": "length"}
+"""Finish reasons that OpenAI lacks, and the nearest one."""
+
+
+def finish_of(result: BatchResult) -> str:
+    """Return why an answer ended, in OpenAI's words."""
+    return NEAREST_FINISH.get(result.finish_reason, result.finish_reason)
+
+
+def tokens_as_json(tokens: Iterable[TokenLogprob | None]) -> list[dict[str, object] | None]:
+    """Return log-probabilities as they are in cbatch's lines; null for a token without one."""
+    return [None if token is None else _token_as_json(token) for token in tokens]
+
+
+def _token_as_json(token: TokenLogprob) -> dict[str, object]:
+    said = {"token_id": token.token_id, "text": token_text(token), "logprob": logprob_of(token)}
+    return {**said, "top": tokens_as_json(token.top)} if token.top else said
+
+
+def token_text(token: TokenLogprob) -> str:
+    """Return a token's text, or its bytes where they are no whole characters, as OpenAI's API writes them."""
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
+
+
+def logprob_of(token: TokenLogprob) -> float | None:
+    """Return a token's log-probability as OpenAI's API writes it.
+
+    A probability of 0 is -9999; the first token of an echoed prompt has null.
+    """
+    return None if math.isnan(token.logprob) else max(token.logprob, _LEAST_LOGPROB)
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return log-probabilities as a chat completion has them."""
+    content = [_token(t) | {"top_logprobs": list(map(_token, t.top))} for t in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": logprob_of(token), "bytes": list(token.data)}
+
+
+def completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return log-probabilities as a completion has them: lists of equal length."""
+    has_tops = any(token.top for token in tokens)
+    return {
+        "tokens": [token_text(token) for token in tokens],
+        "token_logprobs": [logprob_of(_alternative(token)) for token in tokens],
+        "top_logprobs": [_tops(token) for token in tokens] if has_tops else None,
+        "text_offset": _offsets(tokens),
+    }
+
+
+def _alternative(token: TokenLogprob) -> TokenLogprob:
+    """Return the same token from the likeliest, where it is one of them, for exactly the same number."""
+    return next((top for top in token.top if top.token_id == token.token_id), token)
+
+
+def _tops(token: TokenLogprob) -> dict[str, float | None] | None:
+    """Return the likeliest tokens and the sampled one, by their text; None for a token without a log-probability.
+
+    Of several with the same text the likelier is kept.
+    """
+    if math.isnan(token.logprob):
+        return None
+    found: dict[str, float | None] = {}
+    for each in (*token.top, token):
+        found.setdefault(token_text(each), logprob_of(each))
+    return found
+
+
+def _offsets(tokens: Sequence[TokenLogprob]) -> list[int]:
+    """Return where each token's text begins, in characters."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    lengths = [len(decoder.decode(token.data)) for token in tokens]
+    return list(accumulate(lengths, initial=0))[:-1]
