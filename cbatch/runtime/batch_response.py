@@ -189,6 +189,11 @@ class BatchResponse:
         """Results that `as_completed` gives out without waiting."""
         return self._mailbox.n_unread
 
+    @property
+    def n_unread_chunks(self) -> int:
+        """Chunks that an iteration gives out without waiting."""
+        return self._mailbox.n_unread_chunks
+
     def _wait(self, timeout: float | None, n_most: int | None = None) -> list[BatchResult]:
         try:
             return self._mailbox.wait(check_wait("timeout", timeout), n_most)

@@ -209,6 +209,11 @@ class Mailbox:
         """Results that `take_result` returns without waiting."""
         return len(self._completed)
 
+    @property
+    def n_unread_chunks(self) -> int:
+        """Chunks that `take_chunk` returns without waiting."""
+        return len(self._chunks)
+
     def cancel(self) -> int:
         """Cancel the items that have not ended, read no more of them; return how many."""
         self.break_off()

@@ -1,0 +1,177 @@
+"""`cbatch serve`: a model behind HTTP."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import cbatch
+from cbatch.checks import check_text
+from cbatch.cli.option_table import (
+    ANSWERS,
+    DEVICES,
+    MODEL,
+    OPTIONS,
+    SCHEDULING,
+    Given,
+    option,
+    takes,
+)
+from cbatch.cli.terminal import say
+from cbatch.errors import ConfigError
+
+KEY_VARIABLE = "CBATCH_API_KEY"
+"""The environment variable of a key: on a command line, others would see it."""
+
+_PANELS = (MODEL, SCHEDULING, DEVICES, ANSWERS)
+_NOT_HERE = ("max_queue", "when_full", "slot")
+_TAKEN = tuple(o.name for o in OPTIONS if o.panel in _PANELS and o.name not in _NOT_HERE)
+
+HTTP = "Server"
+
+
+@takes(*_TAKEN)
+def serve(
+    *,
+    host: Annotated[
+        str, option("--host", help="The address to listen on.", panel=HTTP)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, option("--port", help="0 takes a free one.", panel=HTTP, min=0, max=65535)
+    ] = 8080,
+    replicas: Annotated[
+        int, option("--replicas", help="Worker processes with the model.", panel=HTTP, min=1)
+    ] = 1,
+    api_key_file: Annotated[
+        Path | None,
+        option(
+            "--api-key-file",
+            help="Keys, one a line, of which a client must give one.",
+            default="the one in CBATCH_API_KEY, else none",
+            panel=HTTP,
+        ),
+    ] = None,
+    model_name: Annotated[
+        str | None,
+        option(
+            "--model-name",
+            help="What answers call the model.",
+            default="its file's name",
+            panel=HTTP,
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int | None,
+        option(
+            "--max-queue",
+            help="Most requests that wait; further ones get status 429.",
+            default="any number",
+            panel=HTTP,
+        ),
+    ] = None,
+    max_body_mib: Annotated[
+        int, option("--max-body-mib", help="Most MiB of a request.", panel=HTTP)
+    ] = 32,
+    cors_origin: Annotated[
+        list[str] | None,
+        option(
+            "--cors-origin",
+            help="Web pages from there may call, * for all; may be given again.",
+            default="none",
+            panel=HTTP,
+        ),
+    ] = None,
+    grace_s: Annotated[
+        float,
+        option("--grace-s", help="Seconds for calls in flight at the end.", panel=HTTP, min=0),
+    ] = 30.0,
+    tls_cert: Annotated[
+        Path | None,
+        option("--tls-cert", help="A certificate file, for https.", default="none", panel=HTTP),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        option("--tls-key", help="Its key file.", default="in --tls-cert", panel=HTTP),
+    ] = None,
+    strict_fields: Annotated[
+        bool,
+        option(
+            "--strict-fields", help="Refuse unknown fields instead of ignoring them.", panel=HTTP
+        ),
+    ] = False,
+    given: Given,
+) -> None:
+    """Serve a model over HTTP, in the formats of OpenAI's API.
+
+    Ctrl-C or SIGTERM takes no new calls and gives those in flight --grace-s
+    seconds; twice ends at once.
+
+    Example: cbatch serve -m model.gguf --parallel 16 --port 8080
+    """
+    _check_installed()
+    from cbatch.server import create_app  # needs the extra
+    from cbatch.server.serving import Tls, bound_socket
+    from cbatch.server.serving import serve as serve_app
+
+    options, engine_settings = given.run_options(), given.engine_settings()
+    settings: dict[str, Any] = {
+        "api_keys": _keys(api_key_file),
+        "model_name": model_name,
+        "max_queue": max_queue,
+        "max_body_mib": max_body_mib,
+        "cors_origins": cors_origin or (),
+        "strict_fields": strict_fields,
+    }
+    tls = Tls(_text(tls_cert), _text(tls_key))
+    if tls.key and not tls.certificate:
+        raise ConfigError("--tls-key needs --tls-cert")
+    with (
+        bound_socket(host, port) as address,
+        cbatch.load(
+            given["model"], options=options, replicas=replicas, **engine_settings
+        ) as engine,
+    ):
+        where = (
+            f"{'https' if tls.certificate else 'http'}://{_shown(host)}:{address.getsockname()[1]}"
+        )
+        app = create_app(engine, **settings)
+        slots = f"{engine.parallel} slots of {engine.n_window} tokens"
+        serve_app(
+            app,
+            address,
+            grace_s=grace_s,
+            tls=tls,
+            on_ready=lambda: say(
+                f"cbatch: serving {app.state.desk.model_name} at {where}, {slots}"
+            ),
+        )
+
+
+def _check_installed() -> None:
+    for name in ("starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise ConfigError(
+                f'serve needs packages that are not installed ({name}): pip install "cbatch[server]"'
+            )
+
+
+def _keys(file: Path | None) -> list[str]:
+    """Return the keys of a file, one a line, or the one in the environment."""
+    if file is None:
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        return [key] if key else []
+    keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    keys = [key for key in keys if key]
+    if not keys:
+        raise ConfigError(f"{file} has no key: one is expected on each line")
+    for key in keys:
+        check_text("a key", key, 4096)
+    return keys
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

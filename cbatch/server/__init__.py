@@ -1,0 +1,8 @@
+"""A server over an engine: `create_app` returns an ASGI application that speaks OpenAI's formats.
+
+It needs the extra `server`: `pip install "cbatch[server]"`.
+"""
+
+from cbatch.server.app import create_app
+
+__all__ = ["create_app"]

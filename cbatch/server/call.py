@@ -1,0 +1,199 @@
+"""A call as a dialect has read it, and how it is answered: whole, or as it comes."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import anyio
+
+from cbatch.engine import checked_tokens, run_options_of
+from cbatch.errors import CBatchError
+from cbatch.logs import Log
+from cbatch.server.events import Events, Failed, results_of
+from cbatch.server.exchange import ClientGoneError
+from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
+from cbatch.server.request_fields import with_param
+from cbatch.server.sse import EventStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
+    from cbatch.response import BatchResult
+    from cbatch.runtime.batch_response import BatchResponse
+    from cbatch.server.desk import Desk, Sizes, Visit
+    from cbatch.server.events import Event
+    from cbatch.server.exchange import Exchange
+    from cbatch.server.request_fields import Asked
+
+_log = Log("cbatch.server")
+
+
+class StreamEncoder(Protocol):
+    """Makes the frames of one streamed answer."""
+
+    def frames(self, events: Sequence[Event]) -> bytes:
+        """Return the frames of events."""
+
+    def end(self) -> bytes:
+        """Return the last frames."""
+
+    def error(self, problem: HttpProblemError) -> bytes:
+        """Return the frames of an error, behind which nothing comes."""
+
+
+class Call(ABC):
+    """What a client asks for, in some dialect."""
+
+    prompt_field: ClassVar[str]
+    """The field that has the prompt."""
+
+    def __init__(self, asked: Asked, prompts: Sequence[BatchPrompt]) -> None:
+        self.asked, self.prompts = asked, prompts
+
+    @property
+    def n_choices(self) -> int:
+        """Answers that the client gets for each prompt."""
+        return self.asked.options.n or 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether text is kept until the answer has ended."""
+        return False
+
+    @abstractmethod
+    def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def stream(self, model: str) -> StreamEncoder:
+        """Return what encodes the answer's events."""
+
+
+class Answering:
+    """One call on its way: checked, queued, answered."""
+
+    def __init__(self, desk: Desk, exchange: Exchange, call: Call) -> None:
+        self._desk, self._exchange, self._call = desk, exchange, call
+        self._model = call.asked.model or desk.model_name
+        self._headers: dict[str, str] = {}
+        if ignored := call.asked.ignored:
+            self._headers["x-ignored-fields"] = _as_header(ignored)
+            _log.tell("ignored fields", request_id=exchange.id, fields=",".join(ignored))
+
+    async def run(self) -> None:
+        """Answer. What stands in the way before an answer has begun is raised.
+
+        Raises:
+            HttpProblemError, CBatchError: why there is no answer.
+            ClientGoneError: nobody waits for one any more.
+        """
+        desk, call = self._desk, self._call
+        sizes = await desk.sizes()
+        self._choose_adapter(sizes)
+        n_all = len(call.prompts) * call.asked.options.n_choices
+        if n_all > desk.settings.max_choices:
+            words = (
+                f"{n_all} answers are asked for; at most {desk.settings.max_choices} are allowed"
+            )
+            raise bad_request(words, call.prompt_field)
+        with desk.visit(n_all, sizes.n_slots) as visit:
+            await self._answer(visit, must_wait=desk.n_in_flight > sizes.n_slots)
+
+    def _choose_adapter(self, sizes: Sizes) -> None:
+        """Answer with the adapter that the call names as its model."""
+        asked, options = self._call.asked, self._call.asked.options
+        if asked.model in sizes.facts.adapters and options.adapter is None:
+            asked.options = replace(options, adapter=asked.model)
+        if asked.model is None and self._desk.settings.model_required:
+            raise bad_request("model is missing", "model")
+
+    async def _answer(self, visit: Visit, *, must_wait: bool) -> None:
+        """Answer while the client waits; whoever ends the visit says why."""
+        problem: Exception | None = None
+        has_left = False
+
+        async def watch() -> None:
+            nonlocal has_left
+            await self._exchange.wait_until_left()
+            has_left = True
+            visit.scope.cancel()
+
+        with visit.scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(watch)
+                try:
+                    await self._checked_answer(tasks, must_wait=must_wait)
+                except Exception as error:  # not in a group of exceptions
+                    problem = error
+                tasks.cancel_scope.cancel()
+        if has_left and visit.scope.cancelled_caught:
+            raise ClientGoneError
+        if visit.problem is not None and visit.scope.cancelled_caught:
+            problem = visit.problem
+        if problem is not None:
+            await self._tell(problem)
+
+    async def _tell(self, error: Exception) -> None:
+        """Raise what a client is told of an error, or send it where a stream has begun."""
+        call, exchange = self._call, self._exchange
+        error = with_param(error, call.asked, call.prompt_field)
+        is_known = isinstance(error, CBatchError | HttpProblemError)
+        problem = problem_of(error, call.prompt_field)
+        if exchange.status is None or not call.asked.is_streamed:
+            raise problem if is_known else error
+        words = str(error) if is_known else "".join(traceback.format_exception(error))
+        _log.write(logging.WARNING if is_known else logging.ERROR, "%s: %s", exchange.id, words)
+        await exchange.put(call.stream(self._model).error(problem))
+        await exchange.finish()
+
+    async def _checked_answer(self, tasks: anyio.abc.TaskGroup, *, must_wait: bool) -> None:
+        response = await self._desk.in_thread(self._submit, is_checked=must_wait)
+        if self._call.asked.is_streamed:
+            await self._stream(tasks, response)
+        else:
+            results = await results_of(response)
+            body = self._call.body(results, self._model)
+            await self._exchange.respond_json(body, headers=self._headers)
+
+    def _submit(self, *, is_checked: bool) -> BatchResponse:
+        """Queue the prompts, in a thread. Where they are to wait or are many, each is checked before any runs."""
+        desk, call = self._desk, self._call
+        options = call.asked.options
+        if is_checked or len(call.prompts) > 1:
+            self._check(options)
+        return desk.engine.run([*call.prompts], options=options)
+
+    def _check(self, options: RunOptions) -> None:
+        engine = self._desk.engine
+        settled = run_options_of(engine, options)
+        for prompt in self._call.prompts:
+            checked_tokens(engine, prompt, settled)
+
+    async def _stream(self, tasks: anyio.abc.TaskGroup, response: BatchResponse) -> None:
+        settings = self._desk.settings
+        stream = EventStream(self._exchange, self._headers, self._desk.clock)
+        encoder = self._call.stream(self._model)
+        events = Events(response, self._call.n_choices, is_held=self._call.is_held)
+        tasks.start_soon(stream.keep_alive, settings.status_after_s, settings.keep_alive_s)
+        try:
+            while some := await events.next():
+                for event in some:
+                    if isinstance(event, Failed):
+                        raise event.error
+                if data := encoder.frames(some):
+                    await stream.send(data)
+            await stream.finish(encoder.end())
+        finally:
+            events.close()
+
+
+def _as_header(names: Sequence[str]) -> str:
+    """Return names as a header's value, in ASCII and not too long."""
+    text = ", ".join(names).encode("ascii", "backslashreplace").decode()
+    return "".join(c if " " <= c <= "~" else "?" for c in text)[:1024]

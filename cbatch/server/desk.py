@@ -1,0 +1,179 @@
+"""What all requests of a server share: the engine, the limits, who is in, and whether the engine gets on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+
+from cbatch.errors import CBatchError
+from cbatch.server.http_errors import HttpProblemError, draining, queue_full
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cbatch.engine import Engine
+    from cbatch.model_facts import ModelFacts
+    from cbatch.server.server_settings import ServerSettings
+
+    T = TypeVar("T")
+
+_N_THREADS = 64
+"""Most calls into the engine at once; each is short, but for a queue of the engine's own that is full."""
+
+_PROBE_S = 0.5
+"""Seconds that `/health` waits for the engine's figures; a run of the engine may last longer."""
+
+
+@dataclass(eq=False)
+class Visit:
+    """A call that is being answered."""
+
+    n_choices: int
+    since_s: float
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    problem: HttpProblemError | None = None
+    """Why the call was ended, where it was not by its client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the engine is."""
+
+    n_slots: int
+    n_window: int
+    facts: ModelFacts
+
+
+class Desk:
+    """The state of one application."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine, self.settings, self.clock = engine, settings, clock
+        self.model_name = settings.model_name or engine.model_name or "cbatch"
+        self.created = int(time.time())
+        self.is_draining = False
+        """Whether new calls are refused; from any thread or handler of a signal."""
+        self._visits: dict[int, Visit] = {}
+        self._sizes: Sizes | None = None
+        self._threads = anyio.CapacityLimiter(_N_THREADS)
+        self.pulse = Pulse(engine, clock)
+
+    async def in_thread(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Return what `work` returns, done in a thread: it may wait for the engine."""
+        return await anyio.to_thread.run_sync(partial(work, *args, **named), limiter=self._threads)
+
+    async def sizes(self) -> Sizes:
+        """Return what the engine is, asked once."""
+        if self._sizes is None:
+            self._sizes = await self.in_thread(self._ask_sizes)
+        return self._sizes
+
+    def _ask_sizes(self) -> Sizes:
+        engine = self.engine
+        return Sizes(engine.parallel, engine.n_window, engine.model_facts)
+
+    # ---- who is in ----
+
+    @property
+    def n_in_flight(self) -> int:
+        """Choices of all calls that are being answered."""
+        return sum(visit.n_choices for visit in self._visits.values())
+
+    @contextmanager
+    def visit(self, n_choices: int, n_slots: int) -> Iterator[Visit]:
+        """Count a call for the block.
+
+        Raises:
+            HttpProblemError: the queue has no room, or the server is being stopped.
+        """
+        if self.is_draining:
+            raise draining()
+        n_before, n_limit = self.n_in_flight, self.settings.max_queue
+        n_waiting = max(0, n_before + n_choices - n_slots)
+        if n_limit is not None and n_before and n_waiting > n_limit:
+            raise queue_full(max(0, n_before - n_slots), n_limit)
+        visit = Visit(n_choices, self.clock())
+        self._visits[id(visit)] = visit
+        try:
+            yield visit
+        finally:
+            del self._visits[id(visit)]
+
+    def end_visits(self) -> None:
+        """End every call that is being answered: its client is told that the server shuts down."""
+        for visit in self._visits.values():
+            visit.problem = draining()
+            visit.scope.cancel()
+
+    # ---- health ----
+
+    async def health(self) -> dict[str, Any]:
+        """Return the engine's state.
+
+        Raises:
+            HttpProblemError: it is not loaded yet, has ended, does not get on, or is being drained.
+        """
+        if self.is_draining:
+            raise _unwell("the server is shutting down")
+        await self.pulse.feel()
+        if (words := self.pulse.problem) is not None:
+            raise _unwell(words)
+        if (silent_s := self.pulse.silent_s) > self.settings.stall_s:
+            raise _unwell(f"the engine has made no progress for {silent_s:.0f} s")
+        return {"status": "ok", "in_flight": self.n_in_flight}
+
+
+def _unwell(message: str) -> HttpProblemError:
+    more = {"type": "unavailable_error", "code": 503}  # as llama-server has them
+    return HttpProblemError(503, message, headers={"retry-after": "1"}, more=more)
+
+
+class Pulse:
+    """How long the engine has not got on, by its own figures, which are asked for when somebody wants to know."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+        self._engine, self._clock = engine, clock
+        self.problem: str | None = None
+        """Why it gives no figures."""
+        self._moved_s = self._asked_s = clock()
+        self._seen: object = None
+        self._was_idle = True
+        self._asking = threading.Lock()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its figures changed or it had nothing to do; while it has not answered, since it was asked."""
+        since_s = self._asked_s if self._asking.locked() else self._moved_s
+        return self._clock() - max(since_s, self._moved_s)
+
+    async def feel(self) -> None:
+        """Ask for the figures, and wait a short while for them. The engine may be in a long run."""
+        with anyio.move_on_after(_PROBE_S):
+            await anyio.to_thread.run_sync(self._ask, abandon_on_cancel=True)
+
+    def _ask(self) -> None:
+        if not self._asking.acquire(blocking=False):
+            return
+        self._asked_s = self._clock()
+        try:
+            stats = self._engine.stats()
+            seen = stats.n_steps, stats.n_output_tokens, stats.n_finished
+            is_idle = not (stats.n_running or stats.n_waiting)
+            if seen != self._seen or is_idle or self._was_idle:
+                self._moved_s = self._clock()
+            self._seen, self._was_idle, self.problem = seen, is_idle, None
+        except CBatchError as error:
+            self.problem = str(error)
+        finally:
+            self._asking.release()

@@ -1,0 +1,136 @@
+"""What becomes of a call, as typed events: every dialect is an encoder of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from cbatch.response import BatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cbatch.errors import CBatchError
+    from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob, ToolCall
+    from cbatch.runtime.batch_response import BatchResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """New text of a choice; choices count through the call's prompts."""
+
+    i_choice: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """New thinking of a choice."""
+
+    i_choice: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A tool call, whole; calls of a choice count from 0."""
+
+    i_choice: int
+    i_call: int
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of a choice's tokens."""
+
+    i_choice: int
+    tokens: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A choice is complete; `whole` is its prompt's result, at the last choice of the prompt."""
+
+    i_choice: int
+    choice: BatchResult
+    whole: BatchResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The call cannot be answered; nothing follows."""
+
+    error: CBatchError
+
+
+Event: TypeAlias = Text | Reasoning | Called | Scored | Ended | Failed
+
+
+class Events:
+    """The events of one response, read once; leaving it early cancels the call."""
+
+    def __init__(self, response: BatchResponse, n_choices: int, *, is_held: bool) -> None:
+        """Make one; each prompt has `n_choices`, and `is_held` keeps text until it is known what of it is a call."""
+        self._response, self._n_choices, self._is_held = response, n_choices, is_held
+        self._places = {id: i * n_choices for i, id in enumerate(response.ids)}
+        self._chunks, self._results = aiter(response), response.as_completed()
+        self._has_ended = False
+
+    async def next(self) -> list[Event]:
+        """Return what has happened since the last call, at least one event; nothing after the end."""
+        events: list[Event] = []
+        while not events and not self._has_ended:
+            chunk = await anext(self._chunks, None)
+            self._has_ended = chunk is None
+            if chunk is not None:
+                events += self._of_chunk(chunk)
+            while self._response.n_unread_chunks and (more := await anext(self._chunks, None)):
+                events += self._of_chunk(more)
+            while self._response.n_unread and (result := await anext(self._results, None)):
+                events += self._of_result(result)
+        return events
+
+    def close(self) -> None:
+        """Leave: what has not ended is cancelled before the next step. Twice is harmless."""
+        self._chunks.close()
+        self._results.close()
+
+    def _of_chunk(self, chunk: BatchOutputChunk) -> Iterator[Event]:
+        i_choice = self._places[chunk.id] + chunk.index
+        if not self._is_held and (chunk.text or chunk.token_ids):
+            yield Text(i_choice, chunk.text, chunk.token_ids)
+
+    def _of_result(self, result: BatchResult) -> Iterator[Event]:
+        if result.error is not None:
+            yield Failed(result.error)
+            return
+        first, choices = self._places[result.id], choices_of(result)
+        for i_choice, choice in enumerate(choices, first):
+            if self._is_held:
+                if choice.reasoning:
+                    yield Reasoning(i_choice, choice.reasoning)
+                if choice.text or choice.token_ids:
+                    yield Text(i_choice, choice.text, choice.token_ids)
+            for i_call, call in enumerate(choice.tool_calls):
+                yield Called(i_choice, i_call, call)
+            if choice.logprobs is not None:
+                yield Scored(i_choice, choice.logprobs)
+        for i_choice, choice in enumerate(choices, first):
+            is_last = i_choice == first + len(choices) - 1
+            yield Ended(i_choice, choice, result if is_last else None)
+
+
+def choices_of(result: BatchResult) -> Sequence[BatchResult]:
+    """Return a prompt's answers."""
+    return result.choices or (result,)
+
+
+async def results_of(response: BatchResponse) -> list[BatchResult]:
+    """Wait for all results, in order of the prompts; the error of the first one that failed is raised."""
+    try:
+        return await response
+    except BatchError as error:
+        failed = next(result.error for result in error.results if result.error is not None)
+        raise failed from None

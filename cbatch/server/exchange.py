@@ -1,0 +1,174 @@
+"""One HTTP request and its answer, over plain ASGI."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from cbatch.checks import MAX_DEPTH, is_too_deep, refuse_constant, why_unread
+from cbatch.server.http_errors import HttpProblemError, bad_request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import Message, Receive, Scope, Send
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+
+_N_PARSED_HERE = 2**16
+"""Bytes of a body above which it is parsed in a thread: a millisecond or so."""
+
+
+class ClientGoneError(Exception):
+    """The client has left: nobody reads an answer."""
+
+
+class Exchange:
+    """A request that is read, and an answer that is sent, whole or in parts."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self._receive, self._send = receive, send
+        self.headers = {name.lower(): value for name, value in scope["headers"]}
+        self.status: int | None = None
+        """The status of the answer, once it is sent."""
+
+    @property
+    def id(self) -> str:
+        """The request's id, as the header `x-request-id` has it."""
+        return str(self.scope.get("state", {}).get("request_id", ""))
+
+    # ---- the request ----
+
+    async def body(self, n_max: int, seconds: float) -> bytes:
+        """Return the body of at most `n_max` bytes.
+
+        Raises:
+            HttpProblemError: it is longer, or does not arrive within `seconds`.
+            ClientGoneError: the client has left.
+        """
+        said = self.headers.get(b"content-length", b"")
+        if said.isdigit() and int(said[:20]) > n_max:
+            raise _too_large(n_max)
+        parts: list[bytes] = []
+        n_bytes = 0
+        with anyio.move_on_after(seconds) as scope:
+            while True:
+                message = await self._receive()
+                _check_stays(message)
+                parts.append(message.get("body", b""))
+                n_bytes += len(parts[-1])
+                if n_bytes > n_max:
+                    raise _too_large(n_max)
+                if not message.get("more_body", False):
+                    break
+        if scope.cancelled_caught:
+            raise HttpProblemError(408, "the request's body did not arrive in time", "body_timeout")
+        return b"".join(parts)
+
+    async def json(self, n_max: int, seconds: float) -> dict[str, Any]:
+        """Return the body's JSON object. Raises as `body`, and a `HttpProblemError` where it is none."""
+        kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != JSON.encode() and not kind.endswith(b"+json"):
+            raise HttpProblemError(415, f"content-type must be {JSON}", "unsupported_media_type")
+        data = await self.body(n_max, seconds)
+        if len(data) <= _N_PARSED_HERE:
+            return object_of(data)
+        return await anyio.to_thread.run_sync(object_of, data)
+
+    async def wait_until_left(self) -> None:
+        """Return when the client has left. The body has been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    # ---- the answer ----
+
+    async def respond(
+        self,
+        status: int,
+        content: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        media_type: str = JSON,
+    ) -> None:
+        """Send a whole answer."""
+        more = {"content-length": str(len(content))}
+        await self.begin(status, {**more, **(headers or {})}, media_type=media_type)
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def respond_json(
+        self, value: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send a whole answer in JSON."""
+        await self.respond(status, dumps(value), headers)
+
+    async def begin(
+        self, status: int, headers: Mapping[str, str], *, media_type: str = EVENTS
+    ) -> None:
+        """Send status and headers; the body's parts follow."""
+        self.status = status
+        pairs = {"content-type": media_type, **headers}.items()
+        listed = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+        await self._send({"type": "http.response.start", "status": status, "headers": listed})
+
+    async def put(self, data: bytes) -> None:
+        """Send a part of the body; waits while the client does not read."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self) -> None:
+        """End the body."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+def dumps(value: object) -> bytes:
+    """Return a value as compact JSON in ASCII: raw line ends of Unicode would cut an event in two."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def object_of(data: bytes) -> dict[str, Any]:
+    """Return the object of a JSON text.
+
+    Raises:
+        HttpProblemError: no JSON object, nested too deeply, or with text that is no Unicode.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise _no_json(f"not UTF-8: {error.reason} at byte {error.start}") from None
+    try:
+        value = json.loads(text, parse_constant=refuse_constant)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise _no_json(why_unread(error, text)) from None
+    if not isinstance(value, dict):
+        raise _no_json(f"a JSON object is needed, not {type(value).__name__}")
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
+        raise _too_deep()
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise _no_json("a string in it holds half of a surrogate pair") from None
+    return value
+
+
+def _check_stays(message: Message) -> None:
+    if message["type"] == "http.disconnect":
+        raise ClientGoneError
+
+
+def _too_large(n_max: int) -> HttpProblemError:
+    message = f"the request's body is larger than {n_max:,} bytes"
+    return HttpProblemError(413, message, "request_too_large", headers={"connection": "close"})
+
+
+def _no_json(why: str) -> HttpProblemError:
+    return bad_request(f"the body cannot be read: {why}", code="invalid_json")
+
+
+def _too_deep() -> HttpProblemError:
+    return _no_json(f"its values are nested more than {MAX_DEPTH} deep")

@@ -1,0 +1,126 @@
+"""cbatch's errors as HTTP has them: status, headers, and the body of OpenAI's API.
+
+Source: OpenAI's API reference, error codes; llama.cpp tools/server for `n_prompt_tokens` and `n_ctx`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import (
+    CBatchError,
+    DeadlineError,
+    EngineClosedError,
+    EngineError,
+    GrammarError,
+    PromptError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestFailedError,
+    UnsupportedOptionError,
+    WorkerDiedError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NO_RETRY = {"x-should-retry": "false"}
+"""Clients of OpenAI repeat a status of 500 and more, unless this header says no."""
+
+SOON = {"retry-after": "1"}
+
+
+@dataclass(eq=False)
+class HttpProblemError(Exception):
+    """An answer that is an error: what a client is told."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the error's body."""
+
+    @property
+    def kind(self) -> str:
+        """The error's `type`."""
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def as_openai(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        said = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": {**said, **self.more}}
+
+
+def bad_request(
+    message: str, param: str | None = None, code: str | None = None
+) -> HttpProblemError:
+    """Return the problem of a request that can never succeed."""
+    return HttpProblemError(400, message, code, param)
+
+
+def refused(name: str, why: str) -> HttpProblemError:
+    """Return the problem of a field that would change the answer and is not there."""
+    return bad_request(f"{name} is not supported: {why}", name, "unsupported_parameter")
+
+
+def draining() -> HttpProblemError:
+    """Return the problem of a server that is being stopped."""
+    return HttpProblemError(503, "the server is shutting down", "shutting_down", headers=SOON)
+
+
+def queue_full(n_waiting: int, n_limit: int) -> HttpProblemError:
+    """Return the problem of a request for which the queue has no room."""
+    message = f"{n_waiting} requests wait already, of at most {n_limit}: try again later"
+    return HttpProblemError(429, message, "rate_limit_exceeded", headers=SOON)
+
+
+def problem_of(error: BaseException, prompt_field: str | None = None) -> HttpProblemError:
+    """Return what a client is told of an error; `prompt_field` is the field that has the prompt."""
+    if isinstance(error, HttpProblemError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return _too_long(error, prompt_field)
+    if not isinstance(error, CBatchError):
+        return HttpProblemError(500, "an internal error", "internal_error", headers=NO_RETRY)
+    if isinstance(error, WorkerDiedError):
+        again = NO_RETRY if error.n_alone else {}
+        return HttpProblemError(500, str(error), "worker_died", headers=again)
+    param = prompt_field if isinstance(error, PromptError) else _param_of(error)
+    for kind, status, code, headers in _STATUS:
+        if isinstance(error, kind):
+            return HttpProblemError(status, str(error), code, param, headers)
+    return bad_request(str(error), param)
+
+
+def _param_of(error: CBatchError) -> str | None:
+    if isinstance(error, UnsupportedOptionError):
+        return error.option
+    return error.kind if isinstance(error, GrammarError) else None
+
+
+def _too_long(error: PromptTooLongError, prompt_field: str | None) -> HttpProblemError:
+    """Return the problem of a prompt without room; clients search for its first words and for the code."""
+    message = (
+        f"This model's maximum context length is {error.n_limit} tokens. However, the prompt has {error.n_prompt} "
+        f"tokens and asks for {error.n_output} more: shorten it"
+    )
+    more = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_limit}
+    return HttpProblemError(400, message, "context_length_exceeded", prompt_field, more=more)
+
+
+_STATUS: tuple[tuple[type[CBatchError], int, str | None, Mapping[str, str]], ...] = (
+    (DeadlineError, 504, "timeout", NO_RETRY),
+    (QueueFullError, 429, "rate_limit_exceeded", SOON),
+    (RequestCancelledError, 503, "cancelled", SOON),
+    (UnsupportedOptionError, 400, "unsupported_parameter", {}),
+    (GrammarError, 400, "invalid_grammar", {}),
+    (PromptError, 400, "invalid_prompt", {}),
+    (RequestFailedError, 500, "request_failed", NO_RETRY),
+    (EngineClosedError, 503, "engine_closed", SOON),
+    (EngineError, 500, "engine_error", NO_RETRY),
+)
+"""Status, code and headers of errors; the first class that an error belongs to counts."""

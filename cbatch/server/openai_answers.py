@@ -1,0 +1,127 @@
+"""What OpenAI's two dialects have in common: usage, timings, heads and ends of answers."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cbatch.openai_format import NEAREST_FINISH, tokens_as_json
+from cbatch.server.events import choices_of
+from cbatch.server.sse import DONE, frame
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cbatch.response import BatchResult
+    from cbatch.server.http_errors import HttpProblemError
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is the same in all parts of an answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    @classmethod
+    def of(cls, prefix: str, object: str, model: str) -> Head:
+        """Return one for a new answer."""
+        return cls(f"{prefix}-{secrets.token_hex(12)}", object, int(time.time()), model)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return its fields."""
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+class OpenAIStream:
+    """Frames that both dialects have; `frames` of a dialect gives those of events."""
+
+    def __init__(self, head: Head, *, has_usage: bool) -> None:
+        self._head, self._has_usage = head.as_dict(), has_usage
+        self._results: list[BatchResult] = []
+
+    def chunk(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> bytes:
+        """Return the frame of some choices."""
+        usage = {"usage": None} if self._has_usage else {}
+        return frame({**self._head, "choices": choices, **usage, **more})
+
+    def ending(self, result: BatchResult | None) -> dict[str, Any]:
+        """Return what a chunk says besides at a prompt's end; None for a choice that is not its prompt's last."""
+        if result is None:
+            return {}
+        self._results.append(result)
+        return {"timings": timings_of(result), **extensions(result)}
+
+    def end(self) -> bytes:
+        """Return the last frames."""
+        if not self._has_usage:
+            return DONE
+        return frame({**self._head, "choices": [], "usage": usage_of(self._results)}) + DONE
+
+    def error(self, problem: HttpProblemError) -> bytes:
+        """Return the frame of an error, behind which nothing comes: a client takes `[DONE]` for a whole answer."""
+        return frame(problem.as_openai())
+
+
+def usage_of(results: Sequence[BatchResult]) -> dict[str, Any]:
+    """Return the tokens of all prompts and answers."""
+    n_prompt = sum(result.usage.prompt_tokens for result in results)
+    n_output = sum(result.usage.completion_tokens for result in results)
+    usage = {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_output,
+        "total_tokens": n_prompt + n_output,
+        "prompt_tokens_details": {"cached_tokens": sum(r.usage.cached_tokens for r in results)},
+    }
+    if not any(choice.reasoning for result in results for choice in choices_of(result)):
+        usage["completion_tokens_details"] = {"reasoning_tokens": 0}
+    return usage
+
+
+def timings_of(result: BatchResult) -> dict[str, Any]:
+    """Return a prompt's times as llama-server has them. Source: llama.cpp tools/server, result_timings."""
+    times, usage = result.timings, result.usage
+    first_s = times.ttft_s if times.ttft_s is not None else times.total_s
+    output_s = (times.last_token_s or first_s) - first_s
+    return {
+        "cache_n": usage.cached_tokens,
+        "prompt_n": usage.prompt_tokens - usage.cached_tokens,
+        "prompt_ms": round(max(0.0, first_s - times.queue_s) * 1e3, 3),
+        "prompt_per_second": times.prompt_tps,
+        "predicted_n": usage.completion_tokens,
+        "predicted_ms": round(output_s * 1e3, 3),
+        "predicted_per_second": times.generation_tps,
+        "queue_ms": round(times.queue_s * 1e3, 3),
+    }
+
+
+def extensions(result: BatchResult) -> dict[str, Any]:
+    """Return the fields that OpenAI's format lacks, where there are any."""
+    more: dict[str, Any] = {}
+    reasons = [choice.finish_reason for choice in choices_of(result)]
+    if any(reason in NEAREST_FINISH for reason in reasons):
+        more["finish_reasons"] = reasons
+    if result.prompt_logprobs is not None:
+        more["prompt_logprobs"] = tokens_as_json(result.prompt_logprobs)
+    if result.warnings:
+        more["warnings"] = [*result.warnings]
+    return {"cbatch": more} if more else {}
+
+
+def choice_extensions(result: BatchResult, *, has_tokens: bool) -> dict[str, Any]:
+    """Return vLLM's and llama-server's fields of a choice."""
+    more: dict[str, Any] = {}
+    if result.stop_reason is not None:
+        more["stop_reason"] = result.stop_reason
+    if has_tokens:
+        more["token_ids"] = [*result.token_ids]
+    return more

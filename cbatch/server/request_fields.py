@@ -1,0 +1,336 @@
+"""The fields of OpenAI's requests, and what becomes of each: an option, nothing, or a refusal.
+
+Source of the names: OpenAI's API reference; llama.cpp tools/server; vLLM's sampling parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_text, reading, shown
+from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError
+from cbatch.options import MAX_LAST_N, MAX_SEED, RunOptions
+from cbatch.plain import int_of
+from cbatch.server.http_errors import bad_request, refused
+
+Convert = Callable[[Any], Any]
+
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "prediction", "safety_identifier", "verbosity"}
+    | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+    | {"cache_prompt", "id_slot", "samplers", "backend_sampling", "return_progress"}
+    | {"timings_per_token", "post_sampling_probs", "request_id", "spaces_between_special_tokens"}
+)
+"""Names that do not change the answer."""
+
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "bad_words": ([],),
+}
+"""Names that are ignored where their value asks for what is done anyway."""
+
+REFUSED: Mapping[str, str] = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "answers are text",
+    "web_search_options": "there is no search",
+    "allowed_token_ids": "use logit_bias or a grammar",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "chat_template": "the server's own is used",
+    "documents": "write them into a message",
+}
+"""Names that would change the answer, with what to do instead."""
+
+_RENAMED = {
+    "typ_p": "typical_p",
+    "repetition_penalty": "repeat_penalty",
+    "include_stop_str_in_output": "include_stop",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+}
+_STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "regex"}
+"""Keys of vLLM's `structured_outputs`, and the option of each."""
+
+MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
+"""Names of the cap, the first that is given counts."""
+
+READ_BY_ALL = (
+    *("model", "stream", "stream_options", "n_probs", "return_tokens", "return_token_ids"),
+    *("reasoning_effort", "structured_outputs", "guided_choice", "continue_final_message"),
+    *MAX_TOKENS,
+)
+"""Names that the server itself reads."""
+
+_OPTIONS = frozenset(f.name for f in fields(RunOptions))
+
+
+@dataclass
+class Asked:
+    """The fields of a call, sorted by what becomes of them."""
+
+    model: str | None = None
+    is_streamed: bool = False
+    has_usage: bool = False
+    """Whether a stream ends with the usage."""
+    has_tokens: bool = False
+    """Whether the ids of tokens are wanted."""
+    options: RunOptions = field(default_factory=RunOptions)
+    ignored: list[str] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+    """Fields of the dialect, by name."""
+
+
+def asked_of(
+    body: Mapping[str, Any],
+    own: tuple[str, ...],
+    *,
+    defaults: Mapping[str, Any],
+    is_strict: bool = False,
+) -> Asked:
+    """Return the fields of a body; null means that a field is not said.
+
+    Args:
+        body: the request.
+        own: names that the dialect reads.
+        defaults: options of the dialect, where the request says none.
+        is_strict: refuse unknown names.
+
+    Raises:
+        HttpProblemError: a field is wrong, or would change the answer and is not there.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    asked = Asked(own={name: given[name] for name in own if name in given})
+    options: dict[str, tuple[str, Any]] = {}
+    for name, value in given.items():
+        if name in own or name in READ_BY_ALL:
+            continue
+        if (option := _RENAMED.get(name, name)) in _OPTIONS:
+            options[option] = name, _converted(name, option, value)
+        else:
+            _check_without_effect(name, value, is_strict=is_strict)
+            asked.ignored.append(name)
+    _read_common(asked, given)
+    options |= _more_options(given)
+    for option, value in defaults.items():
+        options.setdefault(option, (option, value))
+    if "max_tokens" in options and options["max_tokens"][1] is None:
+        del options["max_tokens"]  # no cap was asked for
+    asked.options = _built(options)
+    return asked
+
+
+def _check_without_effect(name: str, value: Any, *, is_strict: bool) -> None:
+    """Refuse a name that would change the answer; with `is_strict`, an unknown one too."""
+    if name in REFUSED:
+        raise refused(name, REFUSED[name])
+    if name in HARMLESS and not any(_is_same(value, allowed) for allowed in HARMLESS[name]):
+        can = " or ".join(map(repr, HARMLESS[name]))
+        raise refused(name, f"it can only be {can}")
+    if is_strict and name not in IGNORED and name not in HARMLESS:
+        raise bad_request(f"unknown field {shown(name)}", name, "unknown_parameter")
+
+
+def _is_same(value: Any, allowed: Any) -> bool:
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _read_common(asked: Asked, given: Mapping[str, Any]) -> None:
+    """Read what is said in every dialect and is no option."""
+    with field_errors("model"):
+        if "model" in given:
+            asked.model = check_text("model", given["model"], MAX_KEY_LENGTH)
+    for name, kept in (("stream", "is_streamed"), ("return_tokens", "has_tokens")):
+        setattr(asked, kept, _flag(given, name))
+    asked.has_tokens = asked.has_tokens or _flag(given, "return_token_ids")
+    asked.own["continue_final_message"] = (
+        _flag(given, "continue_final_message") if "continue_final_message" in given else None
+    )
+    said = given.get("stream_options", {})
+    if not isinstance(said, Mapping):
+        raise bad_request(f"stream_options must be an object, not {shown(said)}", "stream_options")
+    has_usage = said.get("include_usage")
+    with field_errors("stream_options"):
+        asked.has_usage = has_usage is not None and check_flag("include_usage", has_usage)
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    with field_errors(name):
+        return name in given and check_flag(name, given[name])
+
+
+class field_errors:  # noqa: N801  # lower case, as context managers of the standard library
+    """Turn a `ConfigError` into the problem of one field."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ConfigError):
+            raise bad_request(str(error), self._name) from None
+
+
+def _more_options(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return options that are not fields of the same kind, with the fields that they come from."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name in MAX_TOKENS:
+        if name in given:
+            value = given[name]
+            found["max_tokens"] = name, None if int_of(value) == -1 else value
+            break
+    if "reasoning_effort" in given:
+        kwargs = given.get("chat_template_kwargs", {})
+        found["chat_template_kwargs"] = (
+            "reasoning_effort",
+            _effort(given["reasoning_effort"], kwargs),
+        )
+    if "guided_choice" in given:
+        found["regex"] = "guided_choice", _alternatives("guided_choice", given["guided_choice"])
+    if "structured_outputs" in given:
+        option, value = _structure(given["structured_outputs"])
+        found[option] = "structured_outputs", value
+    if int_of(n_probs := given.get("n_probs", 0)) != 0 and "logprobs" not in given:
+        found["logprobs"], found["top_logprobs"] = ("n_probs", True), ("n_probs", n_probs)
+    return found
+
+
+def _effort(effort: Any, kwargs: Any) -> Any:
+    """Return variables for the chat template; those that are given come first."""
+    with field_errors("reasoning_effort"):
+        text = check_text("reasoning_effort", effort, MAX_KEY_LENGTH)
+    said = {"enable_thinking": False} if text == "none" else {"reasoning_effort": text}
+    return {**said, **kwargs} if isinstance(kwargs, Mapping) else kwargs
+
+
+def _structure(said: Any) -> tuple[str, Any]:
+    """Return the option of vLLM's `structured_outputs`, and its value."""
+    name = "structured_outputs"
+    if not isinstance(said, Mapping):
+        raise bad_request(f"{name} must be an object, not {shown(said)}", name)
+    given = {key: value for key, value in said.items() if value is not None}
+    if given.get("json_object") is True and len(given) == 1:
+        return "json_schema", {"type": "object"}
+    if len(given) != 1 or not given.keys() <= _STRUCTURES.keys():
+        raise bad_request(f"{name} must have one of {', '.join(_STRUCTURES)}, json_object", name)
+    ((key, value),) = given.items()
+    return _STRUCTURES[key], _alternatives(name, value) if key == "choice" else value
+
+
+def _alternatives(name: str, choices: Any) -> str:
+    """Return a regular expression of these texts."""
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) for c in choices):
+        raise bad_request(f"{name} must be a list of texts, not {shown(choices)}", name)
+    escaped = (re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", choice) for choice in choices)
+    return f"({'|'.join(escaped)})"
+
+
+# ---- values that others write differently ----
+
+
+def _converted(name: str, option: str, value: Any) -> Any:
+    convert = _CONVERTED.get(option)
+    with field_errors(name), reading(name):
+        return value if convert is None else convert(value)
+
+
+def _top_k(value: Any) -> Any:
+    number = int_of(value)
+    return 0 if number is not None and number < 0 else value
+
+
+def _seed(value: Any) -> Any:
+    """Return a seed; −1 draws one, and other negative ones count from the end."""
+    number = int_of(value)
+    if number is None or number >= 0:
+        return value
+    return None if number == -1 else number % (MAX_SEED + 1)
+
+
+def _last_n(value: Any) -> Any:
+    return MAX_LAST_N if int_of(value) == -1 else value
+
+
+def _bias(value: Any) -> Any:
+    """Return biases by token; false bans a token, and llama-server's list of pairs is the same."""
+    if isinstance(value, list) and all(isinstance(v, list) and len(v) == 2 for v in value):
+        if not all(int_of(token) is not None for token, _ in value):
+            raise ConfigError(f"logit_bias must have token ids, not {shown(value)}")
+        value = {str(token): bias for token, bias in value}
+    if not isinstance(value, Mapping):
+        return value
+    return {token: -math.inf if bias is False else bias for token, bias in value.items()}
+
+
+def _reasoning(value: Any) -> Any:
+    return "auto" if value in ("deepseek", "deepseek-legacy") else value
+
+
+def _format(value: Any) -> Any:
+    """Return a response format; llama-server's "json_object" may have a schema."""
+    if isinstance(value, Mapping) and value.get("type") == "json_object" and value.get("schema"):
+        return {"type": "json_schema", "json_schema": {"schema": value["schema"]}}
+    return value
+
+
+_CONVERTED: Mapping[str, Convert] = {
+    "top_k": _top_k,
+    "seed": _seed,
+    "repeat_last_n": _last_n,
+    "dry_penalty_last_n": _last_n,
+    "logit_bias": _bias,
+    "reasoning_format": _reasoning,
+    "response_format": _format,
+}
+
+
+def _built(options: Mapping[str, tuple[str, Any]]) -> RunOptions:
+    """Return options from their fields and values; the problem of a wrong one names its field."""
+    values = {option: value for option, (_, value) in options.items()}
+    try:
+        return RunOptions(**values)
+    except ConfigError as error:
+        names = {option: name for option, (name, _) in options.items()}
+        raise bad_request(str(error), _culprit(values, names, error)) from None
+
+
+def _culprit(values: Mapping[str, Any], names: Mapping[str, str], error: ConfigError) -> str | None:
+    """Return the field that is wrong alone; else the first that a message of several names."""
+    for option, value in values.items():
+        try:
+            RunOptions(**{option: value})
+        except ConfigError as alone:  # noqa: PERF203
+            if str(alone) == str(error):
+                return names[option]
+    return param_in(str(error), names)
+
+
+def param_in(message: str, names: Mapping[str, str]) -> str | None:
+    """Return the field of the first option that a message names."""
+    words = re.findall(r"\w+", message)
+    return next((names[word] for word in words if word in names), None)
+
+
+def with_param(error: Exception, asked: Asked, prompt_field: str) -> Exception:
+    """Return a refusal of the engine as a problem that names the field; another error as it is."""
+    if not isinstance(error, ConfigError) or isinstance(
+        error, UnsupportedOptionError | GrammarError
+    ):
+        return error
+    message = re.sub(r"^(prompts\[\d+\]|request '[^']*'): ", "", str(error))
+    given = {name: name for name in _OPTIONS if getattr(asked.options, name) is not None}
+    return bad_request(message, param_in(message, given) or prompt_field)

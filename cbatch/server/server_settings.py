@@ -1,0 +1,78 @@
+"""The settings of a server, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cbatch.checks import (
+    MAX_INT,
+    MAX_KEY_LENGTH,
+    MAX_TIME_S,
+    check_fields,
+    check_flag,
+    check_float,
+    check_int,
+    check_seconds,
+    check_text,
+    checked,
+    strings_of,
+)
+from cbatch.errors import UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How a server treats its clients.
+
+    Args:
+        model_name: what answers call the model. Default: the engine's name.
+        api_keys: clients must give one of these; without any, everybody is served.
+        cors_origins: web pages from these origins may call, "*" for all. Default: none.
+        max_queue: most requests, each choice counted, that wait beside those that run; further ones get status 429.
+        max_body_mib: most mebibytes of a request's body.
+        max_choices: most answers, prompts × n, of one call.
+        body_timeout_s: seconds in which a request's body must arrive.
+        status_after_s: seconds after which a stream's status is sent though nothing was computed yet; an error before
+            has a status of its own.
+        keep_alive_s: seconds of silence in a stream, after which a comment is sent.
+        stall_s: seconds without progress of the engine, while requests are in flight, after which `/health` says so.
+        strict_fields: refuse requests with unknown fields. Default: ignore these, and name them in a header.
+        model_required: refuse requests that name no model.
+
+    Raises:
+        ConfigError: a value of the wrong type, or out of range.
+        UnsupportedOptionError: a name that is not listed above.
+    """
+
+    model_name: str | None = checked(check_text, MAX_KEY_LENGTH)
+    api_keys: Sequence[str] = field(
+        default=(), repr=False, metadata={"check": strings_of, "limits": ()}
+    )
+    cors_origins: Sequence[str] = checked(strings_of, default=())
+    max_queue: int | None = checked(check_int, 0, MAX_INT)
+    max_body_mib: int = checked(check_int, 1, 1024, default=32)
+    max_choices: int = checked(check_int, 1, MAX_INT, default=2048)
+    body_timeout_s: float = checked(check_seconds, default=60.0)
+    status_after_s: float = checked(check_seconds, default=10.0)
+    keep_alive_s: float = checked(check_float, 0.01, MAX_TIME_S, default=1.0)
+    stall_s: float = checked(check_seconds, default=60.0)
+    strict_fields: bool = checked(check_flag, default=False)
+    model_required: bool = checked(check_flag, default=False)
+
+    def __new__(cls, **settings: Any) -> ServerSettings:
+        """Refuse unknown names with cbatch's own error."""
+        known = cls.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise UnsupportedOptionError(name, sorted(known))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        check_fields(self)

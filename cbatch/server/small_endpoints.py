@@ -1,0 +1,176 @@
+"""What a server says of its model, and tokens for text. Source: llama.cpp tools/server; vLLM's API server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cbatch import __version__
+from cbatch.checks import check_flag, shown, token_ids
+from cbatch.messages import BatchPrompt
+from cbatch.server.http_errors import HttpProblemError, bad_request, refused
+from cbatch.server.openai_chat import ChatCall
+from cbatch.server.request_fields import field_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cbatch.server.desk import Desk, Sizes
+    from cbatch.server.exchange import Exchange
+
+
+async def health(desk: Desk, exchange: Exchange) -> None:
+    """Say whether the engine gets on."""
+    await exchange.respond_json(await desk.health())
+
+
+async def models(desk: Desk, exchange: Exchange) -> None:
+    """List the model and its adapters."""
+    sizes = await desk.sizes()
+    names = [desk.model_name, *sizes.facts.adapters]
+    listed = [_model(desk, sizes, name) for name in names]
+    await exchange.respond_json({"object": "list", "data": listed})
+
+
+async def model(desk: Desk, exchange: Exchange) -> None:
+    """Say what one model is."""
+    sizes, name = await desk.sizes(), exchange.scope["path_params"]["name"]
+    if name not in (desk.model_name, *sizes.facts.adapters):
+        message = f"the model {shown(name)} does not exist"
+        raise HttpProblemError(404, message, "model_not_found", "model")
+    await exchange.respond_json(_model(desk, sizes, name))
+
+
+def _model(desk: Desk, sizes: Sizes, name: str) -> dict[str, Any]:
+    facts = sizes.facts
+    return {
+        "id": name,
+        "object": "model",
+        "created": desk.created,
+        "owned_by": "cbatch",
+        "max_model_len": sizes.n_window,
+        "meta": {
+            "n_ctx": sizes.n_window,
+            "n_ctx_train": facts.n_ctx_train,
+            "n_vocab": facts.n_vocab,
+            "n_params": facts.n_params,
+            "size": facts.n_bytes,
+        },
+    }
+
+
+async def props(desk: Desk, exchange: Exchange) -> None:
+    """Say what the server is, as llama-server does."""
+    sizes = await desk.sizes()
+    options, facts = desk.engine.options, sizes.facts
+    params = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    said = {name: value for name, value in params.items() if value is not None}
+    await exchange.respond_json(
+        {
+            "default_generation_settings": {"n_ctx": sizes.n_window, "params": said},
+            "total_slots": sizes.n_slots,
+            "model_alias": desk.model_name,
+            "model_path": facts.path,
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": facts.chat_template,
+            "bos_token": facts.bos_token,
+            "eos_token": facts.eos_token,
+            "build_info": f"cbatch {__version__}",
+        }
+    )
+
+
+async def tokenizer_info(desk: Desk, exchange: Exchange) -> None:
+    """Say what lm-evaluation-harness asks of a tokenizer."""
+    facts = (await desk.sizes()).facts
+    await exchange.respond_json(
+        {
+            "eos_token": facts.eos_token,
+            "bos_token": facts.bos_token,
+            "pad_token": None,
+            "chat_template": facts.chat_template,
+        }
+    )
+
+
+async def tokenize(desk: Desk, exchange: Exchange) -> None:
+    """Return tokens: of `content` as llama-server does, of `prompt` or `messages` as vLLM does."""
+    body = await body_of(desk, exchange)
+    sizes = await desk.sizes()
+    if "content" in body:
+        if not _flag(body, "parse_special", default=True):
+            raise refused("parse_special", "control tokens in a text are always read as such")
+        has_special = _flag(body, "add_special", default=False)
+        tokens = await _tokens(desk, sizes, body["content"], "content", has_special=has_special)
+        if _flag(body, "with_pieces", default=False):
+            tokens = await _with_pieces(desk, tokens)
+        await exchange.respond_json({"tokens": tokens})
+        return
+    if "messages" in body:
+        call = ChatCall.of(body)
+        (prompt,), options = call.prompts, call.asked.options
+        tokens = await desk.in_thread(desk.engine.tokenize, prompt, options=options)
+    else:
+        has_special = _flag(body, "add_special_tokens", default=True)
+        tokens = await _tokens(desk, sizes, body.get("prompt"), "prompt", has_special=has_special)
+    said = {"count": len(tokens), "max_model_len": sizes.n_window, "tokens": tokens}
+    await exchange.respond_json(said)
+
+
+async def _tokens(
+    desk: Desk, sizes: Sizes, text: Any, field: str, *, has_special: bool
+) -> list[Any]:
+    """Return the tokens of a text; the one that begins a prompt only with `has_special`, or where the text has it."""
+    if not isinstance(text, str):
+        raise bad_request(f"{field} must be a string, not {shown(text)}", field)
+    if not text:
+        return []
+    with field_errors(field):
+        tokens = await desk.in_thread(desk.engine.tokenize, BatchPrompt(prompt=text))
+    facts = sizes.facts
+    is_added = tokens[:1] == [facts.bos_id] and not text.startswith(facts.bos_token or "\0")
+    return tokens[1:] if is_added and not has_special else tokens
+
+
+async def _with_pieces(desk: Desk, tokens: Sequence[int]) -> list[Any]:
+    pieces = await desk.in_thread(desk.engine.pieces, tokens)
+    return [
+        {"id": token, "piece": _piece(piece)} for token, piece in zip(tokens, pieces, strict=True)
+    ]
+
+
+def _piece(piece: bytes) -> Any:
+    """Return a piece as text, or its bytes as numbers where they are no whole characters."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return [*piece]
+
+
+async def detokenize(desk: Desk, exchange: Exchange) -> None:
+    """Return the text of tokens, by llama-server's name and by vLLM's."""
+    body = await body_of(desk, exchange)
+    with field_errors("tokens"):
+        tokens = token_ids("tokens", body.get("tokens"))
+    pieces = await desk.in_thread(desk.engine.pieces, tokens)
+    text = b"".join(pieces).decode("utf-8", "replace")
+    await exchange.respond_json({"content": text, "prompt": text})
+
+
+async def apply_template(desk: Desk, exchange: Exchange) -> None:
+    """Return a chat as the model sees it."""
+    call = ChatCall.of(await body_of(desk, exchange))
+    (prompt,), options = call.prompts, call.asked.options
+    text = await desk.in_thread(desk.engine.render, prompt, options=options)
+    await exchange.respond_json({"prompt": text})
+
+
+async def body_of(desk: Desk, exchange: Exchange) -> dict[str, Any]:
+    """Return the JSON object that a request has, within the server's limits."""
+    settings = desk.settings
+    return await exchange.json(settings.max_body_mib * 2**20, settings.body_timeout_s)
+
+
+def _flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = body.get(name)
+    with field_errors(name):
+        return default if value is None else check_flag(name, value)

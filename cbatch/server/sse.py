@@ -1,0 +1,65 @@
+"""An answer as server-sent events: its status held back until the first, comments while it is silent."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cbatch.server.exchange import Exchange
+
+DONE = b"data: [DONE]\n\n"
+COMMENT = b":\n\n"
+
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""The second keeps nginx from gathering events."""
+
+
+def frame(value: object) -> bytes:
+    """Return an event without a name; ASCII alone, with LF, as every client reads it."""
+    return b"data: " + json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+
+
+class EventStream:
+    """Sends events of one answer; what sends waits for a slow reader, and nobody else does."""
+
+    def __init__(
+        self, exchange: Exchange, headers: Mapping[str, str], clock: Callable[[], float]
+    ) -> None:
+        """Make one whose status is not sent yet."""
+        self._exchange, self._headers, self._clock = exchange, {**HEADERS, **headers}, clock
+        self._sending = anyio.Lock()
+        self._last_s = clock()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the status is sent: an error is an event then."""
+        return self._exchange.status is not None
+
+    async def send(self, data: bytes) -> None:
+        """Send events, the status before the first."""
+        async with self._sending:
+            if not self.has_begun:
+                await self._exchange.begin(200, self._headers)
+            await self._exchange.put(data)
+            self._last_s = self._clock()
+
+    async def keep_alive(self, status_after_s: float, silence_s: float) -> None:
+        """Send the status after so many seconds, and from then on a comment after each silence, until cancelled."""
+        await anyio.sleep(status_after_s)
+        while True:
+            left_s = silence_s - (self._clock() - self._last_s)
+            if left_s <= 0 and not self._sending.statistics().locked:
+                await self.send(COMMENT)
+                left_s = silence_s
+            await anyio.sleep(max(left_s, silence_s / 10))
+
+    async def finish(self, data: bytes = b"") -> None:
+        """Send the last events and end the answer."""
+        if data or not self.has_begun:
+            await self.send(data)
+        await self._exchange.finish()
