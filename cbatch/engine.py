@@ -305,6 +305,7 @@ class Engine:
         max_time_s: float | None = None,
         progress: bool | View = False,
         ask_again: bool = False,
+        streamed: bool = False,
     ) -> BatchResponse:
         """Queue a batch and return its response at once.
 
@@ -321,6 +322,7 @@ class Engine:
             ask_again: where a worker process dies, ask an item again that it computed, instead of ending it with a
                 `WorkerDiedError`, unless a reader has a chunk of it. An item of which one worker after the other dies
                 ends with that error. Without worker processes there is nothing to ask again.
+            streamed: deliver chunks from the first step on; without, from when a reader asks for them.
 
         Raises:
             ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued.
@@ -332,15 +334,18 @@ class Engine:
         run_options = run_options_of(self, options)
         ends_s = time.perf_counter() + check_seconds("max_time_s", max_time_s)
         view, asks_again = check_view(progress), check_flag("ask_again", ask_again)
+        is_streamed = check_flag("streamed", streamed)
         before = self.stats() if view else None
         if is_source(prompts):
             with reading("prompts"):
                 source = iter(cast("Iterable[Prompt]", prompts))
-            mailbox = self._mailbox(0, N_AHEAD_PER_SLOT * self.parallel, asks_again=asks_again)
+            mailbox = self._mailbox(
+                0, N_AHEAD_PER_SLOT * self.parallel, asks_again=asks_again, is_streamed=is_streamed
+            )
             self._submitter.feed(source, run_options, ends_s, mailbox)
         else:
             items = as_prompts(prompts)
-            mailbox = self._mailbox(len(items), asks_again=asks_again)
+            mailbox = self._mailbox(len(items), asks_again=asks_again, is_streamed=is_streamed)
             self._submitter.queue(items, run_options, ends_s, mailbox)
         return BatchResponse(mailbox, self._show(mailbox, view, before))
 
@@ -474,12 +479,17 @@ class Engine:
         return self._pump()
 
     def _mailbox(
-        self, n_items: int, n_ahead: int | None = None, *, asks_again: bool = False
+        self,
+        n_items: int,
+        n_ahead: int | None = None,
+        *,
+        asks_again: bool = False,
+        is_streamed: bool = False,
     ) -> Mailbox:
         pump = None if self._runtime.is_threaded else self._pump
         orders = self._runtime.orders
         mailbox = Mailbox(n_items, orders, pump, n_ahead=n_ahead, log=self._log, engine=self)
-        mailbox.asks_again = asks_again
+        mailbox.asks_again, mailbox.is_streamed = asks_again, is_streamed
         return mailbox
 
     def _pump(self) -> bool:

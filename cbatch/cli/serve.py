@@ -110,6 +110,7 @@ def serve(
     """
     _check_installed()
     from cbatch.server import create_app  # needs the extra
+    from cbatch.server.server_settings import ServerSettings
     from cbatch.server.serving import Tls, bound_socket
     from cbatch.server.serving import serve as serve_app
 
@@ -122,6 +123,7 @@ def serve(
         "cors_origins": cors_origin or (),
         "strict_fields": strict_fields,
     }
+    ServerSettings(**settings)  # checked before the model is loaded
     tls = Tls(_text(tls_cert), _text(tls_key))
     if tls.key and not tls.certificate:
         raise ConfigError("--tls-key needs --tls-cert")

@@ -167,7 +167,7 @@ class Answering:
         options = call.asked.options
         if is_checked or len(call.prompts) > 1:
             self._check(options)
-        return desk.engine.run([*call.prompts], options=options)
+        return desk.engine.run([*call.prompts], options=options, streamed=call.asked.is_streamed)
 
     def _check(self, options: RunOptions) -> None:
         engine = self._desk.engine

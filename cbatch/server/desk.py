@@ -143,7 +143,7 @@ class Pulse:
     """How long the engine has not got on, by its own figures, which are asked for when somebody wants to know."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
-        self._engine, self._clock = engine, clock
+        self._engine, self.clock = engine, clock
         self.problem: str | None = None
         """Why it gives no figures."""
         self._moved_s = self._asked_s = clock()
@@ -152,10 +152,15 @@ class Pulse:
         self._asking = threading.Lock()
 
     @property
+    def is_asking(self) -> bool:
+        """Whether it was asked for figures and has not answered yet."""
+        return self._asking.locked()
+
+    @property
     def silent_s(self) -> float:
         """Seconds since its figures changed or it had nothing to do; while it has not answered, since it was asked."""
-        since_s = self._asked_s if self._asking.locked() else self._moved_s
-        return self._clock() - max(since_s, self._moved_s)
+        since_s = self._asked_s if self.is_asking else self._moved_s
+        return self.clock() - max(since_s, self._moved_s)
 
     async def feel(self) -> None:
         """Ask for the figures, and wait a short while for them. The engine may be in a long run."""
@@ -165,13 +170,13 @@ class Pulse:
     def _ask(self) -> None:
         if not self._asking.acquire(blocking=False):
             return
-        self._asked_s = self._clock()
+        self._asked_s = self.clock()
         try:
             stats = self._engine.stats()
             seen = stats.n_steps, stats.n_output_tokens, stats.n_finished
             is_idle = not (stats.n_running or stats.n_waiting)
             if seen != self._seen or is_idle or self._was_idle:
-                self._moved_s = self._clock()
+                self._moved_s = self.clock()
             self._seen, self._was_idle, self.problem = seen, is_idle, None
         except CBatchError as error:
             self.problem = str(error)

@@ -53,7 +53,7 @@ REFUSED: Mapping[str, str] = {
 }
 """Names that would change the answer, with what to do instead."""
 
-_RENAMED = {
+RENAMED = {
     "typ_p": "typical_p",
     "repetition_penalty": "repeat_penalty",
     "include_stop_str_in_output": "include_stop",
@@ -61,6 +61,8 @@ _RENAMED = {
     "guided_regex": "regex",
     "guided_grammar": "grammar",
 }
+"""Names of others, and the option that each is."""
+
 _STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "regex"}
 """Keys of vLLM's `structured_outputs`, and the option of each."""
 
@@ -117,7 +119,7 @@ def asked_of(
     for name, value in given.items():
         if name in own or name in READ_BY_ALL:
             continue
-        if (option := _RENAMED.get(name, name)) in _OPTIONS:
+        if (option := RENAMED.get(name, name)) in _OPTIONS:
             options[option] = name, _converted(name, option, value)
         else:
             _check_without_effect(name, value, is_strict=is_strict)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch import __version__
 from cbatch.checks import check_flag, shown, token_ids
+from cbatch.errors import PromptError
 from cbatch.messages import BatchPrompt
-from cbatch.server.http_errors import HttpProblemError, bad_request, refused
+from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.request_fields import field_errors
 
@@ -151,7 +152,10 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
     body = await body_of(desk, exchange)
     with field_errors("tokens"):
         tokens = token_ids("tokens", body.get("tokens"))
-    pieces = await desk.in_thread(desk.engine.pieces, tokens)
+    try:
+        pieces = await desk.in_thread(desk.engine.pieces, tokens)
+    except PromptError as error:
+        raise problem_of(error, "tokens") from None
     text = b"".join(pieces).decode("utf-8", "replace")
     await exchange.respond_json({"content": text, "prompt": text})
 

@@ -1,0 +1,107 @@
+"""Applications on fake backends, and clients that call them: in one task, or over a socket."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import httpx
+
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
+from cbatch.server import create_app
+from cbatch.server.serving import DrainingServer, bound_socket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from starlette.applications import Starlette
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "Hi"}]
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def fake_app(*sizes: int, engine: Engine | None = None, **settings: Any) -> Iterator[Starlette]:
+    """An application over a fake backend."""
+    with engine or Engine(FakeBackend(*(sizes or (4, 256)))) as opened:
+        yield create_app(opened, **settings)
+
+
+def call(
+    app: Starlette, path: str, body: Any = None, *, method: str | None = None, **more: Any
+) -> httpx.Response:
+    """What one request is answered, in a loop of its own."""
+    if body is not None and not isinstance(body, bytes):
+        more["json"] = body
+    elif body is not None:
+        more["content"] = body
+    method = method or ("GET" if body is None else "POST")
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **more)
+
+    return anyio.run(ask)
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream that ended as it should."""
+    assert response.status_code == 200, response.text
+    *events, last, rest = response.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of an answer with this status."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() >= {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    found: dict[str, Any] = error
+    return found
+
+
+class Running:
+    """A server on a loopback port, in a thread."""
+
+    def __init__(self, app: Starlette, server: DrainingServer, url: str) -> None:
+        self.app, self.server, self.url = app, server, url
+
+    def client(self, **more: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **more)
+
+
+@contextmanager
+def running(app: Starlette, *, grace_s: float = 0.0) -> Iterator[Running]:
+    """Serve an application until the end of the block."""
+    import uvicorn
+
+    is_ready = threading.Event()
+    config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
+    server = DrainingServer(config, app.state.desk, grace_s, is_ready.set)
+    with bound_socket("127.0.0.1", 0) as address:
+        thread = threading.Thread(target=lambda: server.run(sockets=[address]))
+        thread.start()
+        assert is_ready.wait(PATIENCE_S)
+        try:
+            yield Running(app, server, f"http://127.0.0.1:{address.getsockname()[1]}")
+        finally:
+            server.handle_exit(15, None)
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Let other threads run until it is so; fails rather than hangs."""
+    for _ in range(int(PATIENCE_S * 1000)):
+        if is_so():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("it never was so")

@@ -1,0 +1,147 @@
+"""What a client is told of each error, of a request that is no request, and of one that may not enter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cbatch import errors
+from cbatch.server.http_errors import problem_of
+from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, fake_app
+
+ASKED = {"messages": USER, "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry"),
+    [
+        (errors.PromptTooLongError(9, 8), 400, "context_length_exceeded", None),
+        (errors.UnsupportedOptionError("x"), 400, "unsupported_parameter", None),
+        (errors.GrammarError("regex", "bad"), 400, "invalid_grammar", None),
+        (errors.PromptError("bad"), 400, "invalid_prompt", None),
+        (errors.ConfigError("bad"), 400, None, None),
+        (errors.QueueFullError(3, 3), 429, "rate_limit_exceeded", None),
+        (errors.WorkerDiedError("killed"), 500, "worker_died", None),
+        (errors.WorkerDiedError("killed", 2), 500, "worker_died", "false"),
+        (errors.RequestFailedError("NaN"), 500, "request_failed", "false"),
+        (errors.DecodeError(-3), 500, "engine_error", "false"),
+        (errors.EngineClosedError("closed"), 503, "engine_closed", None),
+        (errors.RequestCancelledError("gone"), 503, "cancelled", None),
+        (errors.DeadlineError(3.0), 504, "timeout", "false"),
+        (KeyError("secret"), 500, "internal_error", "false"),
+    ],
+)
+def test_error_has_its_status(
+    error: Exception, status: int, code: str | None, retry: str | None
+) -> None:
+    problem = problem_of(error, "messages")
+    assert (problem.status, problem.code) == (status, code)
+    assert problem.headers.get("x-should-retry") == retry
+    assert ("retry-after" in problem.headers) is (status in (429, 503))
+    assert "secret" not in problem.message
+
+
+def test_prompt_that_is_too_long_says_how_long_it_may_be() -> None:
+    with fake_app(2, 16) as app:
+        long = [{"role": "user", "content": "x" * 40}]
+        for more in ({}, {"stream": True}):
+            error = error_of(call(app, CHAT, {"messages": long, **more}), 400)
+            assert (error["n_prompt_tokens"], error["n_ctx"]) == (45, 16)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+            assert "maximum context length is 16 tokens" in error["message"]
+
+
+def test_deadline_in_the_queue_has_its_status() -> None:
+    with fake_app() as app:
+        for more in ({}, {"stream": True}):
+            answer = call(app, CHAT, {**ASKED, "timeout_s": 0, **more})
+            assert error_of(answer, 504)["code"] == "timeout"
+            assert answer.headers["x-should-retry"] == "false"
+
+
+BODIES: dict[str, bytes] = {
+    "empty": b"",
+    "broken": b'{"messages": [',
+    "list": b"[]",
+    "NaN": b'{"temperature": NaN}',
+    "infinity": b'{"temperature": -Infinity}',
+    "not UTF-8": b'{"messages": "\xff"}',
+    "half a surrogate": b'{"prompt": "\\ud800"}',
+    "deep": b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}",
+    "deeper than Python": b'{"a": ' + b"[" * 200_000,
+    "long number": b'{"seed": ' + b"9" * 5000 + b"}",
+    "null": b"null",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/apply-template"])
+def test_body_that_is_no_object_is_refused(path: str, body: bytes) -> None:
+    with fake_app() as app:
+        answer = call(app, path, body, headers={"content-type": "application/json"})
+        error = error_of(answer, 400)
+    assert error["code"] == "invalid_json"
+
+
+def test_body_over_the_limit_is_refused_by_its_header_and_as_it_comes() -> None:
+    with fake_app(max_body_mib=1) as app:
+        large = json.dumps({**ASKED, "user": "x" * 2**20}).encode()
+        headers = {"content-type": "application/json"}
+        assert error_of(call(app, CHAT, large, headers=headers), 413)["code"] == "request_too_large"
+        lying = {**headers, "content-length": "9"}
+        assert call(app, CHAT, large, headers=lying).status_code == 413
+        assert call(app, CHAT, ASKED).status_code == 200
+
+
+def test_other_media_types_are_refused() -> None:
+    with fake_app() as app:
+        body = json.dumps(ASKED).encode()
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            error_of(call(app, CHAT, body, headers={"content-type": kind}), 415)
+        kind = "application/json; charset=utf-8"
+        assert call(app, CHAT, body, headers={"content-type": kind}).status_code == 200
+
+
+def test_paths_and_methods_that_are_not_there_have_the_same_body() -> None:
+    with fake_app() as app:
+        assert error_of(call(app, "/v1/nothing"), 404)["code"] == "unknown_url"
+        answer = call(app, CHAT, method="GET")
+        assert error_of(answer, 405)["code"] == "method_not_allowed"
+        assert answer.headers["allow"] == "POST"
+        error = error_of(call(app, "/v1/models/none"), 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    "header", [{"authorization": "Bearer second"}, {"x-api-key": "first"}, {"api-key": "second"}]
+)
+def test_key_opens_by_any_header(header: dict[str, str]) -> None:
+    with fake_app(api_keys=["first", "second"]) as app:
+        assert call(app, CHAT, ASKED, headers=header).status_code == 200
+        assert call(app, "/health").status_code == 200
+        for wrong in ({}, {"authorization": "Bearer three"}, {"authorization": "second"}):
+            answer = call(app, CHAT, b"never read", headers=wrong)
+            assert error_of(answer, 401)["code"] == "invalid_api_key"
+            assert answer.headers["x-request-id"].startswith("req_")
+        assert "first" not in repr(app.state.desk.settings)
+
+
+def test_pages_of_other_origins_may_call_where_that_is_said() -> None:
+    asks: dict[str, Any] = {"origin": "http://page", "access-control-request-method": "POST"}
+    with fake_app() as app:
+        answer = call(app, CHAT, ASKED, headers={"origin": "http://page"})
+        assert "access-control-allow-origin" not in answer.headers
+    with fake_app(cors_origins="http://page", api_keys="k") as app:
+        assert call(app, CHAT, method="OPTIONS", headers=asks).status_code == 200
+        refused = call(app, CHAT, ASKED, headers={"origin": "http://page"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "http://page"
+
+
+def test_closed_engine_is_told_and_health_says_so() -> None:
+    with fake_app() as app:
+        app.state.desk.engine.close()
+        assert error_of(call(app, CHAT, ASKED), 503)["code"] == "engine_closed"
+        assert call(app, "/health").status_code == 503

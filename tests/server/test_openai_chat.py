@@ -1,0 +1,194 @@
+"""Chat completions: the whole answer, the streamed one, and their equality."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.response import BatchResult, Timings, ToolCall, Usage
+from cbatch.server.events import Called, Ended, Event, Reasoning, Text
+from cbatch.server.openai_answers import Head
+from cbatch.server.openai_chat import ChatCall, ChatStream
+from tests.server.clients import CHAT, USER, call, error_of, events_of, fake_app
+
+TIMES = Timings(0.0, None, 0.0, None, None)
+ASKED = {"messages": USER, "max_tokens": 6, "seed": 3}
+
+
+def test_answer_has_every_field_of_the_format() -> None:
+    with fake_app() as app:
+        body = call(app, CHAT, {**ASKED, "model": "any/name"}).json()
+    assert (body["object"], body["model"]) == ("chat.completion", "any/name")
+    assert body["id"].startswith("chatcmpl-")
+    (choice,) = body["choices"]
+    assert choice.keys() == {"index", "message", "logprobs", "finish_reason"}
+    assert choice["message"].keys() == {"role", "content", "refusal", "annotations"}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (7, 6, 13)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert body["timings"]["predicted_n"] == 6
+
+
+def test_answer_is_that_of_the_engine() -> None:
+    with Engine(FakeBackend(4, 256)) as engine:
+        expected = engine.submit(USER, options={"max_tokens": 6, "seed": 3}).result().text
+        with fake_app(engine=engine) as app:
+            body = call(app, CHAT, ASKED).json()
+    assert body["choices"][0]["message"]["content"] == expected
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
+def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
+    asked = {**ASKED, **more}
+    with fake_app() as app:
+        whole = call(app, CHAT, asked).json()
+        usage = {"include_usage": True}
+        events = events_of(call(app, CHAT, {**asked, "stream": True, "stream_options": usage}))
+    for choice in whole["choices"]:
+        parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        deltas = [part["delta"] for part in parts]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(d.get("content", "") for d in deltas) == choice["message"]["content"]
+        assert [p["finish_reason"] for p in parts if p["finish_reason"]] == ["length"]
+        scored = [t for p in parts if p["logprobs"] for t in p["logprobs"]["content"]]
+        assert scored == (choice["logprobs"] or {"content": []})["content"]
+    assert events[-1]["usage"].keys() == whole["usage"].keys()
+    assert events[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+    assert all(e["usage"] is None for e in events[:-1])
+    assert len({(e["id"], e["created"], e["model"], e["object"]) for e in events}) == 1
+    assert events[0]["object"] == "chat.completion.chunk"
+
+
+def test_stream_without_usage_has_none() -> None:
+    with fake_app() as app:
+        events = events_of(call(app, CHAT, {**ASKED, "stream": True, "stream_options": {}}))
+    assert all("usage" not in event for event in events)
+
+
+def test_stream_of_thinking_and_calls_has_each_in_its_place() -> None:
+    asked = {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    chat = ChatCall.of(asked)
+    calls = ToolCall("a", "f", "{}"), ToolCall("b", "f", '{"x":1}')
+    result = BatchResult(
+        "1", "Hm", (1,), "tool_calls", None, Usage(3, 4), TIMES, 0, reasoning="Well"
+    )
+    stream = ChatStream(chat, Head("id", "o", 1, "m"))
+    events: list[Event] = [
+        Reasoning(0, "Well"),
+        Text(0, "Hm"),
+        *(Called(0, i, c) for i, c in enumerate(calls)),
+        Ended(0, result, result),
+    ]
+    text = (stream.frames(events) + stream.end()).decode()
+    deltas = [p.split('"delta":')[1].split(',"finish_reason"')[0] for p in text.split("\n\n")[:-2]]
+    assert deltas == [
+        '{"role":"assistant","content":""}',
+        '{"reasoning_content":"Well"}',
+        '{"content":"Hm"}',
+        '{"tool_calls":[{"index":0,"id":"a","type":"function","function":{"name":"f","arguments":"{}"}}]}',
+        '{"tool_calls":[{"index":1,"id":"b","type":"function","function":{"name":"f","arguments":"{\\"x\\":1}"}}]}',
+        "{}",
+    ]
+    assert chat.is_held
+
+
+def test_whole_answer_with_calls_has_no_empty_content() -> None:
+    chat = ChatCall.of({"messages": USER})
+    call_ = ToolCall("a", "f", "{}")
+    result = BatchResult(
+        "1", "", (1,), "tool_calls", None, Usage(3, 4), TIMES, 0, (), (call_,), "Well"
+    )
+    (choice,) = chat.body([result], "m")["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning_content"]) == (None, "Well")
+    assert message["tool_calls"] == [call_.as_dict()]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_unknown_fields_are_named_in_a_header() -> None:
+    with fake_app() as app:
+        answer = call(app, CHAT, {**ASKED, "user": "me", "frobnicate": 1, "seed": None})
+        assert answer.headers["x-ignored-fields"] == "user, frobnicate"
+    with fake_app(strict_fields=True) as app:
+        error = error_of(call(app, CHAT, {**ASKED, "frobnicate": 1}), 400)
+        assert (error["param"], error["code"]) == ("frobnicate", "unknown_parameter")
+        assert call(app, CHAT, {**ASKED, "user": "me"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("same", "as_"),
+    [
+        ({"max_completion_tokens": 3, "max_tokens": 9}, {"max_tokens": 3}),
+        ({"n_predict": 3}, {"max_tokens": 3}),
+        ({"max_tokens": 3, "top_k": -1}, {"max_tokens": 3, "top_k": 0}),
+        ({"max_tokens": 3, "repetition_penalty": 2}, {"max_tokens": 3, "repeat_penalty": 2}),
+        ({"max_tokens": 3, "seed": -2}, {"max_tokens": 3, "seed": 2**64 - 2}),
+        ({"max_tokens": 3, "logit_bias": [[5, False]]}, {"max_tokens": 3, "logit_bias": {"5": -9}}),
+    ],
+)
+def test_names_of_others_mean_the_same(same: dict[str, Any], as_: dict[str, Any]) -> None:
+    with fake_app() as app:
+        texts = [
+            call(app, CHAT, {"messages": USER, "seed": 1, **more}).json()["choices"]
+            for more in (same, as_)
+        ]
+    assert texts[0] == texts[1]
+
+
+def test_ids_of_tokens_are_told_where_they_are_asked_for() -> None:
+    with fake_app() as app:
+        whole = call(app, CHAT, {**ASKED, "return_tokens": True}).json()["choices"][0]
+        asked = {**ASKED, "return_token_ids": True, "stream": True}
+        events = events_of(call(app, CHAT, asked))
+    streamed = [t for e in events for c in e["choices"] for t in c.get("token_ids", ())]
+    assert streamed == whole["token_ids"]
+    assert len(streamed) == 6
+
+
+def test_developer_speaks_as_the_system_and_nulls_are_not_said() -> None:
+    messages = [{"role": "developer", "content": "Be brief", "name": None}, *USER]
+    with fake_app() as app:
+        prompt = call(app, "/apply-template", {"messages": messages}).json()["prompt"]
+    assert prompt == "system:Be brief\nuser:Hi"
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"top_p": [1]}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"stop": [1]}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": 3}, "stream_options"),
+        ({"model": 3}, "model"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": []}, "functions"),
+        ({"audio": {}}, "audio"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"priority": 3}, "priority"),
+        ({"n_probs": "many"}, "n_probs"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ],
+)
+def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
+    with fake_app() as app:
+        assert error_of(call(app, CHAT, {**ASKED, **more}), 400)["param"] == param

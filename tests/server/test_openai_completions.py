@@ -1,0 +1,122 @@
+"""Completions: text, token ids, several prompts, echo and log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cbatch import BatchPrompt, Engine
+from cbatch.backend.fake import FakeBackend
+from tests.server.clients import COMPLETIONS, call, error_of, events_of, fake_app
+
+ASKED = {"prompt": "ab", "max_tokens": 4, "seed": 1}
+
+
+def test_answer_has_the_format_and_sixteen_tokens() -> None:
+    with fake_app() as app:
+        body = call(app, COMPLETIONS, {"prompt": "ab", "seed": 1, "ignore_eos": True}).json()
+    assert body["object"] == "text_completion"
+    assert body["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
+    assert body["usage"]["completion_tokens"] == 16
+
+
+def test_choices_count_through_the_prompts() -> None:
+    prompts = ["ab", [97, 98], [97, 99]]
+    with Engine(FakeBackend(4, 256)) as engine:
+        items = [
+            BatchPrompt(prompt="ab"),
+            BatchPrompt(tokens=[97, 98]),
+            BatchPrompt(tokens=[97, 99]),
+        ]
+        results = engine.run(items, options={"max_tokens": 4, "seed": 1, "n": 2}).results()
+        expected = [choice.text for result in results for choice in result.choices]
+        with fake_app(engine=engine) as app:
+            body = call(app, COMPLETIONS, {**ASKED, "prompt": prompts, "n": 2}).json()
+    assert [c["index"] for c in body["choices"]] == [*range(6)]
+    assert [c["text"] for c in body["choices"]] == expected
+    assert body["usage"]["prompt_tokens"] == 6
+    assert body["usage"]["completion_tokens"] == 24
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"n": 2}, {"prompt": ["ab", [99]], "echo": True, "logprobs": 2}]
+)
+def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
+    asked = {**ASKED, **more}
+    with fake_app() as app:
+        whole = call(app, COMPLETIONS, asked).json()
+        events = events_of(call(app, COMPLETIONS, {**asked, "stream": True}))
+    for choice in whole["choices"]:
+        parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(p["text"] for p in parts) == choice["text"]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert [p["logprobs"] for p in parts if p["logprobs"]] == (
+            [choice["logprobs"]] if choice["logprobs"] else []
+        )
+    assert {e["object"] for e in events} == {"text_completion"}
+
+
+def test_echo_has_a_number_for_each_token_but_the_first() -> None:
+    with fake_app() as app:
+        asked = {**ASKED, "echo": True, "logprobs": 1, "max_tokens": 1}
+        found = call(app, COMPLETIONS, asked).json()["choices"][0]["logprobs"]
+    assert found["token_logprobs"][0] is None
+    assert found["top_logprobs"][0] is None
+    assert len({len(values) for values in found.values()}) == 1
+    assert found["text_offset"] == [0, 1, 2]
+    # the chosen token's number is the very float of its alternative
+    assert found["token_logprobs"][-1] == found["top_logprobs"][-1][found["tokens"][-1]]
+
+
+def test_echo_counts_the_token_that_ends_the_answer() -> None:
+    with Engine(FakeBackend(4, 256)) as engine, fake_app(engine=engine) as app:
+        options = {"max_tokens": 1, "seed": 1}
+        prompts = [f"{i:03}" for i in range(1000)]
+        results = engine.run(prompts, options=options).results()
+        prompt = next(p for p, r in zip(prompts, results, strict=True) if r.finish_reason == "stop")
+        asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1, "seed": 1}
+        choice = call(app, COMPLETIONS, asked).json()["choices"][0]
+    assert choice["text"] == prompt
+    assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1
+
+
+def test_no_new_tokens_are_computed_where_none_are_asked_for() -> None:
+    with fake_app() as app:
+        asked = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
+        body = call(app, COMPLETIONS, asked).json()
+    assert body["choices"][0]["text"] == "abc"
+    assert body["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a", {}]}, "prompt"),
+        ({"prompt": [[1, -1]]}, "prompt"),
+        ({"prompt": [9999]}, "prompt"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 99}, "logprobs"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": 1}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ],
+)
+def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
+    with fake_app() as app:
+        assert error_of(call(app, COMPLETIONS, {**ASKED, **more}), 400)["param"] == param
+
+
+def test_one_bad_prompt_fails_all_before_any_runs() -> None:
+    with Engine(FakeBackend(4, 64)) as engine, fake_app(engine=engine) as app:
+        error = error_of(call(app, COMPLETIONS, {**ASKED, "prompt": ["a", "b" * 99]}), 400)
+        assert engine.stats().n_steps == 0
+    assert error["code"] == "context_length_exceeded"

@@ -1,0 +1,321 @@
+"""Clients that leave, read slowly or are too many, and an engine in a long run: over a socket, or in one loop."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import httpx
+import pytest
+
+from cbatch import Engine
+from cbatch.server import create_app
+from tests.runtime.backends import GatedBackend
+from tests.server.clients import (
+    CHAT,
+    COMPLETIONS,
+    USER,
+    call,
+    error_of,
+    fake_app,
+    running,
+    wait_until,
+)
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from tests.server.clients import Running
+
+LONG = {"messages": USER, "max_tokens": 200, "ignore_eos": True, "seed": 1}
+SHORT = {**LONG, "max_tokens": 2}
+
+
+def gated(n_slots: int = 2, *, hold_at: int = 0) -> tuple[GatedBackend, Engine]:
+    """An engine that stops before a run until it is let go."""
+    backend = GatedBackend(n_slots, 256, hold_at=hold_at)
+    return backend, Engine(backend)
+
+
+def request_bytes(path: str, body: Any) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def connected(server: Running, body: Any, path: str = CHAT) -> socket.socket:
+    """A socket over which a call was sent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)))
+    found.sendall(request_bytes(path, body))
+    return found
+
+
+# ---- clients that leave ----
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("hold_at", [0, 3])
+def test_client_that_leaves_frees_its_slot(is_streamed: bool, hold_at: int) -> None:
+    backend, engine = gated(1, hold_at=hold_at)
+    with engine, running(create_app(engine)) as server:
+        desk = server.app.state.desk
+        with connected(server, {**LONG, "stream": is_streamed}):
+            backend.wait_until_held()
+            assert desk.n_in_flight == 1
+        wait_until(lambda: desk.n_in_flight == 0)
+        backend.release()
+        with server.client() as client:
+            assert client.post(CHAT, json=SHORT).status_code == 200
+        stats = engine.stats()
+        # the one that left has no token more than the steps before
+        assert stats.n_finished["cancelled"] == 1
+        assert stats.n_output_tokens <= hold_at + 1 + 2
+
+
+@pytest.mark.real
+def test_client_that_leaves_while_it_waits_is_never_computed() -> None:
+    backend, engine = gated(1)
+    with engine, running(create_app(engine)) as server, server.client() as client:
+        desk = server.app.state.desk
+        with connected(server, LONG) as first:
+            backend.wait_until_held()
+            with connected(server, {**LONG, "stream": True}):
+                wait_until(lambda: desk.n_in_flight == 2)
+            wait_until(lambda: desk.n_in_flight == 1)
+            first.close()
+            wait_until(lambda: desk.n_in_flight == 0)
+        backend.release()
+        assert client.post(CHAT, json=SHORT).status_code == 200
+        assert engine.stats().n_output_tokens <= 3
+
+
+@pytest.mark.real
+def test_client_that_leaves_in_its_body_disturbs_nobody() -> None:
+    with fake_app() as app, running(app) as server, server.client() as client:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as half:
+            half.sendall(request_bytes(CHAT, LONG)[:-20])
+        assert client.post(CHAT, json=SHORT).status_code == 200
+        assert app.state.desk.n_in_flight == 0
+
+
+@pytest.mark.real
+def test_many_clients_that_vanish_leave_nothing() -> None:
+    with fake_app(4, 256) as app, running(app) as server, server.client() as client:
+        desk = app.state.desk
+        for i in range(60):
+            with connected(server, {**LONG, "stream": i % 2 == 0, "n": 1 + i % 3}) as one:
+                if i % 3 == 0:
+                    one.recv(1 + i)
+        wait_until(lambda: desk.n_in_flight == 0)
+        answer = client.post(CHAT, json=SHORT).json()
+        assert answer["choices"] == call(app, CHAT, SHORT).json()["choices"]
+        wait_until(lambda: not desk.engine.stats().n_running)
+
+
+@pytest.mark.real
+def test_slow_reader_stops_nobody() -> None:
+    with fake_app(2, 4096) as app, running(app) as server, server.client() as client:
+        body = {**LONG, "max_tokens": 3000, "stream": True, "return_tokens": True}
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect((host, int(port)))
+            slow.sendall(request_bytes(CHAT, body))
+            for _ in range(3):
+                assert client.post(CHAT, json=SHORT).status_code == 200
+            # the engine has computed all of it, whoever reads
+            wait_until(lambda: app.state.desk.engine.stats().n_finished.get("length", 0) >= 4)
+            data = b""
+            while not data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                part = slow.recv(2**16)
+                assert part
+                data += part
+
+
+# ---- silence ----
+
+
+def test_stream_in_silence_has_its_status_and_comments() -> None:
+    backend, engine = gated()
+    with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
+        text = _first_text(app, {**SHORT, "stream": True}, backend, n_comments=3)
+    assert text.startswith(":\n\n:\n\n:\n\n")
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def _first_text(
+    app: Starlette, body: dict[str, Any], backend: GatedBackend, n_comments: int
+) -> str:
+    """All of a stream; the engine is let go when so many comments have come."""
+    parts: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+        if parts.count(b":\n\n") >= n_comments:
+            backend.release()
+
+    return _by_hand(app, body, send, parts)
+
+
+def _by_hand(app: Starlette, body: dict[str, Any], send: Any, parts: list[bytes]) -> str:
+    async def run() -> None:
+        sent = False
+
+        async def receive() -> Any:
+            nonlocal sent
+            if sent:
+                await anyio.sleep_forever()
+            sent = True
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": CHAT,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await app(scope, receive, send)
+
+    anyio.run(run)
+    return b"".join(parts).decode()
+
+
+def test_error_before_the_first_token_has_a_status_of_its_own() -> None:
+    with fake_app(2, 16, keep_alive_s=0.01) as app:
+        body = {"messages": [{"role": "user", "content": "x" * 99}], "stream": True}
+        error_of(call(app, CHAT, body), 400)
+
+
+def test_error_behind_the_status_is_an_event_and_ends_the_stream() -> None:
+    backend, engine = gated()
+    with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
+        parts: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            parts.append(message.get("body", b""))
+            if b":\n\n" in parts:
+                backend.release()
+
+        body = {**SHORT, "stream": True, "messages": [{"role": "user", "content": "x" * 999}]}
+        # the prompt is found too long when its turn comes: the first request holds the engine
+        text = _by_hand(app, body, send, parts) if _holds(engine, backend) else ""
+    last = text.split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "context_length_exceeded"
+    assert "[DONE]" not in text
+
+
+def _holds(engine: Engine, backend: GatedBackend) -> bool:
+    engine.submit("ab", options={"max_tokens": 2})
+    backend.wait_until_held()
+    return True
+
+
+# ---- too many ----
+
+
+def test_queue_that_is_full_is_told() -> None:
+    backend, engine = gated(1)
+    with engine, fake_app(engine=engine, max_queue=1) as app:
+
+        async def main() -> list[httpx.Response]:
+            found: list[httpx.Response] = []
+            transport = httpx.ASGITransport(app)
+            async with (
+                httpx.AsyncClient(transport=transport, base_url="http://t") as client,
+                anyio.create_task_group() as tasks,
+            ):
+
+                async def ask() -> None:
+                    found.append(await client.post(CHAT, json=SHORT))
+
+                tasks.start_soon(ask)
+                tasks.start_soon(ask)
+                while app.state.desk.n_in_flight < 2:
+                    await anyio.lowlevel.checkpoint()
+                found.append(await client.post(CHAT, json=SHORT))
+                found.append(await client.get("/health"))
+                backend.release()
+            return found
+
+        refused, health, *answers = anyio.run(main)
+    assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
+    assert refused.headers["retry-after"] == "1"
+    assert health.status_code == 200
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
+def test_call_of_too_many_answers_is_refused() -> None:
+    with fake_app(max_choices=3) as app:
+        asked = {"prompt": ["a", "b"], "n": 2}
+        assert error_of(call(app, COMPLETIONS, asked), 400)["param"] == "prompt"
+
+
+# ---- health ----
+
+
+def test_health_tells_an_engine_that_does_not_get_on() -> None:
+    backend, engine = gated(1)
+    with engine, fake_app(engine=engine, stall_s=30) as app:
+        desk = app.state.desk
+        now = [desk.clock()]
+        desk.clock = desk.pulse.clock = lambda: now[0]
+        response = engine.submit("ab", options={"max_tokens": 2})
+        backend.wait_until_held()
+        assert call(app, "/health").status_code == 200
+        now[0] += 29
+        assert call(app, "/health").status_code == 200
+        now[0] += 2
+        answer = call(app, "/health")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "unavailable_error"
+        backend.release()
+        response.result()
+        wait_until(lambda: not desk.pulse.is_asking)
+        assert call(app, "/health").status_code == 200
+
+
+# ---- the end ----
+
+
+@pytest.mark.real
+def test_server_that_drains_finishes_what_it_has() -> None:
+    backend, engine = gated(1)
+    with (
+        engine,
+        running(create_app(engine), grace_s=60) as server,
+        server.client() as client,
+        connected(server, {**SHORT, "stream": True}) as stream,
+    ):
+        backend.wait_until_held()
+        server.server.handle_exit(15, None)
+        assert error_of(client.post(CHAT, json=SHORT), 503)["code"] == "shutting_down"
+        assert client.get("/health").status_code == 503
+        backend.release()
+        data = b""
+        while b"[DONE]" not in data:
+            part = stream.recv(2**16)
+            assert part
+            data += part
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_call_at_the_end_of_the_grace_is_told(is_streamed: bool) -> None:
+    backend, engine = gated(1, hold_at=3)
+    with engine, running(create_app(engine), grace_s=0) as server:
+        with connected(server, {**LONG, "stream": is_streamed}) as one:
+            backend.wait_until_held()
+            data = one.recv(2**16) if is_streamed else b""
+            server.server.handle_exit(15, None)
+            while part := one.recv(2**16):
+                data += part
+        backend.release()
+    assert b'"code":"shutting_down"' in data
+    assert data.startswith(b"HTTP/1.1 200" if is_streamed else b"HTTP/1.1 503")
+    assert b"[DONE]" not in data

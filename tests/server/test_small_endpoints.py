@@ -1,0 +1,101 @@
+"""Models, tokens, templates, properties and health."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import Engine, load
+from cbatch.backend.fake import FakeBackend
+from cbatch.server import create_app
+from tests.server.clients import USER, call, error_of, fake_app
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_models_are_the_engine_and_its_adapters() -> None:
+    backend = FakeBackend(2, 64)
+    backend.adapters = ("a/b",)
+    with fake_app(engine=Engine(backend), model_name="m") as app:
+        listed = call(app, "/v1/models").json()
+        assert [m["id"] for m in listed["data"]] == ["m", "a/b"]
+        assert listed["data"][0]["max_model_len"] == 64
+        assert call(app, "/models/a/b").json() == listed["data"][1]
+
+
+def test_adapter_answers_where_it_is_named_as_the_model() -> None:
+    backend = FakeBackend(2, 64)
+    backend.adapters = ("a",)
+    with fake_app(engine=Engine(backend)) as app:
+        asked = {"prompt": "ab", "max_tokens": 9, "seed": 1}
+        texts = {
+            name: call(app, "/v1/completions", {**asked, "model": name}).json()["choices"]
+            for name in ("a", "b", "c")
+        }
+    assert texts["b"] == texts["c"] != texts["a"]
+
+
+def test_model_may_have_to_be_named() -> None:
+    with fake_app(model_required=True) as app:
+        assert error_of(call(app, "/v1/completions", {"prompt": "a"}), 400)["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        ({"content": "ab"}, {"tokens": [97, 98]}),
+        ({"content": ""}, {"tokens": []}),
+        (
+            {"content": "é", "with_pieces": True},
+            {"tokens": [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]},
+        ),
+        ({"prompt": "ab"}, {"count": 2, "max_model_len": 256, "tokens": [97, 98]}),
+        ({"messages": USER}, {"count": 7, "max_model_len": 256, "tokens": [*b"user:Hi"]}),
+    ],
+)
+def test_tokens_of_text_and_chats(body: dict[str, Any], answer: dict[str, Any]) -> None:
+    with fake_app() as app:
+        assert call(app, "/tokenize", body).json() == answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"content": 3}, "content"),
+        ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
+        ("/tokenize", {"content": "a", "with_pieces": 1}, "with_pieces"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [999]}, "tokens"),
+        ("/apply-template", {}, "messages"),
+    ],
+)
+def test_wrong_field_is_named(path: str, body: dict[str, Any], param: str) -> None:
+    with fake_app() as app:
+        assert error_of(call(app, path, body), 400)["param"] == param
+
+
+def test_text_of_tokens_has_both_names() -> None:
+    with fake_app() as app:
+        answer = call(app, "/detokenize", {"tokens": [195, 169, 256]}).json()
+    assert answer == {"content": "é<end>", "prompt": "é<end>"}
+
+
+def test_shipped_model_tells_its_tokens_and_template(test_model: Path) -> None:
+    with load(test_model, parallel=1, n_threads=1) as engine:
+        app = create_app(engine)
+        info = call(app, "/tokenizer_info").json()
+        assert "{%" in info["chat_template"]
+        text = call(app, "/apply-template", {"messages": USER}).json()["prompt"]
+        assert "Hi" in text
+        chat = call(app, "/tokenize", {"messages": USER}).json()["tokens"]
+        assert chat == engine.tokenize(USER)
+        assert call(app, "/tokenize", {"prompt": text}).json()["tokens"] == chat
+        assert call(app, "/detokenize", {"tokens": chat}).json()["content"] == text
+        props = call(app, "/props").json()
+        assert (props["total_slots"], props["chat_template"]) == (1, info["chat_template"])
+        assert props["model_path"] == str(test_model)
