@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cbatch import __version__
+import cbatch
 from cbatch.checks import check_flag, shown, token_ids
 from cbatch.errors import PromptError
 from cbatch.messages import BatchPrompt
@@ -75,7 +75,7 @@ async def props(desk: Desk, exchange: Exchange) -> None:
             "chat_template": facts.chat_template,
             "bos_token": facts.bos_token,
             "eos_token": facts.eos_token,
-            "build_info": f"cbatch {__version__}",
+            "build_info": f"cbatch {cbatch.__version__}",
         }
     )
 
