@@ -13,7 +13,7 @@ import anyio
 from cbatch.engine import checked_tokens, run_options_of
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
-from cbatch.server.events import Events, Failed, results_of
+from cbatch.server.answer_events import Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
 from cbatch.server.request_fields import with_param
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
+    from cbatch.server.answer_events import Event
     from cbatch.server.desk import Desk, Sizes, Visit
-    from cbatch.server.events import Event
     from cbatch.server.exchange import Exchange
     from cbatch.server.request_fields import Asked
 
@@ -60,11 +60,6 @@ class Call(ABC):
     def n_choices(self) -> int:
         """Answers that the client gets for each prompt."""
         return self.asked.options.n or 1
-
-    @property
-    def is_held(self) -> bool:
-        """Whether text is kept until the answer has ended."""
-        return False
 
     @abstractmethod
     def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
@@ -179,7 +174,7 @@ class Answering:
         settings = self._desk.settings
         stream = EventStream(self._exchange, self._headers, self._desk.clock)
         encoder = self._call.stream(self._model)
-        events = Events(response, self._call.n_choices, is_held=self._call.is_held)
+        events = Events(response, self._call.n_choices)
         tasks.start_soon(stream.keep_alive, settings.status_after_s, settings.keep_alive_s)
         try:
             while some := await events.next():

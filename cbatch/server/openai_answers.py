@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbatch.openai_format import NEAREST_FINISH, tokens_as_json
-from cbatch.server.events import choices_of
+from cbatch.server.answer_events import choices_of
 from cbatch.server.sse import DONE, frame
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from cbatch.checks import shown
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.openai_format import chat_logprobs, finish_of
+from cbatch.server.answer_events import Called, Ended, Reasoning, Scored, Text, choices_of
 from cbatch.server.call import Call
-from cbatch.server.events import Called, Ended, Reasoning, Scored, Text, choices_of
 from cbatch.server.http_errors import bad_request, refused
 from cbatch.server.openai_answers import (
     Head,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.response import BatchResult
-    from cbatch.server.events import Event
+    from cbatch.server.answer_events import Event
     from cbatch.server.http_errors import HttpProblemError
     from cbatch.server.request_fields import Asked
 
@@ -82,11 +82,6 @@ class ChatCall(Call):
     def stream(self, model: str) -> ChatStream:
         """Return what encodes the answer's events."""
         return ChatStream(self, Head.of("chatcmpl", "chat.completion.chunk", model))
-
-    @property
-    def is_held(self) -> bool:
-        """Whether text is kept until it is known what of it is a call."""
-        return bool(self.asked.options.tools) and self.asked.options.tool_choice != "none"
 
 
 class ChatStream(OpenAIStream):

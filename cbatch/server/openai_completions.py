@@ -10,8 +10,8 @@ from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.openai_format import completion_logprobs, finish_of
 from cbatch.plain import int_of
+from cbatch.server.answer_events import Ended, Scored, Text, choices_of
 from cbatch.server.call import Call
-from cbatch.server.events import Ended, Scored, Text, choices_of
 from cbatch.server.http_errors import bad_request
 from cbatch.server.openai_answers import (
     Head,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
-    from cbatch.server.events import Event
+    from cbatch.server.answer_events import Event
 
 OWN = ("prompt",)
 

@@ -71,9 +71,9 @@ Event: TypeAlias = Text | Reasoning | Called | Scored | Ended | Failed
 class Events:
     """The events of one response, read once; leaving it early cancels the call."""
 
-    def __init__(self, response: BatchResponse, n_choices: int, *, is_held: bool) -> None:
-        """Make one; each prompt has `n_choices`, and `is_held` keeps text until it is known what of it is a call."""
-        self._response, self._n_choices, self._is_held = response, n_choices, is_held
+    def __init__(self, response: BatchResponse, n_choices: int) -> None:
+        """Make one; each prompt has `n_choices`."""
+        self._response = response
         self._places = {id: i * n_choices for i, id in enumerate(response.ids)}
         self._chunks, self._results = aiter(response), response.as_completed()
         self._has_ended = False
@@ -99,8 +99,10 @@ class Events:
 
     def _of_chunk(self, chunk: BatchOutputChunk) -> Iterator[Event]:
         i_choice = self._places[chunk.id] + chunk.index
-        if not self._is_held and (chunk.text or chunk.token_ids):
-            yield Text(i_choice, chunk.text, chunk.token_ids)
+        if chunk.reasoning:
+            yield Reasoning(i_choice, chunk.reasoning)
+        if chunk.content or chunk.token_ids:
+            yield Text(i_choice, chunk.content, chunk.token_ids)
 
     def _of_result(self, result: BatchResult) -> Iterator[Event]:
         if result.error is not None:
@@ -108,11 +110,6 @@ class Events:
             return
         first, choices = self._places[result.id], choices_of(result)
         for i_choice, choice in enumerate(choices, first):
-            if self._is_held:
-                if choice.reasoning:
-                    yield Reasoning(i_choice, choice.reasoning)
-                if choice.text or choice.token_ids:
-                    yield Text(i_choice, choice.text, choice.token_ids)
             for i_call, call in enumerate(choice.tool_calls):
                 yield Called(i_choice, i_call, call)
             if choice.logprobs is not None:
