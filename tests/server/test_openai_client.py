@@ -1,0 +1,173 @@
+"""The package `openai`, unchanged, against the shipped model over a socket."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from cbatch import Engine, load
+from cbatch.server import create_app
+from tests.server.clients import Running, running
+from tests.test_tool_calls import SAID, Speaker
+from tests.test_tools import TIME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+SUM = [{"role": "user", "content": "What is 2+3?"}]
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "sum",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {"sum": {"type": "integer", "maximum": 99, "minimum": 0}},
+            "required": ["sum"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(test_model: Path) -> Iterator[Running]:
+    with (
+        load(test_model, parallel=4, n_threads=1, options={"temperature": 0}) as engine,
+        running(create_app(engine)) as found,
+    ):
+        yield found
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_chat_is_answered(client: Any) -> None:
+    answer = client.chat.completions.create(model="m", messages=SUM)
+    assert answer.choices[0].message.content == "5"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == 2
+
+
+def test_stream_is_the_whole_answer(client: Any) -> None:
+    asked: dict[str, Any] = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "max_tokens": 24,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "n": 2,
+        "seed": 1,
+        "temperature": 1,
+    }
+    whole = client.chat.completions.create(**asked)
+    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.current_completion_snapshot  # the other raises at `length`
+    for a, b in zip(whole.choices, streamed.choices, strict=True):
+        assert (a.message.content, a.finish_reason) == (b.message.content, b.finish_reason)
+        assert a.logprobs.content == b.logprobs.content
+        assert len(a.logprobs.content) == 24
+    assert streamed.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_tool_is_called_and_its_answer_read() -> None:
+    with (
+        Engine(Speaker(SAID, n_slots=2, n_window=1024)) as engine,
+        running(create_app(engine)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked: dict[str, Any] = {"model": "m", "messages": SUM, "tools": [TIME]}
+        (choice,) = client.chat.completions.create(**asked).choices
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls"
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "get_time",
+            {"zone": "CET"},
+        )
+        assert choice.message.content == "Wait."
+        assert choice.message.reasoning_content == "I häve to"
+        with client.chat.completions.stream(**asked) as stream:
+            thoughts = [
+                event.chunk.choices[0].delta.model_extra.get("reasoning_content", "")
+                for event in stream
+                if event.type == "chunk" and event.chunk.choices
+            ]
+            (streamed,) = stream.get_final_completion().choices
+        (again,) = streamed.message.tool_calls
+        assert (again.function.name, again.function.arguments) == (
+            call.function.name,
+            call.function.arguments,
+        )
+        assert "".join(thoughts) == "I häve to"
+        assert len([*filter(None, thoughts)]) > 1
+        assert streamed.message.content == choice.message.content
+        assert streamed.finish_reason == "tool_calls"
+        answered = {"role": "tool", "tool_call_id": call.id, "content": "12:00"}
+        said = choice.message.to_dict()
+        messages = [*SUM, said, answered]
+        more = client.chat.completions.create(model="m", messages=messages, tools=[TIME])
+        assert more.usage.prompt_tokens > 0
+
+
+def test_answer_matches_its_schema(client: Any) -> None:
+    asked = {"model": "m", "messages": SUM, "response_format": SCHEMA, "max_tokens": 40}
+    text = client.chat.completions.create(**asked).choices[0].message.content
+    assert json.loads(text).keys() == {"sum"}
+    chunks = client.chat.completions.create(**asked, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+
+
+def test_completion_echoes_with_log_probabilities(client: Any) -> None:
+    asked = {
+        "model": "m",
+        "prompt": "Once upon a time",
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 1,
+    }
+    (choice,) = client.completions.create(**asked).choices
+    found = choice.logprobs
+    assert choice.text.startswith("Once upon a time")
+    assert "".join(found.tokens) == choice.text
+    assert found.token_logprobs[0] is None
+    assert all(
+        number <= max(top.values())
+        for number, top in zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True)
+    )
+    streamed = [c.choices[0] for c in client.completions.create(**asked, stream=True)]
+    assert "".join(c.text for c in streamed) == choice.text
+    assert [c.logprobs for c in streamed if c.logprobs] == [found]
+
+
+def test_completions_of_token_ids_keep_their_order(client: Any, server: Running) -> None:
+    engine = server.app.state.desk.engine
+    texts = ["Once upon", "What is", "The cat"]
+    prompts = [engine.tokenize(text) for text in texts]
+    answer = client.completions.create(model="m", prompt=prompts, max_tokens=4)
+    of_text = client.completions.create(model="m", prompt=texts, max_tokens=4)
+    assert [c.text for c in answer.choices] == [c.text for c in of_text.choices]
+    assert [c.index for c in answer.choices] == [0, 1, 2]
+
+
+def test_errors_are_those_of_the_package(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model="m", messages=SUM, temperature=-1)
+    assert (wrong.value.param, wrong.value.status_code) == ("temperature", 400)
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="m", prompt="a b " * 4000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("none")
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id) == model
