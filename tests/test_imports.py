@@ -35,7 +35,7 @@ SEES: dict[str, set[str]] = {
     "backend": FACE | {"chat", "core.plan"},
     "runtime": FACE | {"chat", "core", "cache"} | PROTOCOL,
     "engine": BELOW_ENGINE | PROTOCOL | {"backend.load"},
-    "worker": BELOW_ENGINE | PROTOCOL | {"engine"},
+    "worker": BELOW_ENGINE | PROTOCOL | {"backend.abort", "engine"},
     "loading": BELOW_ENGINE | {"backend.load", "engine", "worker"},
     "files": BELOW_FILES,
     "server": BELOW_FILES,

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import threading
+import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cbatch.worker.service import load_and_serve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+GRACE_S = 2.0
+"""Seconds that a worker has to end after its client is gone. Our choice."""
 
 
 def main() -> None:
@@ -17,8 +28,20 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # what others print must not come between frames
     leave = partial(os._exit, 1)  # nobody hears what more there is to say
+    watch = threading.Thread(target=_outlive, args=(source, leave), daemon=True)
+    watch.start()
     with open(source, "rb") as lines:
         load_and_serve(lines, sink, leave)
+
+
+def _outlive(source: int, leave: Callable[[], object]) -> None:
+    """Leave soon after the client is gone: while a model loads, or a long step computes, nobody reads `source`."""
+    client, hung_up = os.getppid(), select.poll()
+    hung_up.register(source, 0)
+    while not hung_up.poll(1000) and os.getppid() == client:
+        pass
+    time.sleep(GRACE_S)
+    leave()
 
 
 if __name__ == "__main__":

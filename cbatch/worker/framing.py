@@ -23,6 +23,8 @@ N_FRAME_MAX = 2**30
 """Bytes of the longest frame that a client takes: all log-probabilities of a long batch in one. Our choice."""
 
 _LENGTH = struct.Struct("<I")
+_HEAD = struct.Struct("<Ic")
+"""A length, and the first byte of the frame, which is an object."""
 
 _N_PIECE = 2**16
 """Bytes of one write. Source: Linux's manual, pipe(7): the capacity of a pipe."""
@@ -93,13 +95,15 @@ def read_frames(source: BinaryIO, n_max: int = N_FRAME_MAX) -> Iterator[bytes]:
     """Yield each frame with a length before it, as it comes; a frame that is cut off ends them.
 
     Raises:
-        ConfigError: a frame of more than `n_max` bytes.
+        ConfigError: a frame of more than `n_max` bytes, or what is no frame, whose length may never come.
     """
-    while len(head := source.read(_LENGTH.size)) == _LENGTH.size:
-        (n_bytes,) = _LENGTH.unpack(head)
+    while len(head := source.read(_HEAD.size)) == _HEAD.size:
+        n_bytes, first = _HEAD.unpack(head)
+        if first != b"{" or not n_bytes:
+            raise ConfigError(f"no frame: {head!r}")
         if n_bytes > n_max:
             raise ConfigError(f"a frame of {n_bytes} bytes; at most {n_max} are taken")
-        frame = source.read(n_bytes)
-        if len(frame) < n_bytes:
+        rest = source.read(n_bytes - 1)
+        if len(rest) < n_bytes - 1:
             return
-        yield frame
+        yield first + rest

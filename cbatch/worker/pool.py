@@ -43,6 +43,9 @@ Launch: TypeAlias = "Callable[[], Link]"
 N_ASKED_MAX = 3
 """Workers that a question is put to, where one after the other dies of it. Our choice."""
 
+_LAST_S = 60.0
+"""Seconds that a worker has to end after it was told to: the step in flight, and cells for the disk. Our choice."""
+
 _GLANCE_S = 0.05
 """How often a load looks whether it is to stop."""
 
@@ -559,8 +562,13 @@ class Pool:
             self._cut_off(asked, None)
 
     def _join(self) -> None:
+        """Wait until the workers are gone; one that does not end by itself, such as a stopped one, is killed."""
+        until_s = time.perf_counter() + _LAST_S
         for replica in [*self._replicas]:
             if replica.thread is not threading.current_thread():
+                replica.thread.join(max(0.0, until_s - time.perf_counter()))
+                if replica.thread.is_alive():
+                    replica.kill()
                 replica.thread.join()
 
 

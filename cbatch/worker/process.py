@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from cbatch.errors import ConfigError
 from cbatch.worker.framing import read_frames
+from cbatch.worker.line_sender import LineSender
 from cbatch.worker.wire import dumps
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
 N_LAST_WORDS = 20
 """Lines of a worker's stderr that are kept, to say why it died. Our choice."""
+
+N_WORD_MAX = 500
+"""Bytes of such a line; the rest counts as another. Our choice."""
+
+_LAST_S = 2.0
 
 _START = "import sys; sys.path[:] = {path}; from cbatch.worker.__main__ import main; main()"
 """What a worker runs: the modules are those of this process, whatever its folder holds."""
@@ -45,13 +52,17 @@ class ProcessLink:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=folder,
+                # else ggml's abort starts a debugger, which takes seconds and holds the pipes
+                env={**os.environ, "GGML_NO_BACKTRACE": "1"},
                 start_new_session=True,  # Ctrl-C in a terminal is for this process alone
             )
         except OSError as error:
             raise ConfigError(f"no worker can be started: {error}") from None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._input = self._process.stdin.fileno()
+        fd = self._process.stdin.fileno()
+        os.set_blocking(fd, False)
+        self._lines = LineSender(fd, partial(os.write, fd))
         self._output = cast("BinaryIO", self._process.stdout)
         self._words: deque[str] = deque(maxlen=N_LAST_WORDS)
         self._listener = threading.Thread(
@@ -66,10 +77,8 @@ class ProcessLink:
         return self._process.pid
 
     def send(self, line: bytes) -> None:
-        """Send one line."""
-        data = memoryview(line + b"\n")
-        while data:
-            data = data[os.write(self._input, data) :]
+        """Send one line; where the worker does not read, behind the caller's back."""
+        self._lines.send(line)
 
     def frames(self) -> Iterator[bytes]:
         """Yield the worker's frames as they come, until it is gone."""
@@ -82,18 +91,19 @@ class ProcessLink:
     def end(self) -> str:
         """Wait until the worker is gone and return why, with the last lines of its stderr; "" where it ended well."""
         code = self._process.wait()
-        self._listener.join()
+        self._lines.end()
+        self._listener.join(_LAST_S)  # another process may hold the pipe
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
         if not code:
             return ""
-        words = "\n".join(self._words)
+        words = " | ".join([*self._words])
         return f"{_how(code)}{': ' if words else ''}{words}"
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
+        while line := self._process.stderr.readline(N_WORD_MAX):
             if text := line.decode("utf-8", "replace").strip():
                 self._words.append(text)
 
@@ -102,6 +112,8 @@ def _how(code: int) -> str:
     """Return how a process ended, by its return code."""
     if code > 0:
         return f"exit code {code}"
+    if code == -signal.SIGKILL:
+        return "ended by SIGKILL, as the system does where memory runs out"
     try:
         return f"ended by {signal.Signals(-code).name}"
     except ValueError:

@@ -15,6 +15,7 @@ from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError, EngineError
 from cbatch.worker.client import Workers
 from cbatch.worker.framing import read_frames
+from cbatch.worker.line_sender import LineSender
 from cbatch.worker.placement import divide, divide_cores, my_cores, nodes_of
 from cbatch.worker.process import ProcessLink
 from cbatch.worker.service import hello_of
@@ -122,11 +123,14 @@ class SocketLink:
         except OSError as error:
             raise EngineError(f"no worker answers at {address}: {error}") from None
         self._output = self._socket.makefile("rb")
+        self._lines = LineSender(
+            self._socket.fileno(), lambda data: self._socket.send(data, socket.MSG_DONTWAIT)
+        )
         self.send(dumps({"cbatch": VERSION, "frames": "length"}))
 
     def send(self, line: bytes) -> None:
-        """Send one line."""
-        self._socket.sendall(line + b"\n")
+        """Send one line; where the worker does not read, behind the caller's back."""
+        self._lines.send(line)
 
     def frames(self) -> Iterator[bytes]:
         """Yield the worker's frames as they come, until it is gone."""
@@ -135,10 +139,13 @@ class SocketLink:
 
     def kill(self) -> None:
         """Leave the worker."""
-        self._socket.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # it has left
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> str:
         """Leave the worker; return that it has hung up."""
+        self.kill()
+        self._lines.end()
         self._output.close()
         self._socket.close()
         return f"the worker at {self._address} has hung up"

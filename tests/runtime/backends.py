@@ -245,3 +245,8 @@ def all_results(response: BatchResponse) -> list[BatchResult]:
 def streams(response: BatchResponse) -> list[tuple[str, tuple[int, ...]]]:
     """What each item gave: why it ended and its tokens."""
     return [(r.finish_reason, r.token_ids) for r in all_results(response)]
+
+
+def connections_of(engine: Engine) -> list[Any]:
+    """The workers of an engine that has its requests computed in others, those that are ready."""
+    return [*parts_of(engine)._pool.ready]

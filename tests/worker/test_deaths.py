@@ -177,7 +177,7 @@ def test_choices_end_once_each_when_their_worker_dies() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"Segmentation fault\n", b"\x40\0\0\0Segmentation", b"\2\0\0\0{]"]
+    "data", [b"Segmentation fault\n", b"\x40\0\0\0Segmentation", b"\2\0\0\0{]", b"\0\0\0\0{"]
 )
 def test_garbage_is_told_and_its_worker_replaced(
     data: bytes, caplog: pytest.LogCaptureFixture

@@ -1,0 +1,201 @@
+"""Worker processes that die, on the model that ships: what is told, what is lost, and who goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch
+from cbatch.errors import EngineClosedError, PromptTooLongError, WorkerDiedError
+from cbatch.messages import BatchPrompt
+from cbatch.worker.host import DEBUG
+from tests.runtime.backends import PATIENCE_S, all_results, connections_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [pytest.mark.real, pytest.mark.skipif(sys.platform == "win32", reason="needs signals")]
+
+LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+def load(model: Path, n: int = 1) -> cbatch.Engine:
+    return cbatch.load(model, parallel=4, ctx_per_seq=256, replicas=n)
+
+
+def pids_of(engine: cbatch.Engine) -> list[int]:
+    return [connection.ready["pid"] for connection in connections_of(engine)]
+
+
+def prompts(n: int) -> list[BatchPrompt]:
+    return [BatchPrompt(prompt=f"question {i}", id=f"r{i}") for i in range(n)]
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end_s
+        os.sched_yield()
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there; one that nobody has waited for yet is not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_abort_fails_one_request_by_name_and_the_next_is_answered(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(DEBUG, "1")
+    with load(test_model) as engine, caplog.at_level(logging.WARNING, "cbatch"):
+        response = engine.run(prompts(1), options=LONG)
+        chunks = iter(response)
+        got = [next(chunks)]
+        connections_of(engine)[0].tell("abort")
+        got += chunks
+        with pytest.raises(WorkerDiedError) as told:
+            response.result()
+        [result] = all_results(response)
+        assert "ended by SIGABRT" in told.value.cause
+        assert "GGML_ASSERT(device) failed" in told.value.cause
+        assert result.text == "".join(chunk.text for chunk in got)
+        assert engine.submit("hello", options={"max_tokens": 3}).result().error is None
+    warnings = [r.getMessage() for r in caplog.records if "died" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "GGML_ASSERT(device) failed" in warnings[0]
+    assert "\n" not in warnings[0]
+
+
+def test_abort_is_no_command_unless_asked_for(test_model: Path) -> None:
+    with load(test_model) as engine:
+        with pytest.raises(cbatch.ConfigError, match="op must be one of"):
+            connections_of(engine)[0].call("abort").wait()
+        assert engine.submit("hello", options={"max_tokens": 3}).result().error is None
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSEGV", "SIGTERM"])
+def test_killed_worker_costs_no_answer_where_items_are_asked_again(
+    test_model: Path, number: str
+) -> None:
+    with load(test_model) as engine:
+        [pid] = pids_of(engine)
+        response = engine.run(prompts(12), options={**LONG, "max_tokens": 20}, ask_again=True)
+        done = response.as_completed()
+        first = next(done)
+        os.kill(pid, signal.Signals[number])
+        rest = [*done]
+        assert pids_of(engine) != [pid]
+        again = all_results(engine.run(prompts(12), options={**LONG, "max_tokens": 20}))
+    assert sorted((r.id, r.token_ids) for r in (first, *rest)) == sorted(
+        (r.id, r.token_ids) for r in again
+    )
+
+
+def test_stopped_worker_holds_up_no_other_and_is_replaced_when_killed(test_model: Path) -> None:
+    with load(test_model, 2) as engine:
+        stopped = pids_of(engine)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            # long ones do not fit into a slot, and several of them not into a pipe
+            texts = [f"question {i}" if i % 2 else "far " * 10_000 for i in range(60)]
+            items = [BatchPrompt(prompt=text, id=f"r{i}") for i, text in enumerate(texts)]
+            done = engine.run(iter(items), options={"max_tokens": 1}, ask_again=True).as_completed()
+            found = [next(done) for _ in range(30)]
+        finally:
+            os.kill(stopped, signal.SIGKILL)
+        found += done
+    assert sorted(r.id for r in found) == sorted(str(item.id) for item in items)
+    assert {type(r.error) for r in found} == {type(None), PromptTooLongError}
+
+
+def test_worker_that_cannot_be_started_again_closes_the_engine_with_its_words(
+    test_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(test_model.read_bytes())
+    with load(model) as engine:
+        model.write_bytes(b"no model")
+        response = engine.run(prompts(8), options=LONG)
+        os.kill(pids_of(engine)[0], signal.SIGKILL)
+        results = all_results(response)
+        assert {type(r.error) for r in results} <= {WorkerDiedError, EngineClosedError}
+        with pytest.raises(EngineClosedError) as told:
+            engine.run(prompts(1))
+    assert isinstance(told.value.__cause__, cbatch.ModelLoadError)
+
+
+CLIENT = """
+import sys, cbatch
+from tests.worker.test_real_deaths import LONG, load, pids_of, prompts
+engine = load(sys.argv[1], 2)
+response = engine.run(prompts(400), options=LONG)
+print(*pids_of(engine), flush=True)
+response.results()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGINT])
+def test_workers_end_when_their_client_does(test_model: Path, number: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CLIENT, str(test_model)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as client:
+        assert client.stdout is not None
+        pids = [int(text) for text in client.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(lives, pids))
+        os.killpg(client.pid, number)  # as a terminal does
+        client.wait(PATIENCE_S)
+    wait_until(lambda: not any(map(lives, pids)))
+
+
+def test_workers_end_when_their_client_dies_while_they_load(test_model: Path) -> None:
+    code = CLIENT.replace("engine = load", "print(flush=True); engine = load")
+    chance = random.Random()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(test_model)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as client:
+        assert client.stdout is not None
+        client.stdout.readline()
+        children: list[int] = []
+        wait_until(lambda: children.extend(children_of(client.pid)) or children)
+        for _ in range(chance.randrange(2000)):
+            os.sched_yield()
+        children += children_of(client.pid)
+        client.kill()
+    wait_until(lambda: not any(map(lives, children)))
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        parent: Any = None
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+        if parent == pid:
+            found.append(int(name))
+    return found
