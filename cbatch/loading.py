@@ -74,13 +74,18 @@ def load(
     return engine
 
 
+def check_replicas(name: str, value: object) -> int | Literal["auto"]:
+    """Return a number of replicas, or "auto". Raises a `ConfigError` for another value."""
+    return "auto" if value == "auto" else check_int(name, value, 1, MAX_REPLICAS)
+
+
 def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threaded: bool) -> int:
     """Return how many worker processes there are to be; 0 for none."""
     if asked is None:
         return 0
     if asked == "auto":
         return _best_replicas(model, options) if is_threaded else 0
-    n = check_int("replicas", asked, 1, MAX_REPLICAS)
+    n = int(check_replicas("replicas", asked))
     if not is_threaded:
         raise ConfigError(
             f"replicas={n} needs threaded=True: worker processes compute by themselves"

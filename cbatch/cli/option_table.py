@@ -71,7 +71,8 @@ class Option:
         is_flag = kind is bool
         names = self.names or ((f"--{self.name.replace('_', '-')}",) if is_flag else ())
         # a default number stays with the engine: what is not given is no setting of the run
-        initial = False if is_flag else default if isinstance(default, str) else None
+        is_plain_flag = is_flag and not any("/" in name for name in names)
+        initial = False if is_plain_flag else default if isinstance(default, str) else None
         shown = self.shown or (str(default) if initial is None and default is not None else None)
         info = option(
             initial, *names, help=self.help, panel=self.panel, default=shown, metavar=self.metavar
@@ -100,6 +101,11 @@ def named_adapters(given: list[str] | None) -> dict[str, str] | None:
     if len(files) < len(pairs):
         raise ConfigError(f"two adapters have one name: {', '.join(given)}; give NAME=FILE")
     return files
+
+
+def number_or_word(text: str | None) -> int | str | None:
+    """Return a number that is written in digits, other text as it is."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def shares_of(text: str | None) -> list[float] | None:
@@ -142,6 +148,20 @@ OPTIONS = (
         "max_time_s",
         "Stop after so many seconds; what is not done then is left for the next run.",
         "as long as it takes",
+    ),
+    _run(
+        "isolate",
+        "Compute in a process of its own: llama.cpp's crashes cost no answer.",
+        "in this process",
+        names=("--isolate/--no-isolate",),
+    ),
+    _run(
+        "replicas",
+        "Processes to compute in, which share the cores: a number, or auto.",
+        "none",
+        metavar="N",
+        read=number_or_word,
+        type=str,
     ),
     _run("json", "Progress and summary as JSON lines, on stderr.", setting="", type=bool),
     _run("quiet", "No progress, no summary.", names=("--quiet", "-q"), setting="", type=bool),

@@ -23,7 +23,13 @@ from cbatch.files.output.target import PipedOutput, Target
 from cbatch.files.places import file_of
 from cbatch.files.preview import why_refused
 from cbatch.files.report.recording import Recording
-from cbatch.files.settings import FileOptions, check_engine, engine_for, split_settings
+from cbatch.files.settings import (
+    OF_LOAD,
+    FileOptions,
+    check_engine,
+    engine_for,
+    split_settings,
+)
 from cbatch.files.work import RunContext, Work
 from cbatch.loading import model_name
 from cbatch.options import RunOptions, check_runs_through
@@ -98,6 +104,7 @@ def run_file(
                 model,
                 load_settings,
                 lambda: stream.look_ahead(defaults, n_ahead),
+                asked=asked,
                 threaded=stream.is_piped,  # else the engine would stop while the pipe is silent
             )
             summary = run.of(
@@ -174,7 +181,7 @@ def stream_file(
     """
     check_engine(engine)
     asked, load_settings = split_settings(settings)
-    for name in (*load_settings, *_OF_OUTPUT):
+    for name in (*load_settings, *_OF_OUTPUT, *OF_LOAD):
         if name in settings:
             raise ConfigError(f"{name} has no effect here: the engine is there, and no output")
     settled = run_options_of(engine, options)

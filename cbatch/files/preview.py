@@ -114,7 +114,9 @@ def check_file(
     with ExitStack() as stack:
         reading = stack.enter_context(closing(ItemStream(source, asked)))
         runner = stack.enter_context(
-            engine_for(engine, model, load_settings, lambda: reading.look_ahead(defaults))
+            engine_for(
+                engine, model, load_settings, lambda: reading.look_ahead(defaults), asked=asked
+            )
         )
         settled = run_options_of(runner, defaults)
         seen = stack.enter_context(closing(Seen()))
@@ -223,7 +225,11 @@ def estimate_file(
         is_all = n_items == len(prompts)
         runner = stack.enter_context(
             engine_for(
-                engine, model, load_settings, lambda: ahead_of(prompts, defaults, is_all=is_all)
+                engine,
+                model,
+                load_settings,
+                lambda: ahead_of(prompts, defaults, is_all=is_all),
+                asked=asked,
             )
         )
         if not prompts:

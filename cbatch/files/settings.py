@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.checks import (
     check_fields,
@@ -19,7 +19,7 @@ from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
-from cbatch.loading import load
+from cbatch.loading import check_replicas, load
 from cbatch.options import MAX_SEED
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 
 MAX_WINDOW = 65_536
 """Most items of a window: more would not be ordered better."""
+
+ISOLATES = False
+"""Whether a run over a file computes in a worker process where nothing is said."""
+
+
+OF_LOAD = ("isolate", "replicas")
+"""Options that have no effect on an engine that is loaded already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,8 @@ class FileOptions:
         max_time_s: seconds for the whole run; items that are not done then are left for the next run.
         report: file for an HTML page on the run.
         trace: file for the steps of the run, for Perfetto.
+        isolate: compute in a worker process, which is replaced if it dies: that costs no answer. None: see `ISOLATES`.
+        replicas: worker processes to compute in, which share cores, slots and memory; "auto": see `cbatch.load`.
 
     Raises:
         ConfigError: a value of the wrong type or out of range.
@@ -76,6 +85,8 @@ class FileOptions:
     max_time_s: float | None = checked(check_seconds)
     report: Path | None = checked(file_of)
     trace: Path | None = checked(file_of)
+    isolate: bool | None = checked(check_flag)
+    replicas: int | Literal["auto"] | None = checked(check_replicas)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -84,6 +95,16 @@ class FileOptions:
             raise ConfigError(
                 "adopt keeps the records that are there, and force may replace them: give one of them"
             )
+        if self.replicas is not None and self.isolate is False:
+            raise ConfigError("replicas are processes of their own: leave out isolate=False")
+        if self.replicas == "auto" and self.isolate:
+            raise ConfigError("isolate: give a number of replicas, for auto may be no process")
+
+    @property
+    def n_workers(self) -> int | Literal["auto"] | None:
+        """Worker processes to load a model into, as `cbatch.load` takes them; None for this process."""
+        isolates = ISOLATES if self.isolate is None else self.isolate
+        return self.replicas or (1 if isolates else None)
 
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, Any]]:
@@ -119,6 +140,7 @@ def engine_for(
     settings: Mapping[str, Any],
     look_ahead: Callable[[], LookAhead | None],
     *,
+    asked: FileOptions,
     threaded: bool = False,
 ) -> Iterator[Engine]:
     """Lend the engine that is given, or load one for the length of the block.
@@ -128,6 +150,7 @@ def engine_for(
         model: to load, see `cbatch.load`.
         settings: of `cbatch.load`, by name.
         look_ahead: returns the first prompts, for the size of windows; called if an engine is loaded.
+        asked: says which processes the model is loaded into.
         threaded: whether a loaded engine has a thread of its own; else it computes while a result is awaited.
 
     Raises:
@@ -135,11 +158,14 @@ def engine_for(
         EngineError: the model cannot be loaded.
     """
     if given is None:
-        with load(model, threaded=threaded, look_ahead=look_ahead(), **settings) as engine:
+        n = asked.n_workers
+        where: dict[str, Any] = {"threaded": threaded} if n is None else {"replicas": n}
+        with load(model, look_ahead=look_ahead(), **where, **settings) as engine:
             yield engine
         return
     check_engine(given)
-    if model is not None or settings:
-        names = ", ".join(settings) or "model"
+    of_load = [*settings, *(name for name in OF_LOAD if getattr(asked, name) is not None)]
+    if model is not None or of_load:
+        names = ", ".join(of_load) or "model"
         raise ConfigError(f"{names}: the engine is loaded already; leave it out, or give no engine")
     yield given

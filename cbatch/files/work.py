@@ -171,7 +171,7 @@ class Work:
         seconds, options = self._max_time_s, self._context.options
         self._start_s = time.perf_counter()
         self._ends_s = math.inf if seconds is None else self._start_s + seconds
-        return self._engine.run(self.prompts(), options=options, max_time_s=seconds)
+        return self._engine.run(self.prompts(), options=options, max_time_s=seconds, ask_again=True)
 
     def run(self, on_ended: OnEnded) -> RunSummary:
         """Run all items until each has its record, or the run is stopped; errors are those of `run_file`."""

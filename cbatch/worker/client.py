@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.slot_state import SlotState
     from cbatch.runtime.step_record import StepRecord
+    from cbatch.worker.connection import Connection
     from cbatch.worker.pool import Launch
 
 
@@ -75,6 +76,11 @@ class Workers:
     @on_admit.setter
     def on_admit(self, action: Callable[[Sequence[str]], object] | None) -> None:
         self._pool.on_admit = action
+
+    @property
+    def ready(self) -> list[Connection]:
+        """The workers that are there."""
+        return self._pool.ready
 
     @property
     def ids(self) -> Container[str]:

@@ -135,6 +135,7 @@ class Case:
         is_link: whether the output is a link.
         change: what happens between two runs.
         input: the name of the input.
+        is_isolated: whether the command has a worker process.
     """
 
     folder: Path
@@ -142,6 +143,7 @@ class Case:
     is_link: bool
     change: Change
     input: str = "in"
+    is_isolated: bool = False
 
     @property
     def source(self) -> Path:
@@ -326,6 +328,22 @@ def run_real(case: Case, moment: float | None, told: Path) -> int:
         said = process.communicate()[1]
     told.write_text(said)
     return REFUSED if process.returncode == 2 else process.returncode
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        parent: Any = None
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+        if parent == pid:
+            found.append(int(name))
+    return found
 
 
 def _size(path: Path) -> int:

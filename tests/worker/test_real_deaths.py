@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +17,7 @@ import cbatch
 from cbatch.errors import EngineClosedError, PromptTooLongError, WorkerDiedError
 from cbatch.messages import BatchPrompt
 from cbatch.worker.host import DEBUG
+from tests.files.kill_runs import children_of
 from tests.runtime.backends import PATIENCE_S, all_results, connections_of
 
 if TYPE_CHECKING:
@@ -121,9 +122,7 @@ def test_stopped_worker_holds_up_no_other_and_is_replaced_when_killed(test_model
     assert {type(r.error) for r in found} == {type(None), PromptTooLongError}
 
 
-def test_worker_that_cannot_be_started_again_closes_the_engine_with_its_words(
-    test_model: Path, tmp_path: Path
-) -> None:
+def test_worker_that_cannot_start_again_closes_the_engine(test_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.write_bytes(test_model.read_bytes())
     with load(model) as engine:
@@ -176,26 +175,10 @@ def test_workers_end_when_their_client_dies_while_they_load(test_model: Path) ->
     ) as client:
         assert client.stdout is not None
         client.stdout.readline()
-        children: list[int] = []
-        wait_until(lambda: children.extend(children_of(client.pid)) or children)
+        wait_until(lambda: children_of(client.pid))
+        children = children_of(client.pid)
         for _ in range(chance.randrange(2000)):
             os.sched_yield()
         children += children_of(client.pid)
         client.kill()
     wait_until(lambda: not any(map(lives, children)))
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    found: list[int] = []
-    for name in os.listdir("/proc"):
-        parent: Any = None
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    parent = int(file.read().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-        if parent == pid:
-            found.append(int(name))
-    return found
