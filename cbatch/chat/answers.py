@@ -108,7 +108,8 @@ class AnswerParts:
         self._n_counted = self._n_characters = 0
         """Parts of the text that were counted, and their characters."""
         self._n_read = self._n_characters_read = 0
-        self._unread = ""
+        self._unread = "", 0
+        """Text that was read last, and how much of it was written out."""
         self._given = 0, 0
         self._is_broken = False
 
@@ -161,7 +162,8 @@ class AnswerParts:
             self._parts.warnings.append(f"the answer could not be taken apart: {error!r}")
             if self._splitter is not None:
                 self._splitter.hand_over()
-            self._parts.text += (self._written.rest(), self._unread)
+            unread, at = self._unread
+            self._parts.text += (self._written.rest(), unread[at:])
         if self._is_broken:
             self._parts.text += self._stream.parts[self._n_read :]
             self._n_read = len(self._stream.parts)
@@ -174,18 +176,17 @@ class AnswerParts:
     def _read(self, *, is_end: bool) -> None:
         """Write out what is new, control tokens at their places."""
         written, controls, texts = self._written, self._controls, self._stream.parts
-        self._unread = "".join(texts[self._n_read :])
+        new, n_before = "".join(texts[self._n_read :]), self._n_characters_read
+        self._unread, at = (new, 0), 0
         self._n_read = len(texts)
-        while controls and (
-            is_end or controls[0][0] <= self._n_characters_read + len(self._unread)
-        ):
+        self._n_characters_read += len(new)
+        while controls and (is_end or controls[0][0] <= self._n_characters_read):
             place, token = controls.popleft()
-            self._write(max(0, place - self._n_characters_read))
+            start, at = at, max(at, min(len(new), place - n_before))
+            if start < at:
+                written.add(new[start:at])
+                self._unread = new, at
             written.add(self._reader.shown(token).decode(errors="replace"), is_control=True)
-        self._write(len(self._unread))
-
-    def _write(self, n: int) -> None:
-        text, self._unread = self._unread[:n], self._unread[n:]
-        if text:
-            self._written.add(text)
-            self._n_characters_read += len(text)
+        if at < len(new):
+            written.add(new[at:])
+        self._unread = "", 0
