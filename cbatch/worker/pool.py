@@ -161,6 +161,8 @@ class Pool:
         for connection, said in self.ask_all("stats"):
             connection.stats = stats_of_json(said)
             total.add(connection.stats)
+        most = total.n_active_max - self.lost.n_active_max
+        total.n_active_max = max(most, self.lost.n_active_max)
         total.n_waiting += len(self._held)
         return total
 
@@ -515,7 +517,9 @@ class Pool:
         """Keep what is known of the work of a worker that is gone."""
         if (stats := connection.stats) is not None:
             stats.n_waiting = stats.n_running = stats.n_paused = stats.n_held = 0
+            most = max(self.lost.n_active_max, stats.n_active_max)
             self.lost.add(stats)
+            self.lost.n_active_max = most  # they did not work at the same time
 
     def give_up(self, replica: Replica, error: CBatchError) -> None:
         """Do without a place where no worker can be started."""

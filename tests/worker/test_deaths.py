@@ -299,6 +299,18 @@ def test_close_ends_a_worker_that_is_not_ready_yet() -> None:
     assert ends(all_results(response)) == ["RequestCancelledError"] * 3
 
 
+def test_figures_of_a_worker_that_died_are_kept_and_its_slots_not_added() -> None:
+    launches = Launches(make())
+    with launches.engine(options=SHORT) as engine:
+        assert ends(all_results(engine.run(prompts(4)))) == ["length"] * 4
+        before = engine.stats()
+        launches.links[0].kill()
+        assert ends(all_results(engine.run(prompts(4), ask_again=True))) == ["length"] * 4
+        stats = engine.stats()
+    assert (before.n_finished, stats.n_finished) == ({"length": 4}, {"length": 8})
+    assert (before.n_active_max, stats.n_active_max) == (2, 2)
+
+
 def test_requests_that_arrive_while_a_worker_is_replaced_wait_for_the_next() -> None:
     launches = Launches(make())
     with launches.engine(options=SHORT) as engine:
