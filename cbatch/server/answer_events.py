@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from cbatch.response import BatchError
 
@@ -79,17 +79,22 @@ class Events:
         self._has_ended = False
 
     async def next(self) -> list[Event]:
-        """Return what has happened since the last call, at least one event; nothing after the end."""
+        """Return what has happened since the last call, at least one event; nothing after the end.
+
+        Text that came meanwhile is one event a choice: a reader that lags behind has less to do, not more.
+        """
         events: list[Event] = []
         while not events and not self._has_ended:
             chunk = await anext(self._chunks, None)
             self._has_ended = chunk is None
-            if chunk is not None:
-                events += self._of_chunk(chunk)
-            while self._response.n_unread_chunks and (more := await anext(self._chunks, None)):
-                events += self._of_chunk(more)
-            while self._response.n_unread and (result := await anext(self._results, None)):
-                events += self._of_result(result)
+            chunks = [] if chunk is None else [chunk]
+            while self._response.n_unread_chunks:
+                chunks.append(next(self._chunks))  # which does not wait
+            for part in chunks:
+                events += self._of_chunk(part)
+            events = _joined(events)
+            while self._response.n_unread:
+                events += self._of_result(next(self._results))
         return events
 
     def close(self) -> None:
@@ -117,6 +122,26 @@ class Events:
         for i_choice, choice in enumerate(choices, first):
             is_last = i_choice == first + len(choices) - 1
             yield Ended(i_choice, choice, result if is_last else None)
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """Return events of which texts of a choice that follow each other, whatever others say between, are one."""
+    if len(events) < 2:
+        return [*events]
+    joined: list[Event] = []
+    last: dict[int, int] = {}
+    for event in events:
+        at = last.get(event.i_choice) if isinstance(event, Text | Reasoning) else None
+        before = None if at is None else joined[at]
+        if isinstance(event, Text) and isinstance(before, Text):
+            tokens = (*before.token_ids, *event.token_ids)
+            joined[cast("int", at)] = Text(event.i_choice, before.text + event.text, tokens)
+        elif isinstance(event, Reasoning) and isinstance(before, Reasoning):
+            joined[cast("int", at)] = Reasoning(event.i_choice, before.text + event.text)
+        elif isinstance(event, Text | Reasoning):
+            last[event.i_choice] = len(joined)
+            joined.append(event)
+    return joined
 
 
 def choices_of(result: BatchResult) -> Sequence[BatchResult]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
 _N_PARSED_HERE = 2**16
 """Bytes of a body above which it is parsed in a thread: a millisecond or so."""
 
@@ -125,7 +127,7 @@ class Exchange:
 
 def dumps(value: object) -> bytes:
     """Return a value as compact JSON in ASCII: raw line ends of Unicode would cut an event in two."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def object_of(data: bytes) -> dict[str, Any]:

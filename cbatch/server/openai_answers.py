@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbatch.openai_format import NEAREST_FINISH, tokens_as_json
 from cbatch.server.answer_events import choices_of
-from cbatch.server.sse import DONE, frame
+from cbatch.server.exchange import dumps
+from cbatch.server.sse import DONE, frame, frame_around
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,17 +44,35 @@ class Head:
         }
 
 
-class OpenAIStream:
+class OpenAIStream(ABC):
     """Frames that both dialects have; `frames` of a dialect gives those of events."""
 
     def __init__(self, head: Head, *, has_usage: bool) -> None:
         self._head, self._has_usage = head.as_dict(), has_usage
         self._results: list[BatchResult] = []
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    @abstractmethod
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """Return a choice that is new text alone."""
+
+    def text(self, index: int, text: str) -> bytes:
+        """Return the frame of new text: most frames of a stream, so all but the text is made once."""
+        around = self._around.get(index)
+        if around is None:
+            mark = f"text of {self._head['id']}"  # which no client can know
+            value = self._chunk([self.text_choice(index, mark)])
+            around = self._around[index] = frame_around(value, mark)
+        before, after = around
+        return before + dumps(text) + after
 
     def chunk(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> bytes:
         """Return the frame of some choices."""
+        return frame(self._chunk(choices, **more))
+
+    def _chunk(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         usage = {"usage": None} if self._has_usage else {}
-        return frame({**self._head, "choices": choices, **usage, **more})
+        return {**self._head, "choices": choices, **usage, **more}
 
     def ending(self, result: BatchResult | None) -> dict[str, Any]:
         """Return what a chunk says besides at a prompt's end; None for a choice that is not its prompt's last."""

@@ -104,9 +104,10 @@ class ChatStream(OpenAIStream):
 
     def _frame(self, event: Event) -> bytes:
         if isinstance(event, Text):
-            more = {"token_ids": [*event.token_ids]} if self._has_tokens else {}
-            is_said = event.text or more
-            return self._delta(event.i_choice, {"content": event.text}, **more) if is_said else b""
+            if self._has_tokens:
+                choice = self.text_choice(event.i_choice, event.text)
+                return self.chunk([{**choice, "token_ids": event.token_ids}])
+            return self.text(event.i_choice, event.text) if event.text else b""
         if isinstance(event, Reasoning):
             return self._delta(event.i_choice, {"reasoning_content": event.text})
         if isinstance(event, Called):
@@ -118,9 +119,12 @@ class ChatStream(OpenAIStream):
             return self._ended(event)
         raise TypeError(f"not an event of a chat: {event!r}")
 
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """Return a choice that is new text alone."""
+        return _choice(index, {"content": text})
+
     def _delta(self, index: int, delta: Mapping[str, Any], **more: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-        return self.chunk([{**choice, **more}])
+        return self.chunk([{**_choice(index, delta), **more}])
 
     def _ended(self, event: Ended) -> bytes:
         choice = {
@@ -131,6 +135,10 @@ class ChatStream(OpenAIStream):
             **choice_extensions(event.choice, has_tokens=False),
         }
         return self.chunk([choice], **self.ending(event.whole))
+
+
+def _choice(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 
 def chat_of(messages: Any) -> BatchPrompt:

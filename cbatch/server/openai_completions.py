@@ -97,9 +97,9 @@ class CompletionStream(OpenAIStream):
 
     def _frame(self, event: Event) -> bytes:
         if isinstance(event, Text):
-            more = {"token_ids": [*event.token_ids]} if self._has_tokens else {}
-            is_said = event.text or more
-            return self._part(event.i_choice, event.text, **more) if is_said else b""
+            if self._has_tokens:
+                return self._part(event.i_choice, event.text, token_ids=event.token_ids)
+            return self.text(event.i_choice, event.text) if event.text else b""
         if isinstance(event, Scored):
             return self._part(event.i_choice, "", logprobs=completion_logprobs(event.tokens))
         if isinstance(event, Ended):
@@ -109,6 +109,10 @@ class CompletionStream(OpenAIStream):
             choice = self._choice(event.i_choice, "", finish_reason=reason, **more)
             return self.chunk([choice], **(ending if self._is_alone else {}))
         raise TypeError(f"not an event of a completion: {event!r}")
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """Return a choice that is new text alone."""
+        return self._choice(index, text)
 
     def _part(self, index: int, text: str, **more: Any) -> bytes:
         return self.chunk([self._choice(index, text, **more)])

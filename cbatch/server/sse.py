@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import anyio
+
+from cbatch.server.exchange import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,7 +22,13 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 def frame(value: object) -> bytes:
     """Return an event without a name; ASCII alone, with LF, as every client reads it."""
-    return b"data: " + json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+def frame_around(value: object, mark: str) -> tuple[bytes, bytes]:
+    """Return what stands before and behind a text in an event; `value` is the event with `mark` in its place."""
+    before, _, after = frame(value).partition(dumps(mark))
+    return before, after
 
 
 class EventStream:

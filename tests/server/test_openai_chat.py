@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.response import BatchResult, Timings, ToolCall, Usage
-from cbatch.server.answer_events import Called, Ended, Event, Reasoning, Text
+from cbatch.server.answer_events import Called, Ended, Event, Events, Reasoning, Text
 from cbatch.server.openai_answers import Head
 from cbatch.server.openai_chat import ChatCall, ChatStream
+from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, USER, call, error_of, events_of, fake_app
 
 TIMES = Timings(0.0, None, 0.0, None, None)
@@ -63,6 +65,16 @@ def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
     assert events[0]["object"] == "chat.completion.chunk"
 
 
+@pytest.mark.parametrize("model", ["\0", "text of chatcmpl-0", '"', "é\u2028"])
+def test_name_of_the_model_is_repeated_as_it_is(model: str) -> None:
+    with fake_app() as app:
+        whole = call(app, CHAT, {**ASKED, "model": model}).json()
+        events = events_of(call(app, CHAT, {**ASKED, "model": model, "stream": True}))
+    assert {e["model"] for e in events} == {whole["model"]} == {model}
+    texts = [c["delta"].get("content", "") for e in events for c in e["choices"]]
+    assert "".join(texts) == whole["choices"][0]["message"]["content"]
+
+
 def test_stream_without_usage_has_none() -> None:
     with fake_app() as app:
         events = events_of(call(app, CHAT, {**ASKED, "stream": True, "stream_options": {}}))
@@ -93,6 +105,22 @@ def test_stream_of_thinking_and_calls_has_each_in_its_place() -> None:
         '{"tool_calls":[{"index":1,"id":"b","type":"function","function":{"name":"f","arguments":"{\\"x\\":1}"}}]}',
         "{}",
     ]
+
+
+def test_texts_that_came_meanwhile_are_one_event_a_choice() -> None:
+    with Engine(GatedBackend(4, 256), threaded=False) as engine:
+        options = {"max_tokens": 8, "seed": 1, "n": 2, "ignore_eos": True}
+        response = engine.run([USER], options=options, streamed=True)
+        while engine.step():
+            pass
+        expected = [choice.text for choice in response.result().choices]
+        assert response.n_unread_chunks > 2
+
+        async def read() -> list[Event]:
+            return await Events(response, 2).next()
+
+        texts = [event for event in anyio.run(read) if isinstance(event, Text)]
+    assert sorted((t.i_choice, t.text) for t in texts) == [*enumerate(expected)]
 
 
 def test_whole_answer_with_calls_has_no_empty_content() -> None:

@@ -23,8 +23,11 @@ from tests.server.clients import (
     running,
     wait_until,
 )
+from tests.worker.links import engine_over
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.applications import Starlette
 
     from tests.server.clients import Running
@@ -33,10 +36,12 @@ LONG = {"messages": USER, "max_tokens": 200, "ignore_eos": True, "seed": 1}
 SHORT = {**LONG, "max_tokens": 2}
 
 
-def gated(n_slots: int = 2, *, hold_at: int = 0) -> tuple[GatedBackend, Engine]:
+def gated(
+    n_slots: int = 2, *, hold_at: int = 0, make: Callable[[GatedBackend], Engine] = Engine
+) -> tuple[GatedBackend, Engine]:
     """An engine that stops before a run until it is let go."""
     backend = GatedBackend(n_slots, 256, hold_at=hold_at)
-    return backend, Engine(backend)
+    return backend, make(backend)
 
 
 def request_bytes(path: str, body: Any) -> bytes:
@@ -59,8 +64,11 @@ def connected(server: Running, body: Any, path: str = CHAT) -> socket.socket:
 @pytest.mark.real
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("hold_at", [0, 3])
-def test_client_that_leaves_frees_its_slot(is_streamed: bool, hold_at: int) -> None:
-    backend, engine = gated(1, hold_at=hold_at)
+@pytest.mark.parametrize("make", [Engine, engine_over], ids=["here", "worker"])
+def test_client_that_leaves_frees_its_slot(
+    is_streamed: bool, hold_at: int, make: Callable[[GatedBackend], Engine]
+) -> None:
+    backend, engine = gated(1, hold_at=hold_at, make=make)
     with engine, running(create_app(engine)) as server:
         desk = server.app.state.desk
         with connected(server, {**LONG, "stream": is_streamed}):
