@@ -1,0 +1,208 @@
+"""Lines of any kind: each with a number gets one reply, and nothing stops the host or changes other answers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine_options import ScheduleOptions
+from cbatch.options import RunOptions
+from cbatch.worker.ending import Ending
+from cbatch.worker.framing import N_LINE_MAX
+from tests.profiles import examples
+from tests.worker.programs import Program
+
+NEIGHBOUR = {"prompt": "neighbour", "id": "neighbour"}
+OWN = {"max_tokens": 20, "seed": 3, "ignore_eos": True}
+
+ITEM = {"prompt": "abc", "id": "x", "options": {"max_tokens": 3, "temperature": 0.5}}
+RESULT = {
+    "id": "x",
+    "token_ids": [65, 66],
+    "finish_reason": "length",
+    "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+    "timings": {},
+    "seed": 1,
+    "number": 0,
+}
+MESSAGES: dict[str, dict[str, Any]] = {
+    "run": {
+        "items": [ITEM],
+        "options": {"stop": ["q"], "n": 2},
+        "stream": True,
+        "by_token": True,
+        "seconds": 5,
+        "age_s": 0.5,
+        "fed": False,
+        "may_wait": True,
+    },
+    "extend": {"item": ITEM, "options": {}, "result": RESULT, "n_tokens": 3, "stream": True},
+    "stream": {"ids": ["x"]},
+    "cancel": {"ids": ["x", "y"], "waiting": True},
+    "take_back": {"ids": ["x"]},
+    "pause": {"id": "x"},
+    "resume": {"id": "x", "n_tokens": 2},
+    "compare_rows": {"ids": ["x"]},
+    "count": {"item": ITEM, "options": {}},
+    "tokens": {"item": ITEM},
+    "text": {"item": ITEM},
+    "pieces": {"tokens": [65]},
+    "model_facts": {},
+    "check": {"item": ITEM},
+    "check_options": {"options": {"top_k": 3}},
+    "slots": {},
+    "stats": {},
+    "reset_stats": {},
+    "record_steps": {"on": True},
+    "exactness": {},
+    "fingerprint": {},
+    "credit": {"bytes": 5},
+    "dance": {},
+}
+RAW = {
+    "@deep": "[" * 10_000 + "]" * 10_000,
+    "@digits": "9" * 5000,
+    "@huge": "1e999",
+    "@nan": "NaN",
+    "@surrogate": r'"\ud800"',
+    "@twice": '1, "n": 2, "n": 3',
+}
+"""Text of JSON, or what looks like it, that Python's own writer does not write."""
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([0, -1, 1, 2**31, 2**53 + 1, 10**30]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+    st.sampled_from(["x", "y", "", "a\0", "x\0" + "0", *RAW]),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["prompt", "id", "messages", "n", "role"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+numbers = st.one_of(st.integers(0, 3), st.sampled_from(["a", ""]), values)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> bytes:
+    """A message with something wrong in it, or nothing; as text, and that may be damaged."""
+    op = draw(st.sampled_from([*MESSAGES]))
+    message: dict[str, Any] = {"op": op, **MESSAGES[op]}
+    if draw(st.booleans()):
+        message["n"] = draw(numbers)
+    for _ in range(draw(st.integers(0, 2))):
+        message = changed(draw, message)
+    text = json.dumps(message)
+    for name, raw in RAW.items():
+        text = text.replace(json.dumps(name), raw)
+    line = text.encode()
+    damage = draw(st.sampled_from(["", "", "", "cut", "bytes", "cr", "twice", "empty", "noise"]))
+    at = draw(st.integers(0, len(line)))
+    return {
+        "": line,
+        "cut": line[:at],
+        "bytes": line[:at] + b"\xff\x00" + line[at:],
+        "cr": line + b"\r",
+        "twice": line + line,
+        "empty": b"",
+        "noise": draw(st.binary(max_size=20)).replace(b"\n", b""),
+    }[damage]
+
+
+def changed(draw: st.DrawFn, value: Any) -> Any:
+    """Return a value with a wrong one somewhere inside."""
+    if isinstance(value, dict) and value and draw(st.integers(0, 3)):
+        key = draw(st.sampled_from([*value]))
+        return {**value, key: changed(draw, value[key])}
+    if isinstance(value, list) and value and draw(st.booleans()):
+        return [changed(draw, value[0]), *value[1:]]
+    return draw(values)
+
+
+def number_of(line: bytes) -> str | None:
+    """Return the number that a line is to be answered by, as JSON; None for none."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        message = json.loads(line.decode(), parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return None
+    number = message.get("n") if isinstance(message, dict) else None
+    return json.dumps(number) if type(number) in (int, str) else None
+
+
+def expected() -> str:
+    with Engine(FakeBackend(3, 64)) as engine:
+        return engine.submit("neighbour", options=OWN).result().text
+
+
+TEXT = expected()
+
+
+@pytest.mark.parametrize("schedule", [None, ScheduleOptions(max_queue=2)], ids=["plain", "limit"])
+@settings(max_examples=examples(50), suppress_health_check=list(HealthCheck))
+@given(wrong=st.lists(lines(), min_size=20, max_size=20))
+def test_random_lines_are_answered_and_stop_nobody(
+    schedule: ScheduleOptions | None, wrong: list[bytes]
+) -> None:
+    options = RunOptions(max_tokens=8)
+    with Program(FakeBackend(3, 64), schedule=schedule, options=options) as program:
+        program.read()
+        program.send("run", n="own", items=[NEIGHBOUR], options=OWN)
+        for line in wrong:
+            program.raw(line)
+        found = program.rest()
+        assert program.ending is Ending.DONE
+        assert [slot.status for slot in program.runtime.slots()] == ["free"] * 3
+        assert not [*program.runtime.orders.routes]
+    [result] = [r for r in found["results"] if r["id"] == "neighbour"]
+    assert result["text"] == TEXT
+    asked = Counter(n for line in wrong if (n := number_of(line)) is not None)
+    asked['"own"'] += 1
+    assert Counter(json.dumps(number) for number, *_ in found["replies"]) == asked
+    bugs = [said for said in found["replies"] if len(said) == 3 and "a bug" in said[2]["message"]]
+    bugs += [said for said in found.get("errors", ()) if "a bug" in said["message"]]
+    assert bugs == []
+
+
+@pytest.mark.slow
+def test_line_of_70_mib_is_left_out_by_name() -> None:
+    with Program(FakeBackend(1, 64)) as program:
+        program.read()
+        program.raw(b'{"op": "count", "n": 1, "item": {"prompt": "' + b"x" * 70 * 2**20 + b'"}}')
+        program.send("count", n=2, item={"prompt": "abc"})
+        found = program.rest()
+    assert N_LINE_MAX < 70 * 2**20
+    assert found["replies"] == [[2, 3]]
+    [error] = found["errors"]
+    assert "too long" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [b"", b"\x00\xff", b"[]", b"{", b'{"cbatch": 1.0}', b'{"cbatch": 9}', b'{"cbatch": 1, "x": 1}'],
+)
+def test_wrong_first_line_is_refused_by_name(first: bytes) -> None:
+    with Program(FakeBackend(1, 64), first=first or b"\r") as program:
+        said = program.read()
+        assert said["cbatch"] == 1
+        assert said["error"]["type"] == "ConfigError"
+        assert program.rest() == {}
+        assert program.ending is Ending.DONE
