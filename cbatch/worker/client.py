@@ -6,23 +6,33 @@ import os
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.core.request import Request
 from cbatch.errors import EngineClosedError, WorkerDiedError
 from cbatch.interrupts import Postponed
-from cbatch.model_facts import ModelFacts
 from cbatch.runtime.ids import is_meant, own_id
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.worker.pool import Pool, by_worker
 from cbatch.worker.requests import Asked
-from cbatch.worker.wire import comparison_of_json, options_as_json, prompt_as_json, slot_of_json
+from cbatch.worker.shapes import as_count, as_flag, as_text, as_texts, as_tokens
+from cbatch.worker.wire import (
+    comparisons_of_json,
+    facts_of_json,
+    options_as_json,
+    pieces_of_json,
+    prompt_as_json,
+    slots_of_json,
+    words_of_json,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from cbatch.core.stats import EngineStats
     from cbatch.messages import BatchPrompt
+    from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
@@ -32,6 +42,10 @@ if TYPE_CHECKING:
     from cbatch.runtime.step_record import StepRecord
     from cbatch.worker.connection import Connection
     from cbatch.worker.pool import Launch
+
+
+_T = TypeVar("_T")
+_Slot = TypeVar("_Slot", "SlotState", "RowComparison")
 
 
 class Workers:
@@ -154,7 +168,7 @@ class Workers:
         some = self._meant(ids)
         back = [asked.id for asked in some if self._pool.drop_held(asked)]
         for connection, at_worker in by_worker(some).items():
-            found = connection.call("take_back", ids=at_worker).wait()
+            found = connection.call("take_back", as_texts, ids=at_worker).wait()
             back += [self._pool.requests[id].id for id in found if id in self._pool.requests]
             self._pool.drop_of(connection, found)
         return [*back]
@@ -178,18 +192,20 @@ class Workers:
         """Compare the next rows of requests in a shared step and alone, in each worker."""
         self.check_open()
         if ids is None:
-            asked = self._pool.ask_all("compare_rows")
+            asked = self._pool.ask_all("compare_rows", comparisons_of_json)
         else:
             calls = [
-                (connection, connection.call("compare_rows", ids=some))
+                (connection, connection.call("compare_rows", comparisons_of_json, ids=some))
                 for connection, some in by_worker(self._meant(ids)).items()
             ]
             asked = [(connection, call.wait()) for connection, call in calls]
-        return [
-            comparison_of_json(said, self._pool.first_slot(connection))
-            for connection, found in asked
-            for said in found
-        ]
+        return [*self._numbered(asked)]
+
+    def _numbered(self, found: Iterable[tuple[Connection, Sequence[_Slot]]]) -> Iterator[_Slot]:
+        """Yield what is said of slots, each numbered among those of all workers."""
+        for connection, slots in found:
+            first = self._pool.first_slot(connection)
+            yield from (replace(slot, slot=slot.slot + first) for slot in slots)
 
     def _order(self, op: str, id: str, *, is_paused: bool, **fields: int) -> bool:
         self.check_open()
@@ -197,7 +213,7 @@ class Workers:
             with self._pool.lock():
                 was_paused, asked.is_paused = asked.is_paused, is_paused
                 worker = asked.worker
-                call = None if worker is None else worker.call(op, id=asked.id, **fields)
+                call = None if worker is None else worker.call(op, as_flag, id=asked.id, **fields)
             if call is None:
                 return was_paused is not is_paused
             with suppress(WorkerDiedError):
@@ -218,7 +234,7 @@ class Workers:
         n_ended = sum(map(self._end_held, some))
         with self._pool.lock():
             calls = [
-                (connection.call("cancel", ids=ids, waiting=is_for_waiting), ids)
+                (connection.call("cancel", as_count, ids=ids, waiting=is_for_waiting), ids)
                 for connection, ids in by_worker(some).items()
             ]
         for call, ids in calls:
@@ -262,49 +278,46 @@ class Workers:
     def check_options(self, options: RunOptions) -> None:
         """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
         if options.adapter:
-            self._pool.ask("check_options", options=options_as_json(options))
+            self._pool.ask("check_options", bool, options=options_as_json(options))
 
     def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has; computes nothing."""
-        return int(self._ask_about("count", prompt, options))
+        return self._ask_about("count", as_count, prompt, options)
 
     def tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
         """Return a prompt's tokens; computes nothing."""
-        return [*self._ask_about("tokens", prompt, options)]
+        return self._ask_about("tokens", as_tokens, prompt, options)
 
     def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
         """Return a chat as the model sees it, or a raw prompt as it is."""
-        return str(self._ask_about("text", prompt, options))
+        return self._ask_about("text", as_text, prompt, options)
 
     def pieces_of(self, tokens: Sequence[int]) -> list[bytes]:
         """Return the bytes of tokens, control tokens written out."""
-        return [piece.encode("latin-1") for piece in self._ask("pieces", tokens=[*tokens])]
+        return self._ask("pieces", pieces_of_json, tokens=[*tokens])
 
     def model_facts(self) -> ModelFacts:
         """Return what the model is."""
-        said = self._ask("model_facts")
-        return ModelFacts(**{**said, "adapters": tuple(said["adapters"])})
+        return self._ask("model_facts", facts_of_json)
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
-        return int(self._ask_about("check", prompt, options))
+        return self._ask_about("check", as_count, prompt, options)
 
-    def _ask_about(self, op: str, prompt: BatchPrompt, options: RunOptions) -> Any:
+    def _ask_about(
+        self, op: str, read: Callable[[Any], _T], prompt: BatchPrompt, options: RunOptions
+    ) -> _T:
         item = prompt_as_json(prompt, prompt.id or "")
-        return self._ask(op, item=item, options=options_as_json(options))
+        return self._ask(op, read, item=item, options=options_as_json(options))
 
-    def _ask(self, op: str, **fields: object) -> Any:
+    def _ask(self, op: str, read: Callable[[Any], _T], **fields: object) -> _T:
         self.check_open()
-        return self._pool.ask(op, **fields)
+        return self._pool.ask(op, read, **fields)
 
     def slots(self) -> list[SlotState]:
         """Return what each slot of each worker holds now."""
         self.check_open()
-        return [
-            slot_of_json(said, self._pool.first_slot(connection))
-            for connection, found in self._pool.ask_all("slots")
-            for said in found
-        ]
+        return [*self._numbered(self._pool.ask_all("slots", slots_of_json))]
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work that all workers have done."""
@@ -323,11 +336,11 @@ class Workers:
 
     def exactness(self) -> str:
         """Return the text of `Engine.exactness`."""
-        return str(self._ask("exactness"))
+        return self._ask("exactness", as_text)
 
     def fingerprint(self) -> dict[str, str]:
         """Return what answers depend on besides prompt and options, by name."""
-        return dict(self._ask("fingerprint"))
+        return self._ask("fingerprint", words_of_json)
 
     def pump(self) -> bool:
         """Do nothing: the workers work by themselves."""

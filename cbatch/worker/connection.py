@@ -7,9 +7,10 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cbatch.checks import MAX_INT, check_int, shown
 from cbatch.errors import CBatchError, EngineError, WorkerDiedError, words_of
 from cbatch.interrupts import HeldBack, Latch
-from cbatch.worker.wire import dumps, error_of_json, loads
+from cbatch.worker.wire import VERSION, dumps, error_of_json, loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,10 +38,20 @@ class Link(Protocol):
 class Reply:
     """The answer to a call; a thread may wait for it."""
 
-    def __init__(self, then: Callable[[Reply], object] | None = None) -> None:
-        """Make one without an answer; `then` is called with it in the thread that takes frames."""
+    def __init__(
+        self,
+        read: Callable[[Any], Any] | None = None,
+        then: Callable[[Reply], object] | None = None,
+    ) -> None:
+        """Make one without an answer.
+
+        Args:
+            read: makes the value of what the worker says, or raises where it says something else; None for no value.
+            then: called with the reply in the thread that takes frames.
+        """
         self.value: Any = None
         self.error: Exception | None = None
+        self.read = read or _nothing
         self._then, self._done = then, Latch()
 
     def settle(self, value: object, error: Exception | None = None) -> None:
@@ -58,6 +69,10 @@ class Reply:
         return self.value
 
 
+def _nothing(_: object) -> None:
+    """Return nothing of what a worker says."""
+
+
 class Connection:
     """Sends messages to a worker and keeps what it was asked for. Every method from any thread."""
 
@@ -70,9 +85,7 @@ class Connection:
         self.link = link
         self.frames = link.frames()
         try:
-            self.ready = self._first()
-            self.n_slots: int = self.ready["parallel"]
-            self.n_window: int = self.ready["n_window"]
+            self.n_slots, self.n_window = self._sizes()
         except BaseException as error:
             link.kill()
             ended = link.end()
@@ -93,12 +106,25 @@ class Connection:
         self._is_gone = False
         self._sending = threading.RLock()
 
-    def _first(self) -> dict[str, Any]:
-        """Return the first frame. Raises a StopIteration where there is none, or the error that it tells."""
-        said = loads(next(self.frames))
-        if (error := error_of_json(said.get("error"))) is not None:
-            raise error
-        return said
+    def _sizes(self) -> tuple[int, int]:
+        """Return slots and window, as the first frame tells them.
+
+        Raises:
+            StopIteration: there is none.
+            CBatchError: the error that it tells; or an EngineError where it is none of a worker's.
+        """
+        frame = next(self.frames)
+        try:
+            said = loads(frame)
+            version, error = said.get("cbatch"), error_of_json(said.get("error"))
+            if version == VERSION and error is None:
+                window = check_int("n_window", said.get("n_window"), 1, MAX_INT)
+                return check_int("parallel", said.get("parallel"), 1, MAX_INT), window
+        except Exception as wrong:
+            raise EngineError(f"what answers is no worker: {words_of(wrong)}") from None
+        raise error or EngineError(
+            f"the worker speaks version {shown(version)} of the protocol, this cbatch {VERSION}"
+        )
 
     @property
     def n_waiting(self) -> int:
@@ -109,13 +135,18 @@ class Connection:
         """Send a command that has no answer; one to a worker that is gone is lost."""
         self._send(dumps({"op": op, **fields}))
 
-    def call(self, op: str, **fields: object) -> Reply:
-        """Send a command and return its answer to come; see `send`."""
-        return self.send({"op": op, **fields})
+    def call(self, op: str, read: Callable[[Any], Any] | None = None, **fields: object) -> Reply:
+        """Send a command and return its answer to come; see `send` and `Reply`."""
+        return self.send({"op": op, **fields}, read)
 
-    def send(self, message: dict[str, Any], then: Callable[[Reply], object] | None = None) -> Reply:
+    def send(
+        self,
+        message: dict[str, Any],
+        read: Callable[[Any], Any] | None = None,
+        then: Callable[[Reply], object] | None = None,
+    ) -> Reply:
         """Send a message and return its answer to come: a `WorkerDiedError` where the worker is gone."""
-        reply, number = Reply(then), next(self._numbers)
+        reply, number = Reply(read, then), next(self._numbers)
         line = dumps({**message, "n": number})
         with HeldBack(), self._sending:
             is_gone = self._is_gone
@@ -127,10 +158,13 @@ class Connection:
         return reply
 
     def settle(self, number: int, value: object, error: Any = None) -> None:
-        """Give a call its answer. For the thread that takes frames."""
-        reply = self._replies.pop(number, None)
+        """Give a call its answer; one that cannot be read raises, and the call stays open. In the thread of frames."""
+        reply = self._replies.get(number)
         if reply is not None:
-            reply.settle(value, error_of_json(error))
+            failure = error_of_json(error)
+            found = reply.read(value) if failure is None else None
+            if self._replies.pop(number, None) is reply:
+                reply.settle(found, failure)
 
     def lose(self, cause: str) -> None:
         """Give every call that waits the error of a worker that is gone."""

@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from cbatch.core.stats import EngineStats
 from cbatch.errors import CBatchError, EngineClosedError, WorkerDiedError
@@ -22,6 +22,7 @@ from cbatch.runtime.submit import as_failure
 from cbatch.worker.replica import Replica
 from cbatch.worker.requests import SentOrigin
 from cbatch.worker.routing import Routing, beginnings
+from cbatch.worker.shapes import as_count, as_list, as_object, as_text, as_texts
 from cbatch.worker.wire import loads, options_as_json, stats_of_json, step_of_json
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from cbatch.worker.requests import Asked
 
 _log = Log("cbatch")
+
+_T = TypeVar("_T")
 
 Launch: TypeAlias = "Callable[[], Link]"
 """Starts a worker, or reaches one that is there."""
@@ -130,8 +133,10 @@ class Pool:
             n += replica.n_slots
         return n
 
-    def ask(self, op: str, **fields: object) -> Any:
+    def ask(self, op: str, read: Callable[[Any], _T], **fields: object) -> _T:
         """Put a question to some worker, and to another where it dies; return the answer, or raise its error.
+
+        `read` makes it of what the worker says; see `Reply`.
 
         Raises:
             EngineClosedError: the engine is closed.
@@ -140,15 +145,17 @@ class Pool:
         for n_left in reversed(range(N_ASKED_MAX)):
             connection = self._some_worker()
             try:
-                return connection.call(op, **fields).wait()
+                return cast("_T", connection.call(op, read, **fields).wait())
             except WorkerDiedError:
                 if not n_left:
                     raise
         raise AssertionError
 
-    def ask_all(self, op: str, **fields: object) -> list[tuple[Connection, Any]]:
-        """Put a question to every worker; return the answers of those that live."""
-        calls = [(connection, connection.call(op, **fields)) for connection in self.ready]
+    def ask_all(
+        self, op: str, read: Callable[[Any], _T] | None = None, **fields: object
+    ) -> list[tuple[Connection, _T]]:
+        """Put a question to every worker; return the answers of those that live. See `ask`."""
+        calls = [(connection, connection.call(op, read, **fields)) for connection in self.ready]
         found = []
         for connection, call in calls:
             with suppress(WorkerDiedError):
@@ -158,8 +165,8 @@ class Pool:
     def stats(self) -> EngineStats:
         """Return the figures of all workers together."""
         total = self.lost.copy()
-        for connection, said in self.ask_all("stats"):
-            connection.stats = stats_of_json(said)
+        for connection, found in self.ask_all("stats", stats_of_json):
+            connection.stats = found
             total.add(connection.stats)
         most = total.n_active_max - self.lost.n_active_max
         total.n_active_max = max(most, self.lost.n_active_max)
@@ -374,29 +381,41 @@ class Pool:
         said = loads(frame)
         parcels: dict[Target, Parcel] = {}
         with self.lock():
-            self._note_admitted(connection, said.get("admitted", ()))
-            for chunk in said.get("chunks", ()):
-                asked = connection.requests.get(chunk[0])
-                if asked is not None:
-                    parcels.setdefault(asked.target, ([], []))[0].append(asked.hear(chunk))
-            ended = [
-                (asked, result)
-                for result in said.get("results", ())
-                if (asked := connection.requests.get(result["id"])) is not None
-            ]
-            for asked, _ in ended:
+            # all is read before the books change: what cannot be read ends the worker
+            admitted = as_texts(said.get("admitted", []))
+            heard, ended = self._read(connection, said)
+            self._note_admitted(connection, admitted)
+            for asked, chunk in heard:
+                parcels.setdefault(asked.target, ([], []))[0].extend(asked.hear(chunk))
+            for asked in ended:
                 self._drop(asked)
-        for asked, result in ended:
+        for asked, result in ended.items():
             chunks, results = parcels.setdefault(asked.target, ([], []))
-            chunk, made = asked.ended(result, self._owner)
-            chunks += chunk
-            results.append((asked.place, made))
-            asked.target.expect_choices(len(made.choices) or 1)
+            chunks += asked.last_chunks(result)
+            results.append((asked.place, result))
+            asked.target.expect_choices(len(result.choices) or 1)
         for target, (chunks, results) in parcels.items():
             target.deliver(chunks, results)
         self._take_events(connection, said)
         if ended:
             self._after_ends(connection)
+
+    def _read(
+        self, connection: Connection, said: dict[str, Any]
+    ) -> tuple[list[tuple[Asked, BatchOutputChunk]], dict[Asked, BatchResult]]:
+        """Return the chunks and results that a frame has of requests of this worker."""
+        requests = connection.requests
+        heard = [
+            (asked, asked.read_chunk(chunk))
+            for chunk in said.get("chunks", ())
+            if (asked := requests.get(chunk[0])) is not None
+        ]
+        ended = {
+            asked: asked.read_result(result, self._owner)
+            for result in as_list(said.get("results", []))
+            if (asked := requests.get(result["id"])) is not None
+        }
+        return heard, ended
 
     def _note_admitted(self, connection: Connection, ids: Sequence[str]) -> None:
         for id in ids:
@@ -408,9 +427,10 @@ class Pool:
     def _take_events(self, connection: Connection, said: dict[str, Any]) -> None:
         """Take what a frame has besides output; answers to calls last, for they come behind it."""
         for name, level, text, values in said.get("logs", ()):
-            logging.getLogger(name).log(level, "%s", text, extra={FIELDS: values})
+            logger, more = logging.getLogger(as_text(name)), {FIELDS: as_object(values)}
+            logger.log(as_count(level), "%s", as_text(text), extra=more)
         for error in (*said.get("errors", ()), *said.get("died", ())):
-            connection.cause = error["message"]
+            connection.cause = as_text(error["message"])
         for record in said.get("steps", ()):
             self._tell_recorder(step_of_json(record, self.first_slot(connection)))
         for number, *answer in said.get("replies", ()):
@@ -447,7 +467,7 @@ class Pool:
         if ids:
             donor.is_giving = True
             message = {"op": "take_back", "ids": ids}
-            donor.send(message, then=partial(self._taken_back, donor))
+            donor.send(message, as_texts, partial(self._taken_back, donor))
 
     def _taken_back(self, donor: Connection, reply: Reply) -> None:
         """Send requests that a worker has given back to others."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cbatch.core.request import Request
-from cbatch.errors import RequestCancelledError
+from cbatch.errors import ConfigError, RequestCancelledError
 from cbatch.options import RunOptions
 from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.output import Origin
@@ -82,6 +82,8 @@ class Asked:
     """What the worker says to it."""
     heard: list[BatchOutputChunk] = field(default_factory=list)
     """What its reader has got."""
+    ended: set[int] = field(default_factory=set)
+    """The choices of which it has got the last chunk."""
 
     @classmethod
     def of(cls, submission: Submission) -> Iterator[Asked]:
@@ -157,6 +159,11 @@ class Asked:
         return origin if is_known else replace(origin, number=-1)
 
     @property
+    def n_choices(self) -> int:
+        """Answers that are kept."""
+        return RunOptions.of(self.prompt.options).over(self.options).n or 1
+
+    @property
     def must_be_alone(self) -> bool:
         """Whether no other request may be in its worker: workers have died with it."""
         return self.n_deaths >= N_TOGETHER_MAX
@@ -213,22 +220,37 @@ class Asked:
             request, number, result.token_ids, result.finish_reason, result.usage, self.worker
         )
 
-    def hear(self, said: Sequence[Any]) -> BatchOutputChunk:
-        """Return a chunk that its worker sent."""
+    def read_chunk(self, said: Sequence[Any]) -> BatchOutputChunk:
+        """Return a chunk that its worker sends. Raises a ConfigError where it can be none of this request."""
         chunk = chunk_of_json(said, self.id)
-        self.has_begun = True
-        self.heard.append(chunk)
+        if chunk.index and not 0 <= chunk.index < self.n_choices:
+            raise ConfigError(f"a chunk of choice {chunk.index}, but there are {self.n_choices}")
         return chunk
 
-    def ended(
-        self, said: Mapping[str, Any], owner: str
-    ) -> tuple[list[BatchOutputChunk], BatchResult]:
-        """Return its result; and its only chunk, where none has come because nobody read them as they came."""
+    def hear(self, chunk: BatchOutputChunk) -> list[BatchOutputChunk]:
+        """Keep a chunk that its worker has sent, and return it; nothing of one that comes behind its choice's end."""
+        if chunk.index in self.ended:
+            return []
+        if chunk.finish_reason is not None:
+            self.ended.add(chunk.index)
+        self.has_begun = True
+        self.heard.append(chunk)
+        return [chunk]
+
+    def read_result(self, said: Mapping[str, Any], owner: str) -> BatchResult:
+        """Return the result that its worker sends. Raises a ConfigError where it can be none of this request."""
         result = result_of_json(said, self.id, partial(self.origin_of, owner=owner))
-        if self.heard:
-            return [], result
+        if len(result.choices) > self.n_choices:
+            raise ConfigError(f"{len(result.choices)} choices, but {self.n_choices} were asked for")
+        return result
+
+    def last_chunks(self, result: BatchResult) -> list[BatchOutputChunk]:
+        """Return its only chunk, where none has come because nobody read them as they came; and ends that lack."""
         reason, text, thought = result.finish_reason, result.text, result.reasoning
-        return [BatchOutputChunk(self.id, text, result.token_ids, 0, reason, text, thought)], result
+        if not self.heard:
+            return [BatchOutputChunk(self.id, text, result.token_ids, 0, reason, text, thought)]
+        left = [i for i in range(len(result.choices) or 1) if i not in self.ended]
+        return [BatchOutputChunk(self.id, "", (), i, reason) for i in left]
 
     # ---- without a worker ----
 
@@ -243,10 +265,9 @@ class Asked:
         """
         is_cancelled = error is None or isinstance(error, RequestCancelledError)
         reason: FinishReason = "cancelled" if is_cancelled else "error"
-        n = RunOptions.of(self.prompt.options).over(self.options).n or 1
+        n = self.n_choices
         choices = [self._choice(i, reason, error) for i in range(n)]
-        ended = {chunk.index for chunk in self.heard if chunk.finish_reason is not None}
-        left = [i for i in range(n) if i not in ended]
+        left = [i for i in range(n) if i not in self.ended]
         whole = choices[left[0] if left else 0]
         if n > 1:
             n_tokens = sum(choice.usage.completion_tokens for choice in choices)

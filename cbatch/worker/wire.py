@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
+from types import NoneType
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from cbatch import errors
@@ -22,6 +23,7 @@ from cbatch.checks import (
 from cbatch.core.stats import EngineStats, Percentiles
 from cbatch.errors import CBatchError, ConfigError, RequestFailedError
 from cbatch.messages import BatchPrompt
+from cbatch.model_facts import ModelFacts
 from cbatch.options import MAX_SEED, RunOptions
 from cbatch.response import (
     BatchOutputChunk,
@@ -36,6 +38,16 @@ from cbatch.runtime.output import Origin
 from cbatch.runtime.row_comparison import RowComparison
 from cbatch.runtime.slot_state import SlotState
 from cbatch.runtime.step_record import StepRecord, StepRow
+from cbatch.worker.shapes import (
+    as_count,
+    as_fields,
+    as_list,
+    as_object,
+    as_reason,
+    as_text,
+    as_texts,
+    as_tokens,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -156,9 +168,11 @@ def chunk_as_json(chunk: BatchOutputChunk) -> tuple[Any, ...]:
 
 def chunk_of_json(said: Sequence[Any], id: str) -> BatchOutputChunk:
     """Return the chunk that `chunk_as_json` gave, under the id that the reader knows."""
-    _, text, tokens, index, finish_reason, *parts = said
-    content, reasoning = parts or (text, "")
-    return BatchOutputChunk(id, text, tuple(tokens), index, finish_reason, content, reasoning)
+    _, text, tokens, index, reason, *parts = said
+    reason = None if reason is None else as_reason(reason)
+    content, thought = as_texts(parts) or (text, "")
+    tokens, index = as_tokens(tokens), as_count(index)
+    return BatchOutputChunk(id, as_text(text), tokens, index, reason, content, thought)
 
 
 def result_as_json(result: BatchResult) -> dict[str, Any]:
@@ -196,25 +210,25 @@ def result_of_json(
 
     `origin_of` gives the origin of a result, from itself and its sequence's number.
     """
-    given: dict[str, Any] = {
-        "text": said.get("text", ""),
-        "token_ids": tuple(said.get("token_ids", ())),
-        "finish_reason": said["finish_reason"],
-        "error": error_of_json(said.get("error")),
-        "usage": Usage(**said["usage"]),
-        "timings": Timings(**said["timings"]),
-        "seed": said["seed"],
-        "warnings": tuple(said.get("warnings", ())),
-        "tool_calls": tuple(ToolCall(**call) for call in said.get("tool_calls", ())),
-        "reasoning": said.get("reasoning", ""),
-        "logprobs": logprobs_of_json(said.get("logprobs")),
-        "prompt_logprobs": logprobs_of_json(said.get("prompt_logprobs")),
-        "stop_reason": said.get("stop_reason"),
-        "choices": tuple(result_of_json(c, id, origin_of) for c in said.get("choices", ())),
-    }
-    result = BatchResult(id=id, **given)
-    number = said.get("number")
-    return result if number is None else replace(result, origin=origin_of(result, number))
+    stop_reason, number = said.get("stop_reason"), said.get("number")
+    result = BatchResult(
+        id=id,
+        text=as_text(said.get("text", "")),
+        token_ids=as_tokens(said.get("token_ids", [])),
+        finish_reason=as_reason(said["finish_reason"]),
+        error=error_of_json(said.get("error")),
+        usage=as_fields(Usage, said["usage"]),
+        timings=as_fields(Timings, said["timings"]),
+        seed=as_count(said["seed"]),
+        warnings=as_texts(said.get("warnings", [])),
+        tool_calls=tuple(as_fields(ToolCall, c) for c in as_list(said.get("tool_calls", []))),
+        reasoning=as_text(said.get("reasoning", "")),
+        logprobs=logprobs_of_json(said.get("logprobs")),
+        prompt_logprobs=logprobs_of_json(said.get("prompt_logprobs")),
+        stop_reason=stop_reason if type(stop_reason) in (int, NoneType) else as_text(stop_reason),
+        choices=tuple(result_of_json(c, id, origin_of) for c in as_list(said.get("choices", []))),
+    )
+    return result if number is None else replace(result, origin=origin_of(result, as_count(number)))
 
 
 def logprobs_as_json(tokens: Sequence[TokenLogprob | None] | None) -> list[Any] | None:
@@ -235,13 +249,16 @@ def _token(token: TokenLogprob) -> list[Any]:
 
 def logprobs_of_json(said: Sequence[Any] | None) -> tuple[Any, ...] | None:
     """Return the log-probabilities that `logprobs_as_json` gave."""
-    return None if said is None else tuple(t and _logprob(t) for t in said)
+    if said is None:
+        return None
+    return tuple(None if token is None else _logprob(token) for token in as_list(said))
 
 
 def _logprob(said: Sequence[Any]) -> TokenLogprob:
     token_id, text, logprob, top = said
     number = math.nan if logprob is None else float(logprob)
-    return TokenLogprob(token_id, text.encode("latin-1"), number, tuple(map(_logprob, top)))
+    data = as_text(text).encode("latin-1")
+    return TokenLogprob(as_count(token_id), data, number, tuple(map(_logprob, top)))
 
 
 @lru_cache(maxsize=1)
@@ -268,12 +285,13 @@ def error_of_json(said: Mapping[str, Any] | None) -> CBatchError | None:
     """Return the error that `error_as_json` gave; of a type that is not cbatch's a `RequestFailedError`."""
     if said is None:
         return None
-    kind = _error_types().get(said["type"])
-    text = said["message"] if kind else f"{said['type']}: {said['message']}"
+    name, text = as_text(as_object(said)["type"]), as_text(said["message"])
+    kind = _error_types().get(name)
+    text = text if kind else f"{name}: {text}"
     kind = kind or RequestFailedError
     error = kind.__new__(kind, text)
     error.args = (text,)
-    error.__dict__.update(said.get("values", {}))
+    error.__dict__.update(as_object(said.get("values", {})))
     error.__cause__ = error_of_json(said.get("cause"))
     return error
 
@@ -298,11 +316,14 @@ def stats_as_json(stats: EngineStats) -> dict[str, Any]:
 def stats_of_json(said: Mapping[str, Any]) -> EngineStats:
     """Return the statistics that `stats_as_json` gave."""
     kinds = {f.name: f.default_factory for f in fields(EngineStats)}
+    plain = {name: value for name, value in said.items() if kinds[name] is not Percentiles}
     given: dict[str, Any] = {
-        name: Percentiles.of(value) if kinds[name] is Percentiles else value
+        name: Percentiles.of([as_tokens(pair) for pair in as_list(value)])
         for name, value in said.items()
+        if name not in plain
     }
-    return EngineStats(**given)
+    as_tokens([*as_object(said.get("n_finished", {})).values()])
+    return replace(as_fields(EngineStats, plain), **given)
 
 
 def step_as_json(record: StepRecord) -> dict[str, Any]:
@@ -313,8 +334,10 @@ def step_as_json(record: StepRecord) -> dict[str, Any]:
 
 def step_of_json(said: Mapping[str, Any], first_slot: int = 0) -> StepRecord:
     """Return the record that `step_as_json` gave; `first_slot` is added to its slots."""
-    rows = tuple(StepRow(slot + first_slot, *rest) for slot, *rest in said["rows"])
-    return StepRecord(**{**said, "rows": rows})
+    names = [f.name for f in fields(StepRow)]
+    rows = [as_fields(StepRow, dict(zip(names, row, strict=True))) for row in said["rows"]]
+    moved = tuple(replace(row, slot=row.slot + first_slot) for row in rows)
+    return replace(as_fields(StepRecord, said), rows=moved)
 
 
 def _values(row: StepRow) -> Iterable[object]:
@@ -335,12 +358,17 @@ def comparison_as_json(found: RowComparison) -> list[Any]:
     ]
 
 
-def comparison_of_json(said: Sequence[Any], first_slot: int = 0) -> RowComparison:
-    """Return the comparison that `comparison_as_json` gave; `first_slot` is added to its slot."""
+def comparisons_of_json(said: object) -> list[RowComparison]:
+    """Return the comparisons that `comparison_as_json` gave."""
+    return [*map(_comparison, as_list(said))]
+
+
+def _comparison(said: Sequence[Any]) -> RowComparison:
     id, slot, position, n_rows, shared, shared_logprob, single, single_logprob = said
+    slot, position, n_rows, shared, single = as_tokens([slot, position, n_rows, shared, single])
     return RowComparison(
-        id,
-        slot + first_slot,
+        as_text(id),
+        slot,
         position,
         n_rows,
         shared,
@@ -350,9 +378,25 @@ def comparison_of_json(said: Sequence[Any], first_slot: int = 0) -> RowCompariso
     )
 
 
-def slot_of_json(said: Mapping[str, Any], first_slot: int = 0) -> SlotState:
-    """Return the state of a slot; `first_slot` is added to its number."""
-    return SlotState(**{**said, "slot": said["slot"] + first_slot})
+def slots_of_json(said: object) -> list[SlotState]:
+    """Return the states of slots."""
+    return [as_fields(SlotState, slot) for slot in as_list(said)]
+
+
+def pieces_of_json(said: object) -> list[bytes]:
+    """Return the bytes of tokens, which come as Latin-1 text."""
+    return [piece.encode("latin-1") for piece in as_texts(said)]
+
+
+def words_of_json(said: object) -> dict[str, str]:
+    """Return texts by name."""
+    return dict(zip(as_object(said), as_texts([*as_object(said).values()]), strict=True))
+
+
+def facts_of_json(said: Mapping[str, Any]) -> ModelFacts:
+    """Return what a model is."""
+    facts = as_fields(ModelFacts, said)
+    return replace(facts, adapters=as_texts([*facts.adapters]))
 
 
 def extension_as_json(result: BatchResult, origin: Origin) -> dict[str, Any]:

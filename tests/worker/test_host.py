@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -289,3 +291,13 @@ def test_failed_engine_is_told_and_ends_the_time() -> None:
         assert "died" in found
         program.rest()
     assert program.ending is Ending.FAILED
+
+
+def test_protocol_page_has_every_command(program: Program) -> None:
+    program.raw(b'{"op": "dance", "n": 1}')
+    [[_, _, error]] = program.read_until("replies")["replies"]
+    known = error["message"].removeprefix("op must be one of ").partition(";")[0].split(", ")
+    page = (Path(__file__).parents[2] / "docs/protocol.md").read_text(encoding="utf-8")
+    rows = page.split("| op | fields |")[1].split("\n\n")[0].splitlines()[2:]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(known)
