@@ -135,7 +135,7 @@ class Case:
         is_link: whether the output is a link.
         change: what happens between two runs.
         input: the name of the input.
-        is_isolated: whether the command has a worker process.
+        is_isolated: whether the command computes in a worker process; of no meaning to the fake backend.
     """
 
     folder: Path
@@ -174,6 +174,7 @@ def draw(chance: random.Random, folder: Path) -> Case:
     """Return a case that can be."""
     while True:
         case = Case(folder, chance.choice(FORMATS), chance.random() < 0.5, chance.choice(CHANGES))
+        case = replace(case, is_isolated=chance.random() < 0.5)
         needs_link = case.change in ("target renamed", "folder moved")
         is_of_lines = case.change != "manifest lost" or case.format == "jsonl"
         if is_of_lines and (case.is_link or not needs_link):
@@ -311,7 +312,8 @@ def run_real(case: Case, moment: float | None, told: Path) -> int:
     options = ("--exact", "--temperature", 0, "--max-tokens", 12, "--threads", 1, "--parallel", 4)
     adopt = ("--adopt",) if case.change == "manifest lost" else ()
     template = ("--template", "{prompt}") if case.format != "jsonl" else ()
-    command = ("run", case.source, "-o", case.output, *options, *template, *adopt, "--quiet")
+    place = "--isolate" if case.is_isolated else "--no-isolate"
+    command = ("run", case.source, "-o", case.output, *options, *template, *adopt, place, "--quiet")
     before, started = _size(case.records), time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-m", "cbatch.cli", *map(str, command)],
