@@ -92,11 +92,11 @@ def as_fields(kind: type[T], value: object) -> T:
 
 @cache
 def _types_of(kind: Any) -> dict[str, tuple[type, ...]]:
-    """Return the types that the fields of a dataclass may have as JSON, by name."""
+    """Return the types that the fields of a dataclass may have as JSON, by name; none for what is no plain value."""
     found = {}
     for field in fields(kind):
         words = str(field.type).replace(" ", "").split("|")
-        found[field.name] = tuple(t for w in words for t in _TYPES[w.partition("[")[0]])
+        found[field.name] = tuple(t for w in words for t in _TYPES.get(w.partition("[")[0], ()))
     return found
 
 

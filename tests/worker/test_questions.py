@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from cbatch import BatchPrompt, ConfigError, Engine, PromptError
 from cbatch.backend.fake import FakeBackend
 from tests.worker.links import engine_over
+
+if TYPE_CHECKING:
+    from cbatch.runtime.step_record import StepRecord
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -50,3 +55,24 @@ def test_slots_tell_their_requests_and_cells(engine: Engine) -> None:
         engine.run(["abc"], options={"max_tokens": 4, "ignore_eos": True}).results()
         assert sorted(slot.n_cells for slot in engine.slots()) == [0, 6]
         assert {slot.id for slot in engine.slots()} == {None}
+
+
+def test_stats_cross_the_border_whole(engine: Engine) -> None:
+    with engine:
+        engine.run(["a", "b", "c"], options={"max_tokens": 4, "ignore_eos": True}).results()
+        stats = engine.stats()
+        assert (stats.n_submitted, stats.n_output_tokens) == (3, 12)
+        assert (stats.n_finished, stats.queue_s.n) == ({"length": 3}, 3)
+        assert stats.itl_s.n > 0
+        engine.reset_stats()
+        assert engine.stats().n_submitted == 0
+
+
+def test_records_of_steps_cross_the_border(engine: Engine) -> None:
+    found: list[StepRecord] = []
+    with engine:
+        engine.record_steps(found.append)
+        engine.run(["abc"], options={"max_tokens": 4, "ignore_eos": True}).results()
+        engine.record_steps(None)
+        assert sum(row.n_sampled for record in found for row in record.rows) == 4
+        assert {row.id for record in found for row in record.rows} == {"0"}
