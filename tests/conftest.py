@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import profiles
+from tests import kinds, profiles
 from tests.guard import GUARD
 
 if TYPE_CHECKING:
@@ -66,6 +66,23 @@ def _add_recipe() -> None:
     cbatch.models.__path__.append(str(ROOT / "cbatch" / "models"))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of an engine's face over each kind of engine."""
+    file = metafunc.definition.path.relative_to(ROOT).as_posix()
+    over = kinds.over(file, metafunc.function.__name__)
+    if over:
+        metafunc.parametrize("engine_kind", over, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def engine_kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have `engine_on` make engines of the test's kind, of which it has to make one."""
+    asked: kinds.Kind = getattr(request, "param", "thread")
+    with kinds.chosen(asked) as made:
+        yield
+    assert asked == "thread" or asked in made, "it makes no engine of its kind"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
@@ -74,6 +91,7 @@ def pytest_collection_modifyitems(
     for item in items:
         if MODELS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("real")
+    items[:] = [item for item in items if _has_meaning(item)]
     yield
     if profiles.is_fast():
         cases: dict[str, list[pytest.Item]] = {}
@@ -82,6 +100,12 @@ def pytest_collection_modifyitems(
         kept = {item for of_one in cases.values() for item in profiles.some(of_one, N_CASES)}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+
+
+def _has_meaning(item: pytest.Item) -> bool:
+    """Whether a case is one of its kind of engine: those by hand are of none but the thread's."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return parameters.get("engine_kind", "thread") == "thread" or "by hand" not in item.name
 
 
 def pytest_collection_finish() -> None:

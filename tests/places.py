@@ -12,11 +12,11 @@ import anyio
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import CacheStore
 from cbatch.core.plan import Binding, KvCapabilities, Slot
-from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
 from cbatch.options import Sampling
 from cbatch.response import BatchError
+from tests.kinds import engine_on
 from tests.oracle.fake_streams import stream_alone
 from tests.runtime.backends import PATIENCE_S, backend_of
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.core.plan import StepPlan
+    from cbatch.engine import Engine
     from cbatch.options import AdapterSet
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.batch_response import BatchResponse
@@ -88,7 +89,7 @@ class Place:
         memory = memory or can_all(n_slots * n_window)
         backend = kind(n_slots, n_window, n_batch, memory=memory, **given)
         backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
-        engine = Engine(
+        engine = engine_on(
             backend,
             options=DEFAULTS,
             schedule=ScheduleOptions(**(schedule or {})),

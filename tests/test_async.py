@@ -22,6 +22,7 @@ from cbatch.errors import EngineClosedError, ModelLoadError
 from cbatch.response import BatchError
 from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.waking import LoopWaker
+from tests.kinds import engine_on
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,
@@ -57,7 +58,7 @@ async def patience() -> AsyncIterator[None]:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine(FakeBackend(4, 128, 64)) as made:
+    with engine_on(FakeBackend(4, 128, 64)) as made:
         yield made
 
 
@@ -134,7 +135,7 @@ async def test_readers_of_one_loop_share_the_slots(engine: Engine) -> None:
 
 
 async def test_a_slow_reader_gets_every_token_and_stops_nobody() -> None:
-    with Engine(FakeBackend(2, 128, 64), options={**ENDLESS, "max_tokens": 40}) as engine:
+    with engine_on(FakeBackend(2, 128, 64), options={**ENDLESS, "max_tokens": 40}) as engine:
         slow, quick = engine.submit("slow"), engine.submit("quick")
         reader = aiter(slow)
         first = await anext(reader)
@@ -149,7 +150,7 @@ async def test_one_wakeup_serves_all_readers_of_a_loop(monkeypatch: pytest.Monke
     waker = LoopWaker(calls.append)
     monkeypatch.setattr(LoopWaker, "here", lambda: waker)
     backend = GatedBackend(8, 64, 64, hold_at=0)
-    with Engine(backend, options={**ENDLESS, "max_tokens": 1}) as engine:
+    with engine_on(backend, options={**ENDLESS, "max_tokens": 1}) as engine:
         responses = [engine.submit(str(i)) for i in range(8)]
         await anyio.to_thread.run_sync(backend.wait_until_held)
         async with anyio.create_task_group() as tasks:
@@ -168,7 +169,7 @@ def wait_for_end(engine: Engine) -> None:
 
 
 async def test_engine_without_a_thread_works_in_a_loop() -> None:
-    with Engine(FakeBackend(2, 64, 32), threaded=False, options={"max_tokens": 6}) as engine:
+    with engine_on(FakeBackend(2, 64, 32), threaded=False, options={"max_tokens": 6}) as engine:
         response = engine.run(["a", "b", "c"])
         texts = await collect(response)
         assert texts == {r.id: r.text for r in await response}
@@ -178,7 +179,7 @@ async def test_engine_without_a_thread_works_in_a_loop() -> None:
 
 
 async def test_break_frees_the_slots_and_keeps_the_partial_text() -> None:
-    with Engine(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
+    with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
         response = engine.run(["a", "b", "c"])
         async for _ in response:
             break
@@ -188,7 +189,7 @@ async def test_break_frees_the_slots_and_keeps_the_partial_text() -> None:
 
 
 async def test_an_exception_in_the_body_frees_the_slots() -> None:
-    with Engine(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
+    with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
         with pytest.raises(ZeroDivisionError):
             await _fail_while_reading(engine.run(["a", "b", "c"]))
         await until_idle(engine)
@@ -200,7 +201,7 @@ async def _fail_while_reading(response: BatchResponse) -> None:
 
 
 async def test_closing_the_reader_frees_the_slots() -> None:
-    with Engine(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
+    with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
         async with aclosing(aiter(engine.run(["a", "b", "c"]))) as reader:
             await anext(reader)
         await until_idle(engine)
@@ -218,7 +219,7 @@ async def test_a_cancelled_task_frees_the_slots(way: str) -> None:
         else:
             [r async for r in response.as_completed()]
 
-    with Engine(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
+    with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
         response = engine.run(["a", "b", "c"])
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read, response)
@@ -229,7 +230,7 @@ async def test_a_cancelled_task_frees_the_slots(way: str) -> None:
 
 
 async def test_leaving_one_batch_leaves_others_their_tokens() -> None:
-    with Engine(FakeBackend(4, 256, 64), options={**ENDLESS, "seed": 3}) as engine:
+    with engine_on(FakeBackend(4, 256, 64), options={**ENDLESS, "seed": 3}) as engine:
         alone = (await engine.submit("b", options={"max_tokens": 50}))[0].token_ids
         leaving = engine.submit("a")
         staying = engine.submit("b", options={"max_tokens": 50})
@@ -240,7 +241,7 @@ async def test_leaving_one_batch_leaves_others_their_tokens() -> None:
 
 @pytest.mark.slow
 async def test_two_hundred_that_vanish_leave_nothing() -> None:
-    with Engine(FakeBackend(4, 100_000, 64), options=ENDLESS) as engine:
+    with engine_on(FakeBackend(4, 100_000, 64), options=ENDLESS) as engine:
         await collect(engine.submit("warm", options={"max_tokens": 2}))
         n_threads, n_files = threading.active_count(), len(os.listdir("/proc/self/fd"))
 
@@ -261,7 +262,7 @@ async def test_two_hundred_that_vanish_leave_nothing() -> None:
 
 
 async def test_close_ends_everyone_who_waits() -> None:
-    engine = Engine(FakeBackend(2, 100_000, 64), options=ENDLESS)
+    engine = engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS)
     ends: list[Any] = []
 
     async def read(response: BatchResponse) -> None:
@@ -277,7 +278,7 @@ async def test_close_ends_everyone_who_waits() -> None:
 
 async def test_a_failing_backend_ends_everyone_who_waits() -> None:
     broken = RuntimeError("broken")
-    with Engine(FailingBackend(2, 64, 64, error=broken, fail_at=2), options=ENDLESS) as engine:
+    with engine_on(FailingBackend(2, 64, 64, error=broken, fail_at=2), options=ENDLESS) as engine:
         with pytest.raises(BatchError) as caught:
             await engine.run(["a", "b", "c"])
         assert all(isinstance(r.error, EngineClosedError) for r in caught.value.results)
@@ -326,7 +327,7 @@ class HeldOpener:
 async def test_a_scope_cancelled_twice_while_leaving_has_closed_the_engine() -> None:
     backend = small()
     backend.hold_at = 1
-    engine, has_left = Engine(backend, options=ENDLESS), anyio.Event()
+    engine, has_left = engine_on(backend, options=ENDLESS), anyio.Event()
 
     async def use() -> None:
         with anyio.CancelScope() as inner:
@@ -376,7 +377,7 @@ async def test_who_is_cancelled_before_entering_loads_nothing() -> None:
 
 
 async def test_what_closing_raises_is_raised_to_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(small())
+    engine = engine_on(small())
     close = engine.close
 
     def failing() -> None:
@@ -428,7 +429,7 @@ async def turns(n: int) -> None:
 async def test_a_task_cancelled_often_while_leaving_has_closed_the_engine(n_between: int) -> None:
     backend = small()
     backend.hold_at = 1
-    engine = Engine(backend, options=ENDLESS)
+    engine = engine_on(backend, options=ENDLESS)
 
     async def use() -> None:
         async with engine:

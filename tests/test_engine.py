@@ -33,6 +33,7 @@ from cbatch.errors import (
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import BatchError
+from tests.kinds import engine_on
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,
@@ -90,7 +91,7 @@ def make(request: pytest.FixtureRequest, test_model: Path) -> Iterator[MakeEngin
         backend = real_backend(test_model, parallel) if is_real else fake_backend(parallel)
         is_threaded = request.param != "fake by hand"
         options = {"temperature": 0, "ignore_eos": True, **options}
-        made.append(Engine(backend, options=options, threaded=is_threaded))
+        made.append(engine_on(backend, options=options, threaded=is_threaded))
         return made[-1]
 
     yield make_engine
@@ -105,7 +106,7 @@ def gated() -> Iterator[Callable[..., tuple[Engine, GatedBackend]]]:
 
     def make_gated(hold_at: int = 0, parallel: int = 2) -> tuple[Engine, GatedBackend]:
         backend = GatedBackend(parallel, 64, 16, hold_at=hold_at)
-        made.append((Engine(backend, options={"ignore_eos": True}), backend))
+        made.append((engine_on(backend, options={"ignore_eos": True}), backend))
         return made[-1]
 
     yield make_gated
@@ -229,7 +230,7 @@ def test_chunks_joined_are_the_result(make: MakeEngine) -> None:
 
 
 def test_chunks_come_while_the_request_runs() -> None:
-    engine = Engine(GatedBackend(2, 64, 16), options={"ignore_eos": True}, threaded=False)
+    engine = engine_on(GatedBackend(2, 64, 16), options={"ignore_eos": True}, threaded=False)
     response = engine.run(prompts(1, max_tokens=4))
     chunks = [len(c.token_ids) for c in response if c.text]
     assert len(chunks) > 1
@@ -262,7 +263,7 @@ def test_streaming_begun_after_the_end_gives_each_item_once(make: MakeEngine) ->
 
 def test_nearest_options_win() -> None:
     items: list[Prompt] = [BatchPrompt(prompt="ab", options=RunOptions(max_tokens=7)), "b"]
-    with Engine(FakeBackend(2, 64, 16), options={"max_tokens": 3, "ignore_eos": True}) as engine:
+    with engine_on(FakeBackend(2, 64, 16), options={"max_tokens": 3, "ignore_eos": True}) as engine:
         assert [len(r.token_ids) for r in all_results(engine.run(items))] == [7, 3]
         response = engine.run(items, options={"max_tokens": 5})
         assert [len(r.token_ids) for r in all_results(response)] == [7, 5]
@@ -271,7 +272,7 @@ def test_nearest_options_win() -> None:
 def test_run_is_short_until_it_is_known_whether_somebody_reads() -> None:
     records: list[StepRecord] = []
     backend = FakeBackend(1, 512, 16, cost=StepCost(base_s=0.03))
-    with Engine(backend, options={"max_tokens": 200, "ignore_eos": True}) as engine:
+    with engine_on(backend, options={"max_tokens": 200, "ignore_eos": True}) as engine:
         engine.record_steps(records.append)
         prompts = [BatchPrompt(prompt="Hi", id=id) for id in ("first", "queued")]
         engine.run(prompts).results()
@@ -309,9 +310,9 @@ def test_runs_from_several_threads_share_the_slots(make: MakeEngine) -> None:
 
 
 def test_step_by_hand_gives_the_streams_of_the_thread() -> None:
-    with Engine(FakeBackend(2, 64, 16)) as threaded:
+    with engine_on(FakeBackend(2, 64, 16)) as threaded:
         expected = streams(threaded.run(capped()))
-    engine = Engine(FakeBackend(2, 64, 16), threaded=False)
+    engine = engine_on(FakeBackend(2, 64, 16), threaded=False)
     response = engine.run(capped()[:4])
     for _ in range(3):
         assert engine.step()
@@ -326,13 +327,13 @@ def test_step_by_hand_gives_the_streams_of_the_thread() -> None:
 
 
 def test_step_is_refused_where_a_thread_does_it() -> None:
-    with Engine(FakeBackend()) as engine, pytest.raises(ConfigError, match="threaded=False"):
+    with engine_on(FakeBackend()) as engine, pytest.raises(ConfigError, match="threaded=False"):
         engine.step()
 
 
 def test_cancel_from_another_thread_by_hand_waits_for_the_step() -> None:
     backend = GatedBackend(2, 64, 16, hold_at=3)
-    engine = Engine(backend, options={"ignore_eos": True}, threaded=False)
+    engine = engine_on(backend, options={"ignore_eos": True}, threaded=False)
     response = engine.run(prompts(2, max_tokens=20))
     wait = in_thread(lambda: streams(response))
     backend.wait_until_held()
@@ -346,7 +347,7 @@ def test_cancel_from_another_thread_by_hand_waits_for_the_step() -> None:
 
 def test_two_readers_by_hand_take_turns() -> None:
     backend = GatedBackend(2, 64, 16, hold_at=3)
-    engine = Engine(backend, options={"ignore_eos": True}, threaded=False)
+    engine = engine_on(backend, options={"ignore_eos": True}, threaded=False)
     one, two = (engine.run(prompts(2, max_tokens=9)) for _ in range(2))
     waits = [in_thread(lambda: streams(one))]
     backend.wait_until_held()
@@ -364,7 +365,9 @@ def test_cancelled_running_item_keeps_its_text_and_harms_nobody(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
     engine, backend = gated(hold_at=5)
-    alone = streams(Engine(FakeBackend(2, 64, 16)).run(prompts(2, max_tokens=20, ignore_eos=True)))
+    alone = streams(
+        engine_on(FakeBackend(2, 64, 16)).run(prompts(2, max_tokens=20, ignore_eos=True))
+    )
     response = engine.run(prompts(2, max_tokens=20))
     backend.wait_until_held()
     backend.release_when_asked()
@@ -426,6 +429,7 @@ def test_late_cancel_spares_the_next_occupant_of_the_slot(
     backend.wait_until_held()
     backend.release_when_asked()
     assert engine.cancel("first") is False
+    backend.release()
     assert [len(r.token_ids) for r in all_results(response)] == [2, 9]
 
 
@@ -456,7 +460,7 @@ def test_response_cancels_its_own_items_only(
 
 
 def test_cancel_by_the_reader_of_a_stream() -> None:
-    engine = Engine(GatedBackend(2, 64, 16), options={"ignore_eos": True}, threaded=False)
+    engine = engine_on(GatedBackend(2, 64, 16), options={"ignore_eos": True}, threaded=False)
     response = engine.run(prompts(3))
     for chunk in response:
         if chunk.text:
@@ -477,7 +481,7 @@ ORDERS: tuple[Callable[[Engine, str], bool], ...] = (Engine.cancel, Engine.pause
 def stepped() -> Iterator[Engine]:
     """Return an engine that does one step at a time, by hand."""
     backend = GatedBackend(2, 64, 16)
-    with closing(Engine(backend, options={"ignore_eos": True}, threaded=False)) as engine:
+    with closing(engine_on(backend, options={"ignore_eos": True}, threaded=False)) as engine:
         yield engine
 
 
@@ -568,7 +572,7 @@ def test_extending_begins_a_new_life_of_the_id(stepped: Engine) -> None:
 
 
 def test_id_of_another_engine_means_nobody_here(stepped: Engine) -> None:
-    with Engine(FakeBackend(2, 64, 16)) as other:
+    with engine_on(FakeBackend(2, 64, 16)) as other:
         theirs, ours = ended(other, "a"), begun(stepped, "a")
     assert theirs.ids == ours.ids
     assert stepped.cancel(theirs.ids[0]) is False
@@ -612,14 +616,14 @@ def test_decode_failure_ends_the_guilty_alone() -> None:
 
     items = [BatchPrompt(tokens=[1, 2, t, 4]) for t in (11, 12, 13, 14)]
     options = {"max_tokens": 5, "ignore_eos": True, "seed": 0, "stop_token_ids": [13]}
-    with Engine(FakeBackend(4, 64, 16, faults=Faults(code=code))) as engine:
+    with engine_on(FakeBackend(4, 64, 16, faults=Faults(code=code))) as engine:
         results = all_results(engine.run(items, options=options))
         assert [r.finish_reason == "error" for r in results] == [False, False, True, False]
         assert isinstance(results[2].error, RequestFailedError)
         cause = results[2].error.__cause__
         assert isinstance(cause, DecodeError)
         assert cause.code == -3
-    with Engine(FakeBackend(4, 64, 16)) as engine:
+    with engine_on(FakeBackend(4, 64, 16)) as engine:
         expected = streams(engine.run(items, options=options))
     assert [r.token_ids for r in results if not r.error] == [
         tokens for i, (_, tokens) in enumerate(expected) if i != 2
@@ -629,7 +633,7 @@ def test_decode_failure_ends_the_guilty_alone() -> None:
 @pytest.mark.parametrize("code", [1, 2, -1, -2, -3])
 def test_decode_that_always_fails_ends_every_request_and_leaves_the_engine(code: int) -> None:
     codes = [code]
-    with Engine(FakeBackend(2, 64, 16, faults=Faults(code=lambda _: codes[0]))) as engine:
+    with engine_on(FakeBackend(2, 64, 16, faults=Faults(code=lambda _: codes[0]))) as engine:
         results = all_results(engine.run(prompts(3)))
         assert [type(r.error) for r in results] == [RequestFailedError] * 3
         codes[0] = 0
@@ -642,7 +646,7 @@ def test_decode_that_always_fails_ends_every_request_and_leaves_the_engine(code:
 @pytest.mark.parametrize("is_threaded", [True, False])
 def test_timeout_leaves_the_batch_running(is_threaded: bool) -> None:
     backend = GatedBackend(2, 64, 16, hold_at=0 if is_threaded else None)
-    engine = Engine(backend, options={"ignore_eos": True}, threaded=is_threaded)
+    engine = engine_on(backend, options={"ignore_eos": True}, threaded=is_threaded)
     response = engine.run(prompts(2, max_tokens=40))
     with pytest.raises(TimeoutError, match="2 of 2"):
         response.results(timeout=0)
@@ -669,7 +673,7 @@ def test_close_ends_every_waiter(gated: Callable[..., tuple[Engine, GatedBackend
 
 
 def test_close_by_hand_ends_what_runs_and_what_waits() -> None:
-    engine = Engine(FakeBackend(1, 64, 16), threaded=False)
+    engine = engine_on(FakeBackend(1, 64, 16), threaded=False)
     response = engine.run(prompts(2, ignore_eos=True))
     engine.step()
     engine.close()
@@ -710,7 +714,7 @@ def test_close_from_several_threads_at_once(
 @pytest.mark.parametrize("is_threaded", [True, False])
 def test_backend_that_raises_ends_every_request_with_the_cause(is_threaded: bool) -> None:
     backend = FailingBackend(2, 64, 16, error=RuntimeError("it broke"), fail_at=2)
-    engine = Engine(backend, options={"ignore_eos": True}, threaded=is_threaded)
+    engine = engine_on(backend, options={"ignore_eos": True}, threaded=is_threaded)
     response = engine.run(prompts(4))
     for result in all_results(response):
         assert result.finish_reason == "error"
@@ -724,7 +728,7 @@ def test_backend_that_raises_ends_every_request_with_the_cause(is_threaded: bool
 
 def test_step_by_hand_on_a_backend_that_raises_says_so() -> None:
     backend = FailingBackend(2, 64, 16, error=RuntimeError("it broke"))
-    engine = Engine(backend, threaded=False)
+    engine = engine_on(backend, threaded=False)
     response = engine.run(["ab"])
     with pytest.raises(EngineClosedError, match="it broke") as caught:
         engine.step()
@@ -739,10 +743,10 @@ def test_ctrl_c_in_a_step_by_hand_leaves_the_engine_as_it_was(fail_at: int, is_l
         BatchPrompt(tokens=range(3 + i), options={"max_tokens": cap, "ignore_eos": True, "seed": i})
         for i, cap in enumerate(CAPS)
     ]
-    with Engine(FakeBackend(2, 64, 16)) as engine:
+    with engine_on(FakeBackend(2, 64, 16)) as engine:
         expected = streams(engine.run(items))
     backend = FailingBackend(2, 64, 16, error=KeyboardInterrupt(), fail_at=fail_at, is_late=is_late)
-    engine = Engine(backend, threaded=False)
+    engine = engine_on(backend, threaded=False)
     response = engine.run(items)
     with pytest.raises(KeyboardInterrupt):
         all(iter(engine.step, False))
@@ -752,7 +756,7 @@ def test_ctrl_c_in_a_step_by_hand_leaves_the_engine_as_it_was(fail_at: int, is_l
 
 def test_ctrl_c_while_waiting_by_hand_cancels_the_batch_alone() -> None:
     backend = FailingBackend(2, 64, 16, error=KeyboardInterrupt(), fail_at=2)
-    engine = Engine(backend, options={"ignore_eos": True}, threaded=False)
+    engine = engine_on(backend, options={"ignore_eos": True}, threaded=False)
     other = engine.run(prompts(1, max_tokens=9))
     response = engine.run(prompts(3))
     with pytest.raises(KeyboardInterrupt):
@@ -766,7 +770,7 @@ def test_ctrl_c_while_waiting_by_hand_cancels_the_batch_alone() -> None:
 
 
 def test_dropping_the_last_reference_ends_the_thread() -> None:
-    engine = Engine(FakeBackend())
+    engine = engine_on(FakeBackend())
     thread = owner_of(engine)
     del engine
     gc.collect()
@@ -776,7 +780,7 @@ def test_dropping_the_last_reference_ends_the_thread() -> None:
 
 def test_response_keeps_its_engine() -> None:
     backend = GatedBackend(2, 64, 16, hold_at=1)
-    engine = Engine(backend, options={"ignore_eos": True})
+    engine = engine_on(backend, options={"ignore_eos": True})
     thread, response = owner_of(engine), engine.run(prompts(3, max_tokens=5))
     del engine
     backend.wait_until_held()
@@ -794,7 +798,7 @@ def test_engine_nobody_holds_ends_after_its_last_request(monkeypatch: pytest.Mon
     unraised: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", unraised.append)
     backend = GatedBackend(2, 64, 16, hold_at=1)
-    engine = Engine(backend, options={"ignore_eos": True})
+    engine = engine_on(backend, options={"ignore_eos": True})
     thread, is_alive = owner_of(engine), weakref.ref(engine)
     engine.run(prompts(3, max_tokens=5))
     del engine
@@ -846,7 +850,7 @@ def test_ctrl_c_while_waiting_cancels_the_batch_and_leaves_the_engine() -> None:
 
         main, ctrl_c = threading.main_thread().ident, CtrlC()
         backend = GatedBackend(2, 64, 16, hold_at=3)
-        engine = Engine(backend, options={"ignore_eos": True})
+        engine = engine_on(backend, options={"ignore_eos": True})
         response = engine.run(["a", "b", "c"])
         threading.Thread(target=press_when_waiting).start()
         try:
@@ -879,7 +883,7 @@ def test_ctrl_c_while_closing_is_raised_when_the_thread_has_ended() -> None:
 
         main, ctrl_c = threading.main_thread().ident, CtrlC()
         backend = GatedBackend(2, 64, 16, hold_at=3)
-        engine = Engine(backend, options={"ignore_eos": True})
+        engine = engine_on(backend, options={"ignore_eos": True})
         owner = owner_of(engine)
         response = engine.run(["a", "b", "c"])
         backend.wait_until_held()
@@ -905,7 +909,7 @@ def test_child_of_a_fork_gets_a_typed_error() -> None:
         from cbatch.errors import EngineClosedError
 
         backend = GatedBackend(2, 64, 16, hold_at=3)
-        engine = Engine(backend, options={"ignore_eos": True, "max_tokens": 9})
+        engine = engine_on(backend, options={"ignore_eos": True, "max_tokens": 9})
         done = engine.run(["z"], options={"max_tokens": 1})
         all_results(done)
         response = engine.run(["a", "b"])
@@ -941,7 +945,7 @@ def test_child_of_a_fork_does_not_step_by_hand() -> None:
         from cbatch.engine import Engine
         from cbatch.errors import EngineClosedError
 
-        engine = Engine(FakeBackend(), threaded=False)
+        engine = engine_on(FakeBackend(), threaded=False)
         response = engine.run(["a"])
         child = os.fork()
         if child == 0:

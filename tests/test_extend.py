@@ -14,7 +14,6 @@ import pytest
 from cbatch.backend.fake import END_TOKEN, FakeBackend, Faults
 from cbatch.cache.store import CacheStore
 from cbatch.core.plan import KvCapabilities
-from cbatch.engine import Engine
 from cbatch.errors import (
     CacheError,
     ConfigError,
@@ -26,6 +25,7 @@ from cbatch.errors import (
 )
 from cbatch.response import TokenLogprob, Usage
 from tests.helpers import A_SECOND_A_STEP
+from tests.kinds import engine_on
 from tests.places import (
     DEFAULTS,
     ENDLESS,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from cbatch.engine import Engine
     from cbatch.response import BatchResult
 
 MEMORIES = {
@@ -99,7 +100,7 @@ def test_generator_with_a_seed_goes_on_where_it_was(any_way: Place, seed: int) -
 
 
 def test_seed_that_was_drawn_is_drawn_once(tmp_path: Path) -> None:
-    with Engine(
+    with engine_on(
         FakeBackend(2, 64, 64, memory=can_all(128)),
         options={"ignore_eos": True},
         cache_dir=tmp_path,
@@ -350,7 +351,7 @@ def test_part_whose_time_was_over_goes_on_with_the_same_time(
 ) -> None:
     backend = GatedBackend(1, 256, 64, cost=A_SECOND_A_STEP, memory=can_all(256))
     monkeypatch.setattr("time.perf_counter", lambda: backend.now_s)
-    engine = Engine(backend, options=DEFAULTS, threaded=False, cache_dir=tmp_path)
+    engine = engine_on(backend, options=DEFAULTS, threaded=False, cache_dir=tmp_path)
     result = engine.submit(item(text_of(50), max_tokens=50, timeout_s=4.0)).result()
     for n in (4, 8, 12):
         assert (result.finish_reason, len(result.token_ids)) == ("timeout", n)
@@ -379,7 +380,7 @@ def ended_by(place: Place, reason: str) -> tuple[Engine, BatchResult]:
         return engine, place.result(engine, text_of(40), stop_token_ids=[answer[2]])
     if reason == "window":
         backend = FakeBackend(1, 64, 64, memory=can_all(64))
-        engine = Engine(backend, options={"ignore_eos": True}, threaded=place.way != "by hand")
+        engine = engine_on(backend, options={"ignore_eos": True}, threaded=place.way != "by hand")
         place.made.append(engine)
         return engine, place.result(engine, text_of(40))
     if reason == "error":
@@ -571,7 +572,7 @@ def test_tasks_of_one_event_loop_save_extend_and_read(tmp_path: Path, loop: str)
 
     async def run() -> None:
         backend = FakeBackend(4, 256, 64, memory=can_all(1024))
-        async with Engine(backend, options=DEFAULTS, cache_dir=tmp_path) as engine:
+        async with engine_on(backend, options=DEFAULTS, cache_dir=tmp_path) as engine:
             async with anyio.create_task_group() as tasks:
                 for i in range(12):
                     tasks.start_soon(ask, engine, i)

@@ -25,6 +25,7 @@ from cbatch.progress import SilentView, Snapshot
 from cbatch.response import BatchError, BatchResult
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT
 from cbatch.runtime.sequences import SequenceMaker
+from tests.kinds import engine_on
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,
@@ -46,14 +47,14 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(params=[True, False], ids=["threaded", "by hand"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=request.param) as made:
+    with engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=request.param) as made:
         yield made
     assert_no_feed()
 
 
 @pytest.fixture
 def threaded() -> Iterator[Engine]:
-    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as made:
+    with engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as made:
         yield made
     assert_no_feed()
 
@@ -181,7 +182,7 @@ def test_results_given_out_are_forgotten(engine: Engine) -> None:
 
 def test_step_by_hand_reads_the_generator() -> None:
     source = Source(5)
-    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=False) as engine:
+    with engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=False) as engine:
         response = engine.run(source.prompts())
         assert source.n_read == 0
         while engine.step():
@@ -287,7 +288,7 @@ def test_ctrl_c_inside_the_generator_by_hand_is_ctrl_c() -> None:
         yield "one"
         raise KeyboardInterrupt
 
-    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=False) as engine:
+    with engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=False) as engine:
         with pytest.raises(KeyboardInterrupt):
             engine.run(interrupted()).results()
         assert texts(engine.run(["still good"])) != [""]
@@ -295,7 +296,7 @@ def test_ctrl_c_inside_the_generator_by_hand_is_ctrl_c() -> None:
 
 def test_engine_that_dies_while_it_is_fed_tells_the_reader() -> None:
     backend = FailingBackend(N_SLOTS, 64, 16, error=MemoryError("gone"), fail_at=5)
-    with Engine(backend, options=SHORT) as engine, pytest.raises(EngineClosedError) as caught:
+    with engine_on(backend, options=SHORT) as engine, pytest.raises(EngineClosedError) as caught:
         list(engine.run(Source().prompts()).as_completed())
     assert caught.value.__cause__ is backend.error
     assert_no_feed()
@@ -309,7 +310,7 @@ def test_engine_that_dies_while_its_generator_hangs_tells_the_reader() -> None:
         assert go.wait(PATIENCE_S)
 
     backend = FailingBackend(N_SLOTS, 64, 16, error=MemoryError("gone"), fail_at=1)
-    with Engine(backend, options=SHORT) as engine:
+    with engine_on(backend, options=SHORT) as engine:
         with pytest.raises(BatchError, match="gone") as caught:
             all_results(engine.run(hanging()))
         [result] = caught.value.results
@@ -403,7 +404,7 @@ async def test_reader_in_an_event_loop_is_told_of_the_end(
             ids.extend([item.id] * (item.finish_reason is not None))
 
     for way in ("chunks", "as_completed", "await"):
-        with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as engine:
+        with engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as engine:
             response = engine.run(Ender(engine, end))
             if way == "await":
                 with pytest.raises(BatchError, match=words) as caught:
@@ -487,7 +488,7 @@ def test_prompt_that_comes_after_everybody_left_is_not_run() -> None:
         assert go.wait(PATIENCE_S)
         yield "two"
 
-    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as engine:
+    with engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as engine:
         response = engine.run(slow())
         assert arrived.wait(PATIENCE_S)
         response.cancel()
@@ -504,7 +505,7 @@ def test_generator_that_hangs_stops_nobody() -> None:
         yield "one"
         assert go.wait(PATIENCE_S)
 
-    with Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as engine:
+    with engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT) as engine:
         response = engine.run(hanging())
         reader = response.as_completed()
         assert next(reader).id == "0"
@@ -523,7 +524,7 @@ def test_close_while_a_reader_waits_on_a_hung_generator_tells_it_once() -> None:
         arrived.set()
         assert go.wait(PATIENCE_S)
 
-    engine = Engine(FakeBackend(N_SLOTS, 64, 16), options=SHORT)
+    engine = engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT)
     wait = in_thread(lambda: all_results(engine.run(hanging())))
     assert arrived.wait(PATIENCE_S)
     engine.close()
@@ -536,7 +537,7 @@ def test_close_while_a_reader_waits_on_a_hung_generator_tells_it_once() -> None:
 
 def test_feed_does_not_interrupt_a_run_behind_others_that_wait() -> None:
     backend = GatedBackend(1, 64, 16, hold_at=0)
-    with Engine(backend, options=SHORT) as engine:
+    with engine_on(backend, options=SHORT) as engine:
         first = engine.run(["a", "b"])
         backend.wait_until_held()
         n_before = backend.n_interrupts

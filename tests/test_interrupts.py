@@ -21,6 +21,7 @@ from cbatch.interrupts import HeldBack, Latch, Postponed
 from cbatch.messages import BatchPrompt
 from cbatch.runtime.local import LocalRuntime
 from tests import interrupt_runs
+from tests.kinds import engine_on
 from tests.profiles import is_fast
 from tests.runtime.backends import PATIENCE_S, all_results, in_thread, streams
 
@@ -244,9 +245,9 @@ class Pressing(FakeBackend):
 
 def test_ctrl_c_in_every_step_by_hand_changes_nothing() -> None:
     options = {"ignore_eos": True, "max_tokens": 5, "seed": 1}
-    with Engine(FakeBackend(2, 64, 16)) as engine:
+    with engine_on(FakeBackend(2, 64, 16)) as engine:
         expected = streams(engine.run(["a", "b", "c"], options=options))
-    engine = Engine(Pressing(2, 64, 16), options=options, threaded=False)
+    engine = engine_on(Pressing(2, 64, 16), options=options, threaded=False)
     response, n_pressed = engine.run(["a", "b", "c"]), 0
 
     def is_stepped() -> bool:
@@ -327,7 +328,7 @@ def test_handlers_held_back_by_a_block_are_called_after_it_in_order() -> None:
 @pytest.mark.parametrize("order", ["cancel", "pause", "stats", "submit", "cancel_all"])
 def test_handler_that_uses_an_engine_by_hand_in_every_step_finds_it_whole(order: str) -> None:
     backend = Ringing(2, 64, 16)
-    engine = Engine(backend, threaded=False, options={"ignore_eos": True, "max_tokens": 5})
+    engine = engine_on(backend, threaded=False, options={"ignore_eos": True, "max_tokens": 5})
     response = engine.run(["a", "b", "c", "d", "e"])
     asked = iter(response.ids)
     added: list[BatchResponse] = []
@@ -366,7 +367,7 @@ def test_handler_that_closes_an_engine_being_closed_waits_for_nobody(*, is_threa
             super().close()
 
     backend = Closing(2, 64, 16)
-    engine = Engine(backend, threaded=is_threaded)
+    engine = engine_on(backend, threaded=is_threaded)
     has_struck = threading.Event()
 
     def handle() -> None:
@@ -388,7 +389,7 @@ def test_handler_that_closes_an_engine_being_closed_waits_for_nobody(*, is_threa
 
 def test_handler_that_closes_an_engine_by_hand_ends_who_waits_for_it() -> None:
     backend = Ringing(2, 64, 16)
-    engine = Engine(backend, threaded=False)
+    engine = engine_on(backend, threaded=False)
     response = engine.run(["a", "b", "c"], options={"ignore_eos": True, "max_tokens": 5})
     with alarms(engine.close) as ring:
         backend.ring = ring
@@ -438,7 +439,7 @@ def test_handler_at_any_line_may_ask_the_thread_that_computes(name: str) -> None
     options = {"ignore_eos": True, "max_tokens": 2, "seed": 1}
     n_line, is_struck = 0, True
     while is_struck:
-        with Engine(FakeBackend(2, 64, 16), options=options) as engine:
+        with engine_on(FakeBackend(2, 64, 16), options=options) as engine:
             response = engine.run(["a", "b", "c"])
             added: list[BatchResponse] = []
 
@@ -464,7 +465,7 @@ def test_ctrl_c_at_any_line_of_a_run_leaves_no_id_taken() -> None:
 
     n_line, is_struck = 0, True
     kept: list[BatchResponse] = []  # what strikes where one is dropped is lost, as Python has it
-    with Engine(FakeBackend(2, 64, 16)) as engine, alarms(press_main):
+    with engine_on(FakeBackend(2, 64, 16)) as engine, alarms(press_main):
         while is_struck:
             try:
                 is_struck = struck_at_line(n_line, lambda: kept.append(engine.run([own])))

@@ -34,6 +34,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.step_record import StepRecord
 from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
+from tests.kinds import engine_on
 from tests.runtime.backends import (
     PATIENCE_S,
     GatedBackend,
@@ -92,7 +93,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
     def make_engine(parallel: int = 1, n_window: int = 64, **schedule: Any) -> Engine:
         backend = GatedBackend(parallel, n_window, 64, cost=A_SECOND_A_STEP)
         options = ScheduleOptions(**schedule)
-        made.append(Engine(backend, options=GREEDY, schedule=options, threaded=request.param))
+        made.append(engine_on(backend, options=GREEDY, schedule=options, threaded=request.param))
         return made[-1]
 
     yield make_engine
@@ -107,7 +108,7 @@ def by_hand() -> MakeEngine:
     def make_engine(parallel: int = 1, **schedule: Any) -> Engine:
         backend = GatedBackend(parallel, 64, 64, cost=A_SECOND_A_STEP)
         options = ScheduleOptions(**schedule)
-        return Engine(backend, options=GREEDY, schedule=options, threaded=False)
+        return engine_on(backend, options=GREEDY, schedule=options, threaded=False)
 
     return make_engine
 
@@ -120,7 +121,7 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
         backend = GatedBackend(parallel, 64, 64, cost=A_SECOND_A_STEP)
         monkeypatch.setattr("time.perf_counter", lambda: backend.now_s)
         options = ScheduleOptions(**schedule)
-        return Engine(backend, options=GREEDY, schedule=options, threaded=False)
+        return engine_on(backend, options=GREEDY, schedule=options, threaded=False)
 
     return make_engine
 
@@ -196,7 +197,7 @@ def test_rejected_batch_leaves_nothing(by_hand: MakeEngine) -> None:
 def test_ids_of_a_rejected_batch_are_free_at_once(is_threaded: bool) -> None:
     backend = SteppedBackend(1, 64, 64)
     schedule = ScheduleOptions(max_queue=1, when_full="reject")
-    engine = Engine(backend, options=GREEDY, schedule=schedule, threaded=is_threaded)
+    engine = engine_on(backend, options=GREEDY, schedule=schedule, threaded=is_threaded)
     engine.run(prompts("a", "b"))
     if is_threaded:
         backend.wait_for_run()
@@ -276,7 +277,7 @@ def test_generator_waits_for_room_too(make: MakeEngine) -> None:
 
 def test_two_threads_that_wait_for_room_both_get_in() -> None:
     backend = GatedBackend(1, 64, 64)
-    with Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1)) as engine:
+    with engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1)) as engine:
         calls = [
             in_thread(partial(engine.run, prompts(*ids, max_tokens=3)))
             for ids in ("abcdef", "ghijkl")
@@ -384,7 +385,7 @@ def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
     way: Callable[[BatchResponse], object],
 ) -> None:
     schedule = ScheduleOptions(max_queue=0)
-    with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
+    with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
         engine.run(prompts("a"))
         response = engine.run(iter(prompts("b", "c")))
         wait_until(lambda: "b" in ids_outside(engine))
@@ -394,7 +395,7 @@ def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
 
 def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
     schedule = ScheduleOptions(max_queue=0)
-    with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
+    with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
         response = engine.run(iter(prompts("a", "b", "c")))
         wait_until(lambda: "b" in ids_outside(engine))
         response.wind_down()
@@ -406,7 +407,7 @@ def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
 
 def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> None:
     backend = GatedBackend(1, ENDLESS, 64)
-    engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
+    engine = engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
     first = engine.run(prompts("a", "b"))
     waits = in_thread(lambda: engine.run(prompts("c", "d")))
     wait_until(lambda: is_room_awaited(engine))
@@ -419,7 +420,7 @@ def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> Non
 
 def test_failure_while_somebody_waits_for_room_tells_it() -> None:
     backend = GatedBackend(1, ENDLESS, 64)
-    engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
+    engine = engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
     first = engine.run(prompts("a", "b"))
     waits = in_thread(lambda: engine.run(prompts("c", "d")))
     wait_until(lambda: is_room_awaited(engine))
@@ -434,7 +435,7 @@ def test_failure_while_somebody_waits_for_room_tells_it() -> None:
 def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
     backend = GatedBackend(2, ENDLESS, 64)
     closing, told = threading.Event(), threading.Event()
-    engine = Engine(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=0))
+    engine = engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=0))
     run = backend.run
 
     def lingering(plan: StepPlan) -> StepResult:
@@ -460,7 +461,7 @@ def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
 
 def test_event_loop_is_told_not_to_wait_for_room() -> None:
     schedule = ScheduleOptions(max_queue=1)
-    with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
+    with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
 
         async def submit() -> None:
             engine.run(prompts("a", "b"))
@@ -474,7 +475,7 @@ def test_event_loop_is_told_not_to_wait_for_room() -> None:
 
 def test_event_loop_is_told_at_once_though_another_thread_waits_for_room() -> None:
     schedule = ScheduleOptions(max_queue=1)
-    engine = Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule)
+    engine = engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule)
     engine.run(prompts("a", "b"))
     waits = in_thread(lambda: engine.run(prompts("c")))
     wait_until(lambda: is_room_awaited(engine))
@@ -499,7 +500,7 @@ def test_event_loop_is_told_at_once_though_another_thread_waits_for_room() -> No
 
 def test_event_loop_may_wait_for_room_in_a_thread() -> None:
     schedule = ScheduleOptions(max_queue=1)
-    with Engine(GatedBackend(1, 64, 64), options=GREEDY, schedule=schedule) as engine:
+    with engine_on(GatedBackend(1, 64, 64), options=GREEDY, schedule=schedule) as engine:
 
         async def submit() -> None:
             run = partial(engine.run, prompts(*"abcdef", max_tokens=2))
@@ -564,7 +565,7 @@ def test_time_of_a_run_ends_the_reading_of_a_generator_that_never_ends(virtual: 
 
 
 def test_time_of_a_run_ends_a_generator_that_is_read_in_a_thread() -> None:
-    with Engine(GatedBackend(1, 64, 64), options=GREEDY) as engine:
+    with engine_on(GatedBackend(1, 64, 64), options=GREEDY) as engine:
         response = engine.run(map(str, count()), options={"max_tokens": 4}, max_time_s=0.05)
         assert {reason for reason, _ in ends(response)} <= {"length", "timeout"}
         assert not ids_in_flight(engine)
@@ -655,7 +656,7 @@ def test_computation_that_always_fails_ends_the_engine_and_tells_all_once(
     is_threaded: bool,
 ) -> None:
     backend = FakeBackend(2, 64, 64, faults=Faults(code=lambda _: -3))
-    engine = Engine(backend, options=GREEDY, threaded=is_threaded)
+    engine = engine_on(backend, options=GREEDY, threaded=is_threaded)
     responses = [engine.run(prompts(*(f"{c}{i}" for i in range(15)))) for c in "ab"]
     told = Counter(c.id for r in responses for c in r if c.finish_reason is not None)
     assert set(told.values()) == {1}
@@ -673,7 +674,7 @@ def test_computation_that_always_fails_ends_the_engine_and_tells_all_once(
 def test_engine_goes_on_when_failures_pass(make: MakeEngine) -> None:
     codes = iter([-3] * N_FAILURES_MAX)
     backend = FakeBackend(2, 64, 64, faults=Faults(code=lambda _: next(codes, 0)))
-    with Engine(backend, options=GREEDY) as engine:
+    with engine_on(backend, options=GREEDY) as engine:
         all_results(engine.run(prompts(*(f"a{i}" for i in range(20)), max_tokens=2)))
         assert ends(engine.run(prompts("b", max_tokens=2))) == [("length", 2)]
         assert backend.n_rebuilt == 1
@@ -681,11 +682,11 @@ def test_engine_goes_on_when_failures_pass(make: MakeEngine) -> None:
 
 def test_pool_that_is_full_preempts_and_nobody_notices() -> None:
     items = prompts(*(f"{chr(97 + i)}" for i in range(20)), max_tokens=40)
-    with Engine(FakeBackend(4, 64, 64), options=GREEDY) as engine:
+    with engine_on(FakeBackend(4, 64, 64), options=GREEDY) as engine:
         expected = streams(engine.run(items))
     backend = FakeBackend(4, 64, 64, memory=shared_pool(64, can_save=True))
     schedule = ScheduleOptions(admission="optimistic")
-    with Engine(backend, options=GREEDY, schedule=schedule) as engine:
+    with engine_on(backend, options=GREEDY, schedule=schedule) as engine:
         assert streams(engine.run(items)) == expected
 
 
@@ -732,7 +733,7 @@ def test_recorder_that_raises_is_called_no_more_and_harms_no_request(
         n_calls += 1
         raise ValueError(record.n_rows)
 
-    with Engine(GatedBackend(1, 64, 64), options=GREEDY) as engine:
+    with engine_on(GatedBackend(1, 64, 64), options=GREEDY) as engine:
         engine.record_steps(fail)
         [result] = all_results(engine.run(prompts("a", max_tokens=9)))
     assert (result.finish_reason, n_calls) == ("length", 1)
@@ -741,7 +742,7 @@ def test_recorder_that_raises_is_called_no_more_and_harms_no_request(
 
 @pytest.mark.parametrize("wrong", [5, "print"])
 def test_recorder_that_is_no_function_is_refused(wrong: Any) -> None:
-    with Engine(FakeBackend(1, 64, 64)) as engine, pytest.raises(ConfigError, match="function"):
+    with engine_on(FakeBackend(1, 64, 64)) as engine, pytest.raises(ConfigError, match="function"):
         engine.record_steps(wrong)
 
 
@@ -760,7 +761,7 @@ def test_statistics_begun_anew_count_what_comes_later(by_hand: MakeEngine) -> No
 
 def test_statistics_are_never_begun_anew_in_the_middle_of_a_run() -> None:
     backend = SteppedBackend(1, 64, 64)
-    engine = Engine(backend, options=GREEDY)
+    engine = engine_on(backend, options=GREEDY)
     engine.run(prompts("a"))
     backend.wait_for_run()
     resetting = in_thread(engine.reset_stats)
@@ -782,7 +783,7 @@ def test_snapshot_stays_as_it_was(by_hand: MakeEngine) -> None:
 
 
 def test_queued_cancel_is_answered_before_the_running_one_ends() -> None:
-    with Engine(GatedBackend(1, ENDLESS, 64), options=GREEDY) as engine:
+    with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY) as engine:
         engine.run(prompts("a"))
         queued = engine.run(prompts("b"))
         assert engine.cancel("b")
@@ -876,14 +877,14 @@ def test_wrong_option_of_a_request_is_refused_and_nothing_is_queued(
 
 
 def test_priority_without_its_policy_is_an_error_that_says_so() -> None:
-    with Engine(FakeBackend(2, 64, 16)) as engine:
+    with engine_on(FakeBackend(2, 64, 16)) as engine:
         with pytest.raises(ConfigError, match="priority=5 has no effect with policy='fcfs'"):
             engine.run(["a", "b"], options={"priority": 5})
         assert engine.stats().n_submitted == 0
 
 
 def test_recorder_may_ask_for_statistics_while_another_thread_waits() -> None:
-    engine = Engine(GatedBackend(2, 4096, 32), options=GREEDY, threaded=False)
+    engine = engine_on(GatedBackend(2, 4096, 32), options=GREEDY, threaded=False)
     engine.record_steps(lambda _: engine.stats())
     waits = [in_thread(engine.run(["ab"], options={"max_tokens": 60}).results) for _ in range(3)]
     assert [len(wait()) for wait in waits] == [1, 1, 1]
@@ -900,7 +901,7 @@ def test_error_that_strikes_again_at_the_end_is_told_to_everybody() -> None:
         return piece(token)
 
     backend.vocab.piece = fail_later  # type: ignore[method-assign]
-    with Engine(backend, options=GREEDY) as engine:
+    with engine_on(backend, options=GREEDY) as engine:
         results = all_results(engine.run(["ab", "cd"], options={"max_tokens": 40}))
     assert len(results) == 2
     assert "error" in {r.finish_reason for r in results}
@@ -908,7 +909,7 @@ def test_error_that_strikes_again_at_the_end_is_told_to_everybody() -> None:
 
 def test_paused_ones_time_is_waited_for_without_a_thread() -> None:
     backend = FakeBackend(2, 512, 32)
-    engine = Engine(backend, options=GREEDY, threaded=False)
+    engine = engine_on(backend, options=GREEDY, threaded=False)
     response = engine.run(["ab"], options={"max_tokens": 400, "timeout_s": 0.05})
     backend.interrupt()
     engine.step()
@@ -920,7 +921,7 @@ def test_paused_ones_time_is_waited_for_without_a_thread() -> None:
 def test_slots_that_followers_wait_for_are_no_room_in_the_queue() -> None:
     backend = FakeBackend(4, 512, 32, memory=partitioned(4 * 512))
     schedule = ScheduleOptions(max_queue=0, when_full="reject")
-    engine = Engine(backend, options=GREEDY, schedule=schedule, threaded=False)
+    engine = engine_on(backend, options=GREEDY, schedule=schedule, threaded=False)
     n_in = 0
     with suppress(QueueFullError):
         while n_in < 20:

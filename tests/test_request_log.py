@@ -11,13 +11,15 @@ import pytest
 
 import cbatch
 from cbatch.backend.fake import FakeBackend
-from cbatch.engine import Engine
 from cbatch.logs import FIELDS, Log
 from tests.cli.conftest import invoke, parse
+from tests.kinds import engine_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from cbatch.engine import Engine
 
 NAMES = [
     *("request_id", "model", "prompt_tokens", "completion_tokens", "cached_tokens", "queue_ms"),
@@ -35,7 +37,7 @@ class Raising(logging.Handler):
 @pytest.fixture(params=[False, True], ids=["by hand", "threaded"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     backend = FakeBackend(4, 128, 64)
-    with Engine(backend, options=SHORT, threaded=request.param, model_name="fake") as made:
+    with engine_on(backend, options=SHORT, threaded=request.param, model_name="fake") as made:
         yield made
 
 

@@ -13,12 +13,12 @@ import pytest
 import cbatch
 from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars, FakeVocab
 from cbatch.backend.llama.grammar_matchers import GrammarMatchers
-from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
 from cbatch.files.file_run import run_file
 from cbatch.messages import BatchPrompt
 from tests import structure_runs
+from tests.kinds import engine_on
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.core.plan import Chunk, StepPlan, StepResult
+    from cbatch.engine import Engine
     from cbatch.options import Grammar
 
 PERSON = structure_runs.SCHEMAS[0]
@@ -224,7 +225,7 @@ def gate() -> Iterator[GatedGrammars]:
 def gated(gate: GatedGrammars, **options: Any) -> Engine:
     backend = FakeBackend(2, 64, 32)
     backend.grammars = gate
-    return Engine(backend, schedule=ScheduleOptions(**options))
+    return engine_on(backend, schedule=ScheduleOptions(**options))
 
 
 def test_others_run_while_one_compiles(gate: GatedGrammars) -> None:
@@ -327,7 +328,7 @@ class Recorder(FakeBackend):
 def test_first_request_with_dry_holds_up_neither_its_caller_nor_others() -> None:
     vocab = GatedVocab()
     backend = Recorder(vocab)
-    with Engine(backend) as engine:
+    with engine_on(backend) as engine:
         dry = engine.run(["a", "b"], options=DRY)  # returns while the breakers are looked for
         assert vocab.entered.wait(PATIENCE_S)
         assert engine.submit("c", options={"max_tokens": 4}).result().error is None
@@ -343,7 +344,7 @@ def test_request_with_dry_and_a_grammar_waits_for_both() -> None:
     vocab = GatedVocab()
     vocab.go.set()
     backend = Recorder(vocab)
-    with Engine(backend) as engine:
+    with engine_on(backend) as engine:
         result = engine.submit("a", options={**DRY, "regex": "1"}).result()
         again = engine.submit("a", options={**DRY, "regex": "1", "n": 2}).result()
     assert all(t % 2 for t in result.token_ids)
@@ -358,7 +359,7 @@ def test_breakers_that_cannot_be_found_fail_their_request_alone() -> None:
             raise MemoryError("no room")
 
     vocab = Panicking()
-    with Engine(Recorder(vocab)) as engine:
+    with engine_on(Recorder(vocab)) as engine:
         [result] = engine.run(["a"], options=DRY).results(return_errors=True)
         assert str(result.error).startswith("dry_sequence_breakers: it could not be compiled")
         assert engine.submit("b", options={"max_tokens": 2}).result().error is None
@@ -366,7 +367,7 @@ def test_breakers_that_cannot_be_found_fail_their_request_alone() -> None:
 
 def test_async_reader_gets_a_constrained_answer() -> None:
     async def ask() -> str:
-        async with Engine(FakeBackend(2, 64, 32)) as engine:
+        async with engine_on(FakeBackend(2, 64, 32)) as engine:
             [result] = await engine.run(["a"], options={"regex": "1", "max_tokens": 4})
             return result.text
 

@@ -14,6 +14,7 @@ from cbatch import BatchPrompt, ConfigError, Engine, GrammarError, UnsupportedOp
 from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeGrammars
 from cbatch.cli.demo import write_result
 from tests import call_runs
+from tests.kinds import engine_on
 from tests.test_tools import NAMED, TIME, USER, WEATHER
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Speaker(FakeBackend):
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with closing(Engine(Speaker(SAID), threaded=False)) as engine:
+    with closing(engine_on(Speaker(SAID))) as engine:
         yield engine
 
 
@@ -237,7 +238,7 @@ def test_answer_cut_anywhere_is_read_as_far_as_it_goes(engine: Engine, n_tokens:
 
 def test_malformed_call_is_text_and_a_warning_but_no_error() -> None:
     said = [CALL, *b'{"name": "get_time", "argum', CALL_END, END_TOKEN]
-    with closing(Engine(Speaker(said), threaded=False)) as engine:
+    with closing(engine_on(Speaker(said))) as engine:
         result = ask(engine, tools=[TIME]).result()
     assert (result.text, result.error) == ('{"name": "get_time", "argum', None)
     assert "could not be read" in result.warnings[0]
@@ -270,7 +271,7 @@ def test_prompt_without_messages_refuses_what_is_for_the_template(
 def test_template_that_ignores_tools_is_refused(engine: Engine) -> None:
     speaker = Speaker(SAID)
     speaker.vocab.tool_refusal = "the template of this test does not show tools"
-    with closing(Engine(speaker, threaded=False)) as engine:
+    with closing(engine_on(speaker)) as engine:
         with pytest.raises(UnsupportedOptionError, match="tools: the template of this test"):
             ask(engine, tools=[TIME])
         assert ask(engine, tools=[TIME], tool_choice="none").result().text
@@ -293,7 +294,7 @@ class Notes(FakeGrammars):
 def noting(said: list[int] = SAID, template: str = TEMPLATE) -> tuple[Engine, Notes]:
     speaker, notes = Speaker(said, template), Notes()
     speaker.grammars = notes
-    return Engine(speaker, threaded=False), notes
+    return engine_on(speaker), notes
 
 
 @pytest.mark.parametrize(("choice", "n_tools"), [("required", 2), (NAMED, 1)])
@@ -329,7 +330,7 @@ def test_answer_that_is_free_has_one_call_where_no_more_are_wanted(
     is_parallel: bool | None, n_calls: int
 ) -> None:
     options = {"tools": [TIME], "parallel_tool_calls": is_parallel}
-    with closing(Engine(Speaker(TWICE), threaded=False)) as engine:
+    with closing(engine_on(Speaker(TWICE))) as engine:
         result = engine.run([[USER]], options=options).result()
     assert (len(result.tool_calls), len(result.warnings)) == (n_calls, 2 - n_calls)
     assert (result.text, result.finish_reason) == ("Wait.", "tool_calls")
@@ -347,7 +348,7 @@ def test_answer_that_must_call_has_no_room_for_a_second_call(
 
 
 def test_switch_for_several_calls_does_no_harm_without_tools() -> None:
-    with closing(Engine(Speaker(SAID), threaded=False)) as engine:
+    with closing(engine_on(Speaker(SAID))) as engine:
         result = engine.run(["raw"], options={"parallel_tool_calls": False}).result()
     assert result.text == PLAIN
 
@@ -406,7 +407,7 @@ def test_format_of_a_run_and_a_demanded_call_of_its_item_are_refused(engine: Eng
 
 def test_calls_are_looked_for_behind_thinking_that_stays_in_the_text(engine: Engine) -> None:
     said = [THINK, *b"so", THINK_END, *BODY, END_TOKEN]
-    with closing(Engine(Speaker(said, "<think></think>"), threaded=False)) as engine:
+    with closing(engine_on(Speaker(said, "<think></think>"))) as engine:
         result = ask(engine, tools=[TIME], reasoning_format="none").result()
     assert (result.text, result.reasoning) == ("so", "")
     assert [call.name for call in result.tool_calls] == ["get_time"]
@@ -421,7 +422,7 @@ def test_variable_that_the_template_does_not_use_is_a_warning(engine: Engine) ->
 def test_bytes_left_over_come_out_at_every_end() -> None:
     said = [*b"abc", *"😀".encode()[:3], *[b"x"[0]] * 500]
     for options in ({"max_tokens": 6}, {"max_tokens": 5}, {"max_tokens": 4}):
-        with closing(Engine(Speaker(said), threaded=False)) as engine:
+        with closing(engine_on(Speaker(said))) as engine:
             response = ask(engine, **options)
             text, _ = streamed(response)
             assert text == response.result().text == "abc\ufffd"
@@ -429,7 +430,7 @@ def test_bytes_left_over_come_out_at_every_end() -> None:
 
 def test_character_that_the_window_cuts_comes_out_as_broken() -> None:
     said = [*"ab😀😀😀".encode()]
-    with closing(Engine(Speaker(said, n_window=16), threaded=False)) as engine:
+    with closing(engine_on(Speaker(said, n_window=16))) as engine:
         result = engine.run(["12345678"]).result()
     assert (result.text, result.finish_reason) == ("ab😀\ufffd", "window")
 
@@ -437,7 +438,7 @@ def test_character_that_the_window_cuts_comes_out_as_broken() -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_character_that_a_cancel_cuts_comes_out_as_broken(is_streamed: bool) -> None:
     said = [*"ab😀".encode()[:-1], *b"x" * 500]
-    with closing(Engine(Speaker(said), threaded=False)) as engine:
+    with closing(engine_on(Speaker(said), threaded=False)) as engine:
         response = engine.run(["1"], options={"stop": ["b\ufffdx", "never"], "max_tokens": 400})
         chunks = iter(response) if is_streamed else None
         shown = next(chunks).text if chunks else ""
@@ -454,7 +455,7 @@ def test_character_that_a_cancel_cuts_comes_out_as_broken(is_streamed: bool) -> 
 def test_emoji_over_tokens_with_a_stop_string_of_them(include_stop: bool) -> None:
     said = [*"🙂🙃🙂🙂 end".encode(), END_TOKEN]
     options = {"stop": ["🙂🙂"], "include_stop": include_stop}
-    with closing(Engine(Speaker(said), threaded=False)) as engine:
+    with closing(engine_on(Speaker(said))) as engine:
         response = engine.run(["x"], options=options)
         chunks = list(response)
         result = response.result()
@@ -467,7 +468,7 @@ def test_emoji_over_tokens_with_a_stop_string_of_them(include_stop: bool) -> Non
 
 def test_tail_of_a_stop_string_comes_out_at_timeout_and_cap() -> None:
     said = [*b"one ST", *[0x4F] * 400]
-    with closing(Engine(Speaker(said), threaded=False)) as engine:
+    with closing(engine_on(Speaker(said))) as engine:
         capped = engine.run(["x"], options={"stop": "STOOP", "max_tokens": 7}).result()
         assert capped.text == "one STO"
         late = engine.run(["x"], options={"stop": "STOP", "timeout_s": 0.0}).results(

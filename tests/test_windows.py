@@ -10,9 +10,9 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.plan import Binding, KvCapabilities, Slot
-from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.options import Sampling
+from tests.kinds import engine_on
 from tests.oracle.fake_streams import stream_alone
 from tests.places import (
     ENDLESS,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
 
@@ -100,7 +101,7 @@ def test_window_full_of_prompt_is_refused_with_the_numbers(
 
 def test_window_full_of_prompt_without_any_cap_asks_for_one_token(tmp_path: Path) -> None:
     backend = FakeBackend(1, W, 64)
-    with Engine(backend, options={"ignore_eos": True}, cache_dir=tmp_path) as engine:
+    with engine_on(backend, options={"ignore_eos": True}, cache_dir=tmp_path) as engine:
         [late] = engine.run([item(text_of(W))]).results(return_errors=True)
         [fits] = engine.run([item(text_of(W - 1))]).results()
     assert too_long(late) == (W, 1, W)
@@ -325,7 +326,7 @@ def test_prompt_that_fills_the_window_is_refused_though_it_may_move(any_way: Pla
 
 def test_answer_without_a_cap_goes_on_until_it_is_cancelled(any_way: Place) -> None:
     backend = GatedBackend(1, W, 64, memory=KvCapabilities("partitioned", W, can_shift=True))
-    engine = Engine(
+    engine = engine_on(
         backend, options={"ignore_eos": True, "seed": 1}, threaded=any_way.way != "by hand"
     )
     any_way.made.append(engine)

@@ -138,11 +138,11 @@ class Runtime(Protocol):
     def check_options(self, options: RunOptions) -> None:
         """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
 
-    def add(self, submission: Submission) -> Callable[[], None]:
-        """Check requests and make them known; return what queues them, which may wait for room, and is to be called.
+    def add(self, submission: Submission) -> None:
+        """Check requests and queue them, which may wait for room; none is where it raises. See `Engine.run`."""
 
-        Nothing is known or queued where either raises; see `Engine.run`.
-        """
+    def enter(self, submission: Submission) -> Callable[[], None]:
+        """Check requests and make them known; return what queues them, and is to be called. Else as `add`."""
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
         """Return what a prompt asks for, as `enter` makes it, for an `Origin`."""

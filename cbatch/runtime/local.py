@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cbatch.options import DryBreakers, Grammar, RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
+    from cbatch.runtime.in_flight import Route
     from cbatch.runtime.interface import Submission, Target
     from cbatch.runtime.slot_state import SlotState
     from cbatch.runtime.step_record import StepRecord
@@ -200,23 +201,32 @@ class LocalRuntime:
 
     # ---- requests ----
 
-    def add(self, submission: Submission) -> Callable[[], None]:
-        """Check requests and make them known; return what queues them. See `Runtime`."""
-        asked = submission
+    def add(self, submission: Submission) -> None:
+        """Check requests and queue them. See `Runtime`."""
+        with self.orders.undone_if_it_raises() as routes:
+            self._queue(submission, routes, self._enter(submission, routes))
+
+    def enter(self, submission: Submission) -> Callable[[], None]:
+        """Check requests and make them known; return what queues them, and is to be called. Else as `add`."""
+        with self.orders.undone_if_it_raises() as routes:
+            return partial(self._queue, submission, routes, self._enter(submission, routes))
+
+    def _enter(self, asked: Submission, routes: dict[str, Route]) -> list[SequenceDriver]:
+        """Return the sequences of requests, which are known by their routes now."""
         now = time.perf_counter() - asked.age_s
-        with self.orders.undone_if_it_raises() as routes, self._submitting:
+        with self._submitting:
             items = [
                 self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
                 for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
             ]
             self.orders.add(routes, asked.target, asked.ids, items, asked.first_place)
-        drivers = [driver for item in items for driver in item]
+        return [driver for item in items for driver in item]
 
-        def queue() -> None:
-            with self.orders.undone_if_it_raises(routes):
-                self._submit(drivers, is_fed=asked.is_fed, may_wait=asked.may_wait)
-
-        return queue
+    def _queue(
+        self, asked: Submission, routes: dict[str, Route], drivers: Sequence[SequenceDriver]
+    ) -> None:
+        with self.orders.undone_if_it_raises(routes):
+            self._submit(drivers, is_fed=asked.is_fed, may_wait=asked.may_wait)
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
         """Return what a prompt asks for, as `enter` makes it, for an `Origin`."""

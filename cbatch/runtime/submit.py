@@ -112,7 +112,7 @@ class Submitter:
         )
 
     def _enter(self, submission: Submission) -> None:
-        self._runtime.add(submission)()
+        self._runtime.add(submission)
 
     def extend(self, result: BatchResult, n_tokens: int, mailbox: Mailbox) -> None:
         """Submit a request that continues a result. See `Engine.extend`."""

@@ -7,11 +7,13 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.core.request import Request
 from cbatch.errors import EngineClosedError, WorkerDiedError
 from cbatch.interrupts import Postponed
+from cbatch.options import RunOptions
 from cbatch.runtime.ids import is_meant, own_id
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.worker.pool import Pool, by_worker
@@ -19,6 +21,7 @@ from cbatch.worker.requests import Asked
 from cbatch.worker.shapes import as_count, as_flag, as_text, as_texts, as_tokens
 from cbatch.worker.wire import (
     comparisons_of_json,
+    dumps,
     facts_of_json,
     options_as_json,
     pieces_of_json,
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
     from cbatch.core.stats import EngineStats
     from cbatch.messages import BatchPrompt
     from cbatch.model_facts import ModelFacts
-    from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import Submission, Target
@@ -52,7 +54,6 @@ class Workers:
     """Computes requests in other processes; see `Runtime` and `Orders`: this is both."""
 
     is_threaded = True
-    has_limit = False
 
     def __init__(
         self,
@@ -63,12 +64,14 @@ class Workers:
     ) -> None:
         """Start the workers and wait until all are ready; see `Pool` for arguments and errors."""
         self._owner, self._pid = os.urandom(8).hex(), os.getpid()
+        self._encoded = _Encoded()
         self._pool = Pool(
             launches, can_replace=can_replace, owner=self._owner, is_stopped=is_stopped
         )
         ready = self._pool.ready
         self.n_slots = sum(connection.n_slots for connection in ready)
         self.n_window = min(connection.n_window for connection in ready)
+        self.has_limit = any(connection.has_limit for connection in ready)
         self.orders = self
 
     # ---- state ----
@@ -117,10 +120,19 @@ class Workers:
 
     # ---- requests ----
 
-    def add(self, submission: Submission) -> Callable[[], None]:
-        """Send requests to workers; return what waits for their answers. See `Runtime`."""
+    def add(self, submission: Submission) -> None:
+        """Send requests to workers. See `Runtime`."""
         self.check_open()
-        return self._pool.add([*Asked.of(submission)], is_awaited=not submission.is_fed)
+        given = self._encoded.of(submission.options)
+        # a feed goes on at once, but where a worker has it wait for room
+        is_awaited = self.has_limit or not submission.is_fed
+        self._pool.add([*Asked.of(submission, given)], is_awaited=is_awaited)
+
+    def enter(self, submission: Submission) -> Callable[[], None]:
+        """Send requests to workers; return what waits for their answers."""
+        self.check_open()
+        given = self._encoded.of(submission.options)
+        return self._pool.enter([*Asked.of(submission, given)])
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
         """Return what a prompt asks for, for an `Origin`."""
@@ -135,7 +147,7 @@ class Workers:
         origin = origin_of(result, self._owner)
         n_tokens = check_extension(result, n_tokens)
         asked = Asked.to_extend(result, own_id(origin.request.id), n_tokens, target)
-        self._pool.add([asked], is_awaited=True)()
+        self._pool.add([asked], is_awaited=True)
         return asked.id
 
     # ---- orders ----
@@ -177,7 +189,7 @@ class Workers:
         """Have a batch's chunks sent as they come."""
         with self._pool.lock():
             for connection, ids in by_worker(self._of(target)).items():
-                connection.tell("stream", ids=ids)
+                connection.post("stream", ids=ids)
 
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
@@ -213,12 +225,14 @@ class Workers:
             with self._pool.lock():
                 was_paused, asked.is_paused = asked.is_paused, is_paused
                 worker = asked.worker
-                call = None if worker is None else worker.call(op, as_flag, id=asked.id, **fields)
+                message = {"op": op, "id": asked.id, **fields}
+                call = None if worker is None else worker.ask(message, as_flag)
             if call is None:
                 return was_paused is not is_paused
             with suppress(WorkerDiedError):
-                return bool(call.wait())
-            return was_paused is not is_paused
+                if call.wait() or asked.worker is worker:
+                    return bool(call.value)
+            return was_paused is not is_paused  # its worker has died, or given it back meanwhile
         return False
 
     def _meant(self, ids: Iterable[str]) -> list[Asked]:
@@ -231,10 +245,17 @@ class Workers:
 
     def _cancel(self, some: Sequence[Asked], *, is_for_waiting: bool = False) -> int:
         """End requests; return how many were in flight."""
-        n_ended = sum(map(self._end_held, some))
+        held = [asked for asked in some if self._pool.drop_held(asked)]
+        _tell_cancelled(held)
+        n_ended = len(held)
         with self._pool.lock():
             calls = [
-                (connection.call("cancel", as_count, ids=ids, waiting=is_for_waiting), ids)
+                (
+                    connection.ask(
+                        {"op": "cancel", "ids": ids, "waiting": is_for_waiting}, as_count
+                    ),
+                    ids,
+                )
                 for connection, ids in by_worker(some).items()
             ]
         for call, ids in calls:
@@ -247,25 +268,19 @@ class Workers:
         return n_ended
 
     def _cancel_soon(self, target: Target, *, waiting: bool = False) -> None:
-        some = self._of(target)
-        for asked in some:
-            if waiting:
-                asked.is_unwanted_waiting = True
-            else:
-                asked.is_unwanted = True
-            self._end_held(asked)
-        with self._pool.lock():
+        def cancel() -> Callable[[], None]:
+            some = self._of(target)
+            for asked in some:
+                if waiting:
+                    asked.is_unwanted_waiting = True
+                else:
+                    asked.is_unwanted = True
+            held = [asked for asked in some if self._pool.drop_held(asked)]
             for connection, ids in by_worker(some).items():
-                connection.tell("cancel", ids=ids, waiting=waiting)
+                connection.post("cancel", ids=ids, waiting=waiting)
+            return partial(_tell_cancelled, held)
 
-    def _end_held(self, asked: Asked) -> bool:
-        """End a request that waits for a worker; False for another."""
-        if not self._pool.drop_held(asked):
-            return False
-        chunks, results = asked.cancelled()
-        asked.target.expect_choices(len(results[0][1].choices) or 1)
-        asked.target.deliver(chunks, results)
-        return True
+        self._pool.do_soon(cancel)
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `action` done at `when_s` of `time.perf_counter`, in a thread of its own."""
@@ -345,3 +360,23 @@ class Workers:
     def pump(self) -> bool:
         """Do nothing: the workers work by themselves."""
         return False
+
+
+class _Encoded:
+    """Options as JSON; those of the last request are kept, for most have the same object."""
+
+    def __init__(self) -> None:
+        self._last = RunOptions(), b"{}"
+
+    def of(self, options: RunOptions) -> bytes:
+        last, said = self._last
+        if last is not options:
+            said = dumps(options_as_json(options))
+            self._last = options, said
+        return said
+
+
+def _tell_cancelled(gone: Sequence[Asked]) -> None:
+    """Tell the readers of requests that no worker had that they are cancelled."""
+    for asked in gone:
+        asked.deliver(*asked.cancelled())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from contextlib import suppress
+from collections import deque
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.checks import MAX_INT, check_int, shown
-from cbatch.errors import CBatchError, EngineError, WorkerDiedError, words_of
+from cbatch.errors import CBatchError, ConfigError, EngineError, WorkerDiedError, words_of
 from cbatch.interrupts import HeldBack, Latch
+from cbatch.worker.framing import N_LINE_MAX
 from cbatch.worker.wire import VERSION, dumps, error_of_json, loads
 
 if TYPE_CHECKING:
@@ -35,6 +38,13 @@ class Link(Protocol):
         """End the worker now."""
 
 
+class FrameThread(threading.Thread):
+    """Takes a worker's frames. While it waits for a reply, another thread reads on, for the reply may be there."""
+
+    connection: Connection | None = None
+    """The worker that it reads from now."""
+
+
 class Reply:
     """The answer to a call; a thread may wait for it."""
 
@@ -58,11 +68,16 @@ class Reply:
         """Give the answer. Call it once."""
         self.value, self.error = value, error
         self._done.open()
-        if self._then is not None:
-            self._then(self)
+        then, self._then = self._then, None  # what it refers to refers to this
+        if then is not None:
+            then(self)
 
     def wait(self) -> Any:
         """Return the value, or raise the error."""
+        thread = threading.current_thread()
+        if isinstance(thread, FrameThread) and thread.connection is not None:
+            with thread.connection.read_aside():
+                self._done.wait()
         self._done.wait()
         if self.error is not None:
             raise self.error
@@ -84,6 +99,8 @@ class Connection:
         """
         self.link = link
         self.frames = link.frames()
+        self.has_limit = False
+        """Whether queueing may wait there for room in the queue."""
         try:
             self.n_slots, self.n_window = self._sizes()
         except BaseException as error:
@@ -101,10 +118,19 @@ class Connection:
         """Its figures, as they were when somebody last asked."""
         self.cause = ""
         """Why it says that it ends."""
+        self.key = os.urandom(8).hex()
+        """Stands for this worker, and for none that takes its place."""
         self._numbers = count()
         self._replies: dict[int, Reply] = {}
         self._is_gone = False
-        self._sending = threading.RLock()
+        self._locked = threading.RLock()
+        self._outgoing: deque[bytes] = deque()
+        self._sending, self._is_sending, self._has_ended = threading.RLock(), False, False
+        self._put_off: deque[dict[str, Any]] = deque()
+        """What a thread aside has read, for the thread that takes frames."""
+        self._aside: threading.Thread | None = None
+        self._is_aside = self._reads_on = False
+        self._failure: Exception | None = None
 
     def _sizes(self) -> tuple[int, int]:
         """Return slots and window, as the first frame tells them.
@@ -118,6 +144,7 @@ class Connection:
             said = loads(frame)
             version, error = said.get("cbatch"), error_of_json(said.get("error"))
             if version == VERSION and error is None:
+                self.has_limit = said.get("has_limit") is True
                 window = check_int("n_window", said.get("n_window"), 1, MAX_INT)
                 return check_int("parallel", said.get("parallel"), 1, MAX_INT), window
         except Exception as wrong:
@@ -131,31 +158,129 @@ class Connection:
         """Requests beyond its slots."""
         return len(self.requests) - self.n_slots
 
+    # ---- to the worker ----
+
     def tell(self, op: str, **fields: object) -> None:
         """Send a command that has no answer; one to a worker that is gone is lost."""
-        self._send(dumps({"op": op, **fields}))
+        self.post(op, **fields)
+        self.flush()
 
     def call(self, op: str, read: Callable[[Any], Any] | None = None, **fields: object) -> Reply:
-        """Send a command and return its answer to come; see `send` and `Reply`."""
-        return self.send({"op": op, **fields}, read)
+        """Send a command and return its answer to come; see `ask` and `Reply`."""
+        reply = self.ask({"op": op, **fields}, read)
+        self.flush()
+        return reply
 
-    def send(
+    def post(self, op: str, **fields: object) -> None:
+        """Have `flush` send a command that has no answer."""
+        self._outgoing.append(dumps({"op": op, **fields}))
+
+    def ask(
         self,
         message: dict[str, Any],
         read: Callable[[Any], Any] | None = None,
         then: Callable[[Reply], object] | None = None,
+        more: bytes = b"",
     ) -> Reply:
-        """Send a message and return its answer to come: a `WorkerDiedError` where the worker is gone."""
+        """Have `flush` send a message, with `more` fields in JSON; return its answer to come.
+
+        Raises:
+            ConfigError: the message is too long, or has a value that JSON does not have.
+        """
         reply, number = Reply(read, then), next(self._numbers)
         line = dumps({**message, "n": number})
-        with HeldBack(), self._sending:
+        if more:
+            line = b"%s,%s}" % (line[:-1], more)
+        if len(line) > N_LINE_MAX:
+            raise ConfigError(
+                f"{len(line):,} bytes are too many for a worker process, which takes {N_LINE_MAX:,}"
+            )
+        with HeldBack(), self._locked:
             is_gone = self._is_gone
             if not is_gone:
                 self._replies[number] = reply
-                self._send(line)
+                self._outgoing.append(line)
         if is_gone:
             reply.settle(None, WorkerDiedError(self.cause))
         return reply
+
+    def flush(self) -> None:
+        """Send what is to be sent. May wait until the worker reads, so not under a lock."""
+        while self._outgoing:
+            with HeldBack(), self._sending:
+                # what a finalizer adds in the midst is sent by the outer loop, for half a line would spoil the next
+                if self._is_sending:
+                    return
+                if self._has_ended:
+                    self._outgoing.clear()
+                    return
+                self._is_sending = True
+                try:
+                    # an error says that the worker is gone, as the thread that takes frames will find
+                    with suppress(OSError, ValueError, IndexError):
+                        self.link.send(self._outgoing.popleft())
+                finally:
+                    self._is_sending = False
+
+    # ---- from the worker ----
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield what the worker's frames hold as they come, until it is gone. For one thread, which is a `FrameThread`.
+
+        Raises:
+            ConfigError: a frame cannot be read.
+        """
+        while True:
+            if self._put_off:
+                yield self._put_off.popleft()
+            elif self._aside is not None:
+                self._aside.join()
+                self._aside = None
+            elif self._failure is not None:
+                raise self._failure
+            elif (frame := next(self.frames, None)) is not None:
+                yield loads(frame)
+            else:
+                return
+
+    @contextmanager
+    def read_aside(self) -> Iterator[None]:
+        """Have another thread read meanwhile: it settles calls and puts off all else. For the thread of `messages`."""
+        with self._locked:
+            self._reads_on, is_reading = True, self._is_aside
+            self._is_aside = True
+        if not is_reading:
+            self._aside = threading.Thread(
+                target=self._read_aside, name="cbatch-aside", daemon=True
+            )
+            self._aside.start()
+        try:
+            yield
+        finally:
+            self._reads_on = False
+
+    def _read_aside(self) -> None:
+        try:
+            while (frame := next(self.frames, None)) is not None:
+                said = loads(frame)
+                for number, *answer in said.pop("replies", ()):
+                    self.settle(number, *answer)
+                self._put_off.append(said)
+                with self._locked:
+                    if not self._reads_on:
+                        self._is_aside = False
+                        return
+        except Exception as error:
+            self._failure = error
+        self.lose(self.cause)
+
+    def end(self) -> str:
+        """Let go of the worker, wait until it is gone, and return why: as `Link.end`. Nothing is sent any more."""
+        with (
+            self._sending
+        ):  # else what is sent goes to whoever gets the number of the descriptor next
+            self._has_ended = True
+        return self.link.end()
 
     def settle(self, number: int, value: object, error: Any = None) -> None:
         """Give a call its answer; one that cannot be read raises, and the call stays open. In the thread of frames."""
@@ -169,14 +294,8 @@ class Connection:
     def lose(self, cause: str) -> None:
         """Give every call that waits the error of a worker that is gone."""
         self.cause = cause
-        with HeldBack(), self._sending:
+        with HeldBack(), self._locked:
             self._is_gone = True
             replies, self._replies = self._replies, {}
         for reply in replies.values():
             reply.settle(None, WorkerDiedError(cause))
-
-    def _send(self, line: bytes) -> None:
-        """Send a whole line, for half of one would spoil the next."""
-        # an error says that the worker is gone, as the thread that takes frames will find
-        with HeldBack(), self._sending, suppress(OSError, ValueError):
-            self.link.send(line)

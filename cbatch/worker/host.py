@@ -275,7 +275,7 @@ class Host:
         )
         self._batches.update(dict.fromkeys(ids, batch))
         with self._forgotten_if_it_raises(ids):
-            queue = self._runtime.add(submission)
+            queue = self._runtime.enter(submission)
 
         def finish() -> object:
             with self._forgotten_if_it_raises(ids):

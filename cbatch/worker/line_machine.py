@@ -50,7 +50,7 @@ class EngineMachine:
         own = RunOptions(
             max_tokens=n_total, strict_max_tokens=True, slot=slot, pause_every=n_quantum
         )
-        queue = self._runtime.add(
+        self._runtime.add(
             Submission(
                 [BatchPrompt(tokens=tokens)],
                 [own_id(key)],
@@ -60,7 +60,6 @@ class EngineMachine:
                 self,
             )
         )
-        queue()
 
     def resume(self, turns: Sequence[tuple[str, int]]) -> None:
         """Let paused requests go on, all before the next step."""

@@ -155,6 +155,7 @@ class Outbox:
             while (frame := self._take()) is not None:
                 with self._writing:
                     self._send(frame)
+                del frame  # the results in it are kept by nobody else
         except BaseException:  # a reader that waits must not wait for ever
             self._leave()
             raise

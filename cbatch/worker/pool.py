@@ -9,30 +9,30 @@ import time
 from collections import deque
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from cbatch.core.stats import EngineStats
 from cbatch.errors import CBatchError, EngineClosedError, WorkerDiedError
-from cbatch.interrupts import HeldBack, Sleepers
+from cbatch.interrupts import Sleepers
 from cbatch.logs import FIELDS, Log
 from cbatch.runtime.ids import check_own
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
+from cbatch.worker.books_lock import BooksLock
 from cbatch.worker.replica import Replica
-from cbatch.worker.requests import SentOrigin
+from cbatch.worker.requests import SentOrigin, in_messages
 from cbatch.worker.routing import Routing, beginnings
 from cbatch.worker.shapes import as_count, as_list, as_object, as_text, as_texts
-from cbatch.worker.wire import loads, options_as_json, stats_of_json, step_of_json
+from cbatch.worker.wire import stats_of_json, step_of_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from cbatch.options import RunOptions
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.interface import Target
     from cbatch.runtime.mailbox import Parcel
     from cbatch.runtime.step_record import StepRecord
+    from cbatch.worker.books_lock import Work
     from cbatch.worker.connection import Connection, Link, Reply
     from cbatch.worker.requests import Asked
 
@@ -92,10 +92,9 @@ class Pool:
         self._owner, self._can_replace = owner, can_replace
         self._held: deque[Asked] = deque()
         """Requests that wait for a worker, the oldest first."""
-        self._routing, self._locked = Routing(), threading.RLock()
+        self._routing, self._books = Routing(), BooksLock(self._flush)
         self._changed = Sleepers()
         """Threads that wait for a worker."""
-        self._last_options: tuple[object, dict[str, Any]] = (None, {})
         self._is_loaded = False
         self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
         for replica in self._replicas:
@@ -201,43 +200,69 @@ class Pool:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock on the books of requests; handlers of signals, which may use them, are called behind it."""
-        with HeldBack(), self._locked:
+        """Hold the lock on the books of requests; what is posted to workers meanwhile is sent behind it."""
+        with self._books.held():
             yield
 
-    def add(self, new: Sequence[Asked], *, is_awaited: bool) -> Callable[[], None]:
+    def do_soon(self, work: Work) -> None:
+        """Have work done with the lock, and what it returns without. Does not wait; a finalizer may call it."""
+        self._books.do_soon(work)
+
+    def _flush(self) -> None:
+        for connection in self.ready:
+            connection.flush()
+
+    def add(self, new: Sequence[Asked], *, is_awaited: bool) -> None:
         """Send requests, or hold them until there is a worker.
 
         Args:
             new: one that a worker refuses ends with its error.
-            is_awaited: what this returns waits, and raises that error instead; none of them is queued then.
+            is_awaited: that error is raised instead, and none of them is queued.
         """
+        with self._forgotten_if_it_raises(new):
+            self._enter(new, is_awaited=is_awaited)
+            if is_awaited:
+                self._await(new)
+
+    def enter(self, new: Sequence[Asked]) -> Callable[[], None]:
+        """Send requests; return what waits for the words of workers, and raises their error."""
+        with self._forgotten_if_it_raises(new):
+            self._enter(new, is_awaited=True)
+
+        def wait() -> None:
+            with self._forgotten_if_it_raises(new):
+                self._await(new)
+
+        return wait
+
+    @contextmanager
+    def _forgotten_if_it_raises(self, new: Sequence[Asked]) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # refused, or Ctrl-C
+            self._forget(new)
+            raise
+
+    def _enter(self, new: Sequence[Asked], *, is_awaited: bool) -> None:
+        for asked in new:
+            if asked.n_ends > 1:
+                asked.target.expect_choices(asked.n_ends)
         with self.lock():
             check_own([asked.id for asked in new], self.requests)
             self.requests.update((asked.id, asked) for asked in new)
             self._held.extend(new)
             for asked in new:
                 asked.is_awaited = is_awaited
-            with self._forgotten_if_it_raises(new):  # a value that JSON does not have
-                self._send_held()
-        return partial(self._await, new)
+            self._send_held()
 
     def _await(self, new: Sequence[Asked]) -> None:
-        """Wait for what workers say to requests that were sent; nothing to do where nobody is to wait."""
-        with self._forgotten_if_it_raises(new):
-            for reply in dict.fromkeys(a.reply for a in new if a.is_awaited and a.reply):
-                self._check(reply)
+        """Wait for what workers say to requests that were sent."""
+        for reply in dict.fromkeys(asked.reply for asked in new if asked.reply):
+            self._check(reply)
         with self.lock():
             for asked in new:
                 asked.is_awaited = False
-
-    @contextmanager
-    def _forgotten_if_it_raises(self, new: Sequence[Asked]) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._forget(new)
-            raise
+        self.check_open()  # closed meanwhile, it is as if they had not been submitted
 
     def _check(self, reply: Reply) -> None:
         """Raise what a worker said to requests; where it died, they go the way of all that it had."""
@@ -252,8 +277,11 @@ class Pool:
         with self.lock():
             for asked in gone:
                 self._drop(asked)
-            for connection, ids in by_worker(gone).items():
-                calls.append(connection.call("cancel", ids=ids))
+            has = [asked for asked in gone if not asked.is_refused]
+            for connection, ids in by_worker(has).items():
+                calls.append(connection.ask({"op": "cancel", "ids": ids}))
+        for asked in gone:
+            asked.count_ends(1)
         for call in calls:  # their ids may be used again at once
             with suppress(CBatchError):
                 call.wait()
@@ -313,34 +341,26 @@ class Pool:
         if len(ready) == 1:
             return ready[0]
         origin = asked.extended and asked.extended.origin
-        if isinstance(origin, SentOrigin) and origin.worker in ready:
-            i = ready.index(origin.worker)
-            return ready[i] if loads[i] < math.inf else None
+        if isinstance(origin, SentOrigin):  # where its cells are
+            for connection, load in zip(ready, loads, strict=True):
+                if connection.key == origin.worker:
+                    return connection if load < math.inf else None
         keys = [*beginnings(asked.prompt, asked.options)]
         return ready[self._routing.choose(keys, loads)]
 
     def _send(self, connection: Connection, some: Sequence[Asked]) -> None:
         """Send requests to the worker that they are given to, alike ones together. With the lock."""
-        now = time.perf_counter()
-        for _, alike in groupby(some, key=lambda a: a.alike(now)):
-            group = [*alike]
-            first = group[0]
-            message = first.message(now)
+        for group, message in in_messages(some, time.perf_counter()):
+            more, first = b"", group[0]
             if first.extended is None:
-                message["items"] = [asked.item() for asked in group]
-                message["options"] = self._as_json(first.options)
-            reply = connection.send(message, then=partial(self._entered, group))
+                items = b",".join([asked.item for asked in group])
+                more = b'"options":%s,"items":[%s]' % (first.given, items)
+            reply = connection.ask(message, then=partial(self._entered, group), more=more)
             for asked in group:
                 asked.reply = reply
         for asked in some:
             if asked.is_paused:
-                connection.tell("pause", id=asked.id)
-
-    def _as_json(self, options: RunOptions) -> dict[str, Any]:
-        """Return options as JSON; those of the last request are kept, for most have the same."""
-        if self._last_options[0] is not options:
-            self._last_options = options, options_as_json(options)
-        return self._last_options[1]
+                connection.post("pause", id=asked.id)
 
     def _entered(self, group: Sequence[Asked], reply: Reply) -> None:
         """End requests that a worker has refused, where nobody waits for its answer."""
@@ -362,7 +382,7 @@ class Pool:
             if self.requests.get(asked.id) is not asked:
                 return
             self._drop(asked)
-        asked.target.deliver(chunks, results)
+        asked.deliver(chunks, results)
 
     # ---- from the workers, in the threads of their replicas ----
 
@@ -370,30 +390,34 @@ class Pool:
         """Take a worker that is ready."""
         with self.lock():
             if self.recorder is not None:
-                connection.tell("record_steps", on=True)
+                connection.post("record_steps", on=True)
             if self.is_closing:
-                connection.tell("close")
+                connection.post("close")
             self._send_held()
         self._changed.wake()
 
-    def take(self, connection: Connection, frame: bytes) -> None:
+    def take(self, connection: Connection, said: dict[str, Any]) -> None:
         """Deliver what a frame has."""
-        said = loads(frame)
         parcels: dict[Target, Parcel] = {}
+        admitted = as_texts(said.get("admitted", []))
+        if admitted and self.on_admit is not None:
+            self.on_admit(admitted)
         with self.lock():
             # all is read before the books change: what cannot be read ends the worker
-            admitted = as_texts(said.get("admitted", []))
             heard, ended = self._read(connection, said)
-            self._note_admitted(connection, admitted)
+            for id in admitted:
+                if (known := connection.requests.get(id)) is not None:
+                    known.has_begun = True
             for asked, chunk in heard:
                 parcels.setdefault(asked.target, ([], []))[0].extend(asked.hear(chunk))
             for asked in ended:
                 self._drop(asked)
         for asked, result in ended.items():
             chunks, results = parcels.setdefault(asked.target, ([], []))
-            chunks += asked.last_chunks(result)
+            last = asked.last_chunks(result)
+            asked.count_ends(len(last))
+            chunks += last
             results.append((asked.place, result))
-            asked.target.expect_choices(len(result.choices) or 1)
         for target, (chunks, results) in parcels.items():
             target.deliver(chunks, results)
         self._take_events(connection, said)
@@ -417,18 +441,13 @@ class Pool:
         }
         return heard, ended
 
-    def _note_admitted(self, connection: Connection, ids: Sequence[str]) -> None:
-        for id in ids:
-            if (asked := connection.requests.get(id)) is not None:
-                asked.has_begun = True
-        if ids and self.on_admit is not None:
-            self.on_admit(ids)
-
     def _take_events(self, connection: Connection, said: dict[str, Any]) -> None:
         """Take what a frame has besides output; answers to calls last, for they come behind it."""
         for name, level, text, values in said.get("logs", ()):
             logger, more = logging.getLogger(as_text(name)), {FIELDS: as_object(values)}
-            logger.log(as_count(level), "%s", as_text(text), extra=more)
+            words, n = as_text(text), as_count(level)
+            with suppress(Exception):  # of a handler: it loses its line alone
+                logger.log(n, "%s", words, extra=more)
         for error in (*said.get("errors", ()), *said.get("died", ())):
             connection.cause = as_text(error["message"])
         for record in said.get("steps", ()):
@@ -467,7 +486,7 @@ class Pool:
         if ids:
             donor.is_giving = True
             message = {"op": "take_back", "ids": ids}
-            donor.send(message, as_texts, partial(self._taken_back, donor))
+            donor.ask(message, as_texts, partial(self._taken_back, donor))
 
     def _taken_back(self, donor: Connection, reply: Reply) -> None:
         """Send requests that a worker has given back to others."""
@@ -530,7 +549,6 @@ class Pool:
     def _cut_off(self, asked: Asked, error: CBatchError | None) -> None:
         """End a request whose worker cannot; without an error it is cancelled."""
         chunks, results = asked.cancelled() if error is None else asked.cut_off(error)
-        asked.target.expect_choices(len(results[0][1].choices) or 1)
         self.end(asked, chunks, results)
 
     def _keep_figures(self, connection: Connection) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.errors import CBatchError, EngineError, words_of
 from cbatch.logs import Log
-from cbatch.worker.connection import Connection
+from cbatch.worker.connection import Connection, FrameThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,8 @@ class Owner(Protocol):
     def join(self, connection: Connection) -> None:
         """Take a worker that is ready."""
 
-    def take(self, connection: Connection, frame: bytes) -> None:
-        """Take a frame."""
+    def take(self, connection: Connection, said: dict[str, Any]) -> None:
+        """Take what a frame holds."""
 
     def leave(self, connection: Connection) -> bool:
         """Do without a worker that is gone; return whether it is to be replaced."""
@@ -53,7 +53,7 @@ class Replica:
         self._pool, self._launch = pool, launch
         self._link: Link | None = None
         self._is_over, self._linking = threading.Event(), threading.Lock()
-        self.thread = threading.Thread(target=self._run, name=f"cbatch-worker-{i}", daemon=True)
+        self.thread = FrameThread(target=self._run, name=f"cbatch-worker-{i}", daemon=True)
 
     def end(self) -> None:
         """Start no more workers, and end one that is not ready yet."""
@@ -121,16 +121,18 @@ class Replica:
 
     def _serve(self, connection: Connection) -> None:
         """Take what a worker sends until it is gone."""
-        self.connection, self.n_slots = connection, connection.n_slots
+        self.connection = self.thread.connection = connection
+        self.n_slots = connection.n_slots
         try:
             self._pool.join(connection)
-            for frame in connection.frames:
-                self._pool.take(connection, frame)
+            for said in connection.messages():
+                self._pool.take(connection, said)
         except Exception as error:
             connection.cause = f"it sent what cannot be read: {words_of(error)}"
             connection.link.kill()
             _log.fail("a frame of a worker could not be read")
-        ended = connection.link.end()
+        ended = connection.end()
+        self.thread.connection = None
         with self._linking:
             self.connection = self._link = None
         connection.lose("; ".join(filter(None, (connection.cause, ended))))

@@ -15,6 +15,7 @@ from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings
 from cbatch.runtime.output import Origin
 from cbatch.worker.wire import (
     chunk_of_json,
+    dumps,
     extension_as_json,
     prompt_as_json,
     result_of_json,
@@ -37,11 +38,16 @@ N_TOGETHER_MAX = 2
 """Deaths of workers among whose requests one is; then it is computed alone. Our choice."""
 
 
+N_MESSAGE_BYTES = 2**20
+"""Bytes of the prompts of a message: beyond that, another command would wait for long behind it. Our choice."""
+
+
 @dataclass(frozen=True, slots=True)
 class SentOrigin(Origin):
     """Where a worker's result comes from; `number` has a meaning to that worker alone."""
 
-    worker: Connection | None
+    worker: str
+    """The key of its `Connection`; "" where it is not known."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +64,12 @@ class Asked:
     _: KW_ONLY
     submitted_s: float
     ends_s: float = math.inf
+    item: bytes = b""
+    """The prompt as a worker takes it; of a request that continues a result, nothing."""
+    given: bytes = b""
+    """The options as a worker takes them."""
+    n_ends: int = 1
+    """How often its reader is to be told of an end: once for each choice."""
     is_fed: bool = False
     may_wait: bool = True
     asks_again: bool = False
@@ -86,20 +98,28 @@ class Asked:
     """The choices of which it has got the last chunk."""
 
     @classmethod
-    def of(cls, submission: Submission) -> Iterator[Asked]:
-        """Yield the requests of a submission."""
+    def of(cls, submission: Submission, given: bytes) -> Iterator[Asked]:
+        """Yield the requests of a submission whose options are `given` in JSON.
+
+        Raises:
+            ConfigError: a prompt has a value that JSON does not have.
+        """
         now, s = time.perf_counter() - submission.age_s, submission
         for i, (prompt, id, name) in enumerate(zip(s.prompts, s.ids, s.names, strict=True)):
-            place = s.first_place + i
+            own = RunOptions.of(prompt.options)
+            n = own.n if own.n is not None else s.options.n
             yield cls(
                 id,
                 prompt,
                 s.options,
                 s.target,
-                place,
+                s.first_place + i,
                 name,
                 ends_s=s.ends_s,
                 submitted_s=now,
+                item=_in_json(prompt, id, name),
+                given=given,
+                n_ends=n or 1,
                 is_fed=s.is_fed,
                 may_wait=s.may_wait,
                 asks_again=s.asks_again,
@@ -116,16 +136,6 @@ class Asked:
         return more
 
     # ---- to a worker ----
-
-    def item(self) -> dict[str, Any]:
-        """Return the prompt as a worker takes it."""
-        return prompt_as_json(self.prompt, self.id, self.name)
-
-    def alike(self, now: float) -> tuple[object, ...]:
-        """Return what requests have in common that can be sent in one message."""
-        own = id(self) if self.extended else None
-        message = self.message(now)
-        return (own, id(self.options), *message.values())
 
     def message(self, now: float) -> dict[str, Any]:
         """Return the message that submits it; but for an extension, prompts and options are to be added."""
@@ -155,13 +165,18 @@ class Asked:
         assert self.extended is not None
         origin = self.extended.origin
         assert isinstance(origin, Origin)
-        is_known = isinstance(origin, SentOrigin) and origin.worker is self.worker
+        is_known = self.worker and getattr(origin, "worker", "") == self.worker.key
         return origin if is_known else replace(origin, number=-1)
 
     @property
     def n_choices(self) -> int:
         """Answers that are kept."""
         return RunOptions.of(self.prompt.options).over(self.options).n or 1
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether its worker has said that it does not take it."""
+        return self.reply is not None and self.reply.error is not None
 
     @property
     def must_be_alone(self) -> bool:
@@ -207,6 +222,7 @@ class Asked:
         options = replace(
             RunOptions.of(self.prompt.options).over(self.options), n=None, best_of=None
         )
+        worker = "" if self.worker is None else self.worker.key
         request = Request(
             self.id,
             self.prompt,
@@ -217,7 +233,7 @@ class Asked:
             owner=owner,
         )
         return SentOrigin(
-            request, number, result.token_ids, result.finish_reason, result.usage, self.worker
+            request, number, result.token_ids, result.finish_reason, result.usage, worker
         )
 
     def read_chunk(self, said: Sequence[Any]) -> BatchOutputChunk:
@@ -236,6 +252,20 @@ class Asked:
         self.has_begun = True
         self.heard.append(chunk)
         return [chunk]
+
+    def deliver(
+        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
+    ) -> None:
+        """Tell its reader of its end."""
+        self.count_ends(len(chunks))
+        self.target.deliver(chunks, results)
+
+    def count_ends(self, n_more: int = 0) -> None:
+        """Have its reader expect the ends that have come, and `n_more`: a request may fail with one for all choices."""
+        n = len(self.ended) + n_more
+        if n != self.n_ends:
+            self.target.expect_choices(1 + n - self.n_ends)
+            self.n_ends = n
 
     def read_result(self, said: Mapping[str, Any], owner: str) -> BatchResult:
         """Return the result that its worker sends. Raises a ConfigError where it can be none of this request."""
@@ -294,3 +324,28 @@ class Asked:
 
 
 _TOO_EARLY = "cancelled before it got a slot"
+
+
+def in_messages(some: Sequence[Asked], now: float) -> Iterator[tuple[list[Asked], dict[str, Any]]]:
+    """Yield requests that can be sent in one message, with that message; one has about a MiB at most."""
+    group: list[Asked] = []
+    message: dict[str, Any] = {}
+    n_bytes = 0
+    for asked in some:
+        own = asked.message(now)
+        is_alike = group and not asked.extended and own == message and asked.given is group[0].given
+        if group and not (is_alike and n_bytes + len(asked.item) <= N_MESSAGE_BYTES):
+            yield group, message
+            group, n_bytes = [], 0
+        group.append(asked)
+        message, n_bytes = own, n_bytes + len(asked.item)
+    if group:
+        yield group, message
+
+
+def _in_json(prompt: BatchPrompt, id: str, name: str) -> bytes:
+    """Return a prompt as a worker takes it. Raises a ConfigError with its name."""
+    try:
+        return dumps(prompt_as_json(prompt, id, name))
+    except ConfigError as error:
+        raise ConfigError(f"{name or f'request {id!r}'}: {error}") from None

@@ -181,14 +181,16 @@ def _logs_to(outbox: Outbox, level: int) -> Iterator[None]:
     """Send the log's lines of at least this level to a client."""
     handler, logger = LogToOutbox(outbox), logging.getLogger("cbatch")
     handler.setLevel(level)
-    before = logger.level
+    before, is_lower = logger.level, level < logger.getEffectiveLevel()
     logger.addHandler(handler)
-    logger.setLevel(max(1, min(level, logger.getEffectiveLevel())))
+    if is_lower:
+        logger.setLevel(max(1, level))
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before)
+        if is_lower:
+            logger.setLevel(before)
 
 
 def read_hello(line: bytes) -> Hello:
@@ -246,6 +248,7 @@ def _ready(runtime: Runtime) -> dict[str, Any]:
         "pid": os.getpid(),
         "parallel": runtime.n_slots,
         "n_window": runtime.n_window,
+        "has_limit": runtime.has_limit,
     }
 
 

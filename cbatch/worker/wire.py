@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -297,8 +298,21 @@ def error_of_json(said: Mapping[str, Any] | None) -> CBatchError | None:
     error = kind.__new__(kind, text)
     error.args = (text,)
     error.__dict__.update(as_object(said.get("values", {})))
-    error.__cause__ = error_of_json(said.get("cause"))
+    error.__cause__ = _cause_of_json(said.get("cause"))
     return error
+
+
+def _cause_of_json(said: Mapping[str, Any] | None) -> BaseException | None:
+    """Return a cause: as `error_of_json`, but one of Python's own errors is of its type."""
+    kind = None if said is None else vars(builtins).get(said["type"])
+    if said is None or not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return error_of_json(said)
+    try:
+        found = kind(said["message"])
+    except TypeError:  # it takes more than a text, as that of a decoder
+        return error_of_json(said)
+    found.__cause__ = _cause_of_json(said.get("cause"))
+    return found
 
 
 def _plain(value: object) -> object:

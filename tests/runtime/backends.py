@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import NoStore
 from cbatch.runtime.loop import Loop
+from cbatch.worker.client import Workers
 from tests.helpers import check_ledger
+from tests.worker.started import RUNTIMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,8 +161,12 @@ def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
 
 
 def parts_of(engine: Engine) -> Any:
-    """What an engine is made of, read where no turn of its thread may be waited for."""
-    return engine._runtime
+    """What an engine is made of, or its only worker; read where no turn of its thread may be waited for."""
+    runtime = engine._runtime
+    if not isinstance(runtime, Workers):
+        return runtime
+    [only] = RUNTIMES[runtime]
+    return only
 
 
 def loop_of(engine: Engine) -> Loop:

@@ -13,7 +13,6 @@ import pytest
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, fake_logprobs
 from cbatch.core.plan import KvCapabilities
-from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import (
     ConfigError,
@@ -27,6 +26,7 @@ from cbatch.response import BatchError, BatchOutputChunk
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import A_SECOND_A_STEP, partitioned
+from tests.kinds import engine_on
 from tests.places import steps, wait_until
 from tests.runtime.backends import (
     Cancelled,
@@ -40,6 +40,7 @@ from tests.runtime.backends import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cbatch.engine import Engine
     from cbatch.messages import Prompt
     from cbatch.response import BatchResult
 
@@ -48,7 +49,7 @@ LONG = {"ignore_eos": True, "max_tokens": 6}
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with closing(Engine(FakeBackend(4, 64, 32), options=LONG)) as made:
+    with closing(engine_on(FakeBackend(4, 64, 32), options=LONG)) as made:
         yield made
 
 
@@ -111,7 +112,7 @@ def test_chunks_of_choices_have_their_index_and_the_id_of_the_request(engine: En
 
 def test_id_is_taken_until_the_last_choice_has_ended() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=8)
-    with closing(Engine(backend, options=LONG)) as engine:
+    with closing(engine_on(backend, options=LONG)) as engine:
         prompt = BatchPrompt(prompt="a b c", id="x")
         response = engine.run([prompt], options={"n": 3})  # in two slots: two end first
         backend.wait_until_held()
@@ -138,7 +139,7 @@ def test_id_is_free_when_the_result_arrives(
 
 def test_cancel_ends_all_choices_and_counts_one_request() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
-    with closing(Engine(backend, options=LONG)) as engine:
+    with closing(engine_on(backend, options=LONG)) as engine:
         prompts = [BatchPrompt(prompt="a", id="x"), BatchPrompt(prompt="b")]
         response = engine.run(prompts, options={"n": 3})
         backend.wait_until_held()
@@ -156,7 +157,7 @@ def six_choices_in_line() -> Iterator[tuple[Engine, Callable[[], list[BatchResul
     """One slot, room for one to wait, and six choices of `x`, the first at work; the call waits for the results."""
     backend = GatedBackend(1, 64, 32, hold_at=3)
     schedule = ScheduleOptions(max_queue=1)
-    with closing(Engine(backend, options=LONG, schedule=schedule)) as engine:
+    with closing(engine_on(backend, options=LONG, schedule=schedule)) as engine:
         prompt = BatchPrompt(prompt="a", id="x")
         running = in_thread(lambda: all_results(engine.run([prompt], options={"n": 6})))
         backend.wait_until_held()
@@ -174,7 +175,7 @@ def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
 
 def test_cancel_all_counts_requests_not_choices() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
-    with closing(Engine(backend, options=LONG)) as engine:
+    with closing(engine_on(backend, options=LONG)) as engine:
         response = engine.run(["a", "b"], options={"n": 3})
         backend.wait_until_held()
         backend.release_when_asked()
@@ -184,7 +185,7 @@ def test_cancel_all_counts_requests_not_choices() -> None:
 
 def test_leaving_a_batch_cancels_its_choices() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
-    with closing(Engine(backend, options=LONG)) as engine:
+    with closing(engine_on(backend, options=LONG)) as engine:
         response = engine.run(["a", "b"], options={"n": 3})
         backend.wait_until_held()
         backend.release_when_asked()
@@ -195,7 +196,7 @@ def test_leaving_a_batch_cancels_its_choices() -> None:
 
 def test_pause_holds_all_choices_until_resume() -> None:
     backend = GatedBackend(4, 64, 32, hold_at=2)
-    with closing(Engine(backend, options=LONG)) as engine:
+    with closing(engine_on(backend, options=LONG)) as engine:
         response = engine.run([BatchPrompt(prompt="a", id="x")], options={"n": 3})
         backend.wait_until_held()
         backend.release_when_asked()
@@ -208,7 +209,7 @@ def test_pause_holds_all_choices_until_resume() -> None:
 
 def test_choices_pause_each_for_itself_and_are_resumed_together() -> None:
     backend = FakeBackend(4, 64, 32)
-    with closing(Engine(backend, options=LONG, threaded=False)) as engine:
+    with closing(engine_on(backend, options=LONG, threaded=False)) as engine:
         response = engine.run(
             [BatchPrompt(prompt="a", id="x")], options={"n": 3, "max_tokens": 9, "pause_every": 4}
         )
@@ -237,7 +238,7 @@ def test_pause_holds_choices_too_that_wait_for_room_in_the_queue() -> None:
 
 def test_closing_ends_all_choices() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
-    engine = Engine(backend, options=LONG)
+    engine = engine_on(backend, options=LONG)
     response = engine.run(["a"], options={"n": 3})
     backend.wait_until_held()
     backend.release_when_asked()
@@ -264,7 +265,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """Return an engine by hand with one slot, whose clock is the backend's: each step takes a second."""
     backend = GatedBackend(1, 64, 32, cost=A_SECOND_A_STEP)
     monkeypatch.setattr("time.perf_counter", lambda: backend.now_s)
-    with closing(Engine(backend, options=LONG, threaded=False)) as made:
+    with closing(engine_on(backend, options=LONG, threaded=False)) as made:
         yield made
 
 
@@ -314,7 +315,7 @@ def test_best_of_candidates_that_never_ran_leave_the_best_of_the_others(timed: E
 
 def test_best_of_whose_engine_dies_is_an_error_of_the_engine() -> None:
     backend = FailingBackend(1, 64, 32, error=MemoryError("gone"), fail_at=8)
-    engine = Engine(backend, options={**LONG, "best_of": 3})
+    engine = engine_on(backend, options={**LONG, "best_of": 3})
     [result] = all_results(engine.submit("a b c"))
     assert result.finish_reason == "error"
     assert isinstance(result.error, EngineClosedError)
@@ -323,7 +324,7 @@ def test_best_of_whose_engine_dies_is_an_error_of_the_engine() -> None:
 
 def test_fed_batch_with_choices_stays_within_what_it_may_hold() -> None:
     backend = FakeBackend(2, 64, 32)
-    with closing(Engine(backend, options={**LONG, "n": 5})) as engine:
+    with closing(engine_on(backend, options={**LONG, "n": 5})) as engine:
         n_read = 0
 
         def prompts() -> Iterator[str]:
@@ -341,7 +342,7 @@ def test_fed_batch_with_choices_stays_within_what_it_may_hold() -> None:
 
 
 def test_fed_results_with_choices_stay_within_what_it_may_hold() -> None:
-    with closing(Engine(FakeBackend(2, 64, 32), options={**LONG, "n": 5})) as engine:
+    with closing(engine_on(FakeBackend(2, 64, 32), options={**LONG, "n": 5})) as engine:
         n_read = n_given = n_most = 0
 
         def prompts() -> Iterator[str]:
@@ -360,7 +361,7 @@ def test_fed_results_with_choices_stay_within_what_it_may_hold() -> None:
 
 def test_winding_down_spares_a_request_of_which_a_choice_runs() -> None:
     backend = GatedBackend(1, 64, 32, hold_at=3)
-    with closing(Engine(backend, options=LONG)) as engine:
+    with closing(engine_on(backend, options=LONG)) as engine:
         response = engine.run(["a", "b"], options={"n": 3, "seed": 7})
         backend.wait_until_held()
         response.wind_down()
@@ -373,7 +374,7 @@ def test_winding_down_spares_a_request_of_which_a_choice_runs() -> None:
 def test_winding_down_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
     backend = GatedBackend(1, 64, 32, hold_at=3)
     schedule = ScheduleOptions(max_queue=1)
-    with closing(Engine(backend, options=LONG, schedule=schedule)) as engine:
+    with closing(engine_on(backend, options=LONG, schedule=schedule)) as engine:
         other = engine.run(["a"], options={"max_tokens": 20})
         backend.wait_until_held()
         response = engine.run(iter([BatchPrompt(prompt="b", id="x")]), options={"n": 3})
@@ -387,7 +388,7 @@ def test_winding_down_ends_choices_too_that_wait_for_room_in_the_queue() -> None
 
 def test_choices_that_never_ran_do_not_count_as_computed() -> None:
     backend = GatedBackend(1, 128, 64, memory=partitioned(128))
-    with closing(Engine(backend, options=LONG, threaded=False)) as engine:
+    with closing(engine_on(backend, options=LONG, threaded=False)) as engine:
         engine.submit("x" * 60).result()
         response = engine.run([BatchPrompt(prompt="x" * 60, id="x")], options={"n": 3})
         steps(engine, 2)
@@ -403,7 +404,7 @@ def test_choice_before_the_one_that_scores_has_no_prompt_scores() -> None:
     )  # where the second finds its prompt, and the first has no room for it
     schedule = ScheduleOptions(admission="reserve")
     backend = GatedBackend(4, 128, 64, memory=pool)
-    with closing(Engine(backend, options=LONG, threaded=False, schedule=schedule)) as engine:
+    with closing(engine_on(backend, options=LONG, threaded=False, schedule=schedule)) as engine:
         engine.submit("x" * 60, options={"max_tokens": 30})
         steps(engine, 2)
         options = {"n": 2, "prompt_logprobs": 0, "echo": True, "logprobs": True}
@@ -471,7 +472,7 @@ def test_result_has_taken_as_long_as_the_slowest_answer_whichever_is_kept(engine
 def test_best_of_counts_the_prompt_as_computed_whichever_it_keeps() -> None:
     memory = partitioned(4 * 64)
     for seed in range(6):
-        with closing(Engine(FakeBackend(4, 64, 32, memory=memory), options=LONG)) as engine:
+        with closing(engine_on(FakeBackend(4, 64, 32, memory=memory), options=LONG)) as engine:
             options = {"best_of": 3, "seed": seed}
             result = engine.submit("x" * 40, options=options).result()
             assert result.usage.cached_tokens == 0
@@ -558,7 +559,7 @@ def test_extended_choice_tells_no_logprobs_where_they_were_to_rank_by(engine: En
 
 def test_extended_choice_scores_the_prompt_where_the_first_did_not() -> None:
     backend = GatedBackend(2, 256, 8, hold_at=4)
-    with closing(Engine(backend, schedule=ScheduleOptions(share_prefixes=False))) as engine:
+    with closing(engine_on(backend, schedule=ScheduleOptions(share_prefixes=False))) as engine:
         prompt = BatchPrompt(prompt="a" * 40, id="x")
         options = {**LONG, "n": 2, "seed": 7, "prompt_logprobs": 0}
         response = engine.run([prompt], options=options)

@@ -13,8 +13,8 @@ import pytest
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities
-from cbatch.engine import Engine
 from cbatch.errors import ConfigError, RequestFailedError
+from tests.kinds import engine_on
 from tests.oracle.fake_streams import scores_alone
 from tests.runtime.backends import GatedBackend, all_results
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.core.plan import StepPlan
+    from cbatch.engine import Engine
     from cbatch.response import BatchResult, TokenLogprob
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents, but for a few intervals."
@@ -35,7 +36,7 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def engine(backend: FakeBackend) -> Iterator[Engine]:
-    with closing(Engine(backend, options=LONG)) as made:
+    with closing(engine_on(backend, options=LONG)) as made:
         yield made
 
 
@@ -112,7 +113,7 @@ def test_company_that_is_not_scored_is_computed_beside(
 
 def test_scored_prompt_takes_nothing_over_but_gives(backend: FakeBackend) -> None:
     memory = KvCapabilities("partitioned", 4 * 256, can_copy=True)
-    with closing(Engine(FakeBackend(4, 256, 200, memory=memory), options=LONG)) as engine:
+    with closing(engine_on(FakeBackend(4, 256, 200, memory=memory), options=LONG)) as engine:
         first = answer(engine, prompt_logprobs=0)
         again = answer(engine, prompt_logprobs=0)
         plain = answer(engine)
@@ -123,7 +124,7 @@ def test_scored_prompt_takes_nothing_over_but_gives(backend: FakeBackend) -> Non
 
 def test_broken_row_of_the_prompt_fails_its_item_alone() -> None:
     faults = Faults(broken=lambda chunk: chunk.tokens[-1] == ord("!"))
-    with closing(Engine(FakeBackend(4, 64, 64, faults=faults), options=LONG)) as engine:
+    with closing(engine_on(FakeBackend(4, 64, 64, faults=faults), options=LONG)) as engine:
         bad, good = all_results(
             engine.run(["a!b", "abc"], options={"prompt_logprobs": 0, "seed": 1})
         )
@@ -135,7 +136,7 @@ def test_broken_row_of_the_prompt_fails_its_item_alone() -> None:
 
 def test_cancelled_prompt_tells_as_far_as_it_came() -> None:
     backend = GatedBackend(1, 256, 200, hold_at=0)
-    with closing(Engine(backend, options=LONG)) as engine:
+    with closing(engine_on(backend, options=LONG)) as engine:
         response = engine.run([PROMPT], options={"prompt_logprobs": 0, "logprobs": 1, "echo": True})
         backend.wait_until_held()
         backend.release_when_asked()
@@ -155,7 +156,7 @@ def test_cancelled_prompt_tells_as_far_as_it_came() -> None:
 def test_request_that_never_ran_tells_nothing_of_its_prompt() -> None:
     backend = GatedBackend(1, 256, 200, hold_at=0)
     said: dict[str, Any] = {"prompt_logprobs": 0, "logprobs": 1, "echo": True}
-    with closing(Engine(backend, options={**LONG, **said})) as engine:
+    with closing(engine_on(backend, options={**LONG, **said})) as engine:
         response = engine.run([PROMPT, PROMPT])
         backend.wait_until_held()
         backend.release_when_asked()
@@ -172,7 +173,7 @@ def test_pieces_of_exact_are_scored_whole(chunk_alignment: int) -> None:
     with (
         patch("cbatch.core.scheduler.N_TARGETS_MAX", 16),
         patch("cbatch.core.driver.N_TARGETS_MAX", 16),
-        closing(Engine(backend, options=LONG)) as engine,
+        closing(engine_on(backend, options=LONG)) as engine,
     ):
         results = [answer(engine, seed=3, prompt_logprobs=0)]
         results += all_results(
@@ -315,7 +316,7 @@ def test_no_tokens_without_echo_are_refused_with_the_ways_out(engine: Engine) ->
 def test_cells_from_disk_are_not_for_a_scored_prompt() -> None:
     memory = KvCapabilities("partitioned", 512, can_save=True, can_copy=True)
     backend = FakeBackend(2, 256, 64, memory=memory)
-    with closing(Engine(backend, options=LONG)) as engine:
+    with closing(engine_on(backend, options=LONG)) as engine:
         with pytest.raises(ConfigError, match="cache_required"):
             answer(engine, prompt_logprobs=0, cache_key="k", cache_required=True)
         backend.chunk_alignment = 128

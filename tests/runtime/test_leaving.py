@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.engine import Engine
 from cbatch.errors import RequestCancelledError
+from tests.kinds import engine_on
 from tests.runtime.backends import (
     GatedBackend,
     all_results,
@@ -26,6 +26,7 @@ from tests.runtime.backends import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from cbatch.engine import Engine
     from cbatch.runtime.batch_response import BatchResponse
 
 ENDLESS = {"ignore_eos": True}
@@ -82,7 +83,7 @@ WAYS: list[Callable[[BatchResponse], None]] = [
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine(FakeBackend(2, LONG, 64), options=ENDLESS) as made:
+    with engine_on(FakeBackend(2, LONG, 64), options=ENDLESS) as made:
         yield made
 
 
@@ -104,7 +105,7 @@ def test_who_leaves_frees_the_slots_for_the_next(
 def test_who_leaves_an_engine_by_hand_frees_the_slots_for_the_next(
     leave: Callable[[BatchResponse], None],
 ) -> None:
-    engine = Engine(GatedBackend(2, LONG, 64), options=ENDLESS, threaded=False)
+    engine = engine_on(GatedBackend(2, LONG, 64), options=ENDLESS, threaded=False)
     response = engine.run(["a", "b", "c"])
     leave(response)
     [(reason, _)] = streams(engine.run(["next"], options={"max_tokens": 3}))
@@ -128,7 +129,7 @@ def test_results_left_in_their_order_of_completion_free_the_slots(engine: Engine
 @pytest.mark.parametrize("leave", [lambda r: iter(r).close(), lambda r: iter(r) and gc.collect()])
 def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], None]) -> None:
     backend = GatedBackend(2, 64, 16, hold_at=3)
-    with Engine(backend, options=ENDLESS) as engine:
+    with engine_on(backend, options=ENDLESS) as engine:
         response = engine.run(["left", "left too", "left in the queue"])
         backend.wait_until_held()
         n_plans = len(backend.plans)  # the one that is held comes next, and no other may hold them
@@ -158,7 +159,7 @@ def test_leaving_twice_or_after_the_end_is_harmless(engine: Engine) -> None:
 
 
 def test_leaving_after_close_is_harmless() -> None:
-    engine = Engine(FakeBackend(2, LONG, 64), options=ENDLESS)
+    engine = engine_on(FakeBackend(2, LONG, 64), options=ENDLESS)
     reader = iter(engine.run(["a", "b"]))
     next(reader)
     engine.close()
@@ -181,7 +182,7 @@ def test_many_that_vanish_in_threads_of_their_own_leave_nothing(engine: Engine) 
 
 def test_everyone_who_waits_for_one_batch_is_told_once() -> None:
     backend = GatedBackend(2, 64, 16, hold_at=3)
-    engine = Engine(backend, options=ENDLESS)
+    engine = engine_on(backend, options=ENDLESS)
     response = engine.run(["a", "b", "c"])
     waits: list[Callable[[], Any]] = [in_thread(lambda: all_results(response)) for _ in range(3)]
     chunks = in_thread(lambda: [c.id for c in response if c.finish_reason])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from cbatch.worker.framing import read_frames, read_lines
 from cbatch.worker.service import read_hello, serve
 from cbatch.worker.wire import VERSION, dumps
 from tests.runtime.backends import PATIENCE_S, GatedBackend
+from tests.worker.started import RUNTIMES
 
 if TYPE_CHECKING:
     from cbatch.backend import Backend
@@ -40,8 +40,7 @@ class ThreadLink:
         self._closing = threading.Lock()
         self.runtime = make()
         self._thread = threading.Thread(target=self._serve, daemon=True)
-        level = logging.getLogger("cbatch").getEffectiveLevel()
-        said = {"cbatch": VERSION, "frames": "length", "log_level": level, **hello}
+        said = {"cbatch": VERSION, "frames": "length", "log_level": 100, **hello}
         self._thread.start()
         if not is_silent:
             self.send(dumps(said))
@@ -178,7 +177,16 @@ class Launches:
 
 def workers_over(*make: MakeRuntime, can_replace: bool = False) -> Workers:
     """A client of workers in threads, one for each factory of a runtime."""
-    return Workers([partial(ThreadLink, m) for m in make], can_replace=can_replace)
+    made: list[LocalRuntime] = []
+
+    def launch(make: MakeRuntime) -> ThreadLink:
+        link = ThreadLink(make)
+        made.append(link.runtime)
+        return link
+
+    workers = Workers([partial(launch, m) for m in make], can_replace=can_replace)
+    RUNTIMES[workers] = made
+    return workers
 
 
 def engine_over(*backends: Backend, schedule: ScheduleOptions | None = None, **more: Any) -> Engine:

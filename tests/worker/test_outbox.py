@@ -259,7 +259,7 @@ def wait_for_turn(program: Program) -> None:
     target = Awaited()
     prompt, id = BatchPrompt(prompt="last"), own_id("own")
     options = RunOptions(max_tokens=1)
-    program.runtime.add(Submission([prompt], [id], [""], options, math.inf, target))()
+    program.runtime.add(Submission([prompt], [id], [""], options, math.inf, target))
     assert target.has_ended.wait(PATIENCE_S)
 
 

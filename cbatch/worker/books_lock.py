@@ -1,0 +1,63 @@
+"""The lock on a client's books of requests: nothing is sent or delivered under it, and a finalizer may use it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+from cbatch.interrupts import HeldBack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Work: TypeAlias = "Callable[[], Callable[[], object]]"
+"""Changes books, and returns what is to be done without the lock."""
+
+
+class BooksLock:
+    """A lock that its thread may take again; behind the outermost block, what was kept for then is done."""
+
+    def __init__(self, behind: Callable[[], object]) -> None:
+        """Make one; `behind` is called whenever a thread has let it go."""
+        self._behind, self._lock = behind, threading.RLock()
+        self._owner: int | None = None
+        self._soon: deque[Work] = deque()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock in a block; handlers of signals, which may want it, are called behind that."""
+        if self._owner == threading.get_ident():
+            yield
+            return
+        with HeldBack():
+            with self._lock:
+                self._owner = threading.get_ident()
+                try:
+                    yield
+                finally:
+                    self._owner = None
+            self._do_soon()
+
+    def do_soon(self, work: Work) -> None:
+        """Have work done under the lock, by this thread or the one that has it. Does not wait.
+
+        A finalizer may call this in a thread that is changing the books.
+        """
+        self._soon.append(work)
+        self._do_soon()
+
+    def _do_soon(self) -> None:
+        if self._owner == threading.get_ident():
+            return
+        while self._soon and self._lock.acquire(blocking=False):
+            try:
+                self._owner = threading.get_ident()
+                then = self._soon.popleft()() if self._soon else None
+            finally:
+                self._owner = None
+                self._lock.release()
+            if then is not None:
+                then()
+        self._behind()

@@ -1,0 +1,422 @@
+"""Values of every type on their way over the border: what comes out is what went in, to the bit."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import struct
+from dataclasses import fields
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch import errors
+from cbatch.core.stats import EngineStats, Percentiles
+from cbatch.errors import CBatchError, ConfigError, RequestFailedError
+from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
+from cbatch.response import (
+    BatchOutputChunk,
+    BatchResult,
+    Timings,
+    TokenLogprob,
+    ToolCall,
+    Usage,
+)
+from cbatch.runtime.row_comparison import RowComparison
+from cbatch.runtime.step_record import StepRecord, StepRow
+from cbatch.worker import wire
+from tests.profiles import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NUMBERS = st.integers(0, 2**31 - 1)
+SECONDS = st.floats(0, 1e9)
+ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
+TEXTS = st.text() | st.sampled_from(
+    ["", "\0", "a\0b", "\ud800", "x\udfffy", "\u2028", '"\\', "é\U0001f600", "\x7f\x85"]
+)
+
+
+def sent(value: object) -> Any:
+    """What arrives of a value."""
+    return wire.loads(wire.dumps({"value": value}))["value"]
+
+
+# ---- to the worker ----
+
+OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "max_tokens": st.integers(1, 2**31 - 1),
+    "strict_max_tokens": st.booleans(),
+    "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3) | st.text(min_size=1, max_size=5),
+    "stop_token_ids": st.lists(NUMBERS, max_size=4),
+    "include_stop": st.booleans(),
+    "ignore_eos": st.booleans(),
+    "temperature": st.floats(0, 1e4),
+    "top_k": NUMBERS,
+    "top_p": st.floats(0, 1),
+    "min_p": st.floats(0, 1),
+    "typical_p": st.floats(0, 1),
+    "top_n_sigma": st.floats(-1, 1e3),
+    "xtc_probability": st.floats(0, 1),
+    "xtc_threshold": st.floats(0, 1),
+    "repeat_penalty": st.floats(0.01, 100),
+    "repeat_last_n": st.integers(0, 2**20),
+    "presence_penalty": st.floats(-100, 100),
+    "frequency_penalty": st.floats(-100, 100),
+    "dry_multiplier": st.floats(0, 100),
+    "dry_base": st.floats(0, 100),
+    "dry_allowed_length": NUMBERS,
+    "dry_penalty_last_n": st.integers(0, 2**20),
+    "dry_sequence_breakers": st.lists(st.text('ab\n"é', min_size=1, max_size=3), max_size=3),
+    "logit_bias": st.dictionaries(NUMBERS, st.floats(-1e4, 1e4) | st.just(-math.inf), max_size=4),
+    "seed": st.integers(0, 2**64 - 1) | st.sampled_from([2**53 + 1, 2**64 - 1]),
+    "prompt_logprobs": st.integers(0, 20),
+    "echo": st.booleans(),
+    "priority": st.integers(-100, 100),
+    "slot": st.integers(0, 100),
+    "pause_every": st.integers(1, 2**31 - 1),
+    "timeout_s": st.floats(0.001, 1e6),
+    "cache_key": st.text("abc-é", min_size=1, max_size=9),
+    "n_discard": st.integers(0, 1000),
+    "n_keep": st.integers(-1, 1000),
+    "adapter": st.text("abc", min_size=1, max_size=3)
+    | st.dictionaries(st.text("abc", min_size=1, max_size=3), st.floats(-2, 2), min_size=1),
+    "parallel_tool_calls": st.booleans(),
+    "chat_template_kwargs": st.dictionaries(
+        st.sampled_from(["enable_thinking", "tone"]), st.booleans() | st.text(max_size=5) | NUMBERS
+    ),
+    "reasoning_format": st.sampled_from(["auto", "none"]),
+    "skip_special_tokens": st.booleans(),
+}
+AT_ODDS: dict[str, Any] = {
+    "max_completion_tokens": 7,
+    "n": 3,
+    "best_of": 5,
+    "logprobs": 4,
+    "top_logprobs": 3,
+    "save_cache": True,
+    "cache_required": True,
+    "prefill_only": True,
+    "tools": [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+        }
+    ],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "json_schema": {"type": "object", "properties": {"é": {"enum": [1, None, "\u2028"]}}},
+    "response_format": {"type": "json_object"},
+    "regex": r"[a-z]+\0?",
+    "grammar": 'start: "a"',
+}
+"""Options that others exclude or need, with a value."""
+NEEDS: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True},
+    "save_cache": {"cache_key": "k"},
+    "cache_required": {"cache_key": "k"},
+    "tool_choice": {"tools": AT_ODDS["tools"]},
+}
+
+
+def test_options_of_every_name_are_tried() -> None:
+    assert {*OPTIONS, *AT_ODDS} == {f.name for f in fields(RunOptions)}
+
+
+@settings(max_examples=examples(300))
+@given(st.fixed_dictionaries({}, optional=OPTIONS))
+def test_options_are_the_same_on_the_other_side(said: dict[str, Any]) -> None:
+    try:
+        options = RunOptions(**said)
+    except ConfigError:
+        return  # at odds with each other
+    assert wire.options_of_json(sent(wire.options_as_json(options))) == options
+
+
+@pytest.mark.parametrize("name", AT_ODDS)
+def test_option_that_needs_others_is_the_same_on_the_other_side(name: str) -> None:
+    options = RunOptions(**{name: AT_ODDS[name], **NEEDS.get(name, {})})
+    assert wire.options_of_json(sent(wire.options_as_json(options))) == options
+
+
+MESSAGES = st.lists(
+    st.builds(
+        lambda role, content, name: {"role": role, "content": content, **name},
+        st.sampled_from(["system", "user"]),
+        st.text(min_size=1) | st.just([{"type": "text", "text": "part"}]),
+        st.just({}) | st.just({"name": "Ann", "extra": {"deep": [1, None, 2**60, 0.1]}}),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.one_of(
+        st.builds(lambda m: {"messages": m}, MESSAGES),
+        st.builds(lambda t: {"prompt": t}, TEXTS.filter(bool)),
+        st.builds(lambda t: {"tokens": t}, st.lists(NUMBERS, min_size=1, max_size=9)),
+    ),
+    st.text("ab é\n", min_size=1, max_size=9),
+)
+def test_prompt_is_the_same_on_the_other_side(kind: dict[str, Any], id: str) -> None:
+    try:
+        prompt = BatchPrompt(**kind, id=id, options={"seed": 2**64 - 1})
+    except ConfigError:
+        return
+    assert wire.prompt_of_json(sent(wire.prompt_as_json(prompt, id, "name"))) == prompt
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"prompt": "a", "id": ""},
+        {"prompt": "a", "id": "x\0y"},
+        {"prompt": "a", "id": 5},
+        {"prompt": "a", "tokens": [1]},
+        {"prompt": "a", "color": "red"},
+        {"prompt": "a", "options": {"color": "red"}},
+        {"prompt": "a", "options": [1]},
+        {},
+        [],
+        None,
+    ],
+)
+def test_malformed_prompt_is_refused_by_name(said: object) -> None:
+    with pytest.raises(CBatchError):
+        wire.prompt_of_json(said)
+
+
+@pytest.mark.parametrize("value", [datetime.now(timezone.utc), b"bytes", {1, 2}, object()])
+def test_value_that_json_does_not_have_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="values of JSON alone"):
+        wire.dumps({"messages": [{"role": "user", "content": "a", "when": value}]})
+
+
+def nested(n: int) -> object:
+    value: object = 0
+    for _ in range(n):
+        value = [value]
+    return value
+
+
+def test_value_that_is_too_deep_is_refused() -> None:
+    with pytest.raises(ConfigError, match="values of JSON alone"):
+        wire.dumps(nested(100_000))
+    with pytest.raises(ConfigError, match="not a line of JSON"):
+        wire.loads(b"[" * 100_000)
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"\xff\xfe", b"[1]", b"null", b'"a"', b"{} {}"])
+def test_line_that_is_no_object_is_refused(line: bytes) -> None:
+    with pytest.raises(ConfigError):
+        wire.loads(line)
+
+
+# ---- from the worker ----
+
+
+def logprobs(depth: int = 1) -> st.SearchStrategy[TokenLogprob]:
+    top: st.SearchStrategy[Sequence[TokenLogprob]] = st.just(())
+    if depth:
+        top = st.lists(logprobs(depth - 1), max_size=2)
+    return st.builds(
+        TokenLogprob,
+        NUMBERS,
+        st.binary(max_size=6),
+        st.floats(max_value=0.0) | st.sampled_from([math.nan, -math.inf]) | st.just(-0.0),
+        top.map(tuple),
+    )
+
+
+def bits(tokens: Sequence[TokenLogprob | None] | None) -> object:
+    """Log-probabilities that are equal by their bits alone."""
+    return tokens and [
+        t
+        and (
+            t.token_id,
+            t.data,
+            b"nan" if math.isnan(t.logprob) else struct.pack("<d", t.logprob),
+            bits(t.top),
+        )
+        for t in tokens
+    ]
+
+
+@st.composite
+def results(draw: st.DrawFn, n_choices: int = 2) -> BatchResult:
+    maybe = st.none() | SECONDS
+    options = draw(
+        st.sampled_from(
+            [
+                None,
+                RequestFailedError("it broke é"),
+                errors.CacheError("k", "gone", is_missing=True),
+            ]
+        )
+    )
+    scored = st.lists(st.none() | logprobs(), max_size=3).map(tuple)
+    return BatchResult(
+        id="x",
+        text=draw(TEXTS),
+        token_ids=tuple(draw(st.lists(NUMBERS, max_size=5))),
+        finish_reason=draw(st.sampled_from(["stop", "length", "window", "tool_calls", "error"])),
+        error=options,
+        usage=Usage(*(draw(NUMBERS) for _ in range(4))),
+        timings=Timings(
+            draw(SECONDS), draw(maybe), draw(SECONDS), draw(maybe), draw(maybe), draw(maybe)
+        ),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        warnings=tuple(draw(st.lists(TEXTS, max_size=2))),
+        tool_calls=draw(st.just(()) | st.just((ToolCall("id", "f", '{"a": "é"}'),))),
+        reasoning=draw(TEXTS),
+        logprobs=draw(st.none() | st.lists(logprobs(), max_size=3).map(tuple)),
+        prompt_logprobs=draw(st.none() | scored),
+        stop_reason=draw(st.none() | TEXTS.filter(bool) | NUMBERS),
+        choices=tuple(draw(st.lists(results(0), max_size=2))) if n_choices else (),
+    )
+
+
+def same(one: BatchResult, other: BatchResult) -> bool:
+    """Whether results are equal; errors and NaN are equal to themselves alone."""
+    plain = [
+        {**{n: getattr(r, n) for n in BatchResult.__slots__ if n not in APART}}
+        for r in (one, other)
+    ]
+    return (
+        plain[0] == plain[1]
+        and bits(one.logprobs) == bits(other.logprobs)
+        and bits(one.prompt_logprobs) == bits(other.prompt_logprobs)
+        and same_error(one.error, other.error)
+        and len(one.choices) == len(other.choices)
+        and all(map(same, one.choices, other.choices))
+    )
+
+
+APART = {"error", "logprobs", "prompt_logprobs", "choices", "origin"}
+
+
+def same_error(one: BaseException | None, other: BaseException | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (
+        type(one) is type(other)
+        and str(one) == str(other)
+        and vars(one) == vars(other)
+        and same_error(one.__cause__, other.__cause__)
+    )
+
+
+@settings(max_examples=examples(300))
+@given(results())
+def test_result_is_the_same_on_the_other_side(result: BatchResult) -> None:
+    found = wire.result_of_json(sent(wire.result_as_json(result)), "x", lambda *_: None)
+    assert same(found, result)
+
+
+@given(st.builds(BatchOutputChunk, st.just("x"), TEXTS, st.lists(NUMBERS).map(tuple), NUMBERS))
+def test_chunk_is_the_same_on_the_other_side(chunk: BatchOutputChunk) -> None:
+    assert wire.chunk_of_json(sent(wire.chunk_as_json(chunk)), "x") == chunk
+
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, CBatchError)
+]
+
+
+def made(kind: type[CBatchError]) -> CBatchError:
+    """An error of a class, with a value for each that it asks for."""
+    values: dict[str, Any] = {"int": 7, "float": 0.5, "str": "x", "Path": "x", "Sequence[str]": ()}
+    if kind.__init__ in (Exception.__init__, ValueError.__init__):
+        return kind("it broke")
+    asked = [*inspect.signature(kind.__init__).parameters.values()][1:]
+    return kind(*(values[p.annotation] for p in asked if p.default is p.empty))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_of_every_class_keeps_its_type_words_and_numbers(kind: type[CBatchError]) -> None:
+    error = made(kind)
+    error.__cause__ = errors.DecodeError(-3)
+    error.__cause__.__cause__ = OSError("the disk is gone")
+    found = wire.error_of_json(sent(wire.error_as_json(error)))
+    assert same_error(found, error)
+
+
+class UnknownError(Exception):
+    """Of somebody else."""
+
+
+@pytest.mark.parametrize("error", [UnknownError("it broke"), KeyboardInterrupt(), SystemExit(3)])
+def test_error_of_another_class_is_told_by_its_name(error: BaseException) -> None:
+    found = wire.error_of_json(sent(wire.error_as_json(error)))
+    assert type(found) is RequestFailedError
+    assert type(error).__name__ in str(found)
+
+
+@pytest.mark.parametrize(
+    "cause", [UnknownError("it broke"), UnicodeDecodeError("utf-8", b"a", 0, 1, "no")]
+)
+def test_cause_of_another_class_is_told_by_its_name(cause: Exception) -> None:
+    error = RequestFailedError("no")
+    error.__cause__ = cause
+    found = wire.error_of_json(sent(wire.error_as_json(error)))
+    assert found is not None
+    assert type(found.__cause__) is RequestFailedError
+    assert type(cause).__name__ in str(found.__cause__)
+
+
+# ---- figures ----
+
+
+@settings(max_examples=examples(50))
+@given(st.lists(st.tuples(SECONDS, st.integers(1, 5)), max_size=9), st.integers(0, 99))
+def test_statistics_are_the_same_on_the_other_side(
+    counted: Sequence[tuple[float, int]], n: int
+) -> None:
+    stats = EngineStats(n_steps=n, decode_s=n / 7, n_finished={"length": n, "error": 1})
+    for seconds, times in counted:
+        stats.queue_s.add(seconds, times)
+        stats.itl_s.add(seconds / 3, times)
+    found = wire.stats_of_json(sent(wire.stats_as_json(stats)))
+    assert figures(found) == figures(stats)
+    found.add(stats)
+    assert (found.n_steps, found.queue_s.n) == (2 * n, 2 * stats.queue_s.n)
+    assert found.n_finished == {"length": 2 * n, "error": 2}
+    for percent in (0, 50, 99):
+        assert found.queue_s.at(percent) == stats.queue_s.at(percent)
+
+
+def figures(stats: EngineStats) -> dict[str, object]:
+    values = {name: getattr(stats, name) for name in EngineStats.__slots__}
+    return {
+        name: value.buckets() if isinstance(value, Percentiles) else value
+        for name, value in values.items()
+    }
+
+
+@given(st.lists(st.builds(StepRow, NUMBERS, TEXTS, NUMBERS, NUMBERS, NUMBERS), max_size=3), SECONDS)
+def test_record_of_a_step_is_the_same_but_for_its_slots(
+    rows: list[StepRow], start_s: float
+) -> None:
+    times = (0.1, 0.2, 0.3, 1e-9, 0.0, 7.5, 1 / 3)
+    record = StepRecord(start_s, 3, 2, 9, 4, -3, *times, tuple(rows), first_s=0.7)
+    said = sent(wire.step_as_json(record))
+    assert wire.step_of_json(said) == record
+    moved = wire.step_of_json(said, first_slot=5)
+    assert [row.slot for row in moved.rows] == [row.slot + 5 for row in rows]
+
+
+@given(ANY_FLOAT, ANY_FLOAT)
+def test_comparison_of_rows_is_the_same_to_the_bit(shared: float, single: float) -> None:
+    said = sent([wire.comparison_as_json(RowComparison("x", 1, 7, 2, 5, shared, 6, single))])
+    [found] = wire.comparisons_of_json(said)
+    assert (found.id, found.slot, found.position, found.n_rows) == ("x", 1, 7, 2)
+    assert (found.shared_token, found.single_token) == (5, 6)
+    assert [repr(found.shared_logprob), repr(found.single_logprob)] == [repr(shared), repr(single)]
