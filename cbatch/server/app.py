@@ -118,14 +118,20 @@ class Endpoint:
                 raise
             await exchange.respond_json(problem.as_openai(), problem.status, problem.headers)
         finally:
-            _log.tell(
-                "http",
-                request_id=exchange.id,
-                method=scope["method"],
-                path=scope["path"],
-                status=status or exchange.status,
-                latency_ms=round((time.perf_counter() - start_s) * 1e3, 3),
-            )
+            if _log.has_info:
+                _tell(exchange, status or exchange.status, time.perf_counter() - start_s)
+
+
+def _tell(exchange: Exchange, status: int | None, seconds: float) -> None:
+    """Log how a request was answered; never what it says."""
+    _log.tell(
+        "http",
+        request_id=exchange.id,
+        method=exchange.scope["method"],
+        path=exchange.scope["path"],
+        status=status,
+        latency_ms=round(seconds * 1e3, 3),
+    )
 
 
 # ---- around all endpoints ----

@@ -111,7 +111,7 @@ class Answering:
     async def _answer(self, visit: Visit, *, must_wait: bool) -> None:
         """Answer while the client waits; whoever ends the visit says why."""
         problem: Exception | None = None
-        has_left = False
+        has_left = is_done = False
 
         async def watch() -> None:
             nonlocal has_left
@@ -124,14 +124,15 @@ class Answering:
                 tasks.start_soon(watch)
                 try:
                     await self._checked_answer(tasks, must_wait=must_wait)
+                    is_done = True
                 except Exception as error:  # not in a group of exceptions
                     problem = error
                 tasks.cancel_scope.cancel()
-        if has_left and visit.scope.cancelled_caught:
+        if is_done:
+            return
+        if has_left:
             raise ClientGoneError
-        if visit.problem is not None and visit.scope.cancelled_caught:
-            problem = visit.problem
-        if problem is not None:
+        if problem := problem or visit.problem:
             await self._tell(problem)
 
     async def _tell(self, error: Exception) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+from anyio.lowlevel import RunVar
 
 from cbatch.errors import CBatchError
 from cbatch.server.http_errors import HttpProblemError, draining, queue_full
@@ -28,6 +29,19 @@ _N_THREADS = 64
 
 _PROBE_S = 0.5
 """Seconds that `/health` waits for the engine's figures; a run of the engine may last longer."""
+
+
+_threads: RunVar[anyio.CapacityLimiter] = RunVar("cbatch.server.threads")
+
+
+def _threads_here() -> anyio.CapacityLimiter:
+    """Return the threads of the event loop that runs here."""
+    try:
+        return _threads.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(_N_THREADS)
+        _threads.set(limiter)
+        return limiter
 
 
 @dataclass(eq=False)
@@ -66,12 +80,13 @@ class Desk:
         """Whether new calls are refused; from any thread or handler of a signal."""
         self._visits: dict[int, Visit] = {}
         self._sizes: Sizes | None = None
-        self._threads = anyio.CapacityLimiter(_N_THREADS)
         self.pulse = Pulse(engine, clock)
 
     async def in_thread(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what `work` returns, done in a thread: it may wait for the engine."""
-        return await anyio.to_thread.run_sync(partial(work, *args, **named), limiter=self._threads)
+        return await anyio.to_thread.run_sync(
+            partial(work, *args, **named), limiter=_threads_here()
+        )
 
     async def sizes(self) -> Sizes:
         """Return what the engine is, asked once."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_text, reading, shown
 from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError
 from cbatch.options import MAX_LAST_N, MAX_SEED, RunOptions
 from cbatch.plain import int_of
-from cbatch.server.http_errors import bad_request, refused
+from cbatch.server.http_errors import bad_request, problem_of, refused
 
 Convert = Callable[[Any], Any]
 
@@ -91,6 +91,8 @@ class Asked:
     """Whether the ids of tokens are wanted."""
     options: RunOptions = field(default_factory=RunOptions)
     ignored: list[str] = field(default_factory=list)
+    fields: dict[str, str] = field(default_factory=dict)
+    """The field that each option comes from."""
     own: dict[str, Any] = field(default_factory=dict)
     """Fields of the dialect, by name."""
 
@@ -130,6 +132,7 @@ def asked_of(
         options.setdefault(option, (option, value))
     if "max_tokens" in options and options["max_tokens"][1] is None:
         del options["max_tokens"]  # no cap was asked for
+    asked.fields = {option: name for option, (name, _) in options.items()}
     asked.options = _built(options)
     return asked
 
@@ -327,12 +330,22 @@ def param_in(message: str, names: Mapping[str, str]) -> str | None:
     return next((names[word] for word in words if word in names), None)
 
 
+_GIVEN_BY = {
+    "json_schema": ("json_schema", "response_format"),
+    "lark": ("grammar",),
+    "gbnf": ("grammar",),
+    "tool_choice": ("tool_choice", "tools"),
+}
+"""The options that give a grammar of a kind, where they are not called as the kind."""
+
+
 def with_param(error: Exception, asked: Asked, prompt_field: str) -> Exception:
     """Return a refusal of the engine as a problem that names the field; another error as it is."""
-    if not isinstance(error, ConfigError) or isinstance(
-        error, UnsupportedOptionError | GrammarError
-    ):
+    if not isinstance(error, ConfigError | GrammarError):
         return error
+    if isinstance(error, GrammarError | UnsupportedOptionError):
+        option = error.kind if isinstance(error, GrammarError) else error.option
+        fields = (asked.fields.get(name) for name in _GIVEN_BY.get(option, (option,)))
+        return replace(problem_of(error), param=next(filter(None, fields), option))
     message = re.sub(r"^(prompts\[\d+\]|request '[^']*'): ", "", str(error))
-    given = {name: name for name in _OPTIONS if getattr(asked.options, name) is not None}
-    return bad_request(message, param_in(message, given) or prompt_field)
+    return bad_request(message, param_in(message, asked.fields) or prompt_field)

@@ -33,7 +33,13 @@ def fake_app(*sizes: int, engine: Engine | None = None, **settings: Any) -> Iter
 
 
 def call(
-    app: Starlette, path: str, body: Any = None, *, method: str | None = None, **more: Any
+    app: Starlette,
+    path: str,
+    body: Any = None,
+    *,
+    method: str | None = None,
+    backend: str = "asyncio",
+    **more: Any,
 ) -> httpx.Response:
     """What one request is answered, in a loop of its own."""
     if body is not None and not isinstance(body, bytes):
@@ -47,7 +53,7 @@ def call(
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **more)
 
-    return anyio.run(ask)
+    return anyio.run(ask, backend=backend)
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:

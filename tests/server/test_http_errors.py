@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anyio
 import pytest
 
 from cbatch import errors
@@ -145,3 +146,38 @@ def test_closed_engine_is_told_and_health_says_so() -> None:
         app.state.desk.engine.close()
         assert error_of(call(app, CHAT, ASKED), 503)["code"] == "engine_closed"
         assert call(app, "/health").status_code == 503
+
+
+def test_body_that_does_not_arrive_is_told() -> None:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await anyio.sleep_forever()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": CHAT,
+        "headers": [(b"content-type", b"application/json")],
+    }
+    with fake_app(body_timeout_s=0) as app:
+        anyio.run(app, scope, receive, send)
+    assert sent[0]["status"] == 408
+    assert json.loads(sent[1]["body"])["error"]["code"] == "body_timeout"
+
+
+def test_log_has_calls_and_neither_keys_nor_prompts(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"messages": [{"role": "user", "content": "a-secret-prompt"}], "max_tokens": 2, "odd": 1}
+    with caplog.at_level("INFO", "cbatch"), fake_app(api_keys="a-secret-key") as app:
+        headers = {"x-api-key": "a-secret-key"}
+        id = call(app, CHAT, body, headers=headers).headers["x-request-id"]
+        call(app, CHAT, {**body, "stream": True, "temperature": -1}, headers=headers)
+        call(app, CHAT, body, headers={"x-api-key": "a-secret-try"})
+    assert "secret" not in caplog.text
+    lines = [line for line in caplog.messages if line.startswith("http ")]
+    assert f"http request_id={id} method=POST path={CHAT} status=200" in lines[0]
+    assert "status=400" in lines[1]
+    assert any("fields=odd" in line for line in caplog.messages)

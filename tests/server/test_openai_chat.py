@@ -75,6 +75,17 @@ def test_name_of_the_model_is_repeated_as_it_is(model: str) -> None:
     assert "".join(texts) == whole["choices"][0]["message"]["content"]
 
 
+def test_one_application_answers_in_loops_of_both_kinds() -> None:
+    with fake_app() as app:
+        answers = [
+            call(app, CHAT, {**ASKED, "stream": is_streamed}, backend=backend)
+            for backend in ("asyncio", "trio", "asyncio")
+            for is_streamed in (False, True)
+        ]
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert call(app, "/health", backend="trio").status_code == 200
+
+
 def test_stream_without_usage_has_none() -> None:
     with fake_app() as app:
         events = events_of(call(app, CHAT, {**ASKED, "stream": True, "stream_options": {}}))
@@ -212,6 +223,10 @@ def test_developer_speaks_as_the_system_and_nulls_are_not_said() -> None:
         ({"continue_final_message": True}, "continue_final_message"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"priority": 3}, "priority"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_grammar": "start: x"}, "guided_grammar"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
         ({"n_probs": "many"}, "n_probs"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
     ],

@@ -108,7 +108,7 @@ def test_client_that_leaves_in_its_body_disturbs_nobody() -> None:
         with socket.create_connection((host, int(port))) as half:
             half.sendall(request_bytes(CHAT, LONG)[:-20])
         assert client.post(CHAT, json=SHORT).status_code == 200
-        assert app.state.desk.n_in_flight == 0
+        wait_until(lambda: app.state.desk.n_in_flight == 0)
 
 
 @pytest.mark.real
