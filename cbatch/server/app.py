@@ -164,7 +164,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         id = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = id
+        scope["state"] = {**scope.get("state", {}), "request_id": id}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -180,7 +180,8 @@ class Gate:
         await self._app(scope, receive, send_with_id)
 
     def _may_enter(self, scope: Scope) -> bool:
-        if scope["method"] == "OPTIONS" or scope["path"] in _OPEN_PATHS:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # of another application
+        if scope["method"] == "OPTIONS" or path in _OPEN_PATHS:
             return True
         given = [_digest(key) for key in _keys_in(scope)]
         # every pair is compared, so that time says nothing

@@ -7,6 +7,8 @@ from typing import Any
 
 import anyio
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from cbatch import errors
 from cbatch.server.http_errors import problem_of
@@ -181,3 +183,13 @@ def test_log_has_calls_and_neither_keys_nor_prompts(caplog: pytest.LogCaptureFix
     assert f"http request_id={id} method=POST path={CHAT} status=200" in lines[0]
     assert "status=400" in lines[1]
     assert any("fields=odd" in line for line in caplog.messages)
+
+
+def test_application_may_be_mounted_in_another() -> None:
+    with fake_app(api_keys="k") as app:
+        outer = Starlette(routes=[Mount("/llm", app)])
+        assert call(outer, "/llm/health").status_code == 200
+        assert call(outer, f"/llm{CHAT}", ASKED).status_code == 401
+        answer = call(outer, f"/llm{CHAT}", ASKED, headers={"api-key": "k"})
+        assert answer.status_code == 200
+        assert error_of(call(outer, "/llm/x", headers={"api-key": "k"}), 404)
