@@ -17,7 +17,7 @@ from cbatch.errors import CBatchError, ConfigError
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
 from cbatch.worker.ending import Ending
-from cbatch.worker.framing import FrameSink, framed, read_lines, write_some
+from cbatch.worker.framing import N_LINE_MAX, FrameSink, framed, read_lines, write_some
 from cbatch.worker.host import Host, LogToOutbox
 from cbatch.worker.outbox import Outbox
 from cbatch.worker.placement import place
@@ -50,11 +50,15 @@ def hello_of(
     """Return a client's first line for a worker that is to load a model."""
     prompts = None
     if look_ahead is not None:
-        pairs = [
-            (prompt_as_json(prompt, "-"), options_as_json(opts))
-            for prompt, opts in look_ahead.prompts
-        ]
-        prompts = {"prompts": pairs, "is_all": look_ahead.is_all}
+        pairs, n_bytes = list[tuple[object, object]](), 0
+        for prompt, run_options in look_ahead.prompts:
+            pair = prompt_as_json(prompt, "-"), options_as_json(run_options)
+            n_bytes += len(dumps(pair))
+            if n_bytes > N_LINE_MAX // 2:  # the rest would make the line too long
+                break
+            pairs.append(pair)
+        is_all = look_ahead.is_all and len(pairs) == len(look_ahead.prompts)
+        prompts = {"prompts": pairs, "is_all": is_all}
     load = {"model": model, "settings": dict(options), "look_ahead": prompts, **more}
     return {
         "cbatch": VERSION,
