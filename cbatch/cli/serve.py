@@ -101,7 +101,7 @@ def serve(
     ] = False,
     given: Given,
 ) -> None:
-    """Serve a model over HTTP, in the formats of OpenAI's API.
+    """Serve a model over HTTP, in the formats of OpenAI's and Anthropic's APIs.
 
     Ctrl-C or SIGTERM takes no new calls and gives those in flight --grace-s
     seconds; twice ends at once.

@@ -1,4 +1,4 @@
-"""A server over an engine: `create_app` returns an ASGI application that speaks OpenAI's formats.
+"""A server over an engine: `create_app` returns an ASGI application that speaks OpenAI's and Anthropic's formats.
 
 It needs the extra `server`: `pip install "cbatch[server]"`.
 """

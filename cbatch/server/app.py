@@ -19,10 +19,11 @@ from starlette.routing import Route
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
 from cbatch.server import small_endpoints as small
+from cbatch.server.anthropic_messages import MessagesCall, count_tokens
 from cbatch.server.call import Answering
 from cbatch.server.desk import Desk
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
-from cbatch.server.http_errors import HttpProblemError, problem_of
+from cbatch.server.http_errors import HttpProblemError, problem_of, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.server_settings import ServerSettings
@@ -73,6 +74,8 @@ def _routes(desk: Desk) -> list[Route]:
     handles: list[tuple[str, str, Handle]] = [
         ("POST", "/chat/completions", partial(_answer, ChatCall.of)),
         ("POST", "/completions", partial(_answer, CompletionCall.of)),
+        ("POST", "/messages", partial(_answer, MessagesCall.of)),
+        ("POST", "/messages/count_tokens", count_tokens),
         ("GET", "/models", small.models),
         ("GET", "/models/{name:path}", small.model),
         ("GET", "/health", small.health),
@@ -112,11 +115,9 @@ class Endpoint:
         except ClientGoneError:
             status = CLIENT_GONE
         except (HttpProblemError, CBatchError) as error:
-            problem = problem_of(error)
-            status = problem.status
             if exchange.status is not None:
                 raise
-            await exchange.respond_json(problem.as_openai(), problem.status, problem.headers)
+            await exchange.respond_problem(problem_of(error))
         finally:
             if _log.has_info:
                 _tell(exchange, status or exchange.status, time.perf_counter() - start_s)
@@ -146,7 +147,7 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         allow_origins=[*settings.cors_origins],
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "x-ignored-fields"],
+        expose_headers=["x-request-id", "request-id", "x-ignored-fields"],
     )
     return [cors, gate]  # CORS outermost: a refusal has its headers too
 
@@ -168,14 +169,14 @@ class Gate:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
+                named = [(name, id.encode()) for name in (b"x-request-id", b"request-id")]
+                message["headers"] = [*message["headers"], *named]
             await send(message)
 
         if self._digests and not self._may_enter(scope):
             problem = HttpProblemError(401, "a valid API key is needed", "invalid_api_key")
             exchange = Exchange(scope, receive, send_with_id)
-            headers = {"www-authenticate": "Bearer"}
-            await exchange.respond_json(problem.as_openai(), 401, headers)
+            await exchange.respond_problem(problem, {"www-authenticate": "Bearer"})
             return
         await self._app(scope, receive, send_with_id)
 
@@ -215,12 +216,12 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     message = messages.get(status, str(getattr(error, "detail", error)))
     problem = HttpProblemError(status, message, codes.get(status))
     headers = dict(getattr(error, "headers", None) or {})
-    return Response(dumps(problem.as_openai()), status, headers, media_type=JSON)
+    status, body = told(problem, request.scope)
+    return Response(dumps(body), status, headers, media_type=JSON)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     """Answer where an endpoint has failed; the error itself goes to the log of the server above."""
     problem = problem_of(error)
-    return Response(
-        dumps(problem.as_openai()), problem.status, dict(problem.headers), media_type=JSON
-    )
+    status, body = told(problem, request.scope)
+    return Response(dumps(body), status, dict(problem.headers), media_type=JSON)

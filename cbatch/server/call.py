@@ -16,7 +16,7 @@ from cbatch.logs import Log
 from cbatch.server.answer_events import Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
-from cbatch.server.request_fields import with_param
+from cbatch.server.request_fields import ignored_header, with_param
 from cbatch.server.sse import EventStream
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ class StreamEncoder(Protocol):
     def end(self) -> bytes:
         """Return the last frames."""
 
+    def idle(self) -> bytes:
+        """Return the frames of a silence."""
+
     def error(self, problem: HttpProblemError) -> bytes:
         """Return the frames of an error, behind which nothing comes."""
 
@@ -55,11 +58,18 @@ class Call(ABC):
 
     def __init__(self, asked: Asked, prompts: Sequence[BatchPrompt]) -> None:
         self.asked, self.prompts = asked, prompts
+        self.n_prompt_tokens = 0
+        """Tokens of all prompts, where they were counted."""
 
     @property
     def n_choices(self) -> int:
         """Answers that the client gets for each prompt."""
         return self.asked.options.n or 1
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the prompts' tokens are counted before anything runs."""
+        return False
 
     @abstractmethod
     def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
@@ -78,7 +88,7 @@ class Answering:
         self._model = call.asked.model or desk.model_name
         self._headers: dict[str, str] = {}
         if ignored := call.asked.ignored:
-            self._headers["x-ignored-fields"] = _as_header(ignored)
+            self._headers |= ignored_header(ignored)
             _log.tell("ignored fields", request_id=exchange.id, fields=",".join(ignored))
 
     async def run(self) -> None:
@@ -161,22 +171,23 @@ class Answering:
         """Queue the prompts, in a thread. Where they are to wait or are many, each is checked before any runs."""
         desk, call = self._desk, self._call
         options = call.asked.options
-        if is_checked or len(call.prompts) > 1:
-            self._check(options)
+        if is_checked or call.is_counted or len(call.prompts) > 1:
+            call.n_prompt_tokens = self._checked_tokens(options)
         return desk.engine.run([*call.prompts], options=options, streamed=call.asked.is_streamed)
 
-    def _check(self, options: RunOptions) -> None:
+    def _checked_tokens(self, options: RunOptions) -> int:
         engine = self._desk.engine
         settled = run_options_of(engine, options)
-        for prompt in self._call.prompts:
-            checked_tokens(engine, prompt, settled)
+        return sum(checked_tokens(engine, prompt, settled) for prompt in self._call.prompts)
 
     async def _stream(self, tasks: anyio.abc.TaskGroup, response: BatchResponse) -> None:
         settings = self._desk.settings
         stream = EventStream(self._exchange, self._headers, self._desk.clock)
         encoder = self._call.stream(self._model)
         events = Events(response, self._call.n_choices)
-        tasks.start_soon(stream.keep_alive, settings.status_after_s, settings.keep_alive_s)
+        tasks.start_soon(
+            stream.keep_alive, settings.status_after_s, settings.keep_alive_s, encoder.idle
+        )
         try:
             while some := await events.next():
                 for event in some:
@@ -187,9 +198,3 @@ class Answering:
             await stream.finish(encoder.end())
         finally:
             events.close()
-
-
-def _as_header(names: Sequence[str]) -> str:
-    """Return names as a header's value, in ASCII and not too long."""
-    text = ", ".join(names).encode("ascii", "backslashreplace").decode()
-    return "".join(c if " " <= c <= "~" else "?" for c in text)[:1024]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from cbatch.checks import MAX_DEPTH, is_too_deep, refuse_constant, why_unread
-from cbatch.server.http_errors import HttpProblemError, bad_request
+from cbatch.server.http_errors import HttpProblemError, bad_request, told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,6 +106,13 @@ class Exchange:
     ) -> None:
         """Send a whole answer in JSON."""
         await self.respond(status, dumps(value), headers)
+
+    async def respond_problem(
+        self, problem: HttpProblemError, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send an error, in the format of the path."""
+        status, body = told(problem, self.scope)
+        await self.respond_json(body, status, {**problem.headers, **(headers or {})})
 
     async def begin(
         self, status: int, headers: Mapping[str, str], *, media_type: str = EVENTS

@@ -1,6 +1,7 @@
-"""cbatch's errors as HTTP has them: status, headers, and the body of OpenAI's API.
+"""cbatch's errors as HTTP has them: status, headers, and the bodies of OpenAI's and Anthropic's APIs.
 
-Source: OpenAI's API reference, error codes; llama.cpp tools/server for `n_prompt_tokens` and `n_ctx`.
+Source: OpenAI's API reference, error codes; Anthropic's API reference, errors; llama.cpp tools/server for
+`n_prompt_tokens` and `n_ctx`.
 """
 
 from __future__ import annotations
@@ -53,6 +54,45 @@ class HttpProblemError(Exception):
         """Return the body of the answer."""
         said = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": {**said, **self.more}}
+
+    def as_anthropic(self, request_id: str | None = None) -> dict[str, Any]:
+        """Return the body of the answer in Anthropic's form, which has no place for a field but the message."""
+        message, known = self.message, dict(self.more)
+        if "n_prompt_tokens" in known:
+            # clients search for these words
+            message = (
+                f"prompt is too long: {known['n_prompt_tokens']} tokens > {known['n_ctx']} maximum"
+            )
+        elif self.param is not None and self.param not in message:
+            message = f"{self.param}: {message}"
+        kind = "invalid_request_error" if self.status < 500 else "api_error"
+        error = {**known, "type": _ANTHROPIC_TYPES.get(self.status, kind), "message": message}
+        said = {"type": "error", "error": error}
+        return said if request_id is None else {**said, "request_id": request_id}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types of errors by status; the others are `invalid_request_error` and `api_error`."""
+
+_OVERLOADED = 529
+"""Anthropic's status for 503."""
+
+
+def told(problem: HttpProblemError, scope: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return status and body of a problem in the format to which the path of an ASGI scope belongs."""
+    path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
+    if path.split("/")[1:2] != ["messages"]:
+        return problem.status, problem.as_openai()
+    status = _OVERLOADED if problem.status == 503 else problem.status
+    return status, problem.as_anthropic(scope.get("state", {}).get("request_id"))
 
 
 def bad_request(

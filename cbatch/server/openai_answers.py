@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.openai_format import NEAREST_FINISH, tokens_as_json
 from cbatch.server.answer_events import choices_of
 from cbatch.server.exchange import dumps
-from cbatch.server.sse import DONE, frame, frame_around
+from cbatch.server.sse import COMMENT, DONE, frame, frame_around
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,6 +86,10 @@ class OpenAIStream(ABC):
         if not self._has_usage:
             return DONE
         return frame({**self._head, "choices": [], "usage": usage_of(self._results)}) + DONE
+
+    def idle(self) -> bytes:
+        """Return what is sent in silence."""
+        return COMMENT
 
     def error(self, problem: HttpProblemError) -> bytes:
         """Return the frame of an error, behind which nothing comes: a client takes `[DONE]` for a whole answer."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -50,6 +50,7 @@ REFUSED: Mapping[str, str] = {
     "truncate_prompt_tokens": "shorten the prompt",
     "chat_template": "the server's own is used",
     "documents": "write them into a message",
+    "pause_every": "nobody resumes a request here",
 }
 """Names that would change the answer, with what to do instead."""
 
@@ -121,7 +122,7 @@ def asked_of(
     for name, value in given.items():
         if name in own or name in READ_BY_ALL:
             continue
-        if (option := RENAMED.get(name, name)) in _OPTIONS:
+        if (option := RENAMED.get(name, name)) in _OPTIONS and name not in REFUSED:
             options[option] = name, _converted(name, option, value)
         else:
             _check_without_effect(name, value, is_strict=is_strict)
@@ -322,6 +323,13 @@ def _culprit(values: Mapping[str, Any], names: Mapping[str, str], error: ConfigE
             if str(alone) == str(error):
                 return names[option]
     return param_in(str(error), names)
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that lists ignored fields, in ASCII and not too long; none where there are none."""
+    text = ", ".join(dict.fromkeys(names)).encode("ascii", "backslashreplace").decode()
+    value = "".join(c if " " <= c <= "~" else "?" for c in text)[:1024]
+    return {"x-ignored-fields": value} if names else {}
 
 
 def param_in(message: str, names: Mapping[str, str]) -> str | None:

@@ -31,6 +31,11 @@ def frame_around(value: object, mark: str) -> tuple[bytes, bytes]:
     return before, after
 
 
+def named_frame(value: Mapping[str, object]) -> bytes:
+    """Return an event with its `type` as its name, as Anthropic's clients read it."""
+    return f"event: {value['type']}\n".encode() + frame(value)
+
+
 class EventStream:
     """Sends events of one answer; what sends waits for a slow reader, and nobody else does."""
 
@@ -55,13 +60,15 @@ class EventStream:
             await self._exchange.put(data)
             self._last_s = self._clock()
 
-    async def keep_alive(self, status_after_s: float, silence_s: float) -> None:
-        """Send the status after so many seconds, and from then on a comment after each silence, until cancelled."""
+    async def keep_alive(
+        self, status_after_s: float, silence_s: float, idle: Callable[[], bytes]
+    ) -> None:
+        """Send the status after so many seconds, and from then on `idle` after each silence, until cancelled."""
         await anyio.sleep(status_after_s)
         while True:
             left_s = silence_s - (self._clock() - self._last_s)
             if left_s <= 0 and not self._sending.statistics().locked:
-                await self.send(COMMENT)
+                await self.send(idle())
                 left_s = silence_s
             await anyio.sleep(max(left_s, silence_s / 10))
 

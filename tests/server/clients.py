@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = "/v1/messages"
 USER = [{"role": "user", "content": "Hi"}]
 PATIENCE_S = 60.0
 
@@ -72,6 +73,62 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
     found: dict[str, Any] = error
     return found
+
+
+def message_of(response: httpx.Response) -> dict[str, Any]:
+    """The message of a stream in Anthropic's format, whose events come as they should."""
+    assert response.status_code == 200, response.text
+    *frames, rest = response.text.split("\n\n")
+    assert rest == ""
+    first, *events, ending, last = [_named(frame) for frame in frames if "event: ping" not in frame]
+    assert first["type"] == "message_start"
+    assert last == {"type": "message_stop"}
+    message: dict[str, Any] = first["message"]
+    n_input = message["usage"]["input_tokens"]
+    for event in events:
+        _add(message["content"], event)
+    for block in message["content"]:
+        assert block.pop("is_closed")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["input"])
+    assert ending.keys() == {"type", "delta", "usage"}
+    message |= {**ending["delta"], "usage": ending["usage"]}
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == n_input
+    return message
+
+
+def _named(frame: str) -> dict[str, Any]:
+    name, data = frame.split("\n")
+    value: dict[str, Any] = json.loads(data.removeprefix("data: "))
+    assert name == f"event: {value['type']}"
+    return value
+
+
+def _add(content: list[dict[str, Any]], event: dict[str, Any]) -> None:
+    """Add an event to the blocks so far."""
+    if event["type"] == "content_block_start":
+        assert event["index"] == len(content)
+        assert all(block["is_closed"] for block in content)
+        content.append({**event["content_block"], "is_closed": False})
+        if content[-1]["type"] == "tool_use":
+            assert content[-1]["input"] == {}
+            content[-1]["input"] = ""
+        return
+    block = content[-1]
+    assert event["index"] == len(content) - 1
+    assert not block["is_closed"]
+    if event["type"] == "content_block_stop":
+        block["is_closed"] = True
+        return
+    assert event["type"] == "content_block_delta"
+    kind = event["delta"]["type"]
+    ((key, part),) = ((key, part) for key, part in event["delta"].items() if key != "type")
+    keys = {"text": ["text"], "thinking": ["thinking", "signature"], "tool_use": ["partial_json"]}
+    assert key in keys[block["type"]]
+    named = {"partial_json": "input_json_delta"}
+    assert kind == named.get(key, f"{key}_delta")
+    block["input" if key == "partial_json" else key] += part
 
 
 class Running:

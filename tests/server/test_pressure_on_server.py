@@ -16,6 +16,7 @@ from tests.runtime.backends import GatedBackend
 from tests.server.clients import (
     CHAT,
     COMPLETIONS,
+    MESSAGES,
     USER,
     call,
     error_of,
@@ -170,7 +171,26 @@ def _first_text(
     return _by_hand(app, body, send, parts)
 
 
-def _by_hand(app: Starlette, body: dict[str, Any], send: Any, parts: list[bytes]) -> str:
+def test_message_in_silence_has_its_beginning_and_pings() -> None:
+    backend, engine = gated()
+    parts: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+        if sum(b"event: ping" in part for part in parts) == 3:
+            backend.release()
+
+    with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
+        text = _by_hand(app, {**SHORT, "stream": True}, send, parts, MESSAGES)
+    names = [frame.partition("\n")[0].removeprefix("event: ") for frame in text.split("\n\n")]
+    assert names[:4] == ["message_start", "ping", "ping", "ping"]
+    assert names.count("message_start") == 1
+    assert names[-2:] == ["message_stop", ""]
+
+
+def _by_hand(
+    app: Starlette, body: dict[str, Any], send: Any, parts: list[bytes], path: str = CHAT
+) -> str:
     async def run() -> None:
         sent = False
 
@@ -184,7 +204,7 @@ def _by_hand(app: Starlette, body: dict[str, Any], send: Any, parts: list[bytes]
         scope = {
             "type": "http",
             "method": "POST",
-            "path": CHAT,
+            "path": path,
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
         }

@@ -1,0 +1,505 @@
+"""Anthropic's messages: answers, streams and their equality, fields, blocks, errors."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbatch import Engine, load
+from cbatch.errors import PromptTooLongError
+from cbatch.server import create_app
+from cbatch.server.anthropic_fields import Fields
+from cbatch.server.anthropic_messages import MessagesCall
+from cbatch.server.http_errors import problem_of
+from tests.profiles import examples
+from tests.server.clients import MESSAGES, USER, call, fake_app, message_of
+from tests.test_tool_calls import CALL, CALL_END, SAID, THINK, THINK_END, Speaker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+
+ASKED: dict[str, Any] = {"messages": USER, "max_tokens": 6, "seed": 3}
+COUNT = f"{MESSAGES}/count_tokens"
+TOOL = {
+    "name": "get_time",
+    "description": "Tell the time",
+    "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}},
+}
+USED = {"type": "tool_use", "id": "abc", "name": "get_time", "input": {"zone": None}}
+TIME_TOLD = {"type": "tool_result", "tool_use_id": "abc", "content": "12"}
+
+
+def speaking(said: list[int]) -> Any:
+    return fake_app(engine=Engine(Speaker(said)))
+
+
+def error_of(response: httpx.Response, status: int, kind: str) -> str:
+    """The message of an error in Anthropic's format."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"type", "error", "request_id"}
+    assert body["type"] == "error"
+    assert body["error"]["type"] == kind
+    assert body["request_id"] == response.headers["request-id"]
+    return str(body["error"]["message"])
+
+
+def chat_of(*messages: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """Messages as the chat template gets them."""
+    prompt = Fields({"messages": [*messages], **more}, is_strict=False, is_capped=False).prompt
+    return [dict(message) for message in prompt.messages or ()]
+
+
+def user(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [*blocks]}
+
+
+def assistant(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": [*blocks]}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words, "cache_control": {"type": "ephemeral"}}
+
+
+# ---- answers ----
+
+
+def test_answer_has_every_field_of_the_format() -> None:
+    with fake_app() as app:
+        answer = call(app, MESSAGES, {**ASKED, "model": "any/name"})
+    body = answer.json()
+    assert body.pop("id").startswith("msg_")
+    (block,) = body.pop("content")
+    assert block.pop("text")
+    assert block == {"type": "text", "citations": None}
+    assert body == {
+        "type": "message",
+        "role": "assistant",
+        "model": "any/name",
+        "container": None,
+        "stop_reason": "max_tokens",
+        "stop_sequence": None,
+        "stop_details": None,
+        "usage": {
+            "input_tokens": 7,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 6,
+        },
+    }
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what differs when it is asked for again."""
+    usage = message["usage"]
+    n_input = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    blocks = [{**block, "id": None} for block in message["content"]]
+    told = {"id": None, "content": blocks, "usage": (n_input, usage["output_tokens"])}
+    return {**message, **told}
+
+
+def both(app: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """The answer, which is the same streamed and not."""
+    whole = call(app, MESSAGES, asked).json()
+    streamed = message_of(call(app, MESSAGES, {**asked, "stream": True}))
+    assert without_ids(streamed) == without_ids(whole)
+    return streamed
+
+
+PIECES = [
+    [THINK], [THINK_END], [*b"<think>"], [*b"</think>"], [CALL], [CALL_END], [*b" \n"], [*"é€".encode()], [226],
+    [*b"a"],
+    [*b'{"name": "get_time", "arguments": {"zone": "CET"}}'], [*b'{"name"'], [*b"<tool_call>"], [*b"Well"],
+]  # fmt: skip
+
+
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    said=st.lists(st.sampled_from(PIECES), max_size=12),
+    more=st.fixed_dictionaries(
+        {},
+        optional={
+            "tools": st.just([TOOL]),
+            "stop_sequences": st.just(["ll", "zone"]),
+            "max_tokens": st.integers(0, 40),
+            "thinking": st.just({"type": "adaptive"}),
+        },
+    ),
+)
+def test_streamed_message_equals_the_whole_one(said: list[list[int]], more: dict[str, Any]) -> None:
+    with speaking([token for piece in said for token in piece]) as app:
+        both(app, {"messages": USER, "max_tokens": 100, **more})
+
+
+def test_thinking_text_and_calls_are_blocks() -> None:
+    with speaking(SAID) as app:
+        message = both(app, {**ASKED, "max_tokens": 200, "tools": [TOOL]})
+    thinking, said, used = message["content"]
+    assert (thinking["type"], thinking["thinking"]) == ("thinking", "I häve to")
+    assert thinking["signature"]
+    assert (said["type"], said["text"]) == ("text", "Wait.")
+    assert (used["type"], used["name"], used["input"]) == ("tool_use", "get_time", {"zone": "CET"})
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason", "stop"),
+    [
+        ({}, "end_turn", None),
+        ({"stop_sequences": ["x", "lo"]}, "stop_sequence", "lo"),
+        ({"max_tokens": 2}, "max_tokens", None),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"stop_token_ids": [ord("e")]}, "end_turn", None),
+    ],
+)
+def test_reason_of_the_end_is_told(more: dict[str, Any], reason: str, stop: str | None) -> None:
+    with speaking([*b"Hello"]) as app:
+        message = both(app, {"messages": USER, "max_tokens": 100, **more})
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
+    assert len(message["content"]) == (more.get("max_tokens") != 0)
+
+
+def test_full_window_is_told() -> None:
+    with fake_app(2, 16) as app:
+        reason = both(app, {**ASKED, "max_tokens": 500})["stop_reason"]
+    assert reason == "model_context_window_exceeded"
+
+
+def test_tokens_of_a_cache_are_no_input() -> None:
+    with fake_app() as app:
+        usages = [call(app, MESSAGES, ASKED).json()["usage"] for _ in range(2)]
+    found = [(usage["input_tokens"], usage["cache_read_input_tokens"]) for usage in usages]
+    assert found == [(7, 0), (1, 6)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_shipped_model_answers_the_same_with_a_stream(test_model: Path, stream: bool) -> None:
+    asked = {"messages": USER, "max_tokens": 12, "temperature": 0, "system": "Be brief."}
+    with load(test_model, parallel=2, n_threads=1) as engine:
+        app = create_app(engine)
+        chat = [{"role": "system", "content": "Be brief."}, *USER]
+        expected = engine.submit(chat, options={"max_tokens": 12, "temperature": 0}).result()
+        answer = call(app, MESSAGES, {**asked, "stream": stream})
+        message = message_of(answer) if stream else answer.json()
+        assert [block["text"] for block in message["content"]] == [expected.text]
+        n_tokens = call(app, COUNT, {**asked, "max_tokens": None}).json()
+        assert n_tokens == {"input_tokens": expected.usage.prompt_tokens}
+
+
+def test_silence_before_the_first_token_is_pings_in_a_begun_message() -> None:
+    stream = MessagesCall.of(ASKED).stream("m")
+    silence = (stream.idle() + stream.idle()).decode().split("\n\n")
+    names = [frame.split("\n")[0] for frame in silence]
+    assert names == ["event: message_start", "event: ping", "event: ping", ""]
+
+
+# ---- fields ----
+
+
+def test_blocks_become_a_chat() -> None:
+    thinking = {"type": "thinking", "thinking": "Hm", "signature": "s"}
+    redacted = {"type": "redacted_thinking", "data": "x"}
+    assert chat_of(
+        {"role": "user", "content": "When?"},
+        user(text("It"), text("is")),
+        assistant(thinking, redacted, text("I "), text("ask"), USED),
+        user(TIME_TOLD, text("Well?")),
+        {"role": "assistant", "content": "It is"},
+        system=[text("x-anthropic-billing-header: cch=1a2b"), text("Be brief.")],
+    ) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "When?\nIt\nis"},
+        {
+            "role": "assistant",
+            "content": "I ask",
+            "reasoning_content": "Hm",
+            "tool_calls": [
+                {
+                    "id": "abc",
+                    "type": "function",
+                    "function": {"name": "get_time", "arguments": {"zone": None}},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "abc", "content": "12"},
+        {"role": "user", "content": "Well?"},
+        {"role": "assistant", "content": "It is"},
+    ]
+
+
+def test_failed_tool_is_told_as_one() -> None:
+    failed = {**TIME_TOLD, "content": [text("no"), text("clock")], "is_error": True}
+    empty = {"type": "tool_result", "tool_use_id": "d"}
+    chat = chat_of(*USER, assistant(USED, {**USED, "id": "d"}), user(failed, empty))
+    assert [message["role"] for message in chat] == ["user", "assistant", "tool", "tool"]
+    assert [message["content"] for message in chat[1:]] == [None, "Error: no\nclock", ""]
+    assert len(chat[1]["tool_calls"]) == 2
+
+
+def test_turns_of_one_role_are_one() -> None:
+    chat = chat_of(
+        {"role": "system", "content": "a"},
+        *USER,
+        assistant(text("b")),
+        assistant(USED),
+        user(TIME_TOLD),
+        system="x-anthropic-billing-header: cch=1;\nBe",
+    )
+    assert chat[0] == {"role": "system", "content": "Be\na"}
+    assert chat[2]["content"] == "b"
+    assert [len(message.get("tool_calls", ())) for message in chat] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        ({"tool_choice": {"type": "auto"}}, {"tool_choice": "auto"}),
+        ({"tool_choice": {"type": "any"}, "tools": [TOOL]}, {"tool_choice": "required"}),
+        ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+        (
+            {
+                "tool_choice": {
+                    "type": "tool",
+                    "name": "get_time",
+                    "disable_parallel_tool_use": True,
+                }
+            },
+            {
+                "tool_choice": {"type": "function", "function": {"name": "get_time"}},
+                "parallel_tool_calls": False,
+            },
+        ),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"chat_template_kwargs": {"enable_thinking": True}},
+        ),
+        (
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}},
+            {"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high"}},
+        ),
+        ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": None}),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+            {"json_schema": '{"type":"object"}'},
+        ),
+        ({"stop_sequences": ["a", ""]}, {"stop": ("a",)}),
+        ({"max_tokens": 0}, {"prefill_only": True, "max_tokens": None}),
+        ({"top_k": 5, "min_p": 0.5}, {"top_k": 5, "min_p": 0.5}),
+    ],
+)
+def test_fields_become_options(body: dict[str, Any], options: dict[str, Any]) -> None:
+    found = MessagesCall.of({**ASKED, **body}).asked.options
+    assert {name: getattr(found, name) for name in options} == options
+
+
+def test_tools_are_shown_to_the_model_and_counted() -> None:
+    (tool,) = MessagesCall.of({**ASKED, "tools": [TOOL]}).asked.options.tools or ()
+    assert tool["function"] == {
+        "name": "get_time",
+        "description": "Tell the time",
+        "parameters": TOOL["input_schema"],
+    }
+    with speaking([*b"x"]) as app:
+        counts = [
+            call(app, COUNT, {"messages": USER, **more}).json()["input_tokens"]
+            for more in ({}, {"tools": [TOOL]})
+        ]
+        answer = call(app, MESSAGES, {**ASKED, "tools": [TOOL]}).json()
+    assert counts[0] == 7
+    assert counts[1] == answer["usage"]["input_tokens"] > 100
+
+
+def test_unknown_fields_are_named_in_a_header() -> None:
+    more = {
+        "metadata": {"user_id": "me"},
+        "frobnicate": 1,
+        "tools": [{**TOOL, "strict": True}],
+        "thinking": {"type": "enabled", "budget_tokens": 2000},
+        "stream_options": {},
+    }
+    named = "metadata, stream_options, tools.strict, thinking.budget_tokens, frobnicate"
+    with fake_app() as app:
+        for path in (MESSAGES, COUNT):
+            answer = call(app, path, {**ASKED, **more})
+            assert answer.headers["x-ignored-fields"] == named
+    with fake_app(strict_fields=True) as app:
+        for name in ("frobnicate", "stream_options"):
+            answer = call(app, MESSAGES, {**ASKED, name: {}})
+            assert name in error_of(answer, 400, "invalid_request_error")
+        assert call(app, MESSAGES, {**ASKED, "metadata": {}}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"messages": None}, "messages is missing"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["Hi"]}, "messages.0"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text"),
+        ({"messages": [user({"type": "image", "source": {}})]}, "'image'"),
+        ({"messages": [user({"type": "document"})]}, "'document'"),
+        ({"messages": [user(USED)]}, "messages.0.content.0"),
+        ({"messages": [*USER, assistant(USED)]}, "messages.1 calls tools and is the last"),
+        ({"messages": [user({**TIME_TOLD, "is_error": 1})]}, "is_error"),
+        ({"messages": [user({**TIME_TOLD, "tool_use_id": ""})]}, "tool_use_id"),
+        ({"messages": [*USER, assistant({**USED, "input": "{}"}), *USER]}, "messages.1.content.0"),
+        ({"system": 3}, "system"),
+        ({"system": [{"type": "image"}]}, "system.0"),
+        ({"stop_sequences": [3]}, "stop_sequences"),
+        ({"stop_sequences": ["a"], "stop": "b"}, "stop_sequences and stop"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"stream": 1}, "stream"),
+        ({"model": 3}, "model"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
+        ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
+        ({"tools": [{**TOOL, "name": ""}]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
+        ({"output_format": {"type": "json_schema"}}, "output_format"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config: "),
+        ({"output_config": {"effort": "low"}, "chat_template_kwargs": 3}, "chat_template_kwargs"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"n": 2}, "n is not supported"),
+        ({"pause_every": 2}, "pause_every"),
+        ({"functions": []}, "functions"),
+    ],
+)
+def test_wrong_field_is_named(more: dict[str, Any], words: str) -> None:
+    with fake_app() as app:
+        answer = call(app, MESSAGES, {**ASKED, **more})
+        assert words in error_of(answer, 400, "invalid_request_error")
+
+
+# ---- errors ----
+
+
+def test_every_error_has_the_format_of_its_path() -> None:
+    asked = json.dumps(ASKED).encode()
+    kind = {"content-type": "application/json"}
+    with fake_app(max_body_mib=1) as app:
+        error_of(call(app, MESSAGES), 405, "invalid_request_error")
+        error_of(call(app, "/messages/batches", ASKED), 404, "not_found_error")
+        error_of(call(app, MESSAGES, b"{", headers=kind), 400, "invalid_request_error")
+        error_of(call(app, MESSAGES, asked), 415, "invalid_request_error")
+        long = asked + b" " * 2**20
+        error_of(call(app, MESSAGES, long, headers=kind), 413, "request_too_large")
+        error_of(call(app, MESSAGES, {**ASKED, "timeout_s": 0}), 504, "timeout_error")
+        app.state.desk.is_draining = True
+        answer = call(app, MESSAGES, ASKED)
+        error_of(answer, 529, "overloaded_error")
+        assert answer.headers["retry-after"] == "1"
+        assert call(app, "/v1/completions", {"prompt": "a"}).status_code == 503
+    with fake_app(api_keys="k") as app:
+        for path in (MESSAGES, COUNT, "/messages/none"):
+            error_of(call(app, path, ASKED), 401, "authentication_error")
+        assert call(app, MESSAGES, ASKED, headers={"x-api-key": "k"}).status_code == 200
+
+
+def test_long_prompt_is_told_in_the_words_that_clients_search_for() -> None:
+    with fake_app(2, 16) as app:
+        for more in ({}, {"stream": True}):
+            asked = {**ASKED, "messages": [user(text("x" * 40))], **more}
+            words = error_of(call(app, MESSAGES, asked), 400, "invalid_request_error")
+            assert words == "prompt is too long: 45 tokens > 16 maximum"
+        assert call(app, COUNT, asked).json() == {"input_tokens": 45}
+
+
+def test_error_in_a_stream_is_an_event() -> None:
+    stream = MessagesCall.of(ASKED).stream("m")
+    name, data, *rest = stream.error(problem_of(PromptTooLongError(9, 8))).decode().split("\n")
+    assert (name, rest) == ("event: error", ["", ""])
+    error = json.loads(data.removeprefix("data: "))
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "invalid_request_error"
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(
+        [
+            *("text", "tool_use", "tool_result", "thinking", "user", "assistant", "json_schema"),
+            *("auto", "any", "tool", "enabled", "custom", "low", "object"),
+        ]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    *("type", "text", "role", "content", "id", "name", "input", "input_schema"),
+                    *("tool_use_id", "format", "effort", "budget_tokens", "thinking", "is_error"),
+                    "schema",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+blocks = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
+    optional=dict.fromkeys(
+        ("text", "id", "name", "input", "tool_use_id", "content", "thinking"), values
+    ),
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant", "system"]) | values,
+            "content": st.text(max_size=4) | st.lists(blocks | values, max_size=3) | values,
+        }
+    ),
+    max_size=4,
+)
+NAMES = (
+    *("messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking"),
+    *("output_config", "output_format", "temperature", "top_k", "top_p", "stream", "model"),
+    *("metadata", "service_tier", "context_management", "mcp_servers", "json_schema", "stop"),
+    *("chat_template_kwargs", "reasoning_format", "n", "adapter", "slot", "logit_bias"),
+)
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    body=st.dictionaries(st.sampled_from(NAMES), values, max_size=4),
+    said=st.just(USER) | messages,
+    path=st.sampled_from([MESSAGES, COUNT]),
+)
+def test_any_body_is_answered_or_refused_by_name(
+    body: dict[str, Any], said: Any, path: str
+) -> None:
+    asked = {"max_tokens": 2, "messages": said, **body}
+    with fake_app(2, 256) as app:
+        answer = call(app, path, asked)
+        engine = app.state.desk.engine
+        assert engine.stats().n_running == engine.stats().n_waiting == 0
+    if answer.status_code != 200:
+        words = error_of(answer, 400, "invalid_request_error")
+        assert any(name in words for name in (*asked, "prompt is too long")), words
