@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import cbatch
@@ -28,6 +29,11 @@ async def models(desk: Desk, exchange: Exchange) -> None:
     """List the model and its adapters."""
     sizes = await desk.sizes()
     names = [desk.model_name, *sizes.facts.adapters]
+    if _is_anthropic(exchange):
+        told = [_model_of_anthropic(desk, sizes, name) for name in names]
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        await exchange.respond_json({"data": told, **ends})
+        return
     listed = [_model(desk, sizes, name) for name in names]
     await exchange.respond_json({"object": "list", "data": listed})
 
@@ -38,7 +44,25 @@ async def model(desk: Desk, exchange: Exchange) -> None:
     if name not in (desk.model_name, *sizes.facts.adapters):
         message = f"the model {shown(name)} does not exist"
         raise HttpProblemError(404, message, "model_not_found", "model")
-    await exchange.respond_json(_model(desk, sizes, name))
+    of = _model_of_anthropic if _is_anthropic(exchange) else _model
+    await exchange.respond_json(of(desk, sizes, name))
+
+
+def _is_anthropic(exchange: Exchange) -> bool:
+    """Whether a client speaks Anthropic's API, where both have the same path."""
+    return b"anthropic-version" in exchange.headers
+
+
+def _model_of_anthropic(desk: Desk, sizes: Sizes, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(desk.created, timezone.utc)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": sizes.n_window,
+        "max_tokens": sizes.n_window,
+    }
 
 
 def _model(desk: Desk, sizes: Sizes, name: str) -> dict[str, Any]:

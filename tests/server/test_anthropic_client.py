@@ -137,6 +137,15 @@ def test_errors_are_of_their_own_kinds(client: Any) -> None:
         client.messages.batches.list()
 
 
+def test_models_are_listed(client: Any) -> None:
+    (model,) = client.models.list()
+    assert (model.type, model.max_tokens) == ("model", 2048)
+    assert model.created_at.year >= 2020
+    assert client.models.retrieve(model.id) == model
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("none")
+
+
 def test_keys_and_the_end_of_a_server_are_told() -> None:
     with Engine(Speaker(SAID)) as engine:
         app = create_app(engine, api_keys="right")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cbatch import Engine, load
 from cbatch.errors import PromptTooLongError
 from cbatch.server import create_app
+from cbatch.server.answer_events import Reasoning, Text
 from cbatch.server.anthropic_fields import Fields
 from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.http_errors import problem_of
@@ -199,6 +200,19 @@ def test_silence_before_the_first_token_is_pings_in_a_begun_message() -> None:
     silence = (stream.idle() + stream.idle()).decode().split("\n\n")
     names = [frame.split("\n")[0] for frame in silence]
     assert names == ["event: message_start", "event: ping", "event: ping", ""]
+
+
+def test_thinking_behind_text_is_a_block_of_its_own() -> None:
+    stream = MessagesCall.of(ASKED).stream("m")
+    said = stream.frames([Reasoning(0, "a"), Text(0, "b"), Reasoning(0, "c")]).decode()
+    kinds = [json.loads(frame.split("data: ")[1]) for frame in said.split("\n\n")[:-1]]
+    found = [(e["index"], e.get("delta", {}).get("type")) for e in kinds[1:]]
+    signed = ["thinking_delta", "signature_delta"]
+    assert found == [
+        *((0, kind) for kind in (None, *signed, None)),
+        *((1, kind) for kind in (None, "text_delta", None)),
+        *((2, kind) for kind in (None, "thinking_delta")),
+    ]
 
 
 # ---- fields ----
