@@ -60,6 +60,8 @@ class Occupancy:
     n_ended: int
     """Ended, and not yet returned by `take_ended`."""
     n_cells: int
+    n_pool: int
+    """Cells that all slots together can hold."""
 
 
 class MultiRequestBatcher:
@@ -138,6 +140,7 @@ class MultiRequestBatcher:
             n_storing=len(self._storing),
             n_ended=len(self._ended),
             n_cells=self._ledger.n_used,
+            n_pool=self._ledger.n_pool,
         )
 
     def decoding(self) -> list[tuple[Slot, SequenceDriver]]:

@@ -111,6 +111,10 @@ class EngineStats:
     """Paused sequences that still have a slot."""
     n_held: int = 0
     """Sequences without a slot and outside the queue: paused, or waiting for something else."""
+    n_cells: int = 0
+    """Cells that hold something now, prefixes that are kept included."""
+    n_pool: int = 0
+    """Cells that all slots together can hold."""
     n_finished: dict[str, int] = field(default_factory=dict)
     decode_s: float = 0.0
     sample_s: float = 0.0

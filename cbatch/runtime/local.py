@@ -292,6 +292,7 @@ class LocalRuntime:
         seen, stats = self.batcher.occupancy(), self._stats.copy()
         stats.n_waiting, stats.n_held = seen.n_waiting, seen.n_held
         stats.n_running, stats.n_paused = seen.n_running, seen.n_paused
+        stats.n_cells, stats.n_pool = seen.n_cells, seen.n_pool
         return stats
 
     def reset_stats(self) -> None:

@@ -28,6 +28,10 @@ class SlotState:
     n_computed: int = 0
     """Tokens of prompt and output that have cells."""
     n_output: int = 0
+    n_cached: int = 0
+    """Tokens of the prompt whose cells were taken over."""
+    n_left: int = 0
+    """Tokens of output that it may still sample."""
 
 
 def slot_states(residents: Sequence[tuple[SequenceDriver | None, int]]) -> list[SlotState]:
@@ -46,4 +50,6 @@ def _state(slot: int, driver: SequenceDriver | None, n_cells: int) -> SlotState:
         driver.n_prompt,
         driver.n_computed,
         driver.n_output,
+        driver.n_cached,
+        driver.n_left,
     )

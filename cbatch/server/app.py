@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +19,14 @@ from cbatch.logs import Log
 from cbatch.server import small_endpoints as small
 from cbatch.server.anthropic_messages import MessagesCall, count_tokens
 from cbatch.server.call import Answering
+from cbatch.server.call_record import CallRecord
 from cbatch.server.desk import Desk
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
 from cbatch.server.http_errors import HttpProblemError, problem_of, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.server_settings import ServerSettings
+from cbatch.server.watching import metrics, slots
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.server.call import Call
+    from cbatch.server.meters import Meters
 
     Handle = Callable[[Desk, Exchange], Awaitable[None]]
 
@@ -61,7 +62,7 @@ def create_app(engine: Engine, **settings: Any) -> Starlette:
     desk = Desk(engine, ServerSettings(**settings))
     app = Starlette(
         routes=_routes(desk),
-        middleware=_middleware(desk.settings),
+        middleware=_middleware(desk),
         exception_handlers={HTTPException: _not_routed, Exception: _unexpected},
     )
     app.router.redirect_slashes = False
@@ -79,6 +80,8 @@ def _routes(desk: Desk) -> list[Route]:
         ("GET", "/models", small.models),
         ("GET", "/models/{name:path}", small.model),
         ("GET", "/health", small.health),
+        ("GET", "/metrics", metrics),
+        ("GET", "/slots", slots),
         ("GET", "/props", small.props),
         ("GET", "/tokenizer_info", small.tokenizer_info),
         ("POST", "/tokenize", small.tokenize),
@@ -86,7 +89,7 @@ def _routes(desk: Desk) -> list[Route]:
         ("POST", "/apply-template", small.apply_template),
     ]
     return [
-        Route(prefix + path, Endpoint(desk, handle), methods=[method])
+        Route(prefix + path, Endpoint(desk, path, handle), methods=[method])
         for method, path, handle in handles
         for prefix in ("/v1", "")
     ]
@@ -102,44 +105,29 @@ async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) 
 class Endpoint:
     """Runs one kind of call as plain ASGI, and tells what went wrong with it."""
 
-    def __init__(self, desk: Desk, handle: Handle) -> None:
-        self._desk, self._handle = desk, handle
+    def __init__(self, desk: Desk, route: str, handle: Handle) -> None:
+        self._desk, self._route, self._handle = desk, route, handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         exchange = Exchange(scope, receive, send)
-        start_s = time.perf_counter()
-        status: int | None = None
+        exchange.record.route = self._route
         try:
             await self._handle(self._desk, exchange)
         except ClientGoneError:
-            status = CLIENT_GONE
+            exchange.record.status = CLIENT_GONE
         except (HttpProblemError, CBatchError) as error:
             if exchange.status is not None:
                 raise
             await exchange.respond_problem(problem_of(error))
-        finally:
-            if _log.has_info:
-                _tell(exchange, status or exchange.status, time.perf_counter() - start_s)
-
-
-def _tell(exchange: Exchange, status: int | None, seconds: float) -> None:
-    """Log how a request was answered; never what it says."""
-    _log.tell(
-        "http",
-        request_id=exchange.id,
-        method=exchange.scope["method"],
-        path=exchange.scope["path"],
-        status=status,
-        latency_ms=round(seconds * 1e3, 3),
-    )
 
 
 # ---- around all endpoints ----
 
 
-def _middleware(settings: ServerSettings) -> list[Middleware]:
-    gate = Middleware(Gate, keys=settings.api_keys)
+def _middleware(desk: Desk) -> list[Middleware]:
+    settings = desk.settings
+    gate = Middleware(Gate, keys=settings.api_keys, meters=desk.meters)
     if not settings.cors_origins:
         return [gate]
     cors = Middleware(
@@ -153,10 +141,10 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
 
 
 class Gate:
-    """Gives each request its id, and lets none in without a key, where keys are set."""
+    """Gives each request its id, logs and counts it, and lets none in without a key, where keys are set."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, keys: Sequence[str], meters: Meters) -> None:
+        self._app, self._meters = app, meters
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,21 +152,43 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        id = f"req_{secrets.token_hex(12)}"
-        scope["state"] = {**scope.get("state", {}), "request_id": id}
+        record = CallRecord()
+        mine = {"request_id": record.id, "record": record}
+        scope["state"] = {**scope.get("state", {}), **mine}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                named = [(name, id.encode()) for name in (b"x-request-id", b"request-id")]
+                record.status = message["status"]
+                named = [(name, record.id.encode()) for name in (b"x-request-id", b"request-id")]
                 message["headers"] = [*message["headers"], *named]
             await send(message)
 
+        try:
+            await self._pass(scope, receive, send_with_id)
+        finally:
+            self._note(scope, record)
+
+    def _note(self, scope: Scope, record: CallRecord) -> None:
+        """Log and count a request that has ended; an error without an answer is a 500, sent further out."""
+        status = record.status or 500
+        self._meters.n_http[record.route, status] += 1
+        if _log.has_info:
+            _log.tell(
+                "http",
+                request_id=record.id,
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                latency_ms=record.latency_ms,
+            )
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._digests and not self._may_enter(scope):
             problem = HttpProblemError(401, "a valid API key is needed", "invalid_api_key")
-            exchange = Exchange(scope, receive, send_with_id)
+            exchange = Exchange(scope, receive, send)
             await exchange.respond_problem(problem, {"www-authenticate": "Bearer"})
             return
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # of another application

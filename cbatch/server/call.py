@@ -13,7 +13,7 @@ import anyio
 from cbatch.engine import checked_tokens, run_options_of
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
-from cbatch.server.answer_events import Events, Failed, results_of
+from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
 from cbatch.server.request_fields import ignored_header, with_param
@@ -164,6 +164,7 @@ class Answering:
             await self._stream(tasks, response)
         else:
             results = await results_of(response)
+            self._desk.meters.count_answers(results)
             body = self._call.body(results, self._model)
             await self._exchange.respond_json(body, headers=self._headers)
 
@@ -173,7 +174,14 @@ class Answering:
         options = call.asked.options
         if is_checked or call.is_counted or len(call.prompts) > 1:
             call.n_prompt_tokens = self._checked_tokens(options)
-        return desk.engine.run([*call.prompts], options=options, streamed=call.asked.is_streamed)
+        return desk.engine.run(self._named(), options=options, streamed=call.asked.is_streamed)
+
+    def _named(self) -> list[BatchPrompt]:
+        """Return the prompts by ids that begin as the request's own: the log and `/slots` tell them."""
+        prompts, id = self._call.prompts, self._exchange.id
+        if len(prompts) == 1:
+            return [replace(prompts[0], id=id)]
+        return [replace(prompt, id=f"{id}.{i}") for i, prompt in enumerate(prompts)]
 
     def _checked_tokens(self, options: RunOptions) -> int:
         engine = self._desk.engine
@@ -193,6 +201,8 @@ class Answering:
                 for event in some:
                     if isinstance(event, Failed):
                         raise event.error
+                    if isinstance(event, Ended) and event.whole is not None:
+                        self._desk.meters.count_answers([event.whole])
                 if data := encoder.frames(some):
                     await stream.send(data)
             await stream.finish(encoder.end())

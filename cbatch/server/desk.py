@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,23 +11,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 from anyio.lowlevel import RunVar
 
-from cbatch.errors import CBatchError
+from cbatch.server.exposition import Exposition
 from cbatch.server.http_errors import HttpProblemError, draining, queue_full
+from cbatch.server.meters import Meters
+from cbatch.server.pulse import Pulse, Question
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.engine import Engine
     from cbatch.model_facts import ModelFacts
+    from cbatch.runtime.slot_state import SlotState
     from cbatch.server.server_settings import ServerSettings
 
     T = TypeVar("T")
 
 _N_THREADS = 64
 """Most calls into the engine at once; each is short, but for a queue of the engine's own that is full."""
-
-_PROBE_S = 0.5
-"""Seconds that `/health` waits for the engine's figures; a run of the engine may last longer."""
 
 
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("cbatch.server.threads")
@@ -81,6 +80,9 @@ class Desk:
         self._visits: dict[int, Visit] = {}
         self._sizes: Sizes | None = None
         self.pulse = Pulse(engine, clock)
+        self.slots: Question[list[SlotState]] = Question(engine.slots, clock)
+        self.meters = Meters()
+        self.exposition = Exposition(self.pulse, self.meters, self.model_name)
 
     async def in_thread(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what `work` returns, done in a thread: it may wait for the engine."""
@@ -140,60 +142,16 @@ class Desk:
             HttpProblemError: it is not loaded yet, has ended, does not get on, or is being drained.
         """
         if self.is_draining:
-            raise _unwell("the server is shutting down")
-        await self.pulse.feel()
+            raise unwell("the server is shutting down")
+        await self.pulse.ask()
         if (words := self.pulse.problem) is not None:
-            raise _unwell(words)
+            raise unwell(words)
         if (silent_s := self.pulse.silent_s) > self.settings.stall_s:
-            raise _unwell(f"the engine has made no progress for {silent_s:.0f} s")
+            raise unwell(f"the engine has made no progress for {silent_s:.0f} s")
         return {"status": "ok", "in_flight": self.n_in_flight}
 
 
-def _unwell(message: str) -> HttpProblemError:
+def unwell(message: str) -> HttpProblemError:
+    """Return the problem of an engine that cannot serve now."""
     more = {"type": "unavailable_error", "code": 503}  # as llama-server has them
     return HttpProblemError(503, message, headers={"retry-after": "1"}, more=more)
-
-
-class Pulse:
-    """How long the engine has not got on, by its own figures, which are asked for when somebody wants to know."""
-
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
-        self._engine, self.clock = engine, clock
-        self.problem: str | None = None
-        """Why it gives no figures."""
-        self._moved_s = self._asked_s = clock()
-        self._seen: object = None
-        self._was_idle = True
-        self._asking = threading.Lock()
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether it was asked for figures and has not answered yet."""
-        return self._asking.locked()
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since its figures changed or it had nothing to do; while it has not answered, since it was asked."""
-        since_s = self._asked_s if self.is_asking else self._moved_s
-        return self.clock() - max(since_s, self._moved_s)
-
-    async def feel(self) -> None:
-        """Ask for the figures, and wait a short while for them. The engine may be in a long run."""
-        with anyio.move_on_after(_PROBE_S):
-            await anyio.to_thread.run_sync(self._ask, abandon_on_cancel=True)
-
-    def _ask(self) -> None:
-        if not self._asking.acquire(blocking=False):
-            return
-        self._asked_s = self.clock()
-        try:
-            stats = self._engine.stats()
-            seen = stats.n_steps, stats.n_output_tokens, stats.n_finished
-            is_idle = not (stats.n_running or stats.n_waiting)
-            if seen != self._seen or is_idle or self._was_idle:
-                self._moved_s = self.clock()
-            self._seen, self._was_idle, self.problem = seen, is_idle, None
-        except CBatchError as error:
-            self.problem = str(error)
-        finally:
-            self._asking.release()

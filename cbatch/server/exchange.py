@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Message, Receive, Scope, Send
 
+    from cbatch.server.call_record import CallRecord
+
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
@@ -37,11 +39,13 @@ class Exchange:
         self.headers = {name.lower(): value for name, value in scope["headers"]}
         self.status: int | None = None
         """The status of the answer, once it is sent."""
+        self.record: CallRecord = scope["state"]["record"]
+        """What is kept of the request; the application's gate has made it."""
 
     @property
     def id(self) -> str:
         """The request's id, as the header `x-request-id` has it."""
-        return str(self.scope.get("state", {}).get("request_id", ""))
+        return self.record.id
 
     # ---- the request ----
 

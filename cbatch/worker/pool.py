@@ -555,6 +555,7 @@ class Pool:
         """Keep what is known of the work of a worker that is gone."""
         if (stats := connection.stats) is not None:
             stats.n_waiting = stats.n_running = stats.n_paused = stats.n_held = 0
+            stats.n_cells = stats.n_pool = 0
             most = max(self.lost.n_active_max, stats.n_active_max)
             self.lost.add(stats)
             self.lost.n_active_max = most  # they did not work at the same time

@@ -1,0 +1,27 @@
+"""What is kept of one HTTP request for the log and the metrics: never a prompt, a key or an answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+
+OTHER = "other"
+"""The route of a request for a path that is not there."""
+
+
+@dataclass(eq=False, slots=True)
+class CallRecord:
+    """One HTTP request."""
+
+    id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
+    route: str = OTHER
+    """The path that an endpoint answers, without `/v1` and with names for what varies."""
+    status: int | None = None
+    """The status that was sent, or 499 where the client has left before."""
+    start_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def latency_ms(self) -> float:
+        """Milliseconds since it came."""
+        return round((time.perf_counter() - self.start_s) * 1e3, 3)

@@ -1,0 +1,266 @@
+"""`/metrics`: the engine's figures and the server's meters by the names of cbatch, of vLLM and of llama-server.
+
+Source of the names: vLLM's v1 metrics; llama.cpp tools/server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from cbatch.server.meters import ITL_S, Histogram, Meters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import Metric
+
+    from cbatch.core.stats import EngineStats
+    from cbatch.server.pulse import Pulse
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Values = float | Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure of the engine: its names, and its value, or values by a label."""
+
+    names: tuple[str, ...]
+    """Those of others too, where they mean the same; one that ends in `_total` is a counter, else it is a gauge."""
+    help: str
+    of: Callable[[EngineStats], Values]
+    label: str = ""
+
+
+def _n_prompt(stats: EngineStats) -> float:
+    return stats.n_prompt_tokens + stats.n_cached_tokens
+
+
+def _successes(stats: EngineStats) -> Mapping[str, float]:
+    """Return ends by vLLM's reasons."""
+    found = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+    for reason, n in stats.n_finished.items():
+        found[_REASONS[reason]] += n
+    return found
+
+
+_REASONS = {
+    "stop": "stop",
+    "tool_calls": "stop",
+    "length": "length",
+    "window": "length",
+    "cancelled": "abort",
+    "timeout": "abort",
+    "error": "error",
+}
+
+ROWS = (
+    Row(
+        ("cbatch:requests_running", "vllm:num_requests_running", "llamacpp:requests_processing"),
+        "Sequences with a slot that are computed.",
+        lambda stats: stats.n_running,
+    ),
+    Row(
+        ("cbatch:requests_waiting", "vllm:num_requests_waiting", "llamacpp:requests_deferred"),
+        "Sequences that wait for a slot.",
+        lambda stats: stats.n_waiting,
+    ),
+    Row(
+        ("cbatch:requests_paused",),
+        "Sequences that are paused, or wait for something else than a slot.",
+        lambda stats: stats.n_paused + stats.n_held,
+    ),
+    Row(("cbatch:cells",), "Cells that all slots can hold.", lambda stats: stats.n_pool),
+    Row(
+        ("cbatch:cells_used",),
+        "Cells that hold something, prefixes that are kept included.",
+        lambda stats: stats.n_cells,
+    ),
+    Row(
+        ("cbatch:cells_used_ratio", "vllm:kv_cache_usage_perc"),
+        "The part of all cells that hold something; 1 is all.",
+        lambda stats: stats.n_cells / stats.n_pool if stats.n_pool else 0.0,
+    ),
+    Row(
+        ("cbatch:prompt_tokens_total",),
+        "Tokens of prompts: computed, or taken over from what was computed before.",
+        lambda stats: {"computed": stats.n_prompt_tokens, "cached": stats.n_cached_tokens},
+        "source",
+    ),
+    Row(
+        ("vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
+        "Tokens of prompts, cached ones included.",
+        _n_prompt,
+    ),
+    Row(
+        ("vllm:prefix_cache_hits_total", "llamacpp:prompt_tokens_cached_total"),
+        "Tokens of prompts that were taken over.",
+        lambda stats: stats.n_cached_tokens,
+    ),
+    Row(
+        ("llamacpp:prompt_tokens_total",),
+        "Tokens of prompts that were computed.",
+        lambda stats: stats.n_prompt_tokens,
+    ),
+    Row(
+        (
+            "cbatch:output_tokens_total",
+            "vllm:generation_tokens_total",
+            "llamacpp:tokens_predicted_total",
+        ),
+        "Tokens that were sampled.",
+        lambda stats: stats.n_output_tokens,
+    ),
+    Row(
+        ("cbatch:recomputed_tokens_total",),
+        "Tokens that were computed again after their cells were lost.",
+        lambda stats: stats.n_recomputed_tokens,
+    ),
+    Row(
+        ("cbatch:requests_finished_total",),
+        "Sequences that ended, by finish reason.",
+        lambda stats: stats.n_finished,
+        "reason",
+    ),
+    Row(
+        ("vllm:request_success_total",),
+        "Sequences that ended, by vLLM's reasons.",
+        _successes,
+        "finished_reason",
+    ),
+    Row(
+        ("cbatch:preemptions_total", "vllm:num_preemptions_total"),
+        "Preemptions for want of cells.",
+        lambda stats: stats.n_preempted,
+    ),
+    Row(
+        ("cbatch:steps_total", "llamacpp:n_decode_total"),
+        "Steps, each one call of llama.cpp.",
+        lambda stats: stats.n_steps,
+    ),
+    Row(
+        ("cbatch:step_seconds_total",),
+        "Seconds of steps by phase.",
+        lambda stats: {
+            "plan": stats.plan_s,
+            "decode": stats.decode_s,
+            "sample": stats.sample_s,
+            "apply": stats.apply_s,
+        },
+        "phase",
+    ),
+    Row(
+        ("llamacpp:n_busy_slots_per_decode",),
+        "Sequences in a step, the mean of all steps.",
+        lambda stats: stats.avg_concurrent_seq(),
+    ),
+)
+
+_HISTOGRAMS: tuple[tuple[tuple[str, ...], str, Callable[[Meters], Histogram]], ...] = (
+    (
+        ("cbatch:queue_seconds", "vllm:request_queue_time_seconds"),
+        "Arrival to slot, of answered prompts.",
+        lambda meters: meters.queue_s,
+    ),
+    (
+        ("cbatch:ttft_seconds", "vllm:time_to_first_token_seconds"),
+        "Arrival to first token, of answered prompts.",
+        lambda meters: meters.ttft_s,
+    ),
+    (
+        ("cbatch:e2e_seconds", "vllm:e2e_request_latency_seconds"),
+        "Arrival to the end, of answered prompts.",
+        lambda meters: meters.e2e_s,
+    ),
+    (
+        ("cbatch:request_prompt_tokens", "vllm:request_prompt_tokens"),
+        "Tokens of an answered prompt.",
+        lambda meters: meters.prompt_tokens,
+    ),
+    (
+        ("cbatch:request_output_tokens", "vllm:request_generation_tokens"),
+        "Sampled tokens of an answered prompt, all its answers together.",
+        lambda meters: meters.output_tokens,
+    ),
+)
+
+_ITL = ("cbatch:itl_seconds", "vllm:inter_token_latency_seconds")
+
+
+class Exposition(Collector):
+    """All metrics of one server, in a registry of its own. Reading changes nothing."""
+
+    def __init__(self, pulse: Pulse, meters: Meters, model_name: str) -> None:
+        self._pulse, self._meters = pulse, meters
+        self._labels = {"vllm": {"model_name": model_name, "engine": "0"}}
+        """Labels of all metrics of a dialect."""
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def text(self) -> bytes:
+        """Return all metrics in the text format 0.0.4."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all metrics; those of the engine as it told them last."""
+        stats = self._pulse.answer
+        if stats is not None:
+            for row in ROWS:
+                yield from self._figures(row.names, row.help, row.of(stats), row.label)
+            itl = Histogram.of(stats.itl_s, ITL_S)
+            yield from self._histograms(_ITL, "Gaps between the tokens of a sequence.", itl)
+            age = "Seconds since the engine told its figures; it tells them between runs."
+            yield from self._figures(("cbatch:figures_age_seconds",), age, self._pulse.age_s)
+        yield from self._of_answers()
+
+    def _of_answers(self) -> Iterator[Metric]:
+        """Return what the server has counted itself."""
+        meters = self._meters
+        for names, words, of in _HISTOGRAMS:
+            yield from self._histograms(names, words, of(meters))
+        for name, words, seconds in (
+            ("llamacpp:prompt_seconds_total", "Slot to first token, summed.", meters.prompt_s),
+            ("llamacpp:tokens_predicted_seconds_total", "First to last token.", meters.output_s),
+        ):
+            yield from self._figures((name,), words, seconds)
+        name, words = "cbatch:http_requests_total", "HTTP requests by route and status."
+        family = CounterMetricFamily(name, words, labels=["route", "status"])
+        for (route, status), n in sorted(meters.n_http.items()):
+            family.add_metric([route, str(status)], n)
+        yield family
+
+    def _figures(
+        self, names: tuple[str, ...], words: str, values: Values, label: str = ""
+    ) -> Iterator[Metric]:
+        listed = values if isinstance(values, Mapping) else {"": values}
+        for name in names:
+            labels = self._labels_of(name)
+            kind: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, words, labels=[*labels, *([label] if label else [])])
+            for key, value in listed.items():
+                family.add_metric([*labels.values(), *([key] if label else [])], value)
+            yield family
+
+    def _histograms(
+        self, names: tuple[str, ...], words: str, counts: Histogram
+    ) -> Iterator[Metric]:
+        buckets = [(_bound(bound), float(n)) for bound, n in counts.cumulative()]
+        for name in names:
+            labels = self._labels_of(name)
+            family = HistogramMetricFamily(name, words, labels=[*labels])
+            family.add_metric([*labels.values()], buckets, counts.total)
+            yield family
+
+    def _labels_of(self, name: str) -> Mapping[str, str]:
+        return self._labels.get(name.partition(":")[0], {})
+
+
+def _bound(value: float) -> str:
+    return "+Inf" if value == float("inf") else repr(value)

@@ -1,0 +1,97 @@
+"""What an engine says of itself, without waiting for a run of it to end, and whether it gets on."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import anyio
+
+from cbatch.errors import CBatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cbatch.core.stats import EngineStats
+    from cbatch.engine import Engine
+
+T = TypeVar("T")
+
+_PATIENCE_S = 0.5
+"""Seconds that a client waits for an answer of the engine; a run of the engine may last longer."""
+
+
+class Question(Generic[T]):
+    """A question of the engine, asked once at a time; its last answer stands until the next one."""
+
+    def __init__(self, ask: Callable[[], T], clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.answer: T | None = None
+        self.problem: str | None = None
+        """Why the engine gives no answer."""
+        self.asked_s = self.answered_s = clock()
+        self._ask = ask
+        self._asking = threading.Lock()
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether it was asked and is not answered yet."""
+        return self._asking.locked()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last answer."""
+        return self.clock() - self.answered_s
+
+    async def ask(self) -> T | None:
+        """Ask, and return the newest answer after a short while: where the engine is in a long run, an old one."""
+        with anyio.move_on_after(_PATIENCE_S):
+            await anyio.to_thread.run_sync(self._once, abandon_on_cancel=True)
+        return self.answer
+
+    def _once(self) -> None:
+        if not self._asking.acquire(blocking=False):
+            return
+        self.asked_s = self.clock()
+        try:
+            answer = self._ask()
+            self.answered_s = self.clock()
+            self.take(answer)
+            self.answer, self.problem = answer, None
+        except CBatchError as error:
+            self.problem = str(error)
+        finally:
+            self._asking.release()
+
+    def take(self, answer: T) -> None:
+        """See a new answer while `answer` is still the one before."""
+
+
+class Pulse(Question["EngineStats"]):
+    """The engine's figures, asked for when somebody wants to know, and how long it has not got on by them."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+        super().__init__(engine.stats, clock)
+        self._moved_s = clock()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its figures changed or it had nothing to do; while it has not answered, since it was asked."""
+        since_s = self.asked_s if self.is_asking else self._moved_s
+        return self.clock() - max(since_s, self._moved_s)
+
+    def take(self, answer: EngineStats) -> None:
+        """See whether anything has moved since the last figures."""
+        last = self.answer
+        if last is None or is_idle(last) or is_idle(answer) or progress(last) != progress(answer):
+            self._moved_s = self.answered_s
+
+
+def is_idle(stats: EngineStats) -> bool:
+    """Return whether the engine has nothing to do."""
+    return not (stats.n_running or stats.n_waiting)
+
+
+def progress(stats: EngineStats) -> tuple[object, ...]:
+    """Return what changes while the engine gets on."""
+    return stats.n_steps, stats.n_output_tokens, stats.n_finished

@@ -1,0 +1,355 @@
+"""Metrics, slots, and the log's line of a request: read as their readers do."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import anyio
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.core.stats import Percentiles
+from cbatch.runtime.slot_state import SlotState
+from cbatch.server.meters import Histogram
+from cbatch.server.pulse import Pulse, Question
+from tests.runtime.backends import GatedBackend
+from tests.server.clients import (
+    CHAT,
+    COMPLETIONS,
+    USER,
+    call,
+    error_of,
+    events_of,
+    fake_app,
+    wait_until,
+)
+from tests.worker.links import engine_over
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+ASKED = {"messages": USER, "max_tokens": 9, "ignore_eos": True, "seed": 1}
+HISTOGRAMS = (
+    "cbatch:queue_seconds",
+    "cbatch:ttft_seconds",
+    "cbatch:e2e_seconds",
+    "cbatch:request_prompt_tokens",
+    "cbatch:request_output_tokens",
+    "vllm:request_queue_time_seconds",
+    "vllm:time_to_first_token_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+)
+
+
+def scrape(app: Starlette) -> Samples:
+    """All samples by name and labels; each occurs once."""
+    answer = call(app, "/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found: Samples = {}
+    for family in text_string_to_metric_families(answer.text):
+        assert family.documentation
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def of(samples: Samples, name: str, **labels: str) -> float:
+    if name.startswith("vllm:"):
+        labels |= {"model_name": "m", "engine": "0"}
+    return samples[name, frozenset(labels.items())]
+
+
+# ---- metrics ----
+
+
+def test_figures_of_answers_have_the_names_of_three_servers() -> None:
+    with fake_app(2, 64, model_name="m") as app:
+        assert call(app, CHAT, ASKED).status_code == 200
+        events_of(call(app, CHAT, {**ASKED, "stream": True}))
+        found = scrape(app)
+    n_prompt, n_cached = (
+        of(found, "cbatch:prompt_tokens_total", source=source) for source in ("computed", "cached")
+    )
+    assert n_prompt + n_cached == 2 * 7
+    same = {
+        18: (
+            "cbatch:output_tokens_total",
+            "vllm:generation_tokens_total",
+            "llamacpp:tokens_predicted_total",
+        ),
+        14: ("vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
+        n_cached: ("vllm:prefix_cache_hits_total", "llamacpp:prompt_tokens_cached_total"),
+        n_prompt: ("llamacpp:prompt_tokens_total",),
+        0: (
+            "cbatch:requests_running",
+            "cbatch:requests_waiting",
+            "cbatch:requests_paused",
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "llamacpp:requests_processing",
+            "llamacpp:requests_deferred",
+            "cbatch:preemptions_total",
+            "vllm:num_preemptions_total",
+        ),
+        2 * 64: ("cbatch:cells",),
+        2: tuple(f"{name}_count" for name in HISTOGRAMS),
+    }
+    assert {name: of(found, name) for names in same.values() for name in names} == {
+        name: n for n, names in same.items() for name in names
+    }
+    assert of(found, "cbatch:steps_total") == of(found, "llamacpp:n_decode_total") > 0
+    assert of(found, "cbatch:requests_finished_total", reason="length") == 2
+    assert of(found, "vllm:request_success_total", finished_reason="length") == 2
+    assert of(found, "cbatch:request_prompt_tokens_sum") == 14
+    assert of(found, "cbatch:request_output_tokens_sum") == 18
+    assert of(found, "cbatch:request_output_tokens_bucket", le="5.0") == 0
+    assert of(found, "cbatch:request_output_tokens_bucket", le="10.0") == 2
+    for name in ("cbatch:itl_seconds", "vllm:inter_token_latency_seconds"):
+        assert of(found, f"{name}_bucket", le="+Inf") == of(found, f"{name}_count") == 16
+
+
+def test_scrape_resets_nothing_and_counts_itself() -> None:
+    with fake_app(2, 64, model_name="m") as app:
+        call(app, CHAT, ASKED)
+        call(app, "/health")
+        first, second = scrape(app), scrape(app)
+    own = "cbatch:http_requests_total", frozenset({("route", "/metrics"), ("status", "200")})
+    assert own not in first
+    assert second.pop(own) == 1
+    varies = "cbatch:figures_age_seconds", frozenset[tuple[str, str]]()
+    assert first.pop(varies) >= 0 <= second.pop(varies)
+    assert first == second
+
+
+def test_labels_hold_neither_ids_nor_paths_of_clients() -> None:
+    with fake_app(2, 64, model_name="m", api_keys=["k"]) as app:
+        headers = {"x-api-key": "k"}
+        for path in ("/v1/models/a", "/models/b", "/secret", "/v1/secret/2"):
+            call(app, path, headers=headers)
+        call(app, "/v1/models")
+        call(app, CHAT, ASKED, headers=headers)
+        call(app, CHAT, {"messages": 3}, headers=headers)
+        text = call(app, "/metrics", headers=headers).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    routes = {
+        (sample.labels["route"], sample.labels["status"]): sample.value
+        for sample in families["cbatch:http_requests"].samples
+    }
+    assert routes == {
+        ("/models/{name:path}", "404"): 2,
+        ("other", "404"): 2,
+        ("other", "401"): 1,
+        ("/chat/completions", "200"): 1,
+        ("/chat/completions", "400"): 1,
+    }
+    assert "req_" not in text
+    assert "secret" not in text
+
+
+def test_application_that_is_mounted_twice_counts_apart() -> None:
+    with fake_app(2, 64, model_name="m") as one, fake_app(2, 64, model_name="m") as other:
+        call(one, CHAT, ASKED)
+        assert of(scrape(one), "cbatch:output_tokens_total") == 9
+        assert of(scrape(other), "cbatch:output_tokens_total") == 0
+
+
+def test_metrics_need_a_key_where_keys_are_set() -> None:
+    with fake_app(api_keys=["k"]) as app:
+        for path in ("/metrics", "/slots"):
+            error_of(call(app, path), 401)
+
+
+def test_workers_count_together() -> None:
+    backends = [FakeBackend(2, 64) for _ in range(2)]
+    with fake_app(engine=engine_over(*backends), model_name="m") as app:
+        call(app, COMPLETIONS, {"prompt": ["a", "b", "c"], "max_tokens": 2, "ignore_eos": True})
+        found = scrape(app)
+        slots = call(app, "/slots").json()
+    assert of(found, "cbatch:cells") == 2 * 2 * 64
+    assert of(found, "cbatch:output_tokens_total") == 6
+    assert of(found, "cbatch:ttft_seconds_count") == 3
+    assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
+
+
+def test_histogram_counts_each_value_in_its_first_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.add(value)
+    assert histogram.cumulative() == [(1.0, 2), (2.0, 3), (float("inf"), 4)]
+    assert histogram.total == 12.0
+
+
+def test_histogram_of_percentiles_keeps_their_number_and_nearly_their_sum() -> None:
+    times = Percentiles()
+    times.add(0.004, 3)
+    times.add(0.3)
+    histogram = Histogram.of(times, (0.01, 1.0))
+    assert histogram.cumulative() == [(0.01, 3), (1.0, 4), (float("inf"), 4)]
+    assert histogram.total == pytest.approx(0.312, rel=0.03)
+
+
+# ---- slots, and an engine in a long run ----
+
+
+def test_slots_tell_who_computes_and_no_text() -> None:
+    backend = GatedBackend(2, 256, hold_at=3)
+    with Engine(backend) as engine, fake_app(engine=engine) as app:
+        found = _while_answering(app, backend)
+        running, free = sorted(found["/slots"].json(), key=lambda slot: slot["status"] == "free")
+        backend.release()
+    assert free["status"] == "free"
+    assert not free["is_processing"]
+    assert running["is_processing"]
+    assert running["id_task"] == found[CHAT].headers["x-request-id"]
+    assert (running["n_ctx"], running["n_prompt_tokens"]) == (256, 7)
+    assert running["n_prompt_tokens_processed"] == 7
+    (next_token,) = running["next_token"]
+    assert next_token["n_decoded"] + next_token["n_remain"] == 9
+    assert "user" not in found["/slots"].text
+
+
+def _while_answering(app: Starlette, backend: GatedBackend) -> dict[str, httpx.Response]:
+    """What `/slots` and `/metrics` say while a chat is computed, and the chat's answer."""
+    found: dict[str, httpx.Response] = {}
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(app)
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://t") as client,
+            anyio.create_task_group() as tasks,
+        ):
+
+            async def ask() -> None:
+                found[CHAT] = await client.post(CHAT, json=ASKED)
+
+            async def look() -> None:
+                found["/slots"] = await client.get("/slots")
+
+            tasks.start_soon(ask)
+            await anyio.to_thread.run_sync(backend.wait_until_held)
+            tasks.start_soon(look)
+            # the question waits for the run; the next run is let go when it is answered
+            while not app.state.desk.slots.is_asking:
+                await anyio.lowlevel.checkpoint()
+            backend.release()
+
+    anyio.run(main)
+    return found
+
+
+def test_scrape_in_a_long_run_tells_the_last_figures() -> None:
+    backend = GatedBackend(1, 256, hold_at=0)
+    with Engine(backend) as engine, fake_app(engine=engine, model_name="m") as app:
+        before = scrape(app)
+        response = engine.submit("ab", options={"max_tokens": 2, "ignore_eos": True})
+        backend.wait_until_held()
+        during = scrape(app)
+        slots = call(app, "/slots")
+        backend.release()
+        response.result()
+        wait_until(lambda: not app.state.desk.pulse.is_asking)
+        after = scrape(app)
+    name = "cbatch:output_tokens_total"
+    assert [of(samples, name) for samples in (before, during, after)] == [0, 0, 2]
+    assert slots.status_code == 503
+
+
+def test_slot_may_be_demanded() -> None:
+    with fake_app(1, 64) as app:
+        assert call(app, "/slots?fail_on_no_slot=1").status_code == 200
+        app.state.desk.slots = Question(lambda: [SlotState(0, "paused", 3, "a", 3, 3)], lambda: 0)
+        assert call(app, "/slots?fail_on_no_slot=1").status_code == 503
+        assert call(app, "/slots?fail_on_no_slot=0").status_code == 200
+        (slot,) = call(app, "/slots").json()
+        assert (slot["status"], slot["is_processing"]) == ("paused", False)
+
+
+# ---- health ----
+
+
+def test_health_tells_steps_that_stop_while_figures_come() -> None:
+    with fake_app(1, 64, stall_s=30) as app:
+        desk = app.state.desk
+        now = [0.0]
+        stats = desk.engine.stats()
+        stats.n_running, stats.n_steps = 1, 7
+        engine = cast("Engine", SimpleNamespace(stats=stats.copy))
+        desk.pulse = Pulse(engine, lambda: now[0])
+        for now_s, status in ((1.0, 200), (30.0, 200), (32.0, 503)):
+            now[0] = now_s
+            assert call(app, "/health").status_code == status
+        stats.n_steps += 1
+        assert call(app, "/health").status_code == 200
+
+
+def test_health_tells_an_engine_that_has_ended() -> None:
+    with fake_app(1, 64) as app:
+        app.state.desk.engine.close()
+        for path in ("/health", "/slots"):
+            answer = call(app, path)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["type"] == "unavailable_error"
+
+
+def test_question_keeps_its_answer_until_the_next() -> None:
+    answers = iter((1, 2))
+    now = [0.0]
+    question = Question(lambda: next(answers), lambda: now[0])
+    assert anyio.run(question.ask) == 1
+    now[0] = 5.0
+    assert (question.answer, question.age_s) == (1, 5.0)
+    assert anyio.run(question.ask) == 2
+    assert question.age_s == 0.0
+
+
+# ---- the log ----
+
+
+def test_log_has_a_line_for_each_request_and_no_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cbatch")
+    with fake_app(2, 64, api_keys=["secret"], model_name="m") as app:
+        headers = {"authorization": "Bearer secret"}
+        asked = {**ASKED, "messages": [{"role": "user", "content": "private"}]}
+        answer = call(app, CHAT, asked, headers=headers)
+        call(app, CHAT, asked)
+        call(app, "/nowhere?x=private", headers=headers)
+    lines = [values for r in caplog.records if (values := getattr(r, "cbatch", None))]
+    http = [line for line in lines if "path" in line]
+    (request,) = [line for line in lines if "finish_reason" in line]
+    assert [(line["path"], line["status"]) for line in http] == [
+        (CHAT, 200),
+        (CHAT, 401),
+        ("/nowhere", 404),
+    ]
+    id = answer.headers["x-request-id"]
+    assert http[0]["request_id"] == request["request_id"] == id
+    usage: dict[str, Any] = answer.json()["usage"]
+    assert request["prompt_tokens"] == usage["prompt_tokens"]
+    assert request["completion_tokens"] == usage["completion_tokens"]
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "private" not in said
+    assert "secret" not in said
+
+
+def test_prompts_of_one_call_have_lines_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cbatch")
+    with fake_app(2, 64) as app:
+        answer = call(app, COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 2, "n": 2})
+    lines = [values for r in caplog.records if (values := getattr(r, "cbatch", None))]
+    ids = sorted(line["request_id"] for line in lines if "finish_reason" in line)
+    id = answer.headers["x-request-id"]
+    assert ids == [f"{id}.0", f"{id}.1"]
+    assert json.loads(answer.text)["usage"]["completion_tokens"] <= 8
