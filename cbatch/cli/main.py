@@ -53,9 +53,11 @@ class LogLevel(str, Enum):
 class LogLines(logging.Handler):
     """Prints log records on stderr, beside a live display: as lines, or as events with `--json`."""
 
-    def __init__(self, interrupts: "Interrupts") -> None:
+    def __init__(self, interrupts: "Interrupts", *, has_time: bool = False) -> None:
         super().__init__()
-        self._command = interrupts
+        self._command, self._has_time = interrupts, has_time
+        when = "%(asctime)s " if has_time else ""
+        self.setFormatter(logging.Formatter(f"{when}%(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
@@ -64,9 +66,9 @@ class LogLines(logging.Handler):
         except Exception:
             self.handleError(record)
 
-    @staticmethod
-    def _event(record: logging.LogRecord) -> str:
-        source = {"level": record.levelname.lower(), "logger": record.name}
+    def _event(self, record: logging.LogRecord) -> str:
+        when = {"time": round(record.created, 3)} if self._has_time else {}
+        source = {**when, "level": record.levelname.lower(), "logger": record.name}
         return event_line("log", **source, text=record.getMessage(), **getattr(record, FIELDS, {}))
 
 
@@ -245,10 +247,11 @@ def _show_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-def _show_log(ctx: typer.Context, level: LogLevel) -> None:
-    """Show the library's log from this level on until the command ends."""
-    logger, lines = logging.getLogger("cbatch"), LogLines(ctx.obj)
-    lines.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+def show_log(ctx: typer.Context, level: LogLevel, *, has_time: bool = False) -> None:
+    """Show the library's log from this level on until the command ends, instead of as it was shown before."""
+    logger, lines = logging.getLogger("cbatch"), LogLines(ctx.obj, has_time=has_time)
+    for before in [handler for handler in logger.handlers if isinstance(handler, LogLines)]:
+        logger.removeHandler(before)
     logger.addHandler(lines)
     ctx.call_on_close(lambda: logger.removeHandler(lines))
     ctx.call_on_close(lambda before=logger.level: logger.setLevel(before))
@@ -290,7 +293,7 @@ def _root(
     Example: cbatch --log-level info run chats.jsonl -m model.gguf -o answers.jsonl
     """
     if log_level is not None:
-        _show_log(ctx, log_level)
+        show_log(ctx, log_level)
 
 
 def _is_typers_own(error: BaseException) -> bool:

@@ -1,12 +1,16 @@
 """`cbatch serve`: a model behind HTTP."""
 
 import os
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 import cbatch
 from cbatch.checks import check_text
+from cbatch.cli.main import LogLevel, show_log
 from cbatch.cli.option_table import (
     ANSWERS,
     DEVICES,
@@ -17,7 +21,7 @@ from cbatch.cli.option_table import (
     option,
     takes,
 )
-from cbatch.cli.terminal import say
+from cbatch.cli.terminal import say, tell
 from cbatch.errors import ConfigError
 
 KEY_VARIABLE = "CBATCH_API_KEY"
@@ -30,8 +34,16 @@ _TAKEN = tuple(o.name for o in OPTIONS if o.panel in _PANELS and o.name not in _
 HTTP = "Server"
 
 
+class LogFormat(str, Enum):
+    """How the log's lines look."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 @takes(*_TAKEN)
 def serve(
+    ctx: typer.Context,
     *,
     host: Annotated[
         str, option("--host", help="The address to listen on.", panel=HTTP)
@@ -99,6 +111,17 @@ def serve(
             "--strict-fields", help="Refuse unknown fields instead of ignoring them.", panel=HTTP
         ),
     ] = False,
+    log_format: Annotated[
+        LogFormat | None,
+        option(
+            "--log-format",
+            metavar="FORMAT",
+            case_sensitive=False,
+            help="Log each request to stderr, as text or as json.",
+            default="no log",
+            panel=HTTP,
+        ),
+    ] = None,
     given: Given,
 ) -> None:
     """Serve a model over HTTP, in the formats of OpenAI's and Anthropic's APIs.
@@ -114,6 +137,8 @@ def serve(
     from cbatch.server.serving import Tls, bound_socket
     from cbatch.server.serving import serve as serve_app
 
+    if log_format is not None:
+        _show_requests(ctx, log_format)
     options, engine_settings = given.run_options(), given.engine_settings()
     settings: dict[str, Any] = {
         "api_keys": _keys(api_key_file),
@@ -143,14 +168,25 @@ def serve(
             address,
             grace_s=grace_s,
             tls=tls,
-            on_ready=lambda: say(
-                f"cbatch: serving {app.state.desk.model_name} at {where}, {slots}"
-            ),
+            on_ready=lambda: _say_ready(ctx, f"{app.state.desk.model_name} at {where}, {slots}"),
         )
 
 
+def _show_requests(ctx: typer.Context, log_format: LogFormat) -> None:
+    """Show the log with times, from --log-level on, or with a line for each request."""
+    ctx.obj.says_events = log_format is LogFormat.JSON
+    show_log(ctx, ctx.find_root().params.get("log_level") or LogLevel.INFO, has_time=True)
+
+
+def _say_ready(ctx: typer.Context, what: str) -> None:
+    if ctx.obj.says_events:
+        tell("note", text=f"serving {what}")
+    else:
+        say(f"cbatch: serving {what}")
+
+
 def _check_installed() -> None:
-    for name in ("starlette", "uvicorn"):
+    for name in ("starlette", "uvicorn", "prometheus_client"):
         if find_spec(name) is None:
             raise ConfigError(
                 f'serve needs packages that are not installed ({name}): pip install "cbatch[server]"'

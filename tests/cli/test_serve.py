@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -44,6 +45,46 @@ def test_serve_answers_until_it_is_told_to_end(test_model: Path, tmp_path: Path)
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait() == 0
         assert "secret" not in process.stderr.read()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
+    arguments = ["--port", "0", "--threads", "1", "--parallel", "2", "--log-format", log_format]
+    with subprocess.Popen(
+        [sys.executable, "-m", "cbatch.cli", "serve", "-m", str(test_model), *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        line = next(line for line in lines if "serving" in line)
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found is not None, line
+        with httpx.Client(base_url=found[0], timeout=60) as client:
+            chat = {"messages": [{"role": "user", "content": "private"}], "max_tokens": 3}
+            id = client.post("/v1/chat/completions", json=chat).headers["x-request-id"]
+        logged = [
+            next(
+                line
+                for line in lines
+                if f" {kind} request_id={id}" in line or (f'"{kind} request_id={id} ' in line)
+            )
+            for kind in ("request", "http")
+        ]
+        os.kill(process.pid, signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait() == 0
+    assert "private" not in "".join([*logged, rest])
+    if log_format == "json":
+        request, http = map(json.loads, logged)
+        assert request["time"] > 0
+        assert request["finish_reason"] in ("stop", "length")
+        assert request["model"] == test_model.stem
+        assert (http["request_id"], http["status"]) == (id, 200)
+    else:
+        assert re.match(r"\d{4}-\d\d-\d\d \S+ INFO cbatch: request ", logged[0])
+        assert "path=/v1/chat/completions status=200" in logged[1]
 
 
 @pytest.mark.parametrize(
