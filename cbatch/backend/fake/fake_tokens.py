@@ -130,7 +130,10 @@ class FakeGrammars:
     def compile(self, grammar: Grammar) -> FakeConstraint:
         """Compile a grammar; see `Grammars.compile`."""
         try:
-            return FakeConstraint(*map(int, grammar.text.split(":")))
+            made = FakeConstraint(*map(int, grammar.text.split(":")))
+            if made.parity not in (0, 1):
+                raise ValueError(f"{made.parity} is no parity")
+            return made
         except (TypeError, ValueError) as error:
             raise GrammarError(grammar.kind, f"not parity:last:bad: {error}") from error
 
