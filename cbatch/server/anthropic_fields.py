@@ -126,7 +126,7 @@ class Fields:
                 "messages",
             )
         with field_errors("messages"):
-            return BatchPrompt(messages=_joined(chat))
+            return BatchPrompt(messages=joined(chat))
 
     # ---- options ----
 
@@ -346,7 +346,7 @@ def _string(
     return value
 
 
-def _joined(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def joined(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a chat in which messages of one role that follow each other are one; answers of tools stay apart."""
     joined: list[dict[str, Any]] = []
     for message in chat:

@@ -25,6 +25,7 @@ from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
 from cbatch.server.http_errors import HttpProblemError, problem_of, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
+from cbatch.server.responses_api import ResponsesCall
 from cbatch.server.server_settings import ServerSettings
 from cbatch.server.watching import metrics, slots
 
@@ -75,6 +76,7 @@ def _routes(desk: Desk) -> list[Route]:
     handles: list[tuple[str, str, Handle]] = [
         ("POST", "/chat/completions", partial(_answer, ChatCall.of)),
         ("POST", "/completions", partial(_answer, CompletionCall.of)),
+        ("POST", "/responses", partial(_answer, ResponsesCall.of)),
         ("POST", "/messages", partial(_answer, MessagesCall.of)),
         ("POST", "/messages/count_tokens", count_tokens),
         ("GET", "/models", small.models),

@@ -86,6 +86,7 @@ class Answering:
     def __init__(self, desk: Desk, exchange: Exchange, call: Call) -> None:
         self._desk, self._exchange, self._call = desk, exchange, call
         self._model = call.asked.model or desk.model_name
+        self._encoder: StreamEncoder | None = None
         self._headers: dict[str, str] = {}
         if ignored := call.asked.ignored:
             self._headers |= ignored_header(ignored)
@@ -155,7 +156,8 @@ class Answering:
             raise problem if is_known else error
         words = str(error) if is_known else "".join(traceback.format_exception(error))
         _log.write(logging.WARNING if is_known else logging.ERROR, "%s: %s", exchange.id, words)
-        await exchange.put(call.stream(self._model).error(problem))
+        encoder = self._encoder or call.stream(self._model)
+        await exchange.put(encoder.error(problem))
         await exchange.finish()
 
     async def _checked_answer(self, tasks: anyio.abc.TaskGroup, *, must_wait: bool) -> None:
@@ -191,7 +193,7 @@ class Answering:
     async def _stream(self, tasks: anyio.abc.TaskGroup, response: BatchResponse) -> None:
         settings = self._desk.settings
         stream = EventStream(self._exchange, self._headers, self._desk.clock)
-        encoder = self._call.stream(self._model)
+        encoder = self._encoder = self._call.stream(self._model)
         events = Events(response, self._call.n_choices)
         tasks.start_soon(
             stream.keep_alive, settings.status_after_s, settings.keep_alive_s, encoder.idle

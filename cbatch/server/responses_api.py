@@ -1,0 +1,282 @@
+"""OpenAI's Responses, without a state. Source: OpenAI's API reference, responses and their streaming."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+from cbatch.openai_format import chat_logprobs
+from cbatch.server.answer_events import Called, Ended, Reasoning, Scored, Text
+from cbatch.server.call import Call
+from cbatch.server.responses_fields import ResponsesFields
+from cbatch.server.sse import COMMENT, named_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cbatch.messages import BatchPrompt
+    from cbatch.response import BatchResult, ToolCall
+    from cbatch.server.answer_events import Event
+    from cbatch.server.http_errors import HttpProblemError
+    from cbatch.server.request_fields import Asked
+
+_CUT = ("length", "window", "timeout", "cancelled")
+"""Finish reasons of answers that are not complete."""
+
+
+class ResponsesCall(Call):
+    """One response to make."""
+
+    prompt_field = "input"
+
+    def __init__(
+        self, asked: Asked, prompts: Sequence[BatchPrompt], said: Mapping[str, Any]
+    ) -> None:
+        super().__init__(asked, prompts)
+        self.said = said
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> ResponsesCall:
+        """Return the call that a body asks for. Raises a `HttpProblemError`."""
+        fields = ResponsesFields(body, is_strict=is_strict)
+        return cls(fields.asked, [fields.prompt], fields.said)
+
+    def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
+        """Return the whole answer."""
+        (result,) = results
+        status, output = "completed", []
+        if result.reasoning:
+            output.append(_thought(_id("rs"), result.reasoning, status))
+        if result.text or not (output or result.tool_calls):
+            output.append(_message(_id("msg"), [_part(result.text, _scores(result))], status))
+        output += [_called(_id("fc"), call, call.arguments, status) for call in result.tool_calls]
+        output[-1]["status"] = _status(result)  # the others had an end
+        return _ended(self.response(model), output, result)
+
+    def response(self, model: str) -> dict[str, Any]:
+        """Return a new response before it has any output."""
+        nulls = ("completed_at", "error", "incomplete_details", "usage", "conversation", "prompt")
+        return {
+            "id": _id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": model,
+            "output": [],
+            "background": False,
+            "store": False,
+            "service_tier": "default",
+            "previous_response_id": None,
+            **dict.fromkeys(nulls),
+            **self.said,
+        }
+
+    def stream(self, model: str) -> ResponsesStream:
+        """Return what encodes the answer's events."""
+        return ResponsesStream(self.response(model))
+
+
+class ResponsesStream:
+    """Encodes the events of one response."""
+
+    def __init__(self, response: dict[str, Any]) -> None:
+        self._response = response
+        self._output: list[dict[str, Any]] = []
+        self._open: list[str] = []
+        """The parts of the text of the item that is open."""
+        self._is_open = self._has_begun = False
+        self._scores: list[Any] = []
+        self._n_events = 0
+
+    def frames(self, events: Sequence[Event]) -> bytes:
+        """Return the frames of events. Scores, which are a part of the text's end, come before calls."""
+        frames = [self._begun()]
+        self._scores += [
+            score
+            for event in events
+            if isinstance(event, Scored)
+            for score in chat_logprobs(event.tokens)["content"]
+        ]
+        frames += [self._frame(event) for event in events if not isinstance(event, Scored)]
+        return b"".join(frames)
+
+    def end(self) -> bytes:
+        """Return the last frames: there are none behind the response's end."""
+        return b""
+
+    def idle(self) -> bytes:
+        """Return what is sent in silence."""
+        return COMMENT
+
+    def error(self, problem: HttpProblemError) -> bytes:
+        """Return the frames of an error: a response that failed."""
+        error = {"code": problem.code or "server_error", "message": problem.message}
+        failed = {"status": "failed", "error": error, "output": self._output}
+        return self._begun() + self._event("failed", response={**self._response, **failed})
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        value = {"type": f"response.{kind}", "sequence_number": self._n_events, **more}
+        self._n_events += 1
+        return named_frame(value)
+
+    def _begun(self) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        kinds = ("created", "in_progress")
+        return b"".join(self._event(kind, response=self._response) for kind in kinds)
+
+    def _frame(self, event: Event) -> bytes:
+        if isinstance(event, Text):
+            return self._said(event.text) if event.text else b""
+        if isinstance(event, Reasoning):
+            return self._thought(event.text)
+        if isinstance(event, Called):
+            return self._called(event.call)
+        if isinstance(event, Ended):
+            return self._ended(event.choice)
+        raise TypeError(f"not an event of a response: {event!r}")
+
+    # ---- items, of which one is open at a time ----
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    @property
+    def _kind(self) -> str:
+        return self._output[-1]["type"] if self._is_open else ""
+
+    def _added(self, item: dict[str, Any]) -> bytes:
+        closed = self._closed("completed")
+        self._output.append(item)
+        self._is_open, self._open = True, []
+        index = len(self._output) - 1
+        return closed + self._event("output_item.added", output_index=index, item=item)
+
+    def _said(self, text: str) -> bytes:
+        opened = b""
+        if self._kind != "message":
+            opened = self._added(_message(_id("msg"), [], "in_progress"))
+            part = _part("", [])
+            opened += self._event("content_part.added", **self._place, content_index=0, part=part)
+        self._open.append(text)
+        more = {**self._place, "content_index": 0, "delta": text, "logprobs": []}
+        return opened + (self._event("output_text.delta", **more) if text else b"")
+
+    def _thought(self, text: str) -> bytes:
+        opened = b""
+        if self._kind != "reasoning":
+            opened = self._added(_thought(_id("rs"), None, "in_progress"))
+        self._open.append(text)
+        more = {**self._place, "content_index": 0, "delta": text}
+        return opened + self._event("reasoning_text.delta", **more)
+
+    def _called(self, call: ToolCall) -> bytes:
+        added = self._added(_called(_id("fc"), call, "", "in_progress"))
+        self._open.append(call.arguments)
+        return added + self._event(
+            "function_call_arguments.delta", **self._place, delta=call.arguments
+        )
+
+    def _closed(self, status: str) -> bytes:
+        if not self._is_open:
+            return b""
+        item, text, place = self._output[-1], "".join(self._open), self._place
+        kind = item["type"]
+        done = b""
+        if kind == "message":
+            part = _part(text, self._scores)
+            at = {**place, "content_index": 0}
+            done = self._event("output_text.done", **at, text=text, logprobs=self._scores)
+            done += self._event("content_part.done", **at, part=part)
+            item = {**item, "content": [part]}
+            self._scores = []
+        elif kind == "reasoning":
+            done = self._event("reasoning_text.done", **place, content_index=0, text=text)
+            item = _thought(item["id"], text, status)
+        else:
+            done = self._event(
+                "function_call_arguments.done", **place, name=item["name"], arguments=text
+            )
+            item = {**item, "arguments": text}
+        item = {**item, "status": status}
+        self._output[-1], self._is_open = item, False
+        index = len(self._output) - 1
+        return done + self._event("output_item.done", output_index=index, item=item)
+
+    def _ended(self, result: BatchResult) -> bytes:
+        first = b"" if self._output else self._said("")
+        status = _status(result)
+        first += self._closed(status)
+        response = _ended(self._response, self._output, result)
+        return first + self._event(status, response=response)
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def _status(result: BatchResult) -> str:
+    return "incomplete" if result.finish_reason in _CUT else "completed"
+
+
+def _scores(result: BatchResult) -> list[Any]:
+    found: list[Any] = [] if result.logprobs is None else chat_logprobs(result.logprobs)["content"]
+    return found
+
+
+def _part(text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
+
+
+def _message(id: str, content: Sequence[Any], status: str) -> dict[str, Any]:
+    return {
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [*content],
+    }
+
+
+def _thought(id: str, text: str | None, status: str) -> dict[str, Any]:
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    item = {"id": id, "type": "reasoning", "summary": [], "content": content}
+    return {**item, "encrypted_content": None, "status": status}
+
+
+def _called(id: str, call: ToolCall, arguments: str, status: str) -> dict[str, Any]:
+    said = {"call_id": call.id, "name": call.name, "arguments": arguments}
+    return {"id": id, "type": "function_call", **said, "status": status}
+
+
+def _ended(
+    response: Mapping[str, Any], output: Sequence[Any], result: BatchResult
+) -> dict[str, Any]:
+    """Return a response that has ended."""
+    usage, status = _usage(result), _status(result)
+    is_cut = status == "incomplete"
+    return {
+        **response,
+        "status": status,
+        "completed_at": None if is_cut else int(time.time()),
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": [*output],
+        "usage": usage,
+    }
+
+
+def _usage(result: BatchResult) -> dict[str, Any]:
+    """Return the tokens of a response; those of its thinking only where it has none, for they are not counted."""
+    usage = result.usage
+    found: dict[str, Any] = {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+    if not result.reasoning:
+        found["output_tokens_details"] = {"reasoning_tokens": 0}
+    return found

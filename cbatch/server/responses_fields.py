@@ -1,0 +1,276 @@
+"""The fields of OpenAI's Responses, as a chat and options. Source: OpenAI's API reference, responses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cbatch.checks import shown
+from cbatch.messages import BatchPrompt
+from cbatch.server.anthropic_fields import joined
+from cbatch.server.http_errors import HttpProblemError, bad_request, refused
+from cbatch.server.request_fields import READ_BY_ALL, asked_of, field_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cbatch.server.request_fields import Asked
+
+OWN = frozenset(
+    {"input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"}
+    | {"include", "top_logprobs"}
+)
+IGNORED = frozenset(
+    {"store", "metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention"}
+    | {
+        "prompt_cache_options",
+        "safety_identifier",
+        "truncation",
+        "max_tool_calls",
+        "stream_options",
+    }
+)
+_STATELESS = "responses are not kept: send the whole conversation as input"
+REFUSED: Mapping[str, str] = {
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "prompt": "write it into instructions",
+    "n": "a response is one answer",
+    "best_of": "a response is one answer",
+    "logprobs": "use include and top_logprobs",
+}
+LOGPROBS = "message.output_text.logprobs"
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+class ResponsesFields:
+    """What a body asks for."""
+
+    def __init__(self, body: Mapping[str, Any], *, is_strict: bool) -> None:
+        """Sort the fields of a body. Raises a `HttpProblemError`."""
+        self._given = {name: value for name, value in body.items() if value is not None}
+        self._options: dict[str, tuple[str, Any]] = {}
+        self._ignored: list[str] = []
+        self._rest: dict[str, Any] = {}
+        self._is_strict = is_strict
+        for name, value in self._given.items():
+            self._sort(name, value)
+        if "max_output_tokens" in self._given:
+            self._options["max_tokens"] = "max_output_tokens", self._given["max_output_tokens"]
+        self._read_tools()
+        self._read_text()
+        self._read_reasoning()
+        self._read_include()
+
+    def _sort(self, name: str, value: Any) -> None:
+        if name in OWN:
+            return
+        if name in REFUSED:
+            raise refused(name, REFUSED[name])
+        if name == "background":
+            if value is not False:
+                raise refused(name, "an answer is given at once")
+            return
+        is_unknown = name in READ_BY_ALL and name not in ("model", "stream")
+        if is_unknown and self._is_strict and name not in IGNORED:
+            raise bad_request(f"unknown field {shown(name)}", name, "unknown_parameter")
+        if is_unknown or name in IGNORED:
+            self._ignored.append(name)
+        else:
+            self._rest[name] = value
+
+    @property
+    def asked(self) -> Asked:
+        """The fields of the call. Raises a `HttpProblemError`."""
+        for option, (field, _) in self._options.items():
+            if option in self._rest:
+                raise bad_request(f"{field} and {option} say the same: give {field} alone", field)
+        values = {option: value for option, (_, value) in self._options.items()}
+        try:
+            asked = asked_of(self._rest, (), defaults=values, is_strict=self._is_strict)
+        except HttpProblemError as problem:
+            if problem.param in self._options:
+                problem.param = self._options[problem.param][0]
+            raise
+        asked.ignored[:0] = self._ignored
+        asked.fields |= {option: field for option, (field, _) in self._options.items()}
+        return asked
+
+    @property
+    def prompt(self) -> BatchPrompt:
+        """The chat. Raises a `HttpProblemError`."""
+        chat: list[dict[str, Any]] = []
+        instructions, said = self._given.get("instructions"), self._given.get("input")
+        if instructions is not None:
+            text = _string("instructions", instructions, "instructions")
+            chat.append({"role": "system", "content": text})
+        if isinstance(said, str):
+            chat.append({"role": "user", "content": said})
+        elif isinstance(said, list) and said:
+            chat += [_item(f"input[{i}]", item) for i, item in enumerate(said)]
+        else:
+            raise bad_request(
+                f"input must be a string or a list of items, not {shown(said)}", "input"
+            )
+        with field_errors("input"):
+            return BatchPrompt(messages=joined(chat))
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What a response repeats of its request."""
+        given = self._given
+        text, reasoning = given.get("text", {}), given.get("reasoning", {})
+        return {
+            "instructions": given.get("instructions"),
+            "max_output_tokens": given.get("max_output_tokens"),
+            "max_tool_calls": given.get("max_tool_calls"),
+            "metadata": given.get("metadata", {}),
+            "parallel_tool_calls": given.get("parallel_tool_calls", True),
+            "prompt_cache_key": given.get("prompt_cache_key"),
+            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+            "safety_identifier": given.get("safety_identifier"),
+            "temperature": given.get("temperature"),
+            "text": {"format": text.get("format") or {"type": "text"}},
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
+            "top_logprobs": given.get("top_logprobs", 0),
+            "top_p": given.get("top_p"),
+            "truncation": given.get("truncation", "disabled"),
+            "user": given.get("user"),
+            "presence_penalty": given.get("presence_penalty", 0.0),
+            "frequency_penalty": given.get("frequency_penalty", 0.0),
+        }
+
+    # ---- options ----
+
+    def _read_tools(self) -> None:
+        tools = self._given.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise bad_request(f"tools must be a list, not {shown(tools)}", "tools")
+        found = []
+        for i, tool in enumerate(tools or ()):
+            tool = _mapping(f"tools[{i}]", tool, "tools")
+            if tool.get("type") != "function":
+                self._ignored.append(f"tools[{i}]")
+                continue
+            keys = ("name", "description", "parameters")
+            self._ignored += [f"tools.{key}" for key in tool if key not in ("type", *keys)]
+            said = {key: tool[key] for key in keys if tool.get(key) is not None}
+            found.append({"type": "function", "function": said})
+        if found:
+            self._options["tools"] = "tools", found
+        choice = self._given.get("tool_choice")
+        if isinstance(choice, dict):
+            if choice.get("type") != "function":
+                raise bad_request(f"tool_choice cannot be {shown(choice)}", "tool_choice")
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        if choice is not None:
+            self._options["tool_choice"] = "tool_choice", choice
+
+    def _read_text(self) -> None:
+        text = _mapping("text", self._given.get("text", {}), "text")
+        self._ignored += [f"text.{key}" for key in text if key != "format"]
+        if (format := text.get("format")) is None:
+            return
+        format = dict(_mapping("text.format", format, "text"))
+        if format.get("type") == "json_schema":
+            format.pop("type")
+            inner = {key: value for key, value in format.items() if value is not None}
+            format = {"type": "json_schema", "json_schema": inner}
+        self._options["response_format"] = "text", format
+
+    def _read_reasoning(self) -> None:
+        reasoning = _mapping("reasoning", self._given.get("reasoning", {}), "reasoning")
+        self._ignored += [f"reasoning.{key}" for key in reasoning if key != "effort"]
+        if (effort := reasoning.get("effort")) is None:
+            return
+        text = _string("reasoning.effort", effort, "reasoning")
+        said = {"enable_thinking": False} if text == "none" else {"reasoning_effort": text}
+        kwargs = _mapping(
+            "chat_template_kwargs",
+            self._rest.pop("chat_template_kwargs", {}),
+            "chat_template_kwargs",
+        )
+        self._options["chat_template_kwargs"] = "reasoning", {**said, **kwargs}
+
+    def _read_include(self) -> None:
+        include = self._given.get("include", [])
+        if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
+            raise bad_request(f"include must be a list of names, not {shown(include)}", "include")
+        self._ignored += [f"include.{name}" for name in include if name != LOGPROBS]
+        if LOGPROBS in include:
+            self._options["logprobs"] = "include", True
+        if "top_logprobs" in self._given:
+            if LOGPROBS in include:
+                self._options["top_logprobs"] = "top_logprobs", self._given["top_logprobs"]
+            else:
+                self._ignored.append("top_logprobs")
+
+
+def _mapping(place: str, value: Any, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise bad_request(f"{place} must be an object, not {shown(value)}", field)
+    return value
+
+
+def _string(place: str, value: Any, field: str, *, is_filled: bool = False) -> str:
+    if not isinstance(value, str) or (is_filled and not value):
+        raise bad_request(f"{place} must be a string, not {shown(value)}", field)
+    return value
+
+
+# ---- items ----
+
+
+def _item(place: str, item: Any) -> dict[str, Any]:
+    """Return the message that an item is, or a part of it."""
+    item = _mapping(place, item, "input")
+    kind = item.get("type") or "message"
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            words = f"{place}.role must be user, assistant, system or developer, not {shown(role)}"
+            raise bad_request(words, "input")
+        content = _content(f"{place}.content", item.get("content"))
+        return {"role": "system" if role == "developer" else role, "content": content}
+    if kind == "reasoning":
+        parts = item.get("content") or []
+        if not isinstance(parts, list):
+            raise bad_request(f"{place}.content must be a list, not {shown(parts)}", "input")
+        texts = [
+            _part(f"{place}.content[{i}]", p, ("reasoning_text",)) for i, p in enumerate(parts)
+        ]
+        return {"role": "assistant", "content": "", "reasoning_content": "".join(texts)}
+    if kind == "function_call":
+        function = {
+            "name": _string(f"{place}.name", item.get("name"), "input", is_filled=True),
+            "arguments": _string(f"{place}.arguments", item.get("arguments"), "input"),
+        }
+        id = _string(f"{place}.call_id", item.get("call_id"), "input", is_filled=True)
+        calls = [{"id": id, "type": "function", "function": function}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    if kind == "function_call_output":
+        id = _string(f"{place}.call_id", item.get("call_id"), "input", is_filled=True)
+        output = _content(f"{place}.output", item.get("output"))
+        return {"role": "tool", "tool_call_id": id, "content": output}
+    raise bad_request(f"{place} has the type {shown(kind)}, which is not there", "input")
+
+
+def _content(place: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(
+            f"{place} must be a string or a list of parts, not {shown(content)}", "input"
+        )
+    return "".join(_part(f"{place}[{i}]", part, _TEXTS) for i, part in enumerate(content))
+
+
+def _part(place: str, part: Any, kinds: tuple[str, ...]) -> str:
+    part = _mapping(place, part, "input")
+    kind = part.get("type")
+    if kind not in kinds:
+        raise bad_request(
+            f"{place} has the type {shown(kind)}: it can be {' or '.join(kinds)}", "input"
+        )
+    key = "refusal" if kind == "refusal" else "text"
+    return _string(f"{place}.{key}", part.get(key), "input")

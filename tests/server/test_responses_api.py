@@ -1,0 +1,281 @@
+"""OpenAI's responses: answers, streams and their equality, fields, items, errors."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbatch import Engine, load
+from cbatch.errors import WorkerDiedError
+from cbatch.server import create_app
+from cbatch.server.answer_events import Text
+from cbatch.server.http_errors import problem_of
+from cbatch.server.responses_api import ResponsesCall
+from tests.profiles import examples
+from tests.server.clients import call, error_of, fake_app, running
+from tests.server.test_anthropic_messages import PIECES, speaking
+from tests.test_tool_calls import SAID, Speaker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+
+PATH = "/v1/responses"
+ASKED: dict[str, Any] = {"input": "Hi", "max_output_tokens": 6, "seed": 3}
+TOOL = {"type": "function", "name": "get_time", "parameters": {"type": "object"}}
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream: named, and numbered without a gap."""
+    assert response.status_code == 200, response.text
+    *frames, rest = response.text.split("\n\n")
+    assert rest == ""
+    events = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    return events
+
+
+def response_of(response: httpx.Response) -> dict[str, Any]:
+    """The response that a stream ends with; its items are those that were told before."""
+    first, second, *events, last = events_of(response)
+    assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
+    found: dict[str, Any] = last["response"]
+    assert last["type"] == f"response.{found['status']}"
+    assert found["id"] == first["response"]["id"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert done == found["output"]
+    assert [item["id"] for item in added] == [item["id"] for item in done]
+    for i, item in enumerate(done):
+        deltas = [e["delta"] for e in events if "delta" in e and e["item_id"] == item["id"]]
+        assert all(e["output_index"] == i for e in events if e.get("item_id") == item["id"])
+        text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        assert "".join(deltas) == text
+    return found
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    """A response without what differs when it is asked for again."""
+    usage = {**response["usage"], "input_tokens_details": None}
+    output = [{**item, "id": None, "call_id": None} for item in response["output"]]
+    same = {"id": None, "created_at": None, "output": output, "usage": usage}
+    return {**response, **same, "completed_at": response["completed_at"] is not None}
+
+
+def both(app: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """The response, which is the same streamed and not."""
+    whole = call(app, PATH, asked)
+    assert whole.status_code == 200, whole.text
+    streamed = response_of(call(app, PATH, {**asked, "stream": True}))
+    assert without_ids(streamed) == without_ids(whole.json())
+    return streamed
+
+
+def test_response_has_its_output_and_repeats_its_request() -> None:
+    with fake_app() as app:
+        response = both(app, {**ASKED, "instructions": "Be brief", "model": "m"})
+    (item,) = response["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert (response["instructions"], response["model"]) == ("Be brief", "m")
+    assert (response["store"], response["background"], response["object"]) == (
+        False,
+        False,
+        "response",
+    )
+    assert response["usage"]["output_tokens"] == 6
+
+
+def test_scores_stand_beside_their_text() -> None:
+    asked = {**ASKED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    with fake_app() as app:
+        (item,) = both(app, asked)["output"]
+    scores = item["content"][0]["logprobs"]
+    assert [len(score["top_logprobs"]) for score in scores] == [2] * 6
+
+
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    said=st.lists(st.sampled_from(PIECES), max_size=12),
+    more=st.fixed_dictionaries(
+        {},
+        optional={"tools": st.just([TOOL]), "max_output_tokens": st.integers(1, 40)},
+    ),
+)
+def test_streamed_response_equals_the_whole_one(
+    said: list[list[int]], more: dict[str, Any]
+) -> None:
+    with speaking([token for piece in said for token in piece]) as app:
+        both(app, {"input": "Hi", **more})
+
+
+def test_thinking_text_and_calls_are_items() -> None:
+    with speaking(SAID) as app:
+        response = both(app, {"input": "Hi", "tools": [TOOL]})
+    thought, said, called = response["output"]
+    assert [item["type"] for item in response["output"]] == [
+        "reasoning",
+        "message",
+        "function_call",
+    ]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "I häve to"}]
+    assert said["content"][0]["text"] == "Wait."
+    assert (called["name"], json.loads(called["arguments"])) == ("get_time", {"zone": "CET"})
+    assert response["status"] == "completed"
+
+
+def test_items_become_a_chat() -> None:
+    items: list[Any] = [
+        {"role": "developer", "content": "Brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": "When?"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "H"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I"}]},
+        {"type": "function_call", "call_id": "abc", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "abc", "output": "12"},
+    ]
+    (prompt,) = ResponsesCall.of({"input": items, "instructions": "Be"}).prompts
+    called = {"id": "abc", "type": "function", "function": {"name": "f", "arguments": {}}}
+    thought = {"reasoning_content": "H", "tool_calls": [called]}
+    assert [*map(dict, prompt.messages or ())] == [
+        {"role": "system", "content": "Be\nBrief"},
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "I", **thought},
+        {"role": "tool", "tool_call_id": "abc", "content": "12"},
+    ]
+
+
+def test_failure_in_a_stream_is_a_response_that_failed() -> None:
+    stream = ResponsesCall.of(ASKED).stream("m")
+    said = stream.frames([Text(0, "a")]) + stream.error(problem_of(WorkerDiedError("killed")))
+    *events, last = [json.loads(f.split("data: ")[1]) for f in said.decode().split("\n\n")[:-1]]
+    assert last["type"] == "response.failed"
+    assert last["sequence_number"] == len(events)
+    assert last["response"]["id"] == events[0]["response"]["id"]
+    assert last["response"]["error"]["code"] == "worker_died"
+
+
+def test_tools_that_are_no_functions_are_ignored_by_name() -> None:
+    tools = [{"type": "web_search"}, {**TOOL, "strict": True}]
+    asked = {**ASKED, "tools": tools, "store": True, "include": ["x"], "text": {"verbosity": "low"}}
+    with fake_app() as app:
+        answer = call(app, PATH, asked)
+    assert (
+        answer.headers["x-ignored-fields"]
+        == "store, tools[0], tools.strict, text.verbosity, include.x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [3]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input"),
+        ({"instructions": 3}, "instructions"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": "9"}, "max_output_tokens"),
+        ({"previous_response_id": "x"}, "previous_response_id"),
+        ({"conversation": "x"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+        ({"text": 3}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"reasoning": {"effort": 3}}, "reasoning"),
+        ({"include": 3}, "include"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
+    with fake_app() as app:
+        assert error_of(call(app, PATH, {**ASKED, **more}), 400)["param"] == param
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.text(max_size=8)
+    | st.sampled_from(["function", "message", "user", "json_schema", "auto", "input_text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "role", "content", "text", "name", "call_id", "output", "format", "effort"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+NAMES = (
+    *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"),
+    *("include", "top_logprobs", "temperature", "stream", "model", "store", "truncation"),
+    *("previous_response_id", "parallel_tool_calls", "metadata", "chat_template_kwargs"),
+)
+
+
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(body=st.dictionaries(st.sampled_from(NAMES), values, max_size=4))
+def test_any_body_is_answered_or_refused_by_name(body: dict[str, Any]) -> None:
+    asked = {**ASKED, **body}
+    with fake_app(2, 256) as app:
+        answer = call(app, PATH, asked)
+    if answer.status_code != 200:
+        assert error_of(answer, 400)["param"] in asked, answer.text
+
+
+@pytest.mark.real
+def test_client_reads_responses_and_streams(test_model: Path) -> None:
+    with (
+        load(test_model, parallel=2, n_threads=1, options={"temperature": 0}) as engine,
+        running(create_app(engine)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked: dict[str, Any] = {"model": "m", "input": "What is 2+3?"}
+        whole = client.responses.create(**asked)
+        assert (whole.output_text, whole.status) == ("5", "completed")
+        with client.responses.stream(**asked) as stream:
+            text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
+            final = stream.get_final_response()
+        assert (text, final.output_text) == ("5", "5")
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(**asked, previous_response_id="x")
+
+
+@pytest.mark.real
+def test_client_reads_thinking_and_calls() -> None:
+    with (
+        Engine(Speaker(SAID, n_slots=2, n_window=1024)) as engine,
+        running(create_app(engine)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked: dict[str, Any] = {"model": "m", "input": "Hi", "tools": [TOOL]}
+        with client.responses.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            output = stream.get_final_response().output
+        assert [item.type for item in output] == ["reasoning", "message", "function_call"]
+        told = {"type": "function_call_output", "call_id": output[2].call_id, "output": "12"}
+        said = [item.model_dump(exclude_none=True) for item in output]
+        turns: list[Any] = [{"role": "user", "content": "Hi"}, *said, told]
+        assert client.responses.create(**{**asked, "input": turns}).status == "completed"
