@@ -124,6 +124,16 @@ class InFlight:
         is_first = self._batcher.n_waiting <= self._loop.n_entering
         self._loop.post(partial(self._loop.enqueue, drivers), is_urgent=is_first)
 
+    def submit_paused(self, drivers: Sequence[SequenceDriver]) -> None:
+        """Queue sequences whose routes are set, and pause them before the next plan. Does not wait, not for room."""
+
+        def submit() -> None:
+            self._loop.enqueue(drivers)
+            for driver in drivers:
+                self._batcher.pause(driver.request.id)
+
+        self._loop.post(submit)
+
     def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences, all or none: a `QueueFullError` where more than `n_limit` would wait for a slot."""
 

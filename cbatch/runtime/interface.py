@@ -61,6 +61,8 @@ class Submission:
     """Whether the caller's thread may wait for room in the queue: not that of an event loop."""
     asks_again: bool = False
     """Whether requests whose worker process died are asked again."""
+    is_paused: bool = False
+    """Whether they are paused from the start: nothing is computed of them before they are resumed."""
     is_fed: bool = False
     """Whether a feed waits for room in the queue where there is none, also with `when_full="reject"`."""
 

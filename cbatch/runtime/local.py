@@ -226,7 +226,10 @@ class LocalRuntime:
         self, asked: Submission, routes: dict[str, Route], drivers: Sequence[SequenceDriver]
     ) -> None:
         with self.orders.undone_if_it_raises(routes):
-            self._submit(drivers, is_fed=asked.is_fed, may_wait=asked.may_wait)
+            if asked.is_paused:
+                self.orders.submit_paused(drivers)
+            else:
+                self._submit(drivers, is_fed=asked.is_fed, may_wait=asked.may_wait)
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
         """Return what a prompt asks for, as `enter` makes it, for an `Origin`."""

@@ -65,10 +65,10 @@ class Workers:
         """Start the workers and wait until all are ready; see `Pool` for arguments and errors."""
         self._owner, self._pid = os.urandom(8).hex(), os.getpid()
         self._encoded = _Encoded()
-        self._pool = Pool(
+        self.pool = Pool(
             launches, can_replace=can_replace, owner=self._owner, is_stopped=is_stopped
         )
-        ready = self._pool.ready
+        ready = self.pool.ready
         self.n_slots = sum(connection.n_slots for connection in ready)
         self.n_window = min(connection.n_window for connection in ready)
         self.has_limit = any(connection.has_limit for connection in ready)
@@ -79,30 +79,30 @@ class Workers:
     @property
     def on_end(self) -> Callable[[EngineClosedError | None], object] | None:
         """Called once at the end; see `Runtime`."""
-        return self._pool.on_end
+        return self.pool.on_end
 
     @on_end.setter
     def on_end(self, action: Callable[[EngineClosedError | None], object] | None) -> None:
-        self._pool.on_end = action
+        self.pool.on_end = action
 
     @property
     def on_admit(self) -> Callable[[Sequence[str]], object] | None:
         """Called with the ids of requests before the first step that computes something of them."""
-        return self._pool.on_admit
+        return self.pool.on_admit
 
     @on_admit.setter
     def on_admit(self, action: Callable[[Sequence[str]], object] | None) -> None:
-        self._pool.on_admit = action
+        self.pool.on_admit = action
 
     @property
     def ready(self) -> list[Connection]:
         """The workers that are there."""
-        return self._pool.ready
+        return self.pool.ready
 
     @property
     def ids(self) -> Container[str]:
         """The ids in flight."""
-        return self._pool.requests
+        return self.pool.requests
 
     def check_open(self) -> None:
         """Raise an `EngineClosedError` where the engine is closed, has failed, or belongs to the parent process."""
@@ -110,13 +110,13 @@ class Workers:
             raise EngineClosedError(
                 "this engine belongs to the parent process: load one after the fork"
             )
-        self._pool.check_open()
+        self.pool.check_open()
 
     def close(self) -> None:
         """End every request and every worker. Twice is harmless."""
         if os.getpid() == self._pid:
             with Postponed():
-                self._pool.close()
+                self.pool.close()
 
     # ---- requests ----
 
@@ -126,13 +126,13 @@ class Workers:
         given = self._encoded.of(submission.options)
         # a feed goes on at once, but where a worker has it wait for room
         is_awaited = self.has_limit or not submission.is_fed
-        self._pool.add([*Asked.of(submission, given)], is_awaited=is_awaited)
+        self.pool.add([*Asked.of(submission, given)], is_awaited=is_awaited)
 
     def enter(self, submission: Submission) -> Callable[[], None]:
         """Send requests to workers; return what waits for their answers."""
         self.check_open()
         given = self._encoded.of(submission.options)
-        return self._pool.enter([*Asked.of(submission, given)])
+        return self.pool.enter([*Asked.of(submission, given)])
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
         """Return what a prompt asks for, for an `Origin`."""
@@ -147,7 +147,7 @@ class Workers:
         origin = origin_of(result, self._owner)
         n_tokens = check_extension(result, n_tokens)
         asked = Asked.to_extend(result, own_id(origin.request.id), n_tokens, target)
-        self._pool.add([asked], is_awaited=True)
+        self.pool.add([asked], is_awaited=True)
         return asked.id
 
     # ---- orders ----
@@ -160,7 +160,7 @@ class Workers:
     def cancel_all(self) -> int:
         """End every request in flight; return how many there were."""
         self.check_open()
-        return self._cancel([*self._pool.requests.values()])
+        return self._cancel([*self.pool.requests.values()])
 
     def cancel_batch(self, target: Target) -> int:
         """End a batch's requests in flight; return how many there were."""
@@ -177,34 +177,45 @@ class Workers:
 
     def take_back(self, ids: Iterable[str]) -> list[str]:
         """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
-        some = self._meant(ids)
-        back = [asked.id for asked in some if self._pool.drop_held(asked)]
-        for connection, at_worker in by_worker(some).items():
-            found = connection.call("take_back", as_texts, ids=at_worker).wait()
-            back += [self._pool.requests[id].id for id in found if id in self._pool.requests]
-            self._pool.drop_of(connection, found)
-        return [*back]
+        return self._take_back(self._meant(ids))
+
+    def _take_back(self, some: Sequence[Asked]) -> list[str]:
+        with self.pool.lock():
+            back: list[str] = [asked.id for asked in some if self.pool.drop_held(asked)]
+            was_at = {asked: asked.worker for asked in self._left(some)}
+            calls = [
+                (connection, connection.ask({"op": "take_back", "ids": at_worker}, as_texts))
+                for connection, at_worker in by_worker(was_at).items()
+            ]
+        for connection, call in calls:
+            found = call.wait()
+            self.pool.drop_of(connection, found)
+            back += [asked.id for asked in some if asked.id in found]
+        moved = [asked for asked in self._left(some) if asked.worker is not was_at[asked]]
+        return back + self._take_back(moved) if moved else back
 
     def watch(self, target: Target) -> None:
         """Have a batch's chunks sent as they come."""
-        with self._pool.lock():
+        with self.pool.lock():
             for connection, ids in by_worker(self._of(target)).items():
                 connection.post("stream", ids=ids)
 
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
-        return self._order("pause", id, is_paused=True)
+        return self._order({"op": "pause"}, id, Asked.pause)
 
     def resume(self, id: str, n_tokens: int | None = None) -> bool:
         """Let a paused request go on, for `n_tokens` where given; False where it is not in flight or not paused."""
-        more = {} if n_tokens is None else {"n_tokens": n_tokens}
-        return self._order("resume", id, is_paused=False, **more)
+        message: dict[str, Any] = {"op": "resume"}
+        if n_tokens is not None:
+            message["n_tokens"] = n_tokens
+        return self._order(message, id, partial(Asked.resume, n_tokens=n_tokens))
 
     def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
         """Compare the next rows of requests in a shared step and alone, in each worker."""
         self.check_open()
         if ids is None:
-            asked = self._pool.ask_all("compare_rows", comparisons_of_json)
+            asked = self.pool.ask_all("compare_rows", comparisons_of_json)
         else:
             calls = [
                 (connection, connection.call("compare_rows", comparisons_of_json, ids=some))
@@ -216,71 +227,69 @@ class Workers:
     def _numbered(self, found: Iterable[tuple[Connection, Sequence[_Slot]]]) -> Iterator[_Slot]:
         """Yield what is said of slots, each numbered among those of all workers."""
         for connection, slots in found:
-            first = self._pool.first_slot(connection)
+            first = self.pool.first_slot(connection)
             yield from (replace(slot, slot=slot.slot + first) for slot in slots)
 
-    def _order(self, op: str, id: str, *, is_paused: bool, **fields: int) -> bool:
+    def _order(self, message: dict[str, Any], id: str, note: Callable[[Asked], bool]) -> bool:
         self.check_open()
         for asked in self._meant([id]):
-            with self._pool.lock():
-                was_paused, asked.is_paused = asked.is_paused, is_paused
-                worker = asked.worker
-                message = {"op": op, "id": asked.id, **fields}
-                call = None if worker is None else worker.ask(message, as_flag)
-            if call is None:
-                return was_paused is not is_paused
+            with self.pool.lock():
+                is_new, worker = note(asked), asked.worker
+                if worker is None:
+                    return is_new
+                call = worker.ask({**message, "id": asked.id}, as_flag)
             with suppress(WorkerDiedError):
                 if call.wait() or asked.worker is worker:
                     return bool(call.value)
-            return was_paused is not is_paused  # its worker has died, or given it back meanwhile
+            return is_new  # its worker has died, or given it back meanwhile
         return False
 
     def _meant(self, ids: Iterable[str]) -> list[Asked]:
         """Return the requests that a caller means and that are in flight."""
-        found = ((id, self._pool.requests.get(id)) for id in ids)
+        found = ((id, self.pool.requests.get(id)) for id in ids)
         return [asked for id, asked in found if asked is not None and is_meant(id, asked.id)]
 
+    def _left(self, some: Iterable[Asked]) -> list[Asked]:
+        """Return those of some requests that have not ended."""
+        return [asked for asked in some if self.pool.requests.get(asked.id) is asked]
+
     def _of(self, target: Target) -> list[Asked]:
-        return [asked for asked in [*self._pool.requests.values()] if asked.target is target]
+        return [asked for asked in [*self.pool.requests.values()] if asked.target is target]
 
     def _cancel(self, some: Sequence[Asked], *, is_for_waiting: bool = False) -> int:
-        """End requests; return how many were in flight."""
-        held = [asked for asked in some if self._pool.drop_held(asked)]
-        _tell_cancelled(held)
-        n_ended = len(held)
-        with self._pool.lock():
+        """End requests; return how many were in flight. Those that a worker gives back now, or loses, end here."""
+        message = {"op": "cancel", "waiting": is_for_waiting}
+        with self.pool.lock():
+            for asked in some:
+                asked.give_up(is_for_waiting=is_for_waiting)
+            held = [asked for asked in some if self.pool.drop_held(asked)]
+            sent = self._left(some)
             calls = [
-                (
-                    connection.ask(
-                        {"op": "cancel", "ids": ids, "waiting": is_for_waiting}, as_count
-                    ),
-                    ids,
-                )
-                for connection, ids in by_worker(some).items()
+                (connection.ask({**message, "ids": ids}, as_count), ids)
+                for connection, ids in by_worker(sent).items()
             ]
+        _tell_cancelled(held)
+        n_ended, lost = len(held), set[str]()
         for call, ids in calls:
+            lost.update(ids)
             with suppress(WorkerDiedError):
                 n_ended += call.wait()
-                continue
-            # some of them may be asked again, or wait to be
-            left = [a for a in some if a.id in ids and self._pool.requests.get(a.id) is a]
-            n_ended += self._cancel(left, is_for_waiting=is_for_waiting)
-        return n_ended
+                lost.difference_update(ids)
+        with self.pool.lock():
+            ending = [a for a in self._left(sent) if a.id in lost and a.is_given_up]
+            return n_ended + sum(a.is_cut_off or a in ending for a in sent)
 
     def _cancel_soon(self, target: Target, *, waiting: bool = False) -> None:
         def cancel() -> Callable[[], None]:
             some = self._of(target)
             for asked in some:
-                if waiting:
-                    asked.is_unwanted_waiting = True
-                else:
-                    asked.is_unwanted = True
-            held = [asked for asked in some if self._pool.drop_held(asked)]
+                asked.give_up(is_for_waiting=waiting)
+            held = [asked for asked in some if self.pool.drop_held(asked)]
             for connection, ids in by_worker(some).items():
                 connection.post("cancel", ids=ids, waiting=waiting)
             return partial(_tell_cancelled, held)
 
-        self._pool.do_soon(cancel)
+        self.pool.do_soon(cancel)
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `action` done at `when_s` of `time.perf_counter`, in a thread of its own."""
@@ -293,7 +302,7 @@ class Workers:
     def check_options(self, options: RunOptions) -> None:
         """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
         if options.adapter:
-            self._pool.ask("check_options", bool, options=options_as_json(options))
+            self.pool.ask("check_options", bool, options=options_as_json(options))
 
     def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has; computes nothing."""
@@ -327,27 +336,27 @@ class Workers:
 
     def _ask(self, op: str, read: Callable[[Any], _T], **fields: object) -> _T:
         self.check_open()
-        return self._pool.ask(op, read, **fields)
+        return self.pool.ask(op, read, **fields)
 
     def slots(self) -> list[SlotState]:
         """Return what each slot of each worker holds now."""
         self.check_open()
-        return [*self._numbered(self._pool.ask_all("slots", slots_of_json))]
+        return [*self._numbered(self.pool.ask_all("slots", slots_of_json))]
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work that all workers have done."""
         self.check_open()
-        return self._pool.stats()
+        return self.pool.stats()
 
     def reset_stats(self) -> None:
         """Set the statistics to zero."""
         self.check_open()
-        self._pool.reset_stats()
+        self.pool.reset_stats()
 
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
         """Have `into` called after each run of steps of each worker, in a thread of its own. None ends that."""
         self.check_open()
-        self._pool.record_steps(into)
+        self.pool.record_steps(into)
 
     def exactness(self) -> str:
         """Return the text of `Engine.exactness`."""

@@ -270,6 +270,7 @@ class Host:
             time.perf_counter() + _seconds(message, "seconds", math.inf),
             batch,
             age_s=_seconds(message, "age_s", 0.0),
+            is_paused=_flag(message, "paused"),
             is_fed=_flag(message, "fed"),
             may_wait=_flag(message, "may_wait", default=True),
         )
@@ -440,7 +441,10 @@ class Host:
     _commands: Mapping[str, _Command] = {
         "run": (
             _run,
-            ("items", "options", "stream", "by_token", "seconds", "age_s", "fed", "may_wait"),
+            (
+                *("items", "options", "stream", "by_token", "seconds", "age_s"),
+                *("fed", "may_wait", "paused"),
+            ),
         ),
         "extend": (_extend, ("item", "options", "result", "n_tokens", "stream", "by_token")),
         "stream": (_stream, ("ids",)),

@@ -26,7 +26,7 @@ from cbatch.worker.shapes import as_count, as_list, as_object, as_text, as_texts
 from cbatch.worker.wire import stats_of_json, step_of_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.interface import Target
@@ -90,9 +90,10 @@ class Pool:
         self.is_closing = False
         self.recorder: Callable[[StepRecord], object] | None = None
         self._owner, self._can_replace = owner, can_replace
-        self._held: deque[Asked] = deque()
+        self.held: deque[Asked] = deque()
         """Requests that wait for a worker, the oldest first."""
-        self._routing, self._books = Routing(), BooksLock(self._flush)
+        self._books = BooksLock(self._flush)
+        self.routing = Routing()
         self._changed = Sleepers()
         """Threads that wait for a worker."""
         self._is_loaded = False
@@ -169,7 +170,7 @@ class Pool:
             total.add(connection.stats)
         most = total.n_active_max - self.lost.n_active_max
         total.n_active_max = max(most, self.lost.n_active_max)
-        total.n_waiting += len(self._held)
+        total.n_waiting += len(self.held)
         return total
 
     def reset_stats(self) -> None:
@@ -250,19 +251,27 @@ class Pool:
         with self.lock():
             check_own([asked.id for asked in new], self.requests)
             self.requests.update((asked.id, asked) for asked in new)
-            self._held.extend(new)
+            self.held.extend(new)
             for asked in new:
                 asked.is_awaited = is_awaited
             self._send_held()
 
     def _await(self, new: Sequence[Asked]) -> None:
         """Wait for what workers say to requests that were sent."""
-        for reply in dict.fromkeys(asked.reply for asked in new if asked.reply):
-            self._check(reply)
-        with self.lock():
-            for asked in new:
-                asked.is_awaited = False
+        seen: dict[Reply, None] = {}
+        while more := self._unseen(new, seen):
+            for reply in more:
+                self._check(reply)
+            seen.update(more)
         self.check_open()  # closed meanwhile, it is as if they had not been submitted
+
+    def _unseen(self, new: Sequence[Asked], seen: Container[Reply]) -> dict[Reply, None]:
+        """Return replies that are still to be waited for; where there is none, nobody waits any more."""
+        with self.lock():
+            replies = dict.fromkeys(a.reply for a in new if a.reply and a.reply not in seen)
+            for asked in new:
+                asked.is_awaited = bool(replies)
+        return replies
 
     def _check(self, reply: Reply) -> None:
         """Raise what a worker said to requests; where it died, they go the way of all that it had."""
@@ -307,22 +316,22 @@ class Pool:
             del self.requests[asked.id]
         if asked.worker is not None:
             asked.worker.requests.pop(asked.id, None)
-        elif asked in self._held:
-            self._held.remove(asked)
+        elif asked in self.held:
+            self.held.remove(asked)
 
     # ---- to the workers ----
 
     def _send_held(self) -> None:
         """Send the requests that wait to workers that take them. With the lock."""
-        if not self._held:
+        if not self.held:
             return
-        waiting, self._held = self._held, deque()
+        waiting, self.held = self.held, deque()
         given: dict[Connection, list[Asked]] = {}
         kept: list[Connection] = []  # they become empty for a request that is to be alone
         for asked in sorted(waiting, key=lambda a: not a.must_be_alone):
             connection = self._worker_for(asked, kept)
             if connection is None:
-                self._held.append(asked)
+                self.held.append(asked)
                 if asked.must_be_alone:
                     kept += _least([c for c in self.ready if c not in kept])
                 continue
@@ -334,19 +343,21 @@ class Pool:
 
     def _worker_for(self, asked: Asked, kept: Sequence[Connection]) -> Connection | None:
         """Return the worker for a request, but not one that is kept for others; None where none takes it now."""
-        ready = [c for c in self.ready if c not in kept]
-        loads = [math.inf if _is_reserved(c, asked) else len(c.requests) / c.n_slots for c in ready]
+        places = [replica.connection for replica in self._replicas]
+        loads = [math.inf if c is None or c in kept else _load(c, asked) for c in places]
+        taker, asked.taker = asked.taker, None
         if min(loads, default=math.inf) == math.inf:
             return None
-        if len(ready) == 1:
-            return ready[0]
+        if len(places) == 1:
+            return places[0]
         origin = asked.extended and asked.extended.origin
-        if isinstance(origin, SentOrigin):  # where its cells are
-            for connection, load in zip(ready, loads, strict=True):
-                if connection.key == origin.worker:
-                    return connection if load < math.inf else None
-        keys = [*beginnings(asked.prompt, asked.options)]
-        return ready[self._routing.choose(keys, loads)]
+        cells_at = origin.worker if isinstance(origin, SentOrigin) else None
+        for connection, load in zip(places, loads, strict=True):
+            if connection is not None and connection.key == cells_at:
+                return connection if load < math.inf else None
+            if connection is not None and connection is taker and load < 1:
+                return connection
+        return places[self.routing.choose([*beginnings(asked.prompt, asked.options)], loads)]
 
     def _send(self, connection: Connection, some: Sequence[Asked]) -> None:
         """Send requests to the worker that they are given to, alike ones together. With the lock."""
@@ -359,8 +370,10 @@ class Pool:
             for asked in group:
                 asked.reply = reply
         for asked in some:
-            if asked.is_paused:
+            if asked.extended is not None and asked.is_paused:
                 connection.post("pause", id=asked.id)
+            elif asked.n_resumed is not None:
+                connection.post("resume", id=asked.id, n_tokens=asked.n_resumed)
 
     def _entered(self, group: Sequence[Asked], reply: Reply) -> None:
         """End requests that a worker has refused, where nobody waits for its answer."""
@@ -394,6 +407,7 @@ class Pool:
             if self.is_closing:
                 connection.post("close")
             self._send_held()
+            self.take_over(connection)
         self._changed.wake()
 
     def take(self, connection: Connection, said: dict[str, Any]) -> None:
@@ -471,33 +485,37 @@ class Pool:
                 replica.n_deaths = 0
         with self.lock():
             self._send_held()
-            if len(self._replicas) > 1:
-                self._take_over(connection)
+            self.take_over(connection)
 
-    def _take_over(self, connection: Connection) -> None:
+    def take_over(self, taker: Connection) -> None:
         """Have the worker with the most waiting requests give some to one that has slots free. With the lock."""
-        n_free = connection.n_slots - len(connection.requests)
-        ready = [c for c in self.ready if c is not connection and not c.is_giving]
+        n_free = taker.n_slots - len(taker.requests)
+        ready = [c for c in self.ready if c is not taker and not c.is_giving]
         donor = max(ready, key=lambda c: c.n_waiting, default=None)
         if n_free <= 0 or donor is None or donor.n_waiting <= 0:
             return
         n = min(n_free, (donor.n_waiting + 1) // 2)
-        ids = [a.id for a in reversed(donor.requests.values()) if not a.has_begun][:n]
+        ids = [a.id for a in reversed(donor.requests.values()) if a.can_move][:n]
         if ids:
             donor.is_giving = True
             message = {"op": "take_back", "ids": ids}
-            donor.ask(message, as_texts, partial(self._taken_back, donor))
+            donor.ask(message, as_texts, partial(self.taken_back, donor, taker))
 
-    def _taken_back(self, donor: Connection, reply: Reply) -> None:
-        """Send requests that a worker has given back to others."""
+    def taken_back(self, donor: Connection, taker: Connection, reply: Reply) -> None:
+        """Send requests that a worker has given back to the one that has room for them, or else to others."""
         with self.lock():
             donor.is_giving = False
-            back = [a for id in reply.value or () if (a := donor.requests.get(id)) is not None]
-            self._hold([asked for asked in back if not asked.is_given_up])
+            given = {*(reply.value or ())}
+            back = [asked for asked in donor.requests.values() if asked.id in given]
+            gone = [asked for asked in back if asked.is_given_up]
+            for asked in back:
+                asked.taker, asked.is_cut_off = taker, asked in gone
+            self._hold([asked for asked in back if asked not in gone])
             self._send_held()
-        for asked in back:
-            if asked.is_given_up:
-                self._cut_off(asked, None)
+            for other in self.ready if back else ():  # they could not ask the donor meanwhile
+                self.take_over(other)
+        for asked in gone:
+            self._cut_off(asked, None)
 
     def _hold(self, back: Sequence[Asked]) -> None:
         """Have requests wait for another worker, before those that came later. With the lock."""
@@ -505,7 +523,7 @@ class Pool:
             if asked.worker is not None:
                 asked.worker.requests.pop(asked.id, None)
             asked.leave_worker()
-        self._held.extendleft(reversed(back))
+        self.held.extendleft(reversed(back))
 
     def leave(self, connection: Connection) -> bool:
         """Do without a worker that is gone; return whether it is to be replaced."""
@@ -538,6 +556,7 @@ class Pool:
         ended: list[Asked] = []
         for asked in had:
             is_left = self.is_closing or asked.is_given_up
+            asked.is_cut_off = asked.is_given_up
             goes_on = not is_left and asked.goes_on(is_suspect=is_suspect)
             (again if goes_on else ended).append(asked)
         if any(asked.is_poison for asked in ended):
@@ -618,6 +637,13 @@ class Pool:
 def _least(ready: Sequence[Connection]) -> Sequence[Connection]:
     """Return the worker with the fewest requests, if there is one."""
     return sorted(ready, key=lambda c: len(c.requests))[:1]
+
+
+def _load(connection: Connection, asked: Asked) -> float:
+    """Return how many requests a worker has for each slot; infinite where it does not take this one."""
+    if _is_reserved(connection, asked):
+        return math.inf
+    return len(connection.requests) / connection.n_slots
 
 
 def _is_reserved(connection: Connection, asked: Asked) -> bool:

@@ -84,6 +84,8 @@ class Asked:
     n_deaths: int = 0
     n_deaths_alone: int = 0
     is_paused: bool = False
+    n_resumed: int | None = None
+    """Tokens after which it pauses, where it was resumed for so many."""
     is_unwanted: bool = False
     """Whether it is not to be asked again."""
     is_unwanted_waiting: bool = False
@@ -92,6 +94,10 @@ class Asked:
     """Whether its caller waits for what the worker says to it, and raises an error itself."""
     reply: Reply | None = None
     """What the worker says to it."""
+    taker: Connection | None = None
+    """Who has asked its worker to give it back."""
+    is_cut_off: bool = False
+    """Whether it was cancelled when its worker gave it back, or died."""
     heard: list[BatchOutputChunk] = field(default_factory=list)
     """What its reader has got."""
     ended: set[int] = field(default_factory=set)
@@ -122,6 +128,7 @@ class Asked:
                 n_ends=n or 1,
                 is_fed=s.is_fed,
                 may_wait=s.may_wait,
+                is_paused=s.is_paused,
                 asks_again=s.asks_again,
             )
 
@@ -152,6 +159,7 @@ class Asked:
             **self._wishes(),
             "fed": self.is_fed,
             "may_wait": self.may_wait,
+            "paused": self.is_paused or self.n_resumed is not None,
             "seconds": seconds,
             "age_s": round(now - self.submitted_s, 3),
         }
@@ -185,11 +193,36 @@ class Asked:
 
     def leave_worker(self) -> None:
         """Be without a worker, as if it had not been sent."""
+        self.is_unwanted_waiting = self.is_unwanted_waiting and not self.has_begun
         self.worker, self.reply, self.has_begun = None, None, False
+
+    def pause(self) -> bool:
+        """Note that it is to be paused; return whether it was not."""
+        was_paused, self.is_paused, self.n_resumed = self.is_paused, True, None
+        return not was_paused
+
+    def resume(self, n_tokens: int | None) -> bool:
+        """Note that it is to go on, for `n_tokens` where given; return whether it was paused."""
+        was_paused, self.is_paused = self.is_paused, False
+        if was_paused or self.n_resumed is not None:
+            self.n_resumed = n_tokens
+        return was_paused
+
+    def give_up(self, *, is_for_waiting: bool) -> None:
+        """Note that its caller has cancelled it, or does not want it to begin any more."""
+        if is_for_waiting:
+            self.is_unwanted_waiting = True
+        else:
+            self.is_unwanted = True
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another worker is as good: it waits for a slot, and neither for one slot nor where its cells are."""
+        return not (self.has_begun or self.is_paused or self.extended)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether its caller has cancelled it, without a wait for its worker's word."""
+        """Whether its caller has cancelled it: no other worker is to get it."""
         return self.is_unwanted or (self.is_unwanted_waiting and not self.has_begun)
 
     @property

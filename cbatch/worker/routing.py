@@ -6,11 +6,12 @@ import json
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from cbatch.options import RunOptions
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.messages import BatchPrompt
-    from cbatch.options import RunOptions
 
 N_BLOCK = 256
 """Characters of a block: about the 64 tokens from which sharing a prefix pays. Our choice."""
@@ -29,9 +30,10 @@ def beginnings(prompt: BatchPrompt, options: RunOptions) -> Iterator[int]:
 
     A cache key counts as a beginning, for its cells are in the memory of who computed them last.
     """
-    if options.cache_key is not None:
-        yield hash(("cache_key", options.cache_key))
-    seen = hash(options.adapters)
+    merged = RunOptions.of(prompt.options).over(options)
+    if merged.cache_key is not None:
+        yield hash(("cache_key", merged.cache_key))
+    seen = hash(merged.adapters)
     for block in _blocks(prompt):
         seen = hash((seen, block))
         yield seen

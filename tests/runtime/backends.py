@@ -61,6 +61,10 @@ class GatedBackend(FakeBackend):
         if self._is_armed:
             self._go.set()
 
+    @property
+    def is_held(self) -> bool:
+        return self._held.is_set()
+
     def wait_until_held(self) -> None:
         assert self._held.wait(PATIENCE_S)
 
@@ -160,9 +164,14 @@ def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
     return wait
 
 
+def runtime_of(engine: Engine) -> Any:
+    """What computes the requests of an engine."""
+    return engine._runtime
+
+
 def parts_of(engine: Engine) -> Any:
     """What an engine is made of, or its only worker; read where no turn of its thread may be waited for."""
-    runtime = engine._runtime
+    runtime = runtime_of(engine)
     if not isinstance(runtime, Workers):
         return runtime
     [only] = RUNTIMES[runtime]
@@ -211,7 +220,11 @@ def is_threaded(engine: Engine) -> bool:
 
 def n_commands(engine: Engine) -> int:
     """How many commands wait for the thread that computes."""
-    return len(loop_of(engine)._commands)
+    return n_commands_of(loop_of(engine))
+
+
+def n_commands_of(loop: Loop) -> int:
+    return len(loop._commands)
 
 
 def mailbox_of(response: BatchResponse) -> Mailbox:

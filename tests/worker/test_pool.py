@@ -1,0 +1,275 @@
+"""Several workers behind one engine: who computes what, and what becomes of requests that change their worker."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+
+from cbatch.backend.fake import FakeBackend, Faults
+from cbatch.worker.client import Workers
+from tests.places import can_all, expected, item, text_of, wait_until
+from tests.runtime.backends import (
+    GatedBackend,
+    all_results,
+    in_thread,
+    mailbox_of,
+    n_commands_of,
+    runtime_of,
+)
+from tests.worker.links import Launches, MortalBackend, engine_over
+from tests.worker.started import RUNTIMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cbatch.engine import Engine
+    from cbatch.messages import BatchPrompt
+    from cbatch.response import BatchResult
+
+OPTIONS = {"temperature": 0, "ignore_eos": True, "seed": 1, "max_tokens": 6}
+COMMON = text_of(128)
+"""Two blocks: a beginning by which prompts are routed."""
+
+
+def alike(n: int, first: int = 0) -> list[BatchPrompt]:
+    """Prompts with one beginning."""
+    return [item([*COMMON, first + i, 7], f"r{first + i}") for i in range(n)]
+
+
+def answers(prompts: Sequence[BatchPrompt]) -> list[tuple[int, ...]]:
+    return [expected(prompt.tokens or ()) for prompt in prompts]
+
+
+def tokens_of(results: Sequence[BatchResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+def workers_of(engine: Engine) -> Workers:
+    workers = runtime_of(engine)
+    assert isinstance(workers, Workers)
+    return workers
+
+
+def at_each(engine: Engine) -> list[list[str]]:
+    """The ids of requests in flight at each worker."""
+    return [[*connection.requests] for connection in workers_of(engine).ready]
+
+
+def check_empty(engine: Engine) -> None:
+    """Fail unless nothing is left of any request in any book; the engine is open."""
+    workers = workers_of(engine)
+    engine.stats()  # what workers had to say before is said
+    pool = workers.pool
+    assert (pool.requests, [*pool.held], at_each(engine)) == ({}, [], [[] for _ in pool.ready])
+    for runtime in RUNTIMES.get(workers, ()):
+        assert not runtime.orders.routes
+        assert not runtime.batcher.in_flight
+
+
+def held(n_slots: int = 1) -> GatedBackend:
+    """A backend that stops before its first run."""
+    return GatedBackend(n_slots, 256, 256, hold_at=0)
+
+
+class Asleep:
+    """An engine over two workers that stop before their first step, with requests at the first one."""
+
+    def __init__(self, n: int, n_slots: int = 1, **more: Any) -> None:
+        self.backends = [held(n_slots), held(n_slots)]
+        self.engine = engine_over(*self.backends, options=OPTIONS, **more)
+        self.n = n
+
+    def __enter__(self) -> Asleep:
+        self.engine.open()
+        first, second = workers_of(self.engine).ready
+        pool = workers_of(self.engine).pool
+        self.prompts = alike(self.n)
+        with patch.object(pool.routing, "choose", lambda keys, loads: 0):
+            self.response = self.engine.run(self.prompts)
+        self.backends[0].wait_until_held()
+        assert at_each(self.engine) == [[f"r{i}" for i in range(self.n)], []]
+        self.first, self.second = first, second
+        return self
+
+    def take_over(self) -> None:
+        """Have the second worker ask for what waits at the first, which answers behind its step."""
+        workers = workers_of(self.engine)
+        with workers.pool.lock():
+            workers.pool.take_over(self.second)
+        [runtime] = (r for r in RUNTIMES[workers] if r.backend is self.backends[0])
+        wait_until(lambda: n_commands_of(runtime.loop) > 0)
+
+    def release(self) -> None:
+        for backend in self.backends:
+            backend.release()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        self.engine.close()
+
+
+def test_idle_worker_gets_what_waits_at_another() -> None:
+    with Asleep(4, n_slots=2) as scene:
+        scene.take_over()
+        scene.backends[0].release()
+        scene.backends[1].wait_until_held()
+        scene.release()
+        assert tokens_of(all_results(scene.response)) == answers(scene.prompts)
+        assert all(backend.n_runs for backend in scene.backends)
+        stats = scene.engine.stats()
+        assert (stats.n_submitted, stats.n_finished) == (4, {"length": 4})
+        check_empty(scene.engine)
+
+
+def test_request_that_is_given_back_goes_to_who_asked_for_it() -> None:
+    """Its beginning is at the first worker, which has no more to do than others; but that one has no slot free."""
+    with Asleep(2) as scene:
+        scene.take_over()
+        scene.backends[0].release()
+        scene.backends[1].wait_until_held()
+        assert at_each(scene.engine)[1] == ["r1"]
+        scene.release()
+        assert tokens_of(all_results(scene.response)) == answers(scene.prompts)
+
+
+def test_request_that_was_just_admitted_stays() -> None:
+    with Asleep(2) as scene:
+        pool = workers_of(scene.engine).pool
+        asked = pool.requests["r0"]
+        assert asked.has_begun
+        asked.has_begun = False  # as if that were not known yet
+        with pool.lock():
+            scene.first.is_giving = True
+            reply = scene.first.ask(
+                {"op": "take_back", "ids": ["r0"]},
+                list,
+                partial(pool.taken_back, scene.first, scene.second),
+            )
+        scene.release()
+        assert reply.wait() == []
+        assert tokens_of(all_results(scene.response)) == answers(scene.prompts)
+        assert scene.engine.stats().n_submitted == 2
+        check_empty(scene.engine)
+
+
+@pytest.mark.parametrize("way", ["all", "batch", "soon", "waiting"])
+def test_request_cancelled_while_it_changes_its_worker_ends_once(way: str) -> None:
+    with Asleep(3) as scene:
+        workers, mailbox = workers_of(scene.engine), mailbox_of(scene.response)
+        ids = dict(workers.pool.requests)
+        scene.take_over()  # it is answered behind the step
+        ways: dict[str, Callable[[], object]] = {
+            "all": scene.engine.cancel_all,
+            "batch": scene.response.cancel,
+            "soon": lambda: workers.cancel_batch_soon(mailbox),
+            "waiting": lambda: workers.cancel([*ids], is_for_waiting=True),
+        }
+        n = in_thread(ways[way])
+        wait_until(lambda: all(a.is_unwanted or a.is_unwanted_waiting for a in ids.values()))
+        scene.release()
+        results = all_results(scene.response)
+        reasons = [r.finish_reason for r in results]
+        assert reasons[2] == "cancelled"
+        assert n() == (None if way == "soon" else reasons.count("cancelled"))
+        check_empty(scene.engine)
+
+
+def test_request_paused_while_it_changes_its_worker_is_paused_there() -> None:
+    with Asleep(2) as scene:
+        asked = workers_of(scene.engine).pool.requests["r1"]
+        scene.take_over()
+        paused = in_thread(lambda: scene.engine.pause("r1"))
+        wait_until(lambda: asked.is_paused)
+        scene.backends[0].release()
+        left = scene.response.as_completed()
+        first = next(left)
+        assert (first.id, paused()) == ("r0", True)
+        scene.engine.stats()  # the second worker has read all that came before
+        assert [*scene.second.requests] == ["r1"]
+        assert (scene.backends[1].n_runs, scene.backends[1].is_held) == (0, False)
+        assert scene.engine.resume("r1")
+        scene.release()
+        assert tokens_of(all_results(scene.response)) == answers(scene.prompts)
+        check_empty(scene.engine)
+
+
+def test_paused_request_does_not_change_its_worker() -> None:
+    with Asleep(2) as scene:
+        pool = workers_of(scene.engine).pool
+        pool.requests["r1"].is_paused = True
+        with pool.lock():
+            pool.take_over(scene.second)
+        assert not scene.first.is_giving
+
+
+@pytest.mark.parametrize("n_tokens", [None, 2])
+def test_request_paused_while_no_worker_is_there_begins_paused(
+    n_tokens: int | None,
+) -> None:
+    launches = Launches(partial(MortalBackend, 1, 256, 256))
+    with launches.engine(options={**OPTIONS, "max_tokens": 5}) as engine:
+        launches.gate.clear()
+        launches.links[0].kill()
+        wait_until(lambda: not workers_of(engine).ready)
+        wait = in_thread(lambda: engine.run(alike(1)))
+        wait_until(lambda: bool(workers_of(engine).pool.held))
+        assert engine.pause("r0")
+        assert not engine.pause("r0")
+        if n_tokens:
+            assert engine.resume("r0", n_tokens)
+        launches.gate.set()
+        response = wait()
+        if n_tokens:
+            wait_until(lambda: [(s.status, s.n_output) for s in engine.slots()] == [("paused", 2)])
+        wait_until(lambda: bool(workers_of(engine).ready))
+        engine.stats()  # the worker has read all that came before
+        assert launches.backends[1].n_runs == (n_tokens or 0)
+        assert engine.resume("r0")
+        assert tokens_of(all_results(response)) == [expected(alike(1)[0].tokens or (), 5)]
+        check_empty(engine)
+
+
+def test_worker_that_comes_later_gets_what_waits_at_another() -> None:
+    launches = Launches(partial(MortalBackend, 1, 256, 256))
+    with launches.engine(2, options=OPTIONS) as engine:
+        first, second = launches.backends
+        first.hold_at = second.hold_at = 0
+        launches.gate.clear()
+        prompts = alike(6)
+        response = engine.run(prompts, ask_again=True)
+        first.wait_until_held()
+        launches.links[1].kill()
+        second.release()
+        wait_until(lambda: len(at_each(engine)) == 1)
+        launches.gate.set()
+        first.release_when_asked()
+        launches.wait_for(3)
+        assert tokens_of(all_results(response)) == answers(prompts)
+        assert launches.backends[2].n_runs > 0
+
+
+def test_burst_with_one_beginning_uses_all_workers() -> None:
+    backends = [FakeBackend(2, 256, 256, memory=can_all(512)) for _ in range(3)]
+    prompts = alike(24)
+    with engine_over(*backends, options=OPTIONS) as engine:
+        results = all_results(engine.run(prompts))
+        assert tokens_of(results) == answers(prompts)
+        stats = engine.stats()
+        check_empty(engine)
+    assert all(backend.plans for backend in backends)
+    assert stats.n_submitted == 24
+    assert stats.n_prompt_tokens <= 3 * len(COMMON) + 24 * 2
+
+
+def test_steps_that_fail_change_no_token() -> None:
+    def faults() -> Faults:
+        n_steps = iter(range(10**6))
+        return Faults(code=lambda _: -1 if next(n_steps) % 23 == 22 else 0)
+
+    prompts = [item(text_of(20, i), f"r{i}", max_tokens=60) for i in range(6)]
+    with engine_over(*(FakeBackend(2, 128, 64, faults=faults()) for _ in range(2))) as engine:
+        results = all_results(engine.run(prompts, options=OPTIONS))
+    assert tokens_of(results) == [expected(prompt.tokens or (), 60) for prompt in prompts]
