@@ -91,8 +91,9 @@ CHAT: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-ELSEWHERE = {"parallel_tool_calls"}
-"""Takes a model that calls twice: tests/test_tool_calls.py."""
+ELSEWHERE = {"parallel_tool_calls", "slot", "pause_every"}
+"""They take a model that calls twice (test_tool_calls), others in slots (test_chosen_slots), or somebody who resumes
+(test_quanta)."""
 
 
 @pytest.fixture(scope="module")

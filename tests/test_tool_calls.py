@@ -133,7 +133,6 @@ def test_chunks_are_the_text_as_it_comes(engine: Engine) -> None:
         {"tools": [TIME]},
         {},
         {"reasoning_format": "none", "tools": [TIME]},
-        {"tools": [TIME], "echo": True},
         {"tools": [TIME], "stop": ["Wait", "get_"], "include_stop": True},
         {"tools": [TIME], "n": 2},
         {"tools": [TIME], "best_of": 2},

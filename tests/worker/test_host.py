@@ -164,7 +164,7 @@ def test_extend_takes_a_result_as_it_came(program: Program) -> None:
         ({"finish_reason": "soon"}, "finish_reason"),
         ({"number": "x"}, "number"),
         ({"seed": -1}, "seed"),
-        ({"logprobs": [[1, 2, 3, 4]]}, "result as it came"),
+        ({"logprobs": [[1, 2, 3, 4]]}, "is not text"),
         ({"item": {"prompt": "abc"}}, "id"),
         ({"n_tokens": 0}, "n_tokens"),
     ],
