@@ -67,7 +67,10 @@ def _add_recipe() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the tests of an engine's face over each kind of engine."""
+    """Run the tests of an engine's face over each kind of engine; those on llama.cpp have an engine of their own."""
+    is_real = metafunc.definition.get_closest_marker("real") is not None
+    if is_real or MODELS.intersection(metafunc.fixturenames):
+        return
     file = metafunc.definition.path.relative_to(ROOT).as_posix()
     over = kinds.over(file, metafunc.function.__name__)
     if over:

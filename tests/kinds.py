@@ -356,8 +356,10 @@ OVER: dict[str, dict[Reason, str]] = {
             test_wrong_option_of_a_request_is_refused_and_nothing_is_queued
             test_wrong_value_is_refused_by_its_name
         """,
-        Reason.ONE_BACKEND: """
+        Reason.DEATH: """
             test_error_that_strikes_again_at_the_end_is_told_to_everybody
+        """,
+        Reason.ONE_BACKEND: """
             test_all_that_wait_for_room_are_cancelled_with_all_others
             test_cancel_of_one_that_waits_makes_room_for_another
             test_choices_that_wait_for_room_are_cancelled_together

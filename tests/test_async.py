@@ -295,9 +295,9 @@ async def test_loads_and_closes_in_a_worker_thread(
     threads: list[threading.Thread] = []
     real = load.load_backend
 
-    def observed(*given: Any) -> Any:
+    def observed(*given: Any, **more: Any) -> Any:
         threads.append(threading.current_thread())
-        return real(*given)
+        return real(*given, **more)
 
     monkeypatch.setattr(load, "load_backend", observed)
     async with cbatch.load(test_model, parallel=2, ctx_per_seq=256, n_threads=1) as engine:

@@ -850,7 +850,7 @@ def test_ctrl_c_while_waiting_cancels_the_batch_and_leaves_the_engine() -> None:
 
         main, ctrl_c = threading.main_thread().ident, CtrlC()
         backend = GatedBackend(2, 64, 16, hold_at=3)
-        engine = engine_on(backend, options={"ignore_eos": True})
+        engine = Engine(backend, options={"ignore_eos": True})
         response = engine.run(["a", "b", "c"])
         threading.Thread(target=press_when_waiting).start()
         try:
@@ -883,7 +883,7 @@ def test_ctrl_c_while_closing_is_raised_when_the_thread_has_ended() -> None:
 
         main, ctrl_c = threading.main_thread().ident, CtrlC()
         backend = GatedBackend(2, 64, 16, hold_at=3)
-        engine = engine_on(backend, options={"ignore_eos": True})
+        engine = Engine(backend, options={"ignore_eos": True})
         owner = owner_of(engine)
         response = engine.run(["a", "b", "c"])
         backend.wait_until_held()
@@ -909,7 +909,7 @@ def test_child_of_a_fork_gets_a_typed_error() -> None:
         from cbatch.errors import EngineClosedError
 
         backend = GatedBackend(2, 64, 16, hold_at=3)
-        engine = engine_on(backend, options={"ignore_eos": True, "max_tokens": 9})
+        engine = Engine(backend, options={"ignore_eos": True, "max_tokens": 9})
         done = engine.run(["z"], options={"max_tokens": 1})
         all_results(done)
         response = engine.run(["a", "b"])
@@ -945,7 +945,7 @@ def test_child_of_a_fork_does_not_step_by_hand() -> None:
         from cbatch.engine import Engine
         from cbatch.errors import EngineClosedError
 
-        engine = engine_on(FakeBackend(), threaded=False)
+        engine = Engine(FakeBackend(), threaded=False)
         response = engine.run(["a"])
         child = os.fork()
         if child == 0:
