@@ -356,9 +356,6 @@ OVER: dict[str, dict[Reason, str]] = {
             test_wrong_option_of_a_request_is_refused_and_nothing_is_queued
             test_wrong_value_is_refused_by_its_name
         """,
-        Reason.DEATH: """
-            test_error_that_strikes_again_at_the_end_is_told_to_everybody
-        """,
         Reason.ONE_BACKEND: """
             test_all_that_wait_for_room_are_cancelled_with_all_others
             test_cancel_of_one_that_waits_makes_room_for_another
@@ -388,6 +385,7 @@ OVER: dict[str, dict[Reason, str]] = {
             test_wrong_time_of_a_run_is_refused_and_nothing_is_queued
         """,
         Reason.DEATH: """
+            test_error_that_strikes_again_at_the_end_is_told_to_everybody
             test_computation_that_always_fails_ends_the_engine_and_tells_all_once
             test_failure_while_somebody_waits_for_room_tells_it
         """,
