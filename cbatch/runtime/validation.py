@@ -32,15 +32,20 @@ def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions)
             f"priority={options.priority} has no effect with policy={schedule.policy!r}: "
             "load the engine with policy='priority'"
         )
-    if options.slot is not None and options.slot >= backend.n_slots:
-        raise ConfigError(
-            f"slot={options.slot} is not a slot of this engine, which has 0 … {backend.n_slots - 1}: "
-            "load it with a higher parallel, or leave slot out"
-        )
+    check_slot(options.slot, backend.n_slots)
     _check_key(options, backend.memory)
     _check_scoring(options, backend)
     _check_window(options, backend)
     check_adapters(options, backend)
+
+
+def check_slot(slot: int | None, n_slots: int) -> None:
+    """Refuse a slot that is not there."""
+    if slot is not None and slot >= n_slots:
+        raise ConfigError(
+            f"slot={slot} is not a slot of this engine, which has 0 … {n_slots - 1}: "
+            "load it with a higher parallel, or leave slot out"
+        )
 
 
 def check_adapters(options: RunOptions, backend: Backend) -> None:

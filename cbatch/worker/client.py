@@ -15,7 +15,7 @@ from cbatch.errors import EngineClosedError, WorkerDiedError
 from cbatch.interrupts import Postponed
 from cbatch.options import RunOptions
 from cbatch.runtime.ids import is_meant, own_id
-from cbatch.runtime.validation import check_extension, origin_of
+from cbatch.runtime.validation import check_extension, check_slot, origin_of
 from cbatch.worker.pool import Pool, by_worker
 from cbatch.worker.requests import Asked
 from cbatch.worker.shapes import as_count, as_flag, as_text, as_texts, as_tokens
@@ -326,6 +326,10 @@ class Workers:
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
+        own = RunOptions.of(prompt.options)
+        check_slot(own.slot if own.slot is not None else options.slot, self.n_slots)
+        prompt = replace(prompt, options=replace(own, slot=None))
+        options = replace(options, slot=None)  # a worker has a number of its own for it
         return self._ask_about("check", as_count, prompt, options)
 
     def _ask_about(

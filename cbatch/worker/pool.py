@@ -12,12 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from cbatch.core.stats import EngineStats
-from cbatch.errors import CBatchError, EngineClosedError, WorkerDiedError
+from cbatch.errors import CBatchError, ConfigError, EngineClosedError, WorkerDiedError
 from cbatch.interrupts import Sleepers
 from cbatch.logs import FIELDS, Log
 from cbatch.runtime.ids import check_own
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
+from cbatch.runtime.validation import check_slot
 from cbatch.worker.books_lock import BooksLock
 from cbatch.worker.replica import Replica
 from cbatch.worker.requests import SentOrigin, in_messages
@@ -126,12 +127,14 @@ class Pool:
 
     def first_slot(self, connection: Connection) -> int:
         """Return the number of a worker's first slot among those of all workers."""
-        n = 0
-        for replica in self._replicas:
-            if replica.connection is connection:
-                break
-            n += replica.n_slots
-        return n
+        found = (self._slots_of(r).start for r in self._replicas if r.connection is connection)
+        return next(found, 0)
+
+    def _slots_of(self, replica: Replica) -> range:
+        """Return the numbers of a place's slots among those of all places."""
+        before = self._replicas[: self._replicas.index(replica)]
+        first = sum(other.n_slots for other in before)
+        return range(first, first + replica.n_slots)
 
     def ask(self, op: str, read: Callable[[Any], _T], **fields: object) -> _T:
         """Put a question to some worker, and to another where it dies; return the answer, or raise its error.
@@ -246,6 +249,9 @@ class Pool:
 
     def _enter(self, new: Sequence[Asked], *, is_awaited: bool) -> None:
         for asked in new:
+            if asked.slot is not None:
+                self._check_slot(asked)
+        for asked in new:
             if asked.n_ends > 1:
                 asked.target.expect_choices(asked.n_ends)
         with self.lock():
@@ -255,6 +261,13 @@ class Pool:
             for asked in new:
                 asked.is_awaited = is_awaited
             self._send_held()
+
+    def _check_slot(self, asked: Asked) -> None:
+        """Raise a ConfigError where a request's slot is none of any worker's."""
+        try:
+            check_slot(asked.slot, sum(replica.n_slots for replica in self._replicas))
+        except ConfigError as error:
+            raise ConfigError(f"{asked.name or f'request {asked.id!r}'}: {error}") from None
 
     def _await(self, new: Sequence[Asked]) -> None:
         """Wait for what workers say to requests that were sent."""
@@ -336,6 +349,8 @@ class Pool:
                     kept += _least([c for c in self.ready if c not in kept])
                 continue
             asked.worker = connection
+            if asked.slot is not None:
+                asked.first_slot = self.first_slot(connection)
             connection.requests[asked.id] = asked
             given.setdefault(connection, []).append(asked)
         for connection, some in given.items():
@@ -343,7 +358,10 @@ class Pool:
 
     def _worker_for(self, asked: Asked, kept: Sequence[Connection]) -> Connection | None:
         """Return the worker for a request, but not one that is kept for others; None where none takes it now."""
-        places = [replica.connection for replica in self._replicas]
+        places = [
+            r.connection if asked.slot is None or asked.slot in self._slots_of(r) else None
+            for r in self._replicas
+        ]
         loads = [math.inf if c is None or c in kept else _load(c, asked) for c in places]
         taker, asked.taker = asked.taker, None
         if min(loads, default=math.inf) == math.inf:
@@ -364,7 +382,7 @@ class Pool:
         for group, message in in_messages(some, time.perf_counter()):
             more, first = b"", group[0]
             if first.extended is None:
-                items = b",".join([asked.item for asked in group])
+                items = b",".join([asked.its_item for asked in group])
                 more = b'"options":%s,"items":[%s]' % (first.given, items)
             reply = connection.ask(message, then=partial(self._entered, group), more=more)
             for asked in group:
@@ -581,13 +599,18 @@ class Pool:
 
     def give_up(self, replica: Replica, error: CBatchError) -> None:
         """Do without a place where no worker can be started."""
+        gone: list[Asked] = []
         if self._is_loaded:
-            self._replicas.remove(replica)
+            with self.lock():
+                gone = [a for a in self.held if a.slot in self._slots_of(replica)]
+                self._replicas.remove(replica)
             _log.warn(
                 "worker %d cannot be started, and its place is given up: %s", replica.i, error
             )
         if not (self._is_loaded and self._replicas):
             self._fail(error)
+        for asked in gone:
+            self._cut_off(asked, error)
         self._changed.wake()
 
     def _fail(self, error: CBatchError) -> None:

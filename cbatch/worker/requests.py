@@ -68,6 +68,8 @@ class Asked:
     """The prompt as a worker takes it; of a request that continues a result, nothing."""
     given: bytes = b""
     """The options as a worker takes them."""
+    slot: int | None = None
+    """The slot to run in, among those of all workers."""
     n_ends: int = 1
     """How often its reader is to be told of an end: once for each choice."""
     is_fed: bool = False
@@ -79,6 +81,8 @@ class Asked:
     n_more: int = 0
     worker: Connection | None = None
     """Who has it; None while it waits for a worker."""
+    first_slot: int = 0
+    """The number of its worker's first slot among those of all workers."""
     has_begun: bool = False
     """Whether it is computed, as far as its worker has said."""
     n_deaths: int = 0
@@ -114,6 +118,7 @@ class Asked:
         for i, (prompt, id, name) in enumerate(zip(s.prompts, s.ids, s.names, strict=True)):
             own = RunOptions.of(prompt.options)
             n = own.n if own.n is not None else s.options.n
+            slot = own.slot if own.slot is not None else s.options.slot
             yield cls(
                 id,
                 prompt,
@@ -125,6 +130,7 @@ class Asked:
                 submitted_s=now,
                 item=_in_json(prompt, id, name),
                 given=given,
+                slot=slot,
                 n_ends=n or 1,
                 is_fed=s.is_fed,
                 may_wait=s.may_wait,
@@ -139,10 +145,23 @@ class Asked:
         assert isinstance(origin, Origin)
         request, now = origin.request, time.perf_counter()
         more = cls(id, request.prompt, request.options, target, 0, "", submitted_s=now)
-        more.extended, more.n_more = result, n_more
+        more.extended, more.n_more, more.slot = result, n_more, request.options.slot
         return more
 
     # ---- to a worker ----
+
+    @property
+    def its_item(self) -> bytes:
+        """The prompt as its worker takes it, with that worker's own number of the slot."""
+        there = self._prompt_there
+        return self.item if there is self.prompt else _in_json(there, self.id, self.name)
+
+    @property
+    def _prompt_there(self) -> BatchPrompt:
+        if self.slot is None or not self.first_slot:
+            return self.prompt
+        own = RunOptions(slot=self.slot - self.first_slot).over(RunOptions.of(self.prompt.options))
+        return replace(self.prompt, options=own)
 
     def message(self, now: float) -> dict[str, Any]:
         """Return the message that submits it; but for an extension, prompts and options are to be added."""
@@ -173,6 +192,7 @@ class Asked:
         assert self.extended is not None
         origin = self.extended.origin
         assert isinstance(origin, Origin)
+        origin = replace(origin, request=replace(origin.request, prompt=self._prompt_there))
         is_known = self.worker and getattr(origin, "worker", "") == self.worker.key
         return origin if is_known else replace(origin, number=-1)
 
@@ -218,7 +238,8 @@ class Asked:
     @property
     def can_move(self) -> bool:
         """Whether another worker is as good: it waits for a slot, and neither for one slot nor where its cells are."""
-        return not (self.has_begun or self.is_paused or self.extended)
+        is_bound = self.slot is not None or self.extended is not None
+        return not (self.has_begun or self.is_paused or is_bound)
 
     @property
     def is_given_up(self) -> bool:

@@ -9,6 +9,8 @@ from unittest.mock import patch
 import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
+from cbatch.errors import ConfigError
+from cbatch.options import RunOptions
 from cbatch.worker.client import Workers
 from tests.places import can_all, expected, item, text_of, wait_until
 from tests.runtime.backends import (
@@ -273,3 +275,49 @@ def test_steps_that_fail_change_no_token() -> None:
     with engine_over(*(FakeBackend(2, 128, 64, faults=faults()) for _ in range(2))) as engine:
         results = all_results(engine.run(prompts, options=OPTIONS))
     assert tokens_of(results) == [expected(prompt.tokens or (), 60) for prompt in prompts]
+
+
+def of_two_and_three_slots() -> tuple[list[FakeBackend], Engine]:
+    backends = [FakeBackend(2, 256, 256), FakeBackend(3, 256, 256)]
+    return backends, engine_over(*backends, options=OPTIONS)
+
+
+@pytest.mark.parametrize("slot", range(5))
+@pytest.mark.parametrize("is_own", [False, True])
+def test_slot_is_numbered_over_all_workers(slot: int, *, is_own: bool) -> None:
+    backends, engine = of_two_and_three_slots()
+    place, there = (0, slot) if slot < 2 else (1, slot - 2)
+    prompt = item(text_of(9), "r", **({"slot": slot} if is_own else {}))
+    options: dict[str, Any] = {} if is_own else {"slot": slot}
+    with engine:
+        [result] = all_results(engine.run([prompt], options={**options, "max_tokens": 3}))
+        [more] = all_results(engine.extend(result, 3))
+        states = engine.slots()
+    assert more.token_ids == expected(text_of(9))
+    assert [state.slot for state in states] == [*range(5)]
+    assert [state.slot for state in states if state.n_cells] == [slot]
+    assert {c.slot for plan in backends[place].plans for c in plan.chunks} == {there}
+    assert not [chunk for plan in backends[1 - place].plans for chunk in plan.chunks]
+
+
+def test_slot_that_no_worker_has_is_refused_by_name() -> None:
+    _, engine = of_two_and_three_slots()
+    message = "slot=5 is not a slot of this engine, which has 0 … 4"
+    with engine:
+        with pytest.raises(ConfigError, match=message) as caught:
+            engine.run([item(text_of(9), "r", slot=5)])
+        assert str(caught.value).startswith("request 'r': ")
+        runtime, prompt = runtime_of(engine), item(text_of(9))
+        with pytest.raises(ConfigError, match=message):
+            runtime.checked(prompt, RunOptions(slot=5))
+        assert runtime.checked(prompt, RunOptions(slot=4)) == 9
+        check_empty(engine)
+
+
+def test_requests_for_slots_stay_where_these_are() -> None:
+    backends, engine = of_two_and_three_slots()
+    prompts = [item(text_of(9, i), f"r{i}", slot=i % 2) for i in range(8)]
+    with engine:
+        assert tokens_of(all_results(engine.run(prompts))) == answers(prompts)
+        check_empty(engine)
+    assert not [chunk for plan in backends[1].plans for chunk in plan.chunks]
