@@ -199,7 +199,8 @@ class Asked:
     @property
     def n_choices(self) -> int:
         """Answers that are kept."""
-        return RunOptions.of(self.prompt.options).over(self.options).n or 1
+        own = RunOptions.of(self.prompt.options).n
+        return (self.options.n if own is None else own) or 1
 
     @property
     def is_refused(self) -> bool:

@@ -30,10 +30,11 @@ def beginnings(prompt: BatchPrompt, options: RunOptions) -> Iterator[int]:
 
     A cache key counts as a beginning, for its cells are in the memory of who computed them last.
     """
-    merged = RunOptions.of(prompt.options).over(options)
-    if merged.cache_key is not None:
-        yield hash(("cache_key", merged.cache_key))
-    seen = hash(merged.adapters)
+    own = RunOptions.of(prompt.options)
+    key = options.cache_key if own.cache_key is None else own.cache_key
+    if key is not None:
+        yield hash(("cache_key", key))
+    seen = hash(options.adapters if own.adapter is None else own.adapters)
     for block in _blocks(prompt):
         seen = hash((seen, block))
         yield seen
