@@ -193,7 +193,7 @@ def check_result(found: BatchResult) -> None:
     assert all(type(token) is int for token in found.token_ids)
     assert found.error is None or isinstance(found.error, CBatchError)
     assert type(found.usage.prompt_tokens + found.usage.completion_tokens) is int
-    assert found.timings.total_s + 1.0 > 0
+    assert isinstance(found.timings.total_s, int | float)
 
 
 @pytest.mark.parametrize(
