@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from cbatch.backend.fake import FakeBackend, Faults
+from cbatch.engine import Engine
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 from cbatch.worker.client import Workers
 from tests.places import can_all, expected, item, text_of, wait_until
+from tests.profiles import examples
 from tests.runtime.backends import (
     GatedBackend,
     all_results,
@@ -27,7 +34,6 @@ from tests.worker.started import RUNTIMES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
 
@@ -321,3 +327,83 @@ def test_requests_for_slots_stay_where_these_are() -> None:
         assert tokens_of(all_results(engine.run(prompts))) == answers(prompts)
         check_empty(engine)
     assert not [chunk for plan in backends[1].plans for chunk in plan.chunks]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[list[BatchPrompt]]:
+    """Some batches; some of their prompts have a beginning in common."""
+    ids = count()
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        batch = []
+        for _ in range(draw(st.integers(1, 7))):
+            start = draw(st.sampled_from([COMMON, COMMON[:64], text_of(70, 3), []]))
+            options = {
+                "n": draw(st.sampled_from([1, 1, 1, 2])),
+                "priority": draw(st.integers(0, 2)),
+                "timeout_s": draw(st.sampled_from([60.0, 60.0, 60.0, 1e-3])),
+                "max_tokens": draw(st.integers(1, 12)),
+            }
+            own = draw(st.lists(st.integers(0, 255), min_size=1, max_size=9))
+            batch.append(item([*start, *own], f"r{next(ids)}", **options))
+        found.append(batch)
+    return found
+
+
+ORDERS = st.lists(
+    st.tuples(st.sampled_from(["cancel", "pause", "resume", "some"]), st.integers(0, 20)),
+    max_size=12,
+)
+BY_PRIORITY = ScheduleOptions(policy="priority")
+
+
+def alone(prompts: Sequence[BatchPrompt]) -> dict[str, BatchResult]:
+    """What an engine in a thread says, without a limit of time."""
+    with Engine(FakeBackend(4, 256, 64), schedule=BY_PRIORITY, options=OPTIONS) as engine:
+        limit = RunOptions(timeout_s=60.0)
+        patient = [replace(p, options=limit.over(RunOptions.of(p.options))) for p in prompts]
+        return {result.id: result for result in all_results(engine.run(patient))}
+
+
+def check_answer(found: BatchResult, whole: BatchResult) -> None:
+    """Fail unless an answer is the one that an engine alone gives, or its beginning where it was cut off."""
+    assert len(found.choices) == len(whole.choices)
+    pairs = zip(found.choices or [found], whole.choices or [whole], strict=True)
+    for one, other in pairs:
+        assert one.token_ids == other.token_ids[: len(one.token_ids)]
+        if one.finish_reason not in ("cancelled", "timeout"):
+            assert (one.finish_reason, one.token_ids) == (other.finish_reason, other.token_ids)
+
+
+@settings(max_examples=examples(20), deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(n_workers=st.integers(2, 3), given_batches=batches(), orders=ORDERS, feed=st.booleans())
+def test_every_request_ends_once_as_in_an_engine_alone(
+    n_workers: int,
+    given_batches: list[list[BatchPrompt]],
+    orders: list[tuple[str, int]],
+    *,
+    feed: bool,
+) -> None:
+    whole = alone([prompt for batch in given_batches for prompt in batch])
+    backends = [GatedBackend(2, 256, 64) for _ in range(n_workers)]
+    with engine_over(*backends, schedule=BY_PRIORITY, options=OPTIONS) as engine:
+        responses = [engine.run(iter(batch) if feed else batch) for batch in given_batches]
+        for op, i in orders:
+            if op == "some":
+                engine.stats()
+            else:
+                getattr(engine, op)(f"r{i}")
+        for id in map(str, whole):  # as text: those of another engine's results mean nobody here
+            engine.resume(id)
+        for batch, response in zip(given_batches, responses, strict=True):
+            results = [*response.as_completed()] if feed else all_results(response)
+            ids = [prompt.id or "" for prompt in batch]
+            found = [result.id for result in results]
+            assert (sorted(found) if feed else found) == (sorted(ids) if feed else ids)
+            for result in results:
+                check_answer(result, whole[result.id])
+            done = [r for r in results if r.finish_reason == "length" and not r.choices]
+            for result in done[:2]:
+                [more] = all_results(engine.extend(result, 2))
+                assert more.token_ids[: len(result.token_ids)] == result.token_ids
+        check_empty(engine)
