@@ -268,4 +268,4 @@ def streams(response: BatchResponse) -> list[tuple[str, tuple[int, ...]]]:
 
 def connections_of(engine: Engine) -> list[Any]:
     """The workers of an engine that has its requests computed in others, those that are ready."""
-    return [*parts_of(engine).ready]
+    return [*runtime_of(engine).pool.ready]

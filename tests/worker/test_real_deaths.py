@@ -34,7 +34,7 @@ def load(model: Path, n: int = 1) -> cbatch.Engine:
 
 
 def pids_of(engine: cbatch.Engine) -> list[int]:
-    return [connection.ready["pid"] for connection in connections_of(engine)]
+    return [connection.link.pid for connection in connections_of(engine)]
 
 
 def prompts(n: int) -> list[BatchPrompt]:
