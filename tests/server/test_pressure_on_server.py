@@ -75,7 +75,9 @@ def test_client_that_leaves_frees_its_slot(
         with connected(server, {**LONG, "stream": is_streamed}):
             backend.wait_until_held()
             assert desk.n_in_flight == 1
+            n_interrupts = backend.n_interrupts
         wait_until(lambda: desk.n_in_flight == 0)
+        wait_until(lambda: backend.n_interrupts > n_interrupts)  # the worker has read the cancel
         backend.release()
         with server.client() as client:
             assert client.post(CHAT, json=SHORT).status_code == 200
