@@ -394,12 +394,13 @@ def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
 
 
 def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
-    schedule = ScheduleOptions(max_queue=0)
+    schedule, others = ScheduleOptions(max_queue=0), threading.enumerate()
     with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
         response = engine.run(iter(prompts("a", "b", "c")))
         wait_until(lambda: "b" in ids_outside(engine))
         response.wind_down()
-        wait_until(lambda: all(t.name != "cbatch-feed" for t in threading.enumerate()))
+        own = [t for t in threading.enumerate() if t.name == "cbatch-feed" and t not in others]
+        wait_until(lambda: not any(t.is_alive() for t in own))
         assert engine.stats().n_running == 1
         response.cancel()
         assert [r.error is None for r in all_results(response)] == [True, False]
