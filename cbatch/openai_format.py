@@ -97,3 +97,14 @@ def _offsets(tokens: Sequence[TokenLogprob]) -> list[int]:
     decoder = getincrementaldecoder("utf-8")("replace")
     lengths = [len(decoder.decode(token.data)) for token in tokens]
     return list(accumulate(lengths, initial=0))[:-1]
+
+
+def chat_message(result: BatchResult) -> dict[str, Any]:
+    """Return an answer as the message of a chat."""
+    message: dict[str, Any] = {"role": "assistant", "content": result.text}
+    if result.reasoning:
+        message["reasoning_content"] = result.reasoning
+    if result.tool_calls:
+        message["content"] = result.text or None
+        message["tool_calls"] = [call.as_dict() for call in result.tool_calls]
+    return message

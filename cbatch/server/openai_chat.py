@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import shown
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
-from cbatch.openai_format import chat_logprobs, finish_of
+from cbatch.openai_format import chat_logprobs, chat_message, finish_of
 from cbatch.server.answer_events import Called, Ended, Reasoning, Scored, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request, refused
@@ -60,20 +60,15 @@ class ChatCall(Call):
         }
 
     def _choice(self, index: int, result: BatchResult) -> dict[str, Any]:
-        message: dict[str, Any] = {
+        always: dict[str, Any] = {
             "role": "assistant",
-            "content": result.text,
+            "content": None,
             "refusal": None,
             "annotations": [],
         }
-        if result.reasoning:
-            message["reasoning_content"] = result.reasoning
-        if result.tool_calls:
-            message["content"] = result.text or None
-            message["tool_calls"] = [call.as_dict() for call in result.tool_calls]
         return {
             "index": index,
-            "message": message,
+            "message": always | chat_message(result),
             "logprobs": None if result.logprobs is None else chat_logprobs(result.logprobs),
             "finish_reason": finish_of(result),
             **choice_extensions(result, has_tokens=self.asked.has_tokens),

@@ -27,6 +27,7 @@ from cbatch.files.output.encoders import Known, TraceableEncoder, dump
 from cbatch.openai_format import (
     NEAREST_FINISH,
     chat_logprobs,
+    chat_message,
     completion_logprobs,
     finish_of,
     tokens_as_json,
@@ -212,15 +213,9 @@ def _error_of(error: CBatchError) -> tuple[ItemError, int | None]:
 
 
 def _chat_choice(index: int, result: BatchResult) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": result.text}
-    if result.reasoning:
-        message["reasoning_content"] = result.reasoning
-    if result.tool_calls:
-        message["content"] = result.text or None
-        message["tool_calls"] = [call.as_dict() for call in result.tool_calls]
     return {
         "index": index,
-        "message": message,
+        "message": chat_message(result),
         "finish_reason": finish_of(result),
         "logprobs": None if result.logprobs is None else chat_logprobs(result.logprobs),
     }
