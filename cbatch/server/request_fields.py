@@ -15,7 +15,7 @@ from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_text, reading, shown
 from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError
 from cbatch.options import MAX_LAST_N, MAX_SEED, RunOptions
 from cbatch.plain import int_of
-from cbatch.server.http_errors import bad_request, problem_of, refused
+from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 
 Convert = Callable[[Any], Any]
 
@@ -357,3 +357,36 @@ def with_param(error: Exception, asked: Asked, prompt_field: str) -> Exception:
         return replace(problem_of(error), param=next(filter(None, fields), option))
     message = re.sub(r"^(prompts\[\d+\]|request '[^']*'): ", "", str(error))
     return bad_request(message, param_in(message, asked.fields) or prompt_field)
+
+
+def asked_under(
+    rest: Mapping[str, Any],
+    options: Mapping[str, tuple[str, Any]],
+    ignored: Sequence[str],
+    *,
+    is_strict: bool,
+) -> Asked:
+    """Return the fields of a call in which some options have names of another format.
+
+    Args:
+        rest: the fields with names of their own.
+        options: the others, by option: the field that gives it, and its value.
+        ignored: fields that were left out already.
+        is_strict: whether unknown fields are refused.
+
+    Raises:
+        HttpProblemError: a field is wrong, or two of them give the same option.
+    """
+    for option, (given, _) in options.items():
+        if option in rest:
+            raise bad_request(f"{given} and {option} say the same: give {given} alone", given)
+    values = {option: value for option, (_, value) in options.items()}
+    try:
+        asked = asked_of(rest, (), defaults=values, is_strict=is_strict)
+    except HttpProblemError as problem:
+        if problem.param is not None and problem.param in options:
+            problem.param = options[problem.param][0]
+        raise
+    asked.ignored[:0] = ignored
+    asked.fields |= {option: given for option, (given, _) in options.items()}
+    return asked

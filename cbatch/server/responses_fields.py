@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import shown
 from cbatch.messages import BatchPrompt
 from cbatch.server.anthropic_fields import joined
-from cbatch.server.http_errors import HttpProblemError, bad_request, refused
-from cbatch.server.request_fields import READ_BY_ALL, asked_of, field_errors
+from cbatch.server.http_errors import bad_request, refused
+from cbatch.server.request_fields import READ_BY_ALL, asked_under, field_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,19 +81,7 @@ class ResponsesFields:
     @property
     def asked(self) -> Asked:
         """The fields of the call. Raises a `HttpProblemError`."""
-        for option, (field, _) in self._options.items():
-            if option in self._rest:
-                raise bad_request(f"{field} and {option} say the same: give {field} alone", field)
-        values = {option: value for option, (_, value) in self._options.items()}
-        try:
-            asked = asked_of(self._rest, (), defaults=values, is_strict=self._is_strict)
-        except HttpProblemError as problem:
-            if problem.param in self._options:
-                problem.param = self._options[problem.param][0]
-            raise
-        asked.ignored[:0] = self._ignored
-        asked.fields |= {option: field for option, (field, _) in self._options.items()}
-        return asked
+        return asked_under(self._rest, self._options, [*self._ignored], is_strict=self._is_strict)
 
     @property
     def prompt(self) -> BatchPrompt:
