@@ -84,7 +84,8 @@ def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threade
     if asked is None:
         return 0
     if asked == "auto":
-        return _best_replicas(model, options) if is_threaded else 0
+        n_best = best_replicas(model, options) if is_threaded else 1
+        return n_best if n_best > 1 else 0
     n = int(check_replicas("replicas", asked))
     if not is_threaded:
         raise ConfigError(
@@ -93,17 +94,16 @@ def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threade
     return n
 
 
-def _best_replicas(model: Any, options: EngineOptions) -> int:
-    """Return how many worker processes compute a model fastest here; 0 where this process does."""
+def best_replicas(model: Any, options: EngineOptions) -> int:
+    """Return how many worker processes compute a model fastest here; 1 where dividing the cores does not pay."""
     from cbatch.backend.load.loader import n_bytes_on_cpu  # llama_cpp is slow to import
     from cbatch.worker.placement import choose_replicas, my_cores, nodes_of
 
     n_bytes = n_bytes_on_cpu(model, options)
     if n_bytes is None:
-        return 0
+        return 1
     n_slots = options.parallel if options.n_ctx is None else options.n_slots
-    n = choose_replicas(nodes_of(my_cores()), n_bytes, n_slots)
-    return n if n > 1 else 0
+    return choose_replicas(nodes_of(my_cores()), n_bytes, n_slots)
 
 
 def model_name(model: Any) -> str:

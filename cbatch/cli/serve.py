@@ -18,11 +18,14 @@ from cbatch.cli.option_table import (
     OPTIONS,
     SCHEDULING,
     Given,
+    number_or_word,
     option,
     takes,
 )
 from cbatch.cli.terminal import say, tell
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
+from cbatch.loading import best_replicas, check_replicas
 
 KEY_VARIABLE = "CBATCH_API_KEY"
 """The environment variable of a key: on a command line, others would see it."""
@@ -52,8 +55,14 @@ def serve(
         int, option("--port", help="0 takes a free one.", panel=HTTP, min=0, max=65535)
     ] = 8080,
     replicas: Annotated[
-        int, option("--replicas", help="Worker processes with the model.", panel=HTTP, min=1)
-    ] = 1,
+        str,
+        option(
+            "--replicas",
+            metavar="N",
+            help="Worker processes with the model, which share the cores: a number, or auto.",
+            panel=HTTP,
+        ),
+    ] = "auto",
     api_key_file: Annotated[
         Path | None,
         option(
@@ -149,13 +158,14 @@ def serve(
         "strict_fields": strict_fields,
     }
     ServerSettings(**settings)  # checked before the model is loaded
+    n_replicas = _n_replicas(replicas, given["model"], engine_settings)
     tls = Tls(_text(tls_cert), _text(tls_key))
     if tls.key and not tls.certificate:
         raise ConfigError("--tls-key needs --tls-cert")
     with (
         bound_socket(host, port) as address,
         cbatch.load(
-            given["model"], options=options, replicas=replicas, **engine_settings
+            given["model"], options=options, replicas=n_replicas, **engine_settings
         ) as engine,
     ):
         where = (
@@ -170,6 +180,12 @@ def serve(
             tls=tls,
             on_ready=lambda: _say_ready(ctx, f"{app.state.desk.model_name} at {where}, {slots}"),
         )
+
+
+def _n_replicas(asked: str, model: object, engine_settings: dict[str, Any]) -> int:
+    """Return the number of worker processes: at least one, so that a model that ends its process leaves the server."""
+    n = check_replicas("--replicas", number_or_word(asked))
+    return best_replicas(model, EngineOptions.of(engine_settings)) if n == "auto" else n
 
 
 def _show_requests(ctx: typer.Context, log_format: LogFormat) -> None:

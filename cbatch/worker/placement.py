@@ -71,10 +71,10 @@ def divide_cores(nodes: Sequence[Sequence[int]], n: int) -> list[list[int]]:
 
 
 N_ROWS_LEAST = 16
-"""Slots from which a worker's steps cost no more a row than steps of more rows. Source: measured, q8_0 and K-quants."""
+"""Slots that the worker of a NUMA node needs to be worth it: each worker reads all weights for its own rows alone."""
 
 N_ROWS_LEAST_SMALL = 8
-"""The same where the weights stay in the cores' caches."""
+"""The same where the weights stay in the cores' caches. Source: measured, docs/performance.md."""
 
 N_SMALL_BYTES = 64 * 2**20
 """Weights that stay in caches, about. Source: measured with 12 and 140 MiB; between them our choice."""
@@ -83,18 +83,18 @@ N_SMALL_BYTES = 64 * 2**20
 def choose_replicas(nodes: Sequence[Sequence[int]], n_bytes: int, n_slots: int | None) -> int:
     """Return how many workers compute a model on the CPU fastest: 1 where dividing the cores does not pay.
 
-    Dividing spares the barriers between threads, thousands a step; but each worker reads all weights for its own rows
-    alone, so each must have enough of them. Measured on two cores; on machines with several NUMA nodes the rule is one
-    worker for each, and not measured.
+    Dividing spares the barriers between threads, thousands a step. Within a NUMA node that pays where the weights stay
+    in the caches: beyond, two workers read them from memory twice (0.90 to 0.96 of one with 16 rows each). On machines
+    with several nodes the rule is one worker for each, and not measured.
 
     Args:
         nodes: the cores that this process may use, by NUMA node.
         n_bytes: the size of the weights.
         n_slots: slots of all workers together; None where each has the default number.
     """
-    n_cores = sum(map(len, nodes))
-    n = max(len(nodes), min(2, n_cores))
-    n_least = N_ROWS_LEAST_SMALL if n_bytes <= N_SMALL_BYTES else N_ROWS_LEAST
+    is_small = n_bytes <= N_SMALL_BYTES
+    n = max(len(nodes), min(2, sum(map(len, nodes)))) if is_small else len(nodes)
+    n_least = N_ROWS_LEAST_SMALL if is_small else N_ROWS_LEAST
     return n if n_slots is None or n_slots >= n * n_least else 1
 
 
