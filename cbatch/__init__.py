@@ -2,7 +2,6 @@
 
 import logging
 
-from cbatch.core.stats import EngineStats
 from cbatch.engine import Engine
 from cbatch.errors import (
     CacheError,
@@ -42,6 +41,7 @@ from cbatch.response import (
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.row_comparison import RowComparison
 from cbatch.runtime.step_record import StepRecord, StepRow
+from cbatch.stats import EngineStats
 
 __version__ = "0.1.0"
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.backend import Backend
-    from cbatch.core.stats import EngineStats
     from cbatch.model_facts import ModelFacts
     from cbatch.progress import View
     from cbatch.response import BatchResult
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.slot_state import SlotState
     from cbatch.runtime.step_record import StepRecord
+    from cbatch.stats import EngineStats
 
 
 IsStopped = Callable[[], bool]

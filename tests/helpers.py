@@ -27,16 +27,17 @@ from cbatch.core.lifecycle import Status
 from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.queue import AdmissionQueue
-from cbatch.core.request import PromptPreparer, Request
+from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
 from cbatch.core.slots import N_LOOK, Books, SlotPlan
-from cbatch.core.stats import EngineStats
 from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
 from cbatch.options import DryBreakers, RunOptions
 from cbatch.runtime.output import result_of, take_chunk
+from cbatch.runtime.sequences import PromptPreparer
+from cbatch.stats import EngineStats
 from tests.oracle.fake_streams import stream_alone
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def make_scheduler(
     ledger = KvLedger(n_slots, n_window, memory)
     backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
     prompts = PromptPreparer(tokens_of or partial(tokenize, backend), n_window)
-    batcher = MultiRequestBatcher(ledger, prompts, schedule, chunk_alignment)
+    batcher = MultiRequestBatcher(ledger, prompts.prepare, schedule, chunk_alignment)
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
         batcher,

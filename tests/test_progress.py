@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from cbatch.core.stats import EngineStats
 from cbatch.errors import EngineClosedError
 from cbatch.progress import (
     Counts,
@@ -24,6 +23,7 @@ from cbatch.progress import (
     progress_line,
     summary_lines,
 )
+from cbatch.stats import EngineStats
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
-from cbatch.core.request import PromptPreparer, Request
+from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler
-from cbatch.core.stats import EngineStats
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, RunOptions
+from cbatch.runtime.sequences import PromptPreparer
+from cbatch.stats import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,11 +51,9 @@ class FakeServer:
         self.backend = FakeBackend(n_slots, n_window, n_batch, cost=self._cost, memory=memory)
         memory = self.backend.memory
         self.stats = EngineStats()
-        ledger, prompts = (
-            KvLedger(n_slots, n_window, memory),
-            PromptPreparer(self._tokenize, n_window),
-        )
-        self.batcher = MultiRequestBatcher(ledger, prompts, options)
+        ledger = KvLedger(n_slots, n_window, memory)
+        prepare = PromptPreparer(self._tokenize, n_window).prepare
+        self.batcher = MultiRequestBatcher(ledger, prepare, options)
         self.scheduler = ContinuousBatchScheduler(
             self.batcher, n_batch, self.stats, options, memory=memory
         )

@@ -18,8 +18,9 @@ from cbatch.bench.harness import emit, parser
 from cbatch.bench.step_costs import SMALL, StepTable
 from cbatch.bench.traffic import Arrival, poisson, read_trace
 from cbatch.core.plan import KvCapabilities
-from cbatch.core.stats import Percentiles
 from cbatch.engine_options import ScheduleOptions
+from cbatch.runtime.delivery import count_end
+from cbatch.stats import Percentiles
 
 if TYPE_CHECKING:
     import argparse
@@ -208,10 +209,10 @@ class _Simulation:
     def _take_ended(self) -> bool:
         ended = self._server.batcher.take_ended()
         for driver in ended:
-            self._server.stats.count_end(driver)
-            clock = driver.clock
-            if clock.admitted_s is not None and clock.finished_s is not None:
-                self._total_s.add(clock.finished_s - clock.submitted_s)
+            count_end(self._server.stats, driver)
+            total_s = driver.clock.after_s(driver.clock.finished_s)
+            if driver.has_run and total_s is not None:
+                self._total_s.add(total_s)
         return bool(ended)
 
     def _jump(self) -> bool:

@@ -25,12 +25,11 @@ from cbatch.core.waiting import (
 from cbatch.errors import CacheError, GrammarError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import StepPlan
-    from cbatch.core.request import PromptPreparer
     from cbatch.core.slots import Leave, Place
     from cbatch.core.waiting import Want
     from cbatch.engine_options import ScheduleOptions
@@ -78,7 +77,7 @@ class MultiRequestBatcher:
     def __init__(
         self,
         ledger: KvLedger,
-        prompts: PromptPreparer,
+        prepare: Callable[[SequenceDriver], object],
         options: ScheduleOptions,
         chunk_alignment: int = 0,
     ) -> None:
@@ -112,7 +111,7 @@ class MultiRequestBatcher:
             Wait.CACHE: self._reads,
         }
         self._deadlines = Deadlines()
-        self._prompts = prompts
+        self._prepare = prepare
         self._is_by_prompt = options.policy in BY_PROMPT
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
@@ -174,7 +173,7 @@ class MultiRequestBatcher:
             self.in_flight[driver.request.id] = driver
             self._deadlines.add(driver)
             if self._is_by_prompt or driver.request.prompt.tokens is not None:
-                self._prompts.prepare(driver)
+                self._prepare(driver)
             if driver.error is not None:
                 self._end(driver, driver.clock.submitted_s, driver.error)
             elif not self._waits_to_compile(driver):
@@ -205,7 +204,7 @@ class MultiRequestBatcher:
         refused: list[SequenceDriver] = []
         n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_shared else 0
         for driver in self._queue.candidates(self._running, ending):
-            self._prompts.prepare(driver)
+            self._prepare(driver)
             n_ready += driver.error is None
             n_passed = min(n_passed + (driver.request.options.cache_key is not None), N_LOOK - 1)
             if driver.error is not None:

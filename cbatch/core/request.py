@@ -1,31 +1,18 @@
-"""One request: what was asked, its prompt as tokens, and when it passed its stations."""
+"""One request: what was asked, and when it passed its stations."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from cbatch.core.prefix_index import n_common
-from cbatch.errors import (
-    CBatchError,
-    PromptError,
-    PromptTooLongError,
-    RequestFailedError,
-    words_of,
-)
-from cbatch.response import Timings
+from cbatch.errors import PromptError, PromptTooLongError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cbatch.core.driver import SequenceDriver
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet, DryBreakers, Grammar, RunOptions, Sampling
     from cbatch.response import TokenLogprob
 
-
-Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
 
 MAX_OUTPUT = 2**31 - 1
 """Stands for an output without end, where the window moves on."""
@@ -91,42 +78,6 @@ class Request:
         return n_next if cap is None else min(cap, n_next)
 
 
-class PromptPreparer:
-    """Makes prompts tokens; changes nothing but their sequences. From any thread."""
-
-    def __init__(self, tokenize: Tokenize, n_window: int) -> None:
-        self._tokenize, self._n_window = tokenize, n_window
-
-    def prepare(self, driver: SequenceDriver) -> None:
-        """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
-        if driver.is_prepared:
-            return
-        try:
-            tokens = self._tokenize(driver.request.prompt, driver.request.options)
-            driver.prepare(tokens, self._n_window)
-            if driver.request.options.n_discard:
-                driver.keep_in_window(self._n_first_message(driver, tokens))
-        except CBatchError as error:
-            driver.error = error
-        except Exception as error:
-            # a template may raise anything: it is this request's own failure
-            driver.error = RequestFailedError(
-                f"the prompt could not be prepared: {words_of(error)}"
-            )
-            driver.error.__cause__ = error
-
-    def _n_first_message(self, driver: SequenceDriver, tokens: Sequence[int]) -> int:
-        """Return how many tokens the first message of a chat takes; 1 for a prompt that is no chat."""
-        prompt, options = driver.request.prompt, driver.request.options
-        if prompt.messages is None:
-            return 1
-        try:
-            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), options)
-        except Exception:  # a template may refuse a lone message
-            return 1
-        return max(1, n_common([*first], [*tokens]))
-
-
 @dataclass(eq=False, slots=True)
 class RequestClock:
     """When one request passed its stations, in seconds of the engine's clock."""
@@ -139,26 +90,6 @@ class RequestClock:
     last_token_s: float | None = None
     finished_s: float | None = None
 
-    def timings(self, n_computed: int, n_output: int) -> Timings:
-        """Return the request's times; a rate is None where nothing was timed, never a division by zero.
-
-        Args:
-            n_computed: tokens that were computed for the first one to be sampled.
-            n_output: tokens that were sampled.
-        """
-        end = self.finished_s if self.finished_s is not None else self.submitted_s
-        admitted, first, last = self.admitted_s, self.first_token_s, self.last_token_s
-        return Timings(
-            queue_s=(end if admitted is None else admitted) - self.submitted_s,
-            ttft_s=None if first is None else first - self.submitted_s,
-            total_s=end - self.submitted_s,
-            prompt_tps=_rate(n_computed, admitted, self.computed_s if first is None else first),
-            generation_tps=_rate(n_output - 1, first, last),
-            last_token_s=None if last is None else last - self.submitted_s,
-        )
-
-
-def _rate(n_tokens: int, start_s: float | None, end_s: float | None) -> float | None:
-    if start_s is None or end_s is None or end_s <= start_s or n_tokens < 1:
-        return None
-    return n_tokens / (end_s - start_s)
+    def after_s(self, when_s: float | None) -> float | None:
+        """Return how long after submission a station was passed; None where it was not."""
+        return None if when_s is None else when_s - self.submitted_s

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import Binding, KvCapabilities
     from cbatch.core.slots import SlotPlan
-    from cbatch.core.stats import EngineStats
     from cbatch.engine_options import ScheduleOptions
     from cbatch.options import AdapterSet
+    from cbatch.stats import EngineStats
 
 N_STEPS_MAX = 64
 """Most steps in one run. Seconds end most runs earlier, so this only sizes the buffers."""

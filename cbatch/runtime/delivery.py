@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.stats import EngineStats
     from cbatch.response import BatchResult
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.interface import Target
+    from cbatch.stats import EngineStats
 
 _log = Log("cbatch")
 
@@ -47,12 +47,24 @@ def deliver(
         last, ending = _last_parcel(driver, place)
         chunks += last
         results += ending
-        stats.count_end(driver)
+        count_end(stats, driver)
     for target, (chunks, results) in parcels.items():
         if isinstance(target, Choices) and target.ends_with(results):
             routes.pop(target.id, None)  # first: a reader of the answer may use its id again
         target.deliver(chunks, results)
     return bool(parcels)
+
+
+def count_end(stats: EngineStats, driver: SequenceDriver) -> None:
+    """Count a request that ended."""
+    clock = driver.clock
+    stats.count_end(
+        str(driver.finish_reason),
+        clock.after_s(clock.admitted_s),
+        clock.after_s(clock.first_token_s),
+        n_preempted=driver.n_preempted,
+        n_cached=driver.n_cached,
+    )
 
 
 def _last_parcel(driver: SequenceDriver, place: int) -> Parcel:

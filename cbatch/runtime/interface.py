@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
     from cbatch.core.request import Request
-    from cbatch.core.stats import EngineStats
     from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
     from cbatch.model_facts import ModelFacts
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.slot_state import SlotState
     from cbatch.runtime.step_record import StepRecord
+    from cbatch.stats import EngineStats
 
 
 class Target(Protocol):

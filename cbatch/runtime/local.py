@@ -12,17 +12,22 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
-from cbatch.core.request import PromptPreparer
 from cbatch.core.scheduler import ContinuousBatchScheduler
-from cbatch.core.stats import EngineStats
 from cbatch.errors import ConfigError, GrammarError, QueueFullError
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
-from cbatch.runtime.sequences import SequenceMaker, check_in_vocab, extended, tokenize
+from cbatch.runtime.sequences import (
+    PromptPreparer,
+    SequenceMaker,
+    check_in_vocab,
+    extended,
+    tokenize,
+)
 from cbatch.runtime.slot_state import slot_states
 from cbatch.runtime.validation import check_adapters, check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
+from cbatch.stats import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -68,7 +73,9 @@ class LocalRuntime:
         self._stats = stats = EngineStats()
         prompts = PromptPreparer(partial(tokenize, backend.vocab), backend.n_window)
         ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
-        self.batcher = MultiRequestBatcher(ledger, prompts, schedule, backend.chunk_alignment)
+        self.batcher = MultiRequestBatcher(
+            ledger, prompts.prepare, schedule, backend.chunk_alignment
+        )
         scheduler = ContinuousBatchScheduler(
             self.batcher,
             backend.n_batch,

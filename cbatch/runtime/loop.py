@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
-    from cbatch.core.stats import EngineStats
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import StepRecord
+    from cbatch.stats import EngineStats
 
 T = TypeVar("T")
 

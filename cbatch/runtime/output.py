@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.chat.answers import Answer
 from cbatch.errors import SequenceStateError
-from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob, ToolCall, Usage
+from cbatch.response import BatchOutputChunk, BatchResult, Timings, TokenLogprob, ToolCall, Usage
 from cbatch.tools import call_id
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import TokenLogprobs
-    from cbatch.core.request import Request
+    from cbatch.core.request import Request, RequestClock
     from cbatch.response import FinishReason
 
 
@@ -75,7 +75,7 @@ def result_of(driver: SequenceDriver) -> BatchResult:
         finish_reason=driver.finish_reason,
         error=driver.error,
         usage=usage,
-        timings=driver.clock.timings(_n_begun(driver), n_new),
+        timings=timings_of(driver.clock, _n_begun(driver), n_new),
         seed=driver.request.sampling.seed,
         warnings=(*driver.warnings, *answer.warnings),
         tool_calls=_tool_calls(driver, answer),
@@ -85,6 +85,33 @@ def result_of(driver: SequenceDriver) -> BatchResult:
         stop_reason=_stop_reason(driver),
         origin=Origin(driver.request, driver.number, token_ids, driver.finish_reason, usage),
     )
+
+
+def timings_of(clock: RequestClock, n_computed: int, n_output: int) -> Timings:
+    """Return a request's times; a rate is None where nothing was timed, never a division by zero.
+
+    Args:
+        clock: when it passed its stations.
+        n_computed: tokens that were computed for the first one to be sampled.
+        n_output: tokens that were sampled.
+    """
+    total_s = clock.after_s(clock.finished_s) or 0.0
+    queue_s = clock.after_s(clock.admitted_s)
+    admitted_s, first_s, last_s = clock.admitted_s, clock.first_token_s, clock.last_token_s
+    return Timings(
+        queue_s=total_s if queue_s is None else queue_s,
+        ttft_s=clock.after_s(first_s),
+        total_s=total_s,
+        prompt_tps=_rate(n_computed, admitted_s, clock.computed_s if first_s is None else first_s),
+        generation_tps=_rate(n_output - 1, first_s, last_s),
+        last_token_s=clock.after_s(last_s),
+    )
+
+
+def _rate(n_tokens: int, start_s: float | None, end_s: float | None) -> float | None:
+    if start_s is None or end_s is None or end_s <= start_s or n_tokens < 1:
+        return None
+    return n_tokens / (end_s - start_s)
 
 
 def _n_begun(driver: SequenceDriver) -> int:

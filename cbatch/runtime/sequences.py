@@ -6,23 +6,30 @@ import math
 import re
 import secrets
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.chat.chat_format import ChatFormat
 from cbatch.checks import check_seconds
 from cbatch.core.driver import SequenceDriver
+from cbatch.core.prefix_index import n_common
 from cbatch.core.queue import BY_PROMPT
 from cbatch.core.request import Request
-from cbatch.errors import ConfigError, PromptError, UnsupportedOptionError
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    PromptError,
+    RequestFailedError,
+    UnsupportedOptionError,
+    words_of,
+)
 from cbatch.options import MAX_SEED, RunOptions
 from cbatch.runtime.choices import member_id
 from cbatch.runtime.validation import check_chat, check_fits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cbatch.backend import Backend, Vocab
-    from cbatch.core.request import PromptPreparer
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt
     from cbatch.options import Grammar
@@ -30,8 +37,46 @@ if TYPE_CHECKING:
     from cbatch.runtime.output import Origin
 
 
+Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
+
 UNNAMED = "-"
 """The id of a request that is checked and not run, in errors."""
+
+
+class PromptPreparer:
+    """Makes prompts tokens; changes nothing but their sequences. From any thread."""
+
+    def __init__(self, tokenize: Tokenize, n_window: int) -> None:
+        self._tokenize, self._n_window = tokenize, n_window
+
+    def prepare(self, driver: SequenceDriver) -> None:
+        """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
+        if driver.is_prepared:
+            return
+        try:
+            tokens = self._tokenize(driver.request.prompt, driver.request.options)
+            driver.prepare(tokens, self._n_window)
+            if driver.request.options.n_discard:
+                driver.keep_in_window(self._n_first_message(driver, tokens))
+        except CBatchError as error:
+            driver.error = error
+        except Exception as error:
+            # a template may raise anything: it is this request's own failure
+            driver.error = RequestFailedError(
+                f"the prompt could not be prepared: {words_of(error)}"
+            )
+            driver.error.__cause__ = error
+
+    def _n_first_message(self, driver: SequenceDriver, tokens: Sequence[int]) -> int:
+        """Return how many tokens the first message of a chat takes; 1 for a prompt that is no chat."""
+        prompt, options = driver.request.prompt, driver.request.options
+        if prompt.messages is None:
+            return 1
+        try:
+            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), options)
+        except Exception:  # a template may refuse a lone message
+            return 1
+        return max(1, n_common([*first], [*tokens]))
 
 
 class OptionsMerger:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from cbatch.core.stats import EngineStats
     from cbatch.server.pulse import Pulse
+    from cbatch.stats import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

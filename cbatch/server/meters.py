@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from cbatch.core.stats import Percentiles
     from cbatch.response import BatchResult
+    from cbatch.stats import Percentiles
 
 # Source of all bounds: vLLM's histograms; ITL has finer ones below.
 TTFT_S = (

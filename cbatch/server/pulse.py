@@ -12,8 +12,8 @@ from cbatch.errors import CBatchError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cbatch.core.stats import EngineStats
     from cbatch.engine import Engine
+    from cbatch.stats import EngineStats
 
 T = TypeVar("T")
 

@@ -33,7 +33,6 @@ from cbatch.worker.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-    from cbatch.core.stats import EngineStats
     from cbatch.messages import BatchPrompt
     from cbatch.model_facts import ModelFacts
     from cbatch.response import BatchResult
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.slot_state import SlotState
     from cbatch.runtime.step_record import StepRecord
+    from cbatch.stats import EngineStats
     from cbatch.worker.connection import Connection
     from cbatch.worker.pool import Launch
 

@@ -18,7 +18,7 @@ from cbatch.worker.wire import VERSION, dumps, error_of_json, loads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cbatch.core.stats import EngineStats
+    from cbatch.stats import EngineStats
     from cbatch.worker.requests import Asked
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from cbatch.core.stats import EngineStats
 from cbatch.errors import CBatchError, ConfigError, EngineClosedError, WorkerDiedError
 from cbatch.interrupts import Sleepers
 from cbatch.logs import FIELDS, Log
@@ -19,6 +18,7 @@ from cbatch.runtime.ids import check_own
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
 from cbatch.runtime.validation import check_slot
+from cbatch.stats import EngineStats
 from cbatch.worker.books_lock import BooksLock
 from cbatch.worker.replica import Replica
 from cbatch.worker.requests import SentOrigin, in_messages

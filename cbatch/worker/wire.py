@@ -21,7 +21,6 @@ from cbatch.checks import (
     shown,
     token_ids,
 )
-from cbatch.core.stats import EngineStats, Percentiles
 from cbatch.errors import CBatchError, ConfigError, RequestFailedError
 from cbatch.messages import BatchPrompt
 from cbatch.model_facts import ModelFacts
@@ -39,6 +38,7 @@ from cbatch.runtime.output import Origin
 from cbatch.runtime.row_comparison import RowComparison
 from cbatch.runtime.slot_state import SlotState
 from cbatch.runtime.step_record import StepRecord, StepRow
+from cbatch.stats import EngineStats, Percentiles
 from cbatch.worker.shapes import (
     as_count,
     as_fields,

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.stats import EngineStats, Percentiles
 from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.mailbox import Mailbox
 from cbatch.runtime.step_record import StepRecord
+from cbatch.stats import EngineStats, Percentiles
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 from tests.runtime.backends import loop_over
 
 if TYPE_CHECKING:
     from cbatch.core.request import Request
-    from cbatch.core.stats import Split
     from cbatch.runtime.loop import Loop
+    from cbatch.stats import Split
 
 PERCENTS = (0, 1, 50, 90, 99, 100)
 

@@ -9,8 +9,8 @@ import pytest
 
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.request import PromptPreparer
 from cbatch.messages import BatchPrompt
+from cbatch.runtime.sequences import PromptPreparer
 from tests.helpers import make_request
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.request import RequestClock
+from cbatch.runtime.output import timings_of
 from tests.helpers import drive, make_request, make_scheduler, make_sequences, partitioned, step
 
 SECONDS = st.one_of(st.none(), st.floats(0, 1e9))
@@ -19,7 +20,7 @@ def test_timings_of_a_whole_life() -> None:
     clock = RequestClock(
         submitted_s=1.0, admitted_s=3.0, first_token_s=5.0, last_token_s=9.0, finished_s=13.0
     )
-    timings = clock.timings(n_computed=10, n_output=9)
+    timings = timings_of(clock, n_computed=10, n_output=9)
     assert (timings.queue_s, timings.ttft_s, timings.total_s) == (2.0, 4.0, 12.0)
     assert timings.last_token_s == 8.0
     assert timings.prompt_tps == 10 / 2
@@ -28,12 +29,12 @@ def test_timings_of_a_whole_life() -> None:
 
 def test_timings_of_a_single_token_have_no_generation_rate() -> None:
     clock = RequestClock(0.0, 0.0, first_token_s=2.0, last_token_s=2.0, finished_s=3.0)
-    timings = clock.timings(n_computed=4, n_output=1)
+    timings = timings_of(clock, n_computed=4, n_output=1)
     assert (timings.prompt_tps, timings.generation_tps) == (2.0, None)
 
 
 def test_timings_of_a_request_that_never_ran_count_its_waiting() -> None:
-    timings = RequestClock(submitted_s=1.0, finished_s=4.0).timings(0, 0)
+    timings = timings_of(RequestClock(submitted_s=1.0, finished_s=4.0), 0, 0)
     assert (timings.queue_s, timings.ttft_s, timings.total_s) == (3.0, None, 3.0)
     assert (timings.prompt_tps, timings.generation_tps) == (None, None)
     assert timings.last_token_s is None
@@ -43,7 +44,7 @@ def test_timings_of_a_request_that_never_ran_count_its_waiting() -> None:
 def test_rates_never_divide_by_zero_and_are_never_negative(
     submitted: float, others: tuple[float | None, ...], n_computed: int, n_output: int
 ) -> None:
-    timings = RequestClock(submitted, *others).timings(n_computed, n_output)
+    timings = timings_of(RequestClock(submitted, *others), n_computed, n_output)
     for rate in (timings.prompt_tps, timings.generation_tps):
         assert rate is None or rate > 0
 

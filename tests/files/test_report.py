@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 import cbatch
-from cbatch.core.stats import Percentiles
 from cbatch.errors import ConfigError, GrammarError
 from cbatch.files.report.charts import N_COLORS, Axis, DistributionChart, colors
 from cbatch.files.report.page import machine_facts, report_page, version_facts, write_report
@@ -27,6 +26,7 @@ from cbatch.files.units import (
     ticks,
     time_step,
 )
+from cbatch.stats import Percentiles
 from tests.files.steps import decode, prefill, result_of, run_of
 
 if TYPE_CHECKING:

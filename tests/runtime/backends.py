@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import StepPlan, StepResult
-    from cbatch.core.stats import EngineStats
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.interface import Target
     from cbatch.runtime.mailbox import Mailbox
+    from cbatch.stats import EngineStats
     from tests.helpers import Rig
 
     Clock = Callable[[], float]

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch import errors
-from cbatch.core.stats import EngineStats, Percentiles
 from cbatch.errors import CBatchError, ConfigError, RequestFailedError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
@@ -28,6 +27,7 @@ from cbatch.response import (
 )
 from cbatch.runtime.row_comparison import RowComparison
 from cbatch.runtime.step_record import StepRecord, StepRow
+from cbatch.stats import EngineStats, Percentiles
 from cbatch.worker import wire
 from tests.profiles import examples
 

@@ -11,8 +11,8 @@ from cbatch.files.units import clock, count, duration, short, tick_step, ticks, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.core.stats import Percentiles
     from cbatch.files.report.spans import Part, Span
+    from cbatch.stats import Percentiles
 
 WIDTH = 1040.0
 LEFT = 52.0  # room for the labels of the vertical axis

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.core.stats import Percentiles
 from cbatch.errors import ConfigError
 from cbatch.files.report.spans import SlotSpans, SpanStore
 from cbatch.files.units import cut
+from cbatch.stats import Percentiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ from cbatch.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from cbatch.core.driver import SequenceDriver
-
 Split = Literal["whole", "proportional"]
 
 
@@ -202,16 +200,23 @@ class EngineStats:
             if n > 0:
                 self.itl_s.add((now - last_s) / n, n * n_rows)
 
-    def count_end(self, driver: SequenceDriver) -> None:
-        """Count a request that ended."""
-        reason, clock = str(driver.finish_reason), driver.clock
+    def count_end(
+        self,
+        reason: str,
+        queue_s: float | None,
+        ttft_s: float | None,
+        *,
+        n_preempted: int = 0,
+        n_cached: int = 0,
+    ) -> None:
+        """Count a request that ended; a time is None where the request never came so far."""
         self.n_finished[reason] = self.n_finished.get(reason, 0) + 1
-        self.n_preempted += driver.n_preempted
-        self.n_cached_tokens += driver.n_cached
-        if clock.admitted_s is not None:
-            self.queue_s.add(clock.admitted_s - clock.submitted_s)
-        if clock.first_token_s is not None:
-            self.ttft_s.add(clock.first_token_s - clock.submitted_s)
+        self.n_preempted += n_preempted
+        self.n_cached_tokens += n_cached
+        if queue_s is not None:
+            self.queue_s.add(queue_s)
+        if ttft_s is not None:
+            self.ttft_s.add(ttft_s)
 
     def clear(self) -> None:
         """Set every figure back to its beginning."""
