@@ -1,14 +1,69 @@
-"""The part of docs/lifecycle.md that core/lifecycle.py makes: `python -m tests.lifecycle_page` writes it."""
+"""The table of docs/lifecycle.md, from that of core/lifecycle.py: `python -m tests.lifecycle_page` writes it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from cbatch.core.lifecycle import TRANSITIONS, WAITS, Event, Status, Wait
+from cbatch.core.lifecycle import TRANSITIONS, Event, Status, Wait
 
 PAGE = Path(__file__).parent.parent / "docs" / "lifecycle.md"
 SECTION = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- /table -->)", re.DOTALL)
+
+
+STATUSES: dict[Status, str] = {
+    Status.WAITING: (
+        "queued, or back without a slot. The policy says whose turn it is; the slot that holds most of the "
+        "prompt is given, else one beside those in use. A prompt becomes tokens at its turn, so one that "
+        "cannot run fails then; token ids are checked at once."
+    ),
+    Status.RUNNING: (
+        "in a slot. Whether the sequence computes its prompt or decodes follows from its counters; nothing "
+        "stores it. A sequence that is preempted loses slot and cells and keeps its tokens: its reader sees a"
+        " pause."
+    ),
+    Status.PAUSED: (
+        "by `engine.pause(id)`, or where `pause_every` has it pause. Slot and cells stay until another "
+        "sequence needs them."
+    ),
+    Status.STORING: (
+        "ended, and its cells are being written to disk for `save_cache`: the result comes when that is done,"
+        " or has failed. The slot is free."
+    ),
+    Status.FINISHED: (
+        "the result is there and the slot is free. The cells stay there for prompts that begin alike, until "
+        "the room is needed."
+    ),
+}
+
+EVENTS: dict[Event, str] = {
+    Event.ADMIT: "it gets a slot, for the first time or again",
+    Event.PREEMPT: "slot and cells are taken: a shared pool is full, or its turn is over",
+    Event.PAUSE: "`engine.pause(id)`, or it has sampled as many tokens as it may before it pauses",
+    Event.RESUME: "`engine.resume(id)`, where it kept its slot",
+    Event.REQUEUE: "`engine.resume(id)`, where it has no slot",
+    Event.STORE: "it ends in a slot and without an error, and its request has `save_cache`",
+    Event.FINISH: "it ends; or its cells are stored, or cannot be",
+}
+
+WAITS: dict[Wait, tuple[str, str, str]] = {
+    Wait.COMPILE: (
+        "its grammar, or what DRY needs of the vocabulary",
+        "it is compiled; where it cannot be, the request ends",
+        "every one",
+    ),
+    Wait.LEADER: (
+        "another sequence that computes the same prefix",
+        "the other has computed it, makes no progress, or leaves its slot",
+        "every one, as long as a slot stays free for it",
+    ),
+    Wait.CACHE: (
+        "its cells, which are read from disk",
+        "they are read; where they cannot be, they are computed, or `cache_required` ends the request",
+        "every one",
+    ),
+}
+"""What a sequence waits for, what ends the wait, and which sequences may pass."""
 
 
 def section() -> str:
@@ -25,7 +80,7 @@ def _diagram() -> str:
 
 
 def _statuses() -> str:
-    return "\n".join(f"- **{status.value}**: {status.meaning}" for status in Status)
+    return "\n".join(f"- **{status.value}**: {STATUSES[status]}" for status in Status)
 
 
 def _events() -> str:
@@ -35,7 +90,7 @@ def _events() -> str:
         moves = {a: b for (a, e), b in TRANSITIONS.items() if e is event}
         to = ", ".join(dict.fromkeys(b.value for b in moves.values()))
         before = ", ".join(a.value for a in moves)
-        rows.append(f"| {event.value} | {event.meaning} | {before} | {to} |")
+        rows.append(f"| {event.value} | {EVENTS[event]} | {before} | {to} |")
     return "\n".join((*head, *rows))
 
 
@@ -45,7 +100,7 @@ def _waits() -> str:
         "| cause | what it waits for | what ends the wait | which may pass |",
         "|---|---|---|---|",
     ]
-    rows = [f"| `{w.value}` | {w.meaning} | {WAITS[w].end} | {WAITS[w].passing} |" for w in Wait]
+    rows = [f"| `{wait.value}` | {' | '.join(WAITS[wait])} |" for wait in Wait]
     return "\n".join((intro, "", *head, *rows))
 
 

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import cbatch
 from cbatch.cli import app
-from cbatch.core.lifecycle import WAITS, Wait
 from cbatch.engine_options import EngineOptions
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions, Sampling
@@ -164,10 +163,6 @@ def test_lifecycle_page_has_the_table_of_the_code() -> None:
     written = lifecycle_page.SECTION.search(text_of("docs/lifecycle.md"))
     assert written is not None
     assert written[0] == lifecycle_page.section(), "run `python -m tests.lifecycle_page`"
-
-
-def test_every_cause_of_waiting_has_its_rule() -> None:
-    assert set(WAITS) == set(Wait)
 
 
 def test_every_finish_reason_is_documented() -> None:

@@ -2,66 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 
-class _Word(Enum):
-    """A value with what it means, for docs/lifecycle.md."""
-
-    meaning: str
-
-    def __new__(cls, word: str, meaning: str) -> _Word:
-        """Return the member of this word."""
-        member = object.__new__(cls)
-        member._value_, member.meaning = word, meaning
-        return member
-
-
-class Status(_Word):
+class Status(Enum):
     """Where a sequence is in its life; prefill and decode are derived from its counters."""
 
-    WAITING = (
-        "waiting",
-        "queued, or back without a slot. The policy says whose turn it is; the slot that holds most of the prompt is "
-        "given, else one beside those in use. A prompt becomes tokens at its turn, so one that cannot run fails then; "
-        "token ids are checked at once.",
-    )
-    RUNNING = (
-        "running",
-        "in a slot. Whether the sequence computes its prompt or decodes follows from its counters; nothing stores it. "
-        "A sequence that is preempted loses slot and cells and keeps its tokens: its reader sees a pause.",
-    )
-    PAUSED = (
-        "paused",
-        "by `engine.pause(id)`, or where `pause_every` has it pause. Slot and cells stay until another sequence needs "
-        "them.",
-    )
-    STORING = (
-        "storing",
-        "ended, and its cells are being written to disk for `save_cache`: the result comes when that is done, or has "
-        "failed. The slot is free.",
-    )
-    FINISHED = (
-        "finished",
-        "the result is there and the slot is free. The cells stay there for prompts that begin alike, until the room "
-        "is needed.",
-    )
+    WAITING = "waiting"
+    """In the queue, or held outside of it; without a slot, because it never had one or has lost it."""
+    RUNNING = "running"
+    PAUSED = "paused"
+    """With its slot and cells until another sequence needs them, or without."""
+    STORING = "storing"
+    """Ended, without a slot; its cells are being written to disk."""
+    FINISHED = "finished"
 
 
-class Event(_Word):
+class Event(Enum):
     """What can happen to a sequence."""
 
-    ADMIT = "admit", "it gets a slot, for the first time or again"
-    PREEMPT = "preempt", "slot and cells are taken: a shared pool is full, or its turn is over"
-    PAUSE = (
-        "pause",
-        "`engine.pause(id)`, or it has sampled as many tokens as it may before it pauses",
-    )
-    RESUME = "resume", "`engine.resume(id)`, where it kept its slot"
-    REQUEUE = "requeue", "`engine.resume(id)`, where it has no slot"
-    STORE = "store", "it ends in a slot and without an error, and its request has `save_cache`"
-    FINISH = "finish", "it ends; or its cells are stored, or cannot be"
+    ADMIT = "admit"
+    PREEMPT = "preempt"
+    PAUSE = "pause"
+    RESUME = "resume"
+    """It kept its slot."""
+    REQUEUE = "requeue"
+    """It is resumed without a slot."""
+    STORE = "store"
+    FINISH = "finish"
 
 
 TRANSITIONS: dict[tuple[Status, Event], Status] = {
@@ -81,31 +49,12 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
 """Every change of status there is; a pair that is not here raises and changes nothing."""
 
 
-class Wait(_Word):
-    """What a waiting sequence is held for, outside the queue."""
+class Wait(Enum):
+    """What a waiting sequence is held for, outside the queue: others pass it meanwhile."""
 
-    COMPILE = "compile", "its grammar, or what DRY needs of the vocabulary"
-    LEADER = "leader", "another sequence that computes the same prefix"
-    CACHE = "cache", "its cells, which are read from disk"
-
-
-@dataclass(frozen=True, slots=True)
-class WaitRule:
-    """What ends a wait, and which sequences may pass meanwhile."""
-
-    end: str
-    passing: str
-
-
-WAITS: dict[Wait, WaitRule] = {
-    Wait.COMPILE: WaitRule("it is compiled; where it cannot be, the request ends", "every one"),
-    Wait.LEADER: WaitRule(
-        "the other has computed it, makes no progress, or leaves its slot",
-        "every one, as long as a slot stays free for it",
-    ),
-    Wait.CACHE: WaitRule(
-        "they are read; where they cannot be, they are computed, or `cache_required` ends the request",
-        "every one",
-    ),
-}
-"""Every cause of waiting."""
+    COMPILE = "compile"
+    """Its grammar, or what DRY needs of the vocabulary."""
+    LEADER = "leader"
+    """Another sequence that computes the same prefix."""
+    CACHE = "cache"
+    """Its cells, which are read from disk."""
