@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import defaultdict
 from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,78 +26,22 @@ BY_PROMPT = ("shortest",)
 
 _N_ENDED_MIN = 64
 
-
 Rank: TypeAlias = "tuple[float, int]"
-"""Places in one order: the lowest comes first."""
+"""A place in the order, never the same for two sequences: the lowest comes first."""
+
+_Line: TypeAlias = "list[tuple[float, int, SequenceDriver]]"
+"""Sequences behind their negated ranks, ascending: the next one is the last, and leaves without moving others."""
 
 
-class FifoPolicy:
-    """Waiting sequences, first come, first served; one that is added again goes to the end."""
-
-    def __init__(self, stamps: Iterator[int]) -> None:
-        self._stamps = stamps
-        self._drivers: OrderedDict[int, tuple[int, SequenceDriver]] = OrderedDict()  # by number
-
-    def __len__(self) -> int:
-        return len(self._drivers)
-
-    def __iter__(self) -> Iterator[tuple[Rank, SequenceDriver]]:
-        return (((stamp, 0), driver) for stamp, driver in self._drivers.values())
-
-    def add(self, drivers: Iterable[SequenceDriver]) -> None:
-        """Put them at the end."""
-        self._drivers.update(
-            (d.number, (stamp, d)) for d, stamp in zip(drivers, self._stamps, strict=False)
-        )
-
-    def remove(self, driver: SequenceDriver) -> None:
-        """Remove one."""
-        del self._drivers[driver.number]
-
-
-class SortedPolicy:
-    """Waiting sequences, the lowest key first, equals in order of submission. A key must not change meanwhile."""
-
-    def __init__(self, key: Callable[[SequenceDriver], float]) -> None:
-        self._key = key
-        # descending: the next one is the last
-        self._entries: list[tuple[float, int, SequenceDriver]] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[tuple[Rank, SequenceDriver]]:
-        return (((-key, -number), driver) for key, number, driver in reversed(self._entries))
-
-    def add(self, drivers: Iterable[SequenceDriver]) -> None:
-        """Put each in its place; many at once cost one pass over the queue."""
-        new = [self._entry(d) for d in drivers]
-        if len(new) == 1:
-            insort(self._entries, new[0])
-        else:
-            self._entries += new
-            self._entries.sort()
-
-    def remove(self, driver: SequenceDriver) -> None:
-        """Remove one."""
-        del self._entries[bisect_left(self._entries, self._entry(driver))]
-
-    def _entry(self, driver: SequenceDriver) -> tuple[float, int, SequenceDriver]:
-        return -self._key(driver), -driver.number, driver
-
-
-Policy: TypeAlias = FifoPolicy | SortedPolicy
-"""The order of turns. Nothing here looks at more sequences than it is asked for."""
-
-
-def make_policy(options: ScheduleOptions, stamps: Iterator[int]) -> Policy:
-    """Return an empty queue for a policy; queues with the same stamps have one order."""
+def make_policy(options: ScheduleOptions) -> Callable[[SequenceDriver], Rank]:
+    """Return what gives a newcomer its rank, which must not change while it waits."""
     if options.policy == "priority":
         ageing_s = options.ageing_s or DEFAULT_AGEING_S
-        return SortedPolicy(lambda d: virtual_arrival_s(d, ageing_s))
+        return lambda driver: (virtual_arrival_s(driver, ageing_s), driver.number)
     if options.policy == "shortest":
-        return SortedPolicy(length_and_age)
-    return FifoPolicy(stamps)
+        return lambda driver: (length_and_age(driver), driver.number)
+    stamps = count()
+    return lambda _: (next(stamps), 0)
 
 
 def length_and_age(driver: SequenceDriver) -> float:
@@ -116,35 +60,6 @@ def virtual_arrival_s(driver: SequenceDriver, ageing_s: float) -> float:
     return driver.clock.submitted_s - ageing_s * (driver.request.options.priority or 0)
 
 
-class _Line:
-    """Returning sequences, the oldest first, then the others as the policy has them."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._returning: list[tuple[int, SequenceDriver]] = []
-
-    def __len__(self) -> int:
-        return len(self._policy) + len(self._returning)
-
-    def __iter__(self) -> Iterator[tuple[Rank, SequenceDriver]]:
-        for number, driver in self._returning:
-            yield (-math.inf, number), driver
-        yield from self._policy
-
-    def add(self, drivers: Iterable[SequenceDriver]) -> None:
-        self._policy.add(drivers)
-
-    def put_back(self, driver: SequenceDriver) -> None:
-        insort(self._returning, (driver.number, driver))
-
-    def remove(self, driver: SequenceDriver) -> None:
-        i = bisect_left(self._returning, driver.number, key=lambda entry: entry[0])
-        if i < len(self._returning) and self._returning[i][1] is driver:
-            del self._returning[i]
-        else:
-            self._policy.remove(driver)
-
-
 class AdmissionQueue:
     """Sequences that could take a slot: returning ones, the oldest first, then the others as the policy has them.
 
@@ -153,24 +68,24 @@ class AdmissionQueue:
     """
 
     def __init__(self, options: ScheduleOptions) -> None:
-        self._options, self._stamps = options, count()
-        self._others = self._new_line()
-        self._chosen: dict[Slot, _Line] = {}
-        self._n = 0
+        self._rank = make_policy(options)
+        self._ranks: dict[SequenceDriver, Rank] = {}
+        self._lines: defaultdict[Slot | None, _Line] = defaultdict(list, {None: []})
+        """By chosen slot; None for those that take any."""
 
     def __len__(self) -> int:
         """Return how many there are. From any thread."""
-        return self._n
+        return len(self._ranks)
 
     @property
     def n_chosen(self) -> int:
         """How many wait for a slot that they chose."""
-        return self._n - len(self._others)
+        return len(self._ranks) - len(self._lines[None])
 
     @property
     def chosen_slots(self) -> Collection[Slot]:
         """The slots that sequences wait for and no other."""
-        return self._chosen.keys()
+        return [slot for slot, line in self._lines.items() if slot is not None and line]
 
     def candidates(
         self, running: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
@@ -178,59 +93,46 @@ class AdmissionQueue:
         """Yield in order those that could have one of the slots; for each slot, the first of those that chose it.
 
         Args:
-            running: the sequence in each slot; a paused one gives it up where another can enter.
+            running: the sequence in each slot.
             ending: running sequences that are about to leave.
         """
-        entries = iter(self._others)
-        if self._chosen:
-            firsts = [
-                next(iter(line))
-                for slot, line in self._chosen.items()
-                if _is_to_be_had(running[slot], ending)
-            ]
-            entries = heapq.merge(entries, sorted(firsts, key=_rank), key=_rank)
-        return (driver for _, driver in entries)
+        slots = [slot for slot in self.chosen_slots if is_to_be_had(running[slot], ending)]
+        firsts = sorted([self._lines[slot][-1] for slot in slots], reverse=True)
+        entries = heapq.merge(reversed(self._lines[None]), firsts, reverse=True)
+        return (driver for _, _, driver in entries)
 
     def add(self, drivers: Iterable[SequenceDriver]) -> None:
-        """Put newcomers where the policy has them."""
-        drivers = [*drivers]
-        self._n += len(drivers)
-        if all(d.chosen_slot is None for d in drivers):
-            self._others.add(drivers)  # at once, for they may be many
-            return
+        """Put newcomers in their places; many at once cost one pass over the queue."""
+        new: defaultdict[Slot | None, _Line] = defaultdict(list)
         for driver in drivers:
-            self._line_of(driver).add([driver])
+            self._ranks[driver] = self._rank(driver)
+            new[driver.chosen_slot].append(self._entry(driver))
+        for slot, entries in new.items():
+            line = self._lines[slot]
+            if len(entries) == 1:
+                insort(line, entries[0])
+            else:
+                line += entries
+                line.sort()
 
     def put_back(self, driver: SequenceDriver) -> None:
         """Put a sequence that had its turn before, or was held, among the first."""
-        self._n += 1
-        self._line_of(driver).put_back(driver)
+        self._ranks[driver] = (-math.inf, driver.number)
+        insort(self._lines[driver.chosen_slot], self._entry(driver))
 
     def remove(self, driver: SequenceDriver) -> None:
         """Remove a sequence; it must be there."""
-        line, slot = self._line_of(driver), driver.chosen_slot
-        line.remove(driver)
-        self._n -= 1
-        if slot is not None and not line:
-            del self._chosen[slot]
+        line = self._lines[driver.chosen_slot]
+        del line[bisect_left(line, self._entry(driver))]
+        del self._ranks[driver]
 
-    def _line_of(self, driver: SequenceDriver) -> _Line:
-        slot = driver.chosen_slot
-        if slot is None:
-            return self._others
-        if slot not in self._chosen:
-            self._chosen[slot] = self._new_line()
-        return self._chosen[slot]
-
-    def _new_line(self) -> _Line:
-        return _Line(make_policy(self._options, self._stamps))
+    def _entry(self, driver: SequenceDriver) -> tuple[float, int, SequenceDriver]:
+        key, number = self._ranks[driver]
+        return -key, -number, driver
 
 
-def _rank(entry: tuple[Rank, SequenceDriver]) -> Rank:
-    return entry[0]
-
-
-def _is_to_be_had(holder: SequenceDriver | None, ending: Collection[SequenceDriver]) -> bool:
+def is_to_be_had(holder: SequenceDriver | None, ending: Collection[SequenceDriver] = ()) -> bool:
+    """Whether a slot with this holder can be given to another sequence: a paused holder gives it up."""
     return holder is None or holder.status is Status.PAUSED or holder in ending
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cbatch.core.lifecycle import Status
 from cbatch.core.preemption import Demand, choose_mover, choose_victim
+from cbatch.core.queue import is_to_be_had
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -257,7 +258,7 @@ class SlotPlan:
         kept: list[Slot] = []
         for driver in waiting:
             chosen = driver.chosen_slot
-            if chosen is not None and not self._is_to_be_had(chosen):
+            if chosen is not None and not is_to_be_had(self.running[chosen]):
                 continue  # the plan gave it to one before
             if self.cells.ledger.n_free_slots + len(self._parkable()) <= self.n_following:
                 return None
@@ -290,10 +291,6 @@ class SlotPlan:
             return True
         is_saving = bool(driver.request.options.save_cache)
         return is_saving and len(self.books.storing) >= N_STORED_PER_SLOT * n_slots
-
-    def _is_to_be_had(self, slot: Slot) -> bool:
-        holder = self.running[slot]
-        return holder is None or holder.status is Status.PAUSED
 
     def _enter_by_parking(self, driver: SequenceDriver, kept: Collection[Slot]) -> bool:
         """Take slots of paused sequences until a waiting one can enter; take none where it cannot even then."""
