@@ -430,7 +430,7 @@ def settle_compiled(rig: Rig) -> None:
 def store(rig: Rig, stored: Stored) -> None:
     """Write what was copied out."""
     driver, n = stored.driver, stored.n_cells
-    data = None if stored.key is None else rig.backend.export_state(stored.key)
+    data = rig.backend.export_state(stored.key)
     entry = None
     if data is not None:
         entry = CacheEntry(driver.tokens[:n], min(n, driver.n_prompt))
@@ -670,8 +670,9 @@ def check_invariants(rig: Rig) -> None:
     held = [d for d in batcher.in_flight.values() if d.slot is None and is_held(d)]
     assert len(held) == batcher.occupancy().n_held
     assert len(having) + batcher.occupancy().n_waiting + len(held) == len(batcher.in_flight)
-    leaving = [stored.driver for stored in (*(s for s, _ in rig.storing), *saved._storing)]
+    leaving = [stored.driver for stored in rig.books.storing.values()]
     storing = {d.request.id for d in leaving}
+    assert {stored.driver for stored, _ in rig.storing} <= set(leaving)
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing
     assert batcher.occupancy().n_storing == len(leaving)
     sums = sum(entry.n_bytes for entry in cells_saved.values())

@@ -90,7 +90,7 @@ class MultiRequestBatcher:
             is_on=options.share_prefixes,
         )
         self._wants: deque[Want] = deque()
-        saved = SavedCells(ledger.memory, options.swap_mib * 2**20, self._wants)
+        saved = SavedCells(ledger.memory, options.swap_mib * 2**20)
         self._books = Books(
             running,
             SlotCells(ledger, prefixes),
@@ -161,7 +161,7 @@ class MultiRequestBatcher:
 
     def is_storing(self, id: str) -> bool:
         """Whether a request has ended but for its cells, which are on their way to disk."""
-        return id in self._storing
+        return any(stored.driver.request.id == id for stored in self._storing.values())
 
     # ---- coming ----
 
@@ -267,7 +267,7 @@ class MultiRequestBatcher:
             self._reads.learn(CacheRef.of(driver.request), found)
         elif found is not None:
             driver.warnings.append(str(found))
-        del self._storing[driver.request.id]
+        del self._storing[driver.number]
         driver.undergo(Event.FINISH)
         self._ended.append(driver)
 
@@ -371,14 +371,24 @@ class MultiRequestBatcher:
 
     def _store(self, driver: SequenceDriver, *, has_cells: bool) -> None:
         """Have the cells of an ended sequence copied out, to be written to disk."""
-        self._storing[driver.request.id] = driver
-        slot = driver.slot
-        if slot is not None and has_cells and self._saved.can_save:
-            n_cells = self._cells.n_known(driver, slot)
-            if n_cells and slot not in self._cells.trims:
-                self._cells.saves.append((slot, self._saved.store(driver, n_cells)))
-                return
-        self._end_storing(driver, "the cells were not saved: none were left when it ended")
+        slot, n_cells = driver.slot, 0
+        if slot is not None and has_cells and slot not in self._cells.trims:
+            n_cells = self._cells.n_known(driver, slot) if self._saved.can_save else 0
+        self._storing[driver.number] = Stored(driver, driver.number, n_cells)
+        if slot is not None and n_cells:
+            self._cells.saves.append((slot, driver.number))
+        else:
+            self._end_storing(driver, "the cells were not saved: none were left when it ended")
+
+    def _end_copies(self, lost: Collection[int]) -> None:
+        """Have the cells that a run has copied out written to disk, but for the keys that were lost."""
+        for _, key in self._cells.saves:
+            stored = self._storing[key]
+            if key in lost:
+                why = "the cells were not saved: they could not be copied out"
+                self._end_storing(stored.driver, why)
+            else:
+                self._wants.append(stored)
 
     def _forget(self, driver: SequenceDriver) -> None:
         """Give up a sequence's saved cells, if it has any."""
@@ -430,8 +440,8 @@ class MultiRequestBatcher:
         Returns:
             The sequences that have an error now: their cells from disk are required, and could not be loaded.
         """
+        self._end_copies(lost)
         self._cells.note_done()
-        self._saved.end_stores(lost)
         if plan.chunks:
             self._followers.note_step(plan.adapters)
         if slots.has_view:
@@ -546,7 +556,7 @@ class MultiRequestBatcher:
     def _lose_saved(self, plan: StepPlan) -> None:
         loaded = [key for _, key, _ in plan.loads]
         saved = [key for _, key in plan.saves]
-        self._saved.lose_stores()
+        self._end_copies([key for _, key in self._cells.saves])
         for driver in self._saved.give_up([*loaded, *saved]):
             driver.has_fetched = False
         self._cells.saves = []

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.core.plan import StepPlan
 
 if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Binding, Chunk, KvCapabilities, Slot
     from cbatch.core.prefix import PrefixCache, Source
-    from cbatch.core.waiting import Want
     from cbatch.options import AdapterSet
 
 
@@ -214,28 +212,24 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A sequence whose cells were copied out to be written to disk: `n_cells` under `key`, None where that failed."""
+    """An ended sequence of which `n_cells` cells are copied out, under `key`, to be written to disk."""
 
     driver: SequenceDriver
-    key: int | None
+    key: int
     n_cells: int
 
 
 class SavedCells:
-    """Cells outside of slots: of sequences without a slot, and cells on their way to disk.
+    """Cells in host memory of sequences that come back, where the backend can save and the budget allows.
 
-    Cells of a sequence that leaves its slot to come back are saved in host memory where the backend can and the budget
-    allows; otherwise they are lost, and computed again. Their key is the number of the sequence, whose cells are in one
-    place at a time.
+    Other cells are lost, and computed again. The key of cells is the number of their sequence.
     """
 
-    def __init__(self, memory: KvCapabilities, n_bytes_max: int, wants: deque[Want]) -> None:
+    def __init__(self, memory: KvCapabilities, n_bytes_max: int) -> None:
         self.n_bytes = 0
         self.n_bytes_max = n_bytes_max
         self._memory = memory
         self._saved: dict[int, _Saved] = {}  # by key
-        self._storing: list[Stored] = []
-        self._wants = wants
 
     @property
     def can_save(self) -> bool:
@@ -276,23 +270,3 @@ class SavedCells:
                 from_disk.append(saved.driver)
             saved.driver.rewind()
         return from_disk
-
-    def store(self, driver: SequenceDriver, n_cells: int) -> int:
-        """Return a key to save the cells of an ended driver under, to be written to disk."""
-        self._storing.append(Stored(driver, driver.number, n_cells))
-        return driver.number
-
-    def end_stores(self, lost: Collection[int]) -> None:
-        """Enter that a run has copied out what was to be stored, but for the keys that were lost."""
-        for stored in self._storing:
-            is_lost = stored.key in lost
-            if is_lost:
-                stored.driver.warnings.append(
-                    "the cells were not saved: they could not be copied out"
-                )
-            self._wants.append(replace(stored, key=None) if is_lost else stored)
-        self._storing.clear()
-
-    def lose_stores(self) -> None:
-        """Enter that nothing of what was to be stored was copied out."""
-        self.end_stores([stored.driver.number for stored in self._storing])

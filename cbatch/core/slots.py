@@ -13,7 +13,7 @@ from cbatch.core.queue import is_to_be_had
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from cbatch.core.cell_ops import SavedCells, SlotCells
+    from cbatch.core.cell_ops import SavedCells, SlotCells, Stored
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import Slot
     from cbatch.core.preemption import KvDemandEstimator
@@ -46,8 +46,8 @@ class Books:
     followers: PrefixWaiters
     reads: CacheReads
     demand: KvDemandEstimator
-    storing: dict[str, SequenceDriver]
-    """Ended sequences that wait for their cells to be on disk."""
+    storing: dict[int, Stored]
+    """Ended sequences that wait for their cells to be on disk, by number."""
 
 
 Reason = Literal["turn", "cells", "pause"]

@@ -59,11 +59,11 @@ class CacheIo:
         return self._thread.is_current
 
     def order(self, want: CacheRead | Stored) -> None:
-        """Have a file read, or cells that were copied out written; a sequence ends here whose cells could not be."""
+        """Have a file read, or cells that were copied out written; a sequence whose cells are gone ends here."""
         if isinstance(want, CacheRead):
             self._thread.do(partial(self._read, want), _READ)
             return
-        data = None if want.key is None else self._backend.export_state(want.key)
+        data = self._backend.export_state(want.key)
         if data is None:
             self._bring(want, None)
         else:

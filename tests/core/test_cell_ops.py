@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cbatch.backend.fake import FakeVocab
-from cbatch.core.cell_ops import SavedCells, SlotCells, Stored
+from cbatch.core.cell_ops import SavedCells, SlotCells
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.parts import MovingWindow
 from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.prefix import PrefixCache, Source
 from tests.helpers import make_request, partitioned, shared_pool
-
-if TYPE_CHECKING:
-    from cbatch.core.waiting import Want
-
 
 KIB = 1024
 
@@ -173,7 +167,7 @@ def test_cells_in_common_stay_where_they_are_or_are_copied(slot: int, ops: objec
 
 
 def saved(n_kib: int = 1024, memory: KvCapabilities | None = None) -> SavedCells:
-    return SavedCells(memory or partitioned(256), n_kib * KIB, deque())
+    return SavedCells(memory or partitioned(256), n_kib * KIB)
 
 
 def driver_of(n_computed: int) -> SequenceDriver:
@@ -206,7 +200,7 @@ def test_cells_from_disk_weigh_nothing_and_are_told_when_given_up() -> None:
 
 
 def test_memory_that_cannot_save_weighs_nothing() -> None:
-    books = SavedCells(KvCapabilities("partitioned", 256), KIB, deque())
+    books = SavedCells(KvCapabilities("partitioned", 256), KIB)
     assert (books.n_bytes_of(5), books.can_save) == (0, False)
 
 
@@ -214,14 +208,3 @@ def test_state_without_cells_weighs_what_memory_says() -> None:
     memory = KvCapabilities("recurrent", 4, can_trim=False, can_save=True, saved_bytes=4 * KIB)
     assert saved(8, memory).n_bytes_of(5) == 4 * KIB
     assert saved(8, memory).n_bytes_of(0) == 0
-
-
-def test_stored_cells_are_told_once_and_lost_ones_without_a_key() -> None:
-    wants: deque[Want] = deque()
-    books, kept, lost = SavedCells(partitioned(256), KIB, wants), driver_of(7), driver_of(5)
-    lost.number = 1
-    keys = [books.store(kept, 7), books.store(lost, 5)]
-    assert not wants
-    books.end_stores([keys[1]])
-    assert [*wants] == [Stored(kept, keys[0], 7), Stored(lost, None, 5)]
-    assert (kept.warnings, ["not saved" in w for w in lost.warnings]) == ([], [True])
