@@ -44,9 +44,9 @@ class Occupancy:
     """How many sequences wait, run and rest, and the cells that slots hold."""
 
     n_waiting: int
-    """Without a slot, and could take one."""
+    """In the queue."""
     n_held: int
-    """Without a slot, and could not take one: paused, or waiting for something else."""
+    """Without a slot and outside the queue: paused, or waiting for something else."""
     n_running: int
     n_paused: int
     """Paused with a slot, which they give up when it is needed."""
@@ -68,10 +68,6 @@ class MultiRequestBatcher:
 
     Events change the books at once: `submit`, `cancel`, `pause`, `resume`, what was compiled or read, and what the
     clock brings, in `prepare`. A plan is decided against them and changes nothing; `commit` enters what it did.
-
-    A prompt becomes tokens when its turn comes, so a long queue costs nothing; a prompt that cannot run then
-    ends with its own error and the next one gets the slot. A sequence that lost its slot comes before the queue, the
-    oldest first; but in `round_robin` it goes to the queue's end.
     """
 
     def __init__(
@@ -84,10 +80,7 @@ class MultiRequestBatcher:
         self.in_flight: dict[str, SequenceDriver] = {}
         running: list[SequenceDriver | None] = [None] * ledger.n_slots
         prefixes = PrefixCache(
-            ledger,
-            running,
-            chunk_alignment=chunk_alignment,
-            is_on=options.share_prefixes,
+            ledger, running, chunk_alignment=chunk_alignment, is_on=options.share_prefixes
         )
         self._wants: deque[Want] = deque()
         saved = SavedCells(ledger.memory, options.swap_mib * 2**20)
@@ -184,7 +177,8 @@ class MultiRequestBatcher:
         """Bring the books up to date before a plan: what is over by the clock, and whose turn may come.
 
         Requests end whose time is over or whose prompt is refused; sequences whose leader is far enough, or stuck, are
-        queued again; and as many prompts become tokens as the plan may admit, where `ending` ones leave their slots.
+        queued again; and as many prompts become tokens as the plan may admit, where `ending` ones leave their slots. So
+        a long queue costs nothing, and a prompt that cannot run ends with its own error.
         """
         while (driver := self._deadlines.pop_due(now)) is not None:
             self._withdraw(driver)
@@ -192,10 +186,8 @@ class MultiRequestBatcher:
             self.retire(driver)
         for driver in self._followers.take_over():
             self._release(driver)
-        if self._queue:
-            n_running = len(self._rows())
-            if n_open := self._ledger.n_slots - n_running + len(ending):
-                self._prepare_prompts(n_open, ending, now)
+        if self._queue and (n_open := self._ledger.n_slots - len(self._rows()) + len(ending)):
+            self._prepare_prompts(n_open, ending, now)
 
     def _prepare_prompts(
         self, n_wanted: int, ending: Collection[SequenceDriver], now: float
@@ -340,13 +332,9 @@ class MultiRequestBatcher:
         self._deadlines.note_end()
 
     def retire(self, driver: SequenceDriver, *, has_cells: bool = True) -> None:
-        """Take a finished sequence out of the books; its slot keeps the cells that are of use.
+        """Take a finished sequence out of the books; its slot keeps the cells that are of use, where it `has_cells`.
 
-        One whose cells go to disk ends when `bring` tells of them.
-
-        Args:
-            driver: what has finished.
-            has_cells: whether its slot still holds what the ledger says.
+        A sequence whose cells go to disk ends when `bring` tells of them.
         """
         del self.in_flight[driver.request.id]
         if driver.status is Status.STORING:
@@ -359,7 +347,9 @@ class MultiRequestBatcher:
         self._deadlines.note_end()
         self._books.demand.learn(driver)
         if driver.slot is not None:
-            self._give_back(driver.slot)
+            self._running[driver.slot] = None
+            self._order = None
+            self._ledger.give_back(driver.slot)
             self._cells.leave(driver, driver.slot)
             if not has_cells:
                 self._cells.clear(driver.slot)
@@ -397,11 +387,6 @@ class MultiRequestBatcher:
             self._saved.give_up([key])
             self._cells.forgets.append(key)
 
-    def _give_back(self, slot: Slot) -> None:
-        self._running[slot] = None
-        self._order = None
-        self._ledger.give_back(slot)
-
     def _withdraw(self, driver: SequenceDriver) -> None:
         """Take a sequence without a slot from wherever it waits."""
         if driver.waits_for is not None:
@@ -416,23 +401,23 @@ class MultiRequestBatcher:
     # ---- what runs do: for the scheduler ----
 
     def _rows(self) -> list[SequenceDriver]:
-        """Return the running sequences, the oldest first; they are looked for again when others run."""
+        """Return the running sequences, the oldest first."""
         if self._order is None:
             running = [d for d in self._running if d is not None and d.status is Status.RUNNING]
             self._order = sorted(running, key=lambda d: d.number)
         return self._order
 
     def slot_plan(self) -> SlotPlan:
-        """Return the slots as they are, for a plan to decide what becomes of them; the books stay as they are."""
+        """Return the slots as they are, for a plan to decide what becomes of them."""
         return SlotPlan(self._books, self._rows())
 
     def commit(
         self, slots: SlotPlan, plan: StepPlan, lost: Collection[int], now: float
     ) -> list[SequenceDriver]:
-        """Enter what a plan did to slots and cells, once it was run.
+        """Enter what a plan did to slots and cells, once it was run; its view becomes the books.
 
         Args:
-            slots: what it did to slots; its view becomes the books.
+            slots: what it did to slots.
             plan: what was run.
             lost: keys that could not be saved or loaded. Where a load failed nothing was copied.
             now: when the plan was made.
@@ -477,7 +462,7 @@ class MultiRequestBatcher:
         if leave.is_saved and driver.number not in lost:
             self._saved.add(driver)
         else:
-            driver.rewind()
+            driver.n_computed = 0
         driver.slot = None
         if leave.reason == "pause":
             return
@@ -504,7 +489,7 @@ class MultiRequestBatcher:
         if has_cells:
             driver.take_over(place.n_cells)
             return
-        driver.rewind()
+        driver.n_computed = 0
         self._ledger.trim(place.slot, 0)
         if is_from_disk:
             file = CacheRef.of(driver.request).key
@@ -515,13 +500,20 @@ class MultiRequestBatcher:
         if not self._cells.prefixes.can_retain(driver):
             self._cells.clear(source)
 
-    def note_pause(self) -> None:
-        """Enter that a running sequence has paused; it keeps slot and cells."""
-        self._order = None
-
-    def add_cells(self, cells: Iterable[tuple[Slot, int]]) -> None:
-        """Enter the cells that a step computed, by slot."""
+    def enter_step(
+        self,
+        cells: Iterable[tuple[Slot, int]],
+        finished: Iterable[SequenceDriver],
+        *,
+        has_paused: bool,
+        has_cells: bool,
+    ) -> None:
+        """Enter the cells that a step computed, by slot, and who ended or paused in it; `has_cells` as in `retire`."""
         self._ledger.add_all(cells)
+        if has_paused:
+            self._order = None
+        for driver in finished:
+            self.retire(driver, has_cells=has_cells)
 
     def shift(self, driver: SequenceDriver) -> None:
         """Take tokens out of the full window of a running sequence; their cells go with the next plan."""
@@ -532,7 +524,7 @@ class MultiRequestBatcher:
         """Keep only the first `n_cells` cells of a running sequence: the other tokens are pending again."""
         if driver.slot is None:
             return
-        driver.rewind(n_cells)
+        driver.n_computed = n_cells
         if n_cells:
             self._cells.settle(driver.slot, n_cells)
         else:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.chat.answers import N_TAIL
+from cbatch.chat.reply import Reply
 from cbatch.core.lifecycle import TRANSITIONS, Event, Status, Wait
-from cbatch.core.parts import MovingWindow, PromptScores, Reply
 from cbatch.core.plan import EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Slot
-from cbatch.core.request import RequestClock
+from cbatch.core.request import MovingWindow, PromptScores, RequestClock
 from cbatch.errors import (
     DeadlineError,
     GrammarError,
@@ -92,10 +91,11 @@ class SequenceDriver:
         now: float,
         reader: AnswerReader | None = None,
     ) -> SequenceDriver:
-        """Return a waiting sequence for `request`, submitted `now`."""
-        driver = cls(request, RequestClock(now), Reply.of(request, piece, reader))
-        driver.n_quantum = request.options.pause_every
-        return driver
+        """Return a waiting sequence for `request`, submitted `now`; `piece` gives the bytes of a token."""
+        options, stops = request.options, tuple(request.options.stop or ())
+        include_stop = bool(options.include_stop)
+        reply = Reply.of(piece, stops, request.stop_tokens, reader, include_stop=include_stop)
+        return cls(request, RequestClock(now), reply, n_quantum=options.pause_every)
 
     # ---- counters ----
 
@@ -160,16 +160,12 @@ class SequenceDriver:
     @property
     def given(self) -> tuple[int, ...]:
         """The prompt's tokens, those included that were taken out of the window."""
-        return (
-            self.window.prompt
-            if self.n_shifts and self.window
-            else tuple(self.tokens[: self.n_prompt])
-        )
+        return self.window.prompt if self.window else tuple(self.tokens[: self.n_prompt])
 
     @property
     def n_given(self) -> int:
         """Tokens of the prompt, those included that were taken out of the window."""
-        return len(self.window.prompt) if self.n_shifts and self.window else self.n_prompt
+        return len(self.window.prompt) if self.window else self.n_prompt
 
     @property
     def n_shifts(self) -> int:
@@ -225,8 +221,7 @@ class SequenceDriver:
         self.output = list(self.request.output)
         self.n_prompt, self.n_window = n_prompt, n_window
         self.go_on_for(self.n_quantum)
-        if self.reply.parts is not None:
-            self.reply.parts.tail = tokens[-N_TAIL:]
+        self.reply.begin(tokens)
         if self.request.n_prompt_logprobs is not None:
             self.scores = PromptScores(n_prompt - 1)
 
@@ -235,7 +230,7 @@ class SequenceDriver:
         options = self.request.options
         asked = n_default if options.n_keep is None else options.n_keep
         self.window, warnings = MovingWindow.of(
-            asked, options.n_discard or 0, self.n_prompt, self.n_window
+            asked, options.n_discard or 0, self.given, self.n_window
         )
         self.warnings += warnings
 
@@ -281,13 +276,12 @@ class SequenceDriver:
         constraint = self.compiled.get(request.grammar) if request.grammar else None
         # of held tokens none is sampled: they have all come before the next token is
         held = self.held.forced if self.held else ()
-        known = (*self.given, *self.output) if self.n_shifts else self.tokens
         return Binding(
             slot,
             output_origin,
             self._sampling,
             request.stop_tokens,
-            (*known, *held),
+            (*self.given, *self.output, *held),
             request.n_logprobs,
             request.n_prompt_logprobs or 0,
             constraint=constraint,
@@ -310,15 +304,13 @@ class SequenceDriver:
         self.n_computed = n_cells
         self.n_reached = max(self.n_reached, n_cells)
 
-    def rewind(self, n_computed: int = 0) -> None:
-        """Forget the cells behind the first `n_computed`: their tokens are pending again."""
-        self.n_computed = n_computed
-
     def shift(self) -> tuple[int, int]:
         """Take tokens out of the full window; return how many are kept before them, and how many had cells."""
         if self.window is None:
             raise SequenceStateError(f"the window of {self.request.id!r} does not move")
-        n_keep, n_discard = self.window.shift(self.tokens, self.n_prompt)
+        n_keep, n_discard = self.window.n_keep, self.window.n_discard
+        del self.tokens[n_keep : n_keep + n_discard]
+        self.window.n_shifts += 1
         n_cells = max(0, min(n_discard, self.n_computed - n_keep))
         self.n_prompt = max(n_keep, self.n_prompt - n_discard)
         self.n_computed -= n_cells
@@ -484,8 +476,5 @@ class SequenceDriver:
         self.waits_for = None
         self.finish_reason, self.error = reason, error
         self.clock.finished_s = now
-        self.reply.feed(self.output)
-        self.reply.text.flush()
-        parts = self.reply.parts
-        if parts is not None and parts.end().calls and reason == "stop":
+        if self.reply.end(self.output) and reason == "stop":
             self.finish_reason = "tool_calls"

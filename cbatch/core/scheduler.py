@@ -452,6 +452,7 @@ class ContinuousBatchScheduler:
         cells: list[tuple[Slot, int]] = []
         finished: list[SequenceDriver] = []
         n_decode = n_prompt = 0
+        has_paused = False
         n_rows_by_gap: dict[tuple[float | None, int], int] = {}
         for i, (driver, chunk) in enumerate(zip(plan.rows, plan.step.chunks, strict=True)):
             n_chunk, n_computed, sampled = len(chunk.tokens), driver.n_computed, result.tokens[i]
@@ -473,14 +474,11 @@ class ContinuousBatchScheduler:
             cells.append((chunk.slot, driver.n_computed - n_computed))
             if driver.finish_reason is not None:
                 finished.append(driver)
-            elif driver.status is Status.PAUSED:
-                self._batcher.note_pause()
+            has_paused = has_paused or driver.status is Status.PAUSED
         self._count(n_decode, n_prompt, len(plan.rows), result)
         stats.count_tokens(n_rows_by_gap, now, later_s)
-        self._batcher.add_cells(cells)
         has_cells = not result.code or result.code in _UNCHANGED
-        for driver in finished:
-            self._batcher.retire(driver, has_cells=has_cells)
+        self._batcher.enter_step(cells, finished, has_paused=has_paused, has_cells=has_cells)
 
     def _count(self, n_decode: int, n_prompt: int, n_rows: int, result: StepResult) -> None:
         """Enter a run into the statistics and the costs."""

@@ -138,10 +138,10 @@ def test_accept_of_several_steps_leaves_one_token_pending() -> None:
     assert (driver.n_output, driver.n_left) == (3, 10)
 
 
-def test_rewind_makes_all_tokens_pending_and_keeps_them() -> None:
+def test_tokens_whose_cells_are_lost_are_pending_and_kept() -> None:
     driver = make_running(n_prompt=3)
     driver.accept(3, [A, B], 2.0)
-    driver.rewind()
+    driver.n_computed = 0
     assert (driver.n_computed, driver.n_tokens, driver.n_output) == (0, 5, 2)
     assert driver.chunk(Slot(0), driver.n_computed, 5).tokens == [0, 1, 2, A, B]
 
@@ -324,7 +324,7 @@ def make_scored(n_scored: int, n_computed: int) -> SequenceDriver:
     driver = make_running(n_prompt=6, prompt_logprobs=0)
     assert driver.scores is not None
     driver.scores.take([TokenLogprobs(-1.0)] * n_scored)
-    driver.rewind(n_computed)
+    driver.n_computed = n_computed
     return driver
 
 
@@ -364,7 +364,7 @@ def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:
     driver.tokens += [7, 8]
     driver.take_over(5)
     assert (driver.n_cached, driver.n_reached) == (4, 5)  # no more than the prompt
-    driver.rewind()
+    driver.n_computed = 0
     driver.take_over(2)
     assert (driver.n_cached, driver.n_reached) == (4, 5)
 
@@ -392,7 +392,7 @@ def test_shift_takes_the_prompt_behind_what_is_kept_and_it_is_told_whole(
 
 def test_shift_of_what_is_computed_again_remembers_how_far_it_was() -> None:
     driver = full(10)
-    driver.rewind(5)
+    driver.n_computed = 5
     assert driver.shift() == (2, 3)
     assert (driver.n_computed, driver.n_reached) == (2, 12)
 

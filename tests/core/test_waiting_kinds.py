@@ -325,10 +325,10 @@ def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> N
     rig.submit(make_request("leader", range(9)), make_request("follower"))
     step(rig)
     leader = rig.drivers["leader"]
-    leader.rewind()
+    leader.n_computed = 0
     followers.add(rig.drivers["follower"], leader, 6)
     for n_computed, n_left in [(0, 1), (2, 1), (4, 1), (4, 0)]:  # it has stopped
-        leader.rewind(n_computed)
+        leader.n_computed = n_computed
         over = followers.take_over()
         assert (len(followers), len(over)) == (n_left, 1 - n_left)
         followers.note_step(())

@@ -1,0 +1,62 @@
+"""What the reader of a request gets: its output as text, and the parts of the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cbatch.chat.answers import N_TAIL, AnswerParts
+from cbatch.chat.text import TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+    from cbatch.chat.answers import AnswerReader
+
+
+@dataclass(eq=False, slots=True)
+class Reply:
+    """The text of an output that grows, and what was given out of it."""
+
+    text: TextStream
+    parts: AnswerParts | None
+    """The answer taken apart, where it is more than text."""
+    silent: Container[int]
+    """Tokens that end the output and add nothing to the text."""
+    is_watched: bool = False
+    """Whether somebody reads the output as it comes, or may: before the first delivery that is not known."""
+    delivered: tuple[int, int] | None = None
+    """Parts of the text and tokens that were given out; None before the first chunk."""
+
+    @classmethod
+    def of(
+        cls,
+        piece: Callable[[int], bytes],
+        stops: Sequence[str],
+        stop_tokens: Container[int],
+        reader: AnswerReader | None,
+        *,
+        include_stop: bool,
+    ) -> Reply:
+        """Return an empty reply; `piece` gives the bytes of a token."""
+        text = TextStream(piece, stops, include_stop=include_stop)
+        parts = None if reader is None else AnswerParts(reader, text)
+        return cls(text, parts, () if include_stop else stop_tokens)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Take the prompt, whose end may open what the answer continues."""
+        if self.parts is not None:
+            self.parts.tail = prompt[-N_TAIL:]
+
+    def feed(self, output: Sequence[int]) -> None:
+        """Feed the tokens of the output that are new since the last time to the text."""
+        text = self.text
+        if text.n_fed < len(output) and text.stop is None:
+            end = -1 if output[-1] in self.silent else None
+            (self.parts or text).feed(output[text.n_fed : end])
+
+    def end(self, output: Sequence[int]) -> bool:
+        """Give out all of an output that has ended; return whether the answer calls tools."""
+        self.feed(output)
+        self.text.flush()
+        return self.parts is not None and bool(self.parts.end().calls)
