@@ -355,7 +355,7 @@ def run(rig: Rig, plan: Plan) -> None:
 def park_paused(rig: Rig) -> None:
     """Take the slot of a paused sequence, as a plan does for one that waits."""
     slots = rig.batcher.slot_plan()
-    assert slots.park()
+    assert slots.preempt()
     run(rig, Plan(slots.cells.step(), (), slots, None, rig.now))
 
 

@@ -85,27 +85,22 @@ class Demand:
 
 
 def choose_victim(
-    running: Iterable[SequenceDriver | None], ledger: KvLedger, *, is_stuck: bool = False
+    running: Iterable[SequenceDriver | None], ledger: KvLedger
 ) -> SequenceDriver | None:
     """Return the sequence that can best give up its cells: never the oldest, none too often, the least computed.
 
-    Args:
-        running: the sequence in each slot.
-        ledger: the books of their cells.
-        is_stuck: nobody can go on otherwise, so one may be a victim again that was it too often: after a failure,
-            sequences compute cells of their own that they shared when they were admitted.
+    Where no cell is free and there is no other, one that was a victim too often: after a failure, sequences compute
+    cells of their own that they shared when they were admitted.
     """
-    drivers = [d for d in running if d is not None]
-    oldest = min(drivers, key=lambda d: d.number, default=None)
-    eligible = [
-        d
-        for d in drivers
-        if d is not oldest
-        and (is_stuck or d.n_preempted < N_PREEMPTED_MAX)
-        and d.slot is not None
-        and ledger.n_own(d.slot)
-    ]
-    return min(eligible, key=lambda d: (d.n_computed, -d.number), default=None)
+    by_age = sorted([d for d in running if d is not None], key=lambda d: d.number)
+    eligible = [d for d in by_age[1:] if d.slot is not None and ledger.n_own(d.slot)]
+    if ledger.n_free_cells:
+        eligible = [d for d in eligible if d.n_preempted < N_PREEMPTED_MAX]
+    return min(eligible, key=_cost, default=None)
+
+
+def _cost(victim: SequenceDriver) -> tuple[bool, int, int]:
+    return victim.n_preempted >= N_PREEMPTED_MAX, victim.n_computed, -victim.number
 
 
 def choose_mover(

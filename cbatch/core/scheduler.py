@@ -205,22 +205,19 @@ class ContinuousBatchScheduler:
 
         Slots that retain cells are emptied first.
         """
-        has_preempted = False
-        if self._is_pool_full and not slots.make_room(slots.cells.ledger.n_pool):
-            has_preempted = slots.preempt()
+        n_left = len(slots.leaves)
+        if self._is_pool_full:
+            _make_all_room(slots)
+        has_preempted = len(slots.leaves) > n_left
         while running := slots.rows():
             n_rows = max(1, _n_single(running))
             slots.make_room(n_rows)
             if slots.cells.ledger.n_free_cells >= n_rows:
                 break
             has_preempted = True
-            if not slots.preempt() and not self._preempt_again(slots):
+            if not slots.preempt():
                 break
         return has_preempted
-
-    def _preempt_again(self, slots: SlotPlan) -> bool:
-        """Take the slot of one that was a victim too often, where nobody can go on without; return whether it was."""
-        return not slots.cells.ledger.n_free_cells and slots.preempt(is_stuck=True)
 
     def _n_copied_max(self, slots: SlotPlan) -> int | None:
         """Return how many cells may be copied in a step: no more than take as long as decoding, where others wait."""
@@ -512,7 +509,7 @@ class ContinuousBatchScheduler:
         }
         if result.code not in _UNCHANGED:
             self._settle_cells(drivers, result)
-        if result.code == 1 and self._is_pool and self._batcher.slot_plan().can_make_room:
+        if result.code == 1 and self._is_pool and _make_all_room(self._batcher.slot_plan()):
             self._is_pool_full = True
             return
         is_again = not result.n_steps and bool(self.bisection.suspects())
@@ -553,6 +550,11 @@ class ContinuousBatchScheduler:
             failure.__cause__.__cause__ = PlanError(repr(plan))
         driver.finish("error", now, failure)
         self._batcher.retire(driver)
+
+
+def _make_all_room(slots: SlotPlan) -> bool:
+    """Empty all free slots, or else take the slot of one sequence; False where neither can be."""
+    return slots.make_room(slots.cells.ledger.n_pool) or slots.preempt()
 
 
 def _n_single(drivers: Sequence[SequenceDriver]) -> int:

@@ -39,7 +39,7 @@ class Books:
     """What is known of slots, cells and waiting sequences. Events and `apply` change it; a plan never does."""
 
     running: list[SequenceDriver | None]
-    """The sequence in each slot; it may be a paused one."""
+    """The sequence in each slot, also a paused one."""
     cells: SlotCells
     saved: SavedCells
     queue: AdmissionQueue
@@ -55,12 +55,11 @@ Reason = Literal["turn", "cells", "pause"]
 
 
 class Leave(NamedTuple):
-    """A sequence that gives up its slot."""
+    """A sequence that gives up its slot, and its cells unless they are saved."""
 
     driver: SequenceDriver
     reason: Reason
     is_saved: bool
-    """Whether its cells are saved; otherwise they are lost."""
 
 
 class Place(NamedTuple):
@@ -93,7 +92,6 @@ class SlotPlan:
     _n_saved_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Begin with the books as they are."""
         self.cells, self.running = self.books.cells, self.books.running
         self._n_saved_bytes = self.books.saved.n_bytes
 
@@ -118,7 +116,7 @@ class SlotPlan:
         return sorted([*rows, *self.placed], key=lambda d: d.number)
 
     def leaving(self) -> list[SequenceDriver]:
-        """Return the sequences that leave their slots."""
+        """Return the sequences that give up their slots."""
         return [leave.driver for leave in self.leaves]
 
     @property
@@ -139,16 +137,6 @@ class SlotPlan:
         """Whether a slot is free, or can be made free by parking a paused sequence."""
         ledger = self.cells.ledger
         return ledger.n_free_slots > 0 or len(self.order) < ledger.n_slots
-
-    @property
-    def can_make_room(self) -> bool:
-        """Whether cells of retained slots, of a paused sequence or of a victim can be had."""
-        ledger = self.cells.ledger
-        return (
-            len(self.order) < ledger.n_lent
-            or self.cells.prefixes.oldest_retained() is not None
-            or choose_victim(self.running, ledger) is not None
-        )
 
     @property
     def n_following(self) -> int:
@@ -175,21 +163,15 @@ class SlotPlan:
         self._edit().make_room(n_cells)
         return True
 
-    def preempt(self, *, is_stuck: bool = False) -> bool:
+    def preempt(self) -> bool:
         """Take the slot and cells of a paused sequence, else of a victim; False if there is neither."""
-        if self.park():
-            return True
-        victim = choose_victim(self.running, self.cells.ledger, is_stuck=is_stuck)
-        if victim is not None:
-            self.leave(victim, "cells")
-        return victim is not None
-
-    def park(self) -> bool:
-        """Take the slot of a paused sequence; False where there is none."""
-        paused = self._parkable()
-        if paused:
+        if paused := self._parkable():
             self.leave(paused[0], "pause")
-        return bool(paused)
+        elif victim := choose_victim(self.running, self.cells.ledger):
+            self.leave(victim, "cells")
+        else:
+            return False
+        return True
 
     def leave(self, driver: SequenceDriver, reason: Reason) -> None:
         """Take the slot of a sequence."""
@@ -251,8 +233,8 @@ class SlotPlan:
     ) -> SequenceDriver | None:
         """Give a slot to the first that can have one, or hold it until it can begin further on; return it, or None.
 
-        One that waits for the disk is passed by others, one that waits for cells only so often; nobody takes the slot
-        that one before it chose.
+        A sequence that waits for the disk is passed by others, one that waits for cells only so often; nobody takes
+        the slot that a sequence before it chose.
         """
         passed: SequenceDriver | None = None
         kept: list[Slot] = []

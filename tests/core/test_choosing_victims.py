@@ -50,10 +50,10 @@ def test_victim_frees_cells_that_nobody_else_has() -> None:
 
 def test_victim_of_too_many_times_is_one_again_where_nobody_can_go_on() -> None:
     drivers = [at(0, 10), at(1, 2, n_preempted=N_PREEMPTED_MAX)]
-    ledger = lent([*drivers], shared_pool(100))
-    assert choose_victim(drivers, ledger) is None
-    assert choose_victim(drivers, ledger, is_stuck=True) is drivers[1]
-    assert choose_victim(drivers[:1], ledger, is_stuck=True) is None
+    assert choose_victim(drivers, lent([*drivers], shared_pool(100))) is None
+    full = lent([*drivers], shared_pool(12))
+    assert choose_victim(drivers, full) is drivers[1]
+    assert choose_victim(drivers[:1], full) is None
 
 
 # ---- who closes a gap ----
