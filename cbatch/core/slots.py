@@ -244,8 +244,8 @@ class SlotPlan:
                 continue  # the plan gave it to one before
             if self.cells.ledger.n_free_slots + len(self._parkable()) <= self.n_following:
                 return None
-            found = self.cells.prefixes.find(driver)
-            must_read = found.leader is None and self._must_read(driver)
+            found, reads = self.cells.prefixes.find(driver), self.books.reads
+            must_read = found.leader is None and reads.is_needed(driver, self.cells.prefixes)
             if not self._waits_for_disk(driver, must_read=must_read):
                 if found.leader is not None or must_read:
                     self.holds[driver] = found
@@ -260,10 +260,6 @@ class SlotPlan:
             if chosen is not None:
                 kept.append(chosen)
         return None
-
-    def _must_read(self, driver: SequenceDriver) -> bool:
-        reads = self.books.reads
-        return reads.why_useless(driver) is None and reads.is_needed(driver, self.cells.prefixes)
 
     def _waits_for_disk(self, driver: SequenceDriver, *, must_read: bool) -> bool:
         """Whether a sequence waits until fewer cells are on their way from or to the disk."""

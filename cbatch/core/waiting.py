@@ -48,7 +48,7 @@ class _Follower:
 
 
 class PrefixWaiters:
-    """Sequences that wait for another to compute the beginning that they share."""
+    """Sequences that wait for another to compute the prefix that they share."""
 
     def __init__(self) -> None:
         self._followers: dict[int, _Follower] = {}  # by number
@@ -81,7 +81,7 @@ class PrefixWaiters:
 
 
 class Awaited(Generic[C, V]):
-    """Sequences that wait for a thing, a file or a grammar, which is asked for once; recent ones are remembered."""
+    """Sequences that wait for a file or a grammar, which is asked for once; those found lately are remembered."""
 
     def __init__(self, n_known_max: int) -> None:
         self._n_known_max = n_known_max
@@ -96,19 +96,19 @@ class Awaited(Generic[C, V]):
         for drivers in self._waiting.values():
             drivers.pop(driver.number, None)
 
-    def _add(self, driver: SequenceDriver, cause: C) -> bool:
-        """Have a sequence wait; return whether nobody else has asked for the thing."""
-        is_new = cause not in self._waiting
-        self._waiting.setdefault(cause, {})[driver.number] = driver
+    def _add(self, driver: SequenceDriver, wanted: C) -> bool:
+        """Have a sequence wait; return whether no other has asked for the same."""
+        is_new = wanted not in self._waiting
+        self._waiting.setdefault(wanted, {})[driver.number] = driver
         return is_new
 
-    def _arrived(self, cause: C) -> list[SequenceDriver]:
-        return [*self._waiting.pop(cause, {}).values()]
+    def _arrived(self, wanted: C) -> list[SequenceDriver]:
+        return [*self._waiting.pop(wanted, {}).values()]
 
-    def learn(self, cause: C, found: V) -> None:
-        """Remember a thing, and forget the one unused for longest where there are too many."""
-        self._known.pop(cause, None)
-        self._known[cause] = found
+    def learn(self, wanted: C, found: V) -> None:
+        """Remember what was found, and forget the one unused for longest where there are too many."""
+        self._known.pop(wanted, None)
+        self._known[wanted] = found
         if len(self._known) > self._n_known_max:
             del self._known[next(iter(self._known))]
 
@@ -173,13 +173,8 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
         self._prefixes, self._saved, self._wants = prefixes, saved, wants
 
     def is_needed(self, driver: SequenceDriver, prefixes: PrefixCache) -> bool:
-        """Whether a driver that could enter a slot should wait for cells from disk first.
-
-        Args:
-            driver: a sequence whose turn it is.
-            prefixes: what slots hold, as the plan leaves them.
-        """
-        if not self._may_read(driver):
+        """Whether a driver that could enter a slot should wait for cells from disk first; `prefixes` are the plan's."""
+        if not self._may_read(driver) or self.why_useless(driver) is not None:
             return False
         found = self._known.get(CacheRef.of(driver.request))
         return found is None or not self._is_in_memory(driver, found, prefixes)
@@ -209,7 +204,7 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
     def arrive(
         self, want: CacheRead, found: object
     ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int]]]:
-        """Take what reading a file brought: its `CacheEntry`, a `CacheError`, or None where nobody wanted it any more.
+        """Take what reading a file brought; see `MultiRequestBatcher.bring`.
 
         Returns:
             The sequences that waited for it, which go on now, and those of them for which the backend is to get these
@@ -231,21 +226,18 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
     def _adopt(
         self, want: CacheRead, found: CacheEntry, drivers: Sequence[SequenceDriver]
     ) -> Iterator[tuple[SequenceDriver, int]]:
-        """Yield the sequences that get cells of their own.
-
-        One for which they are in memory, or will be when another has loaded its own, looks again at its turn.
-        """
+        """Yield the sequences that get cells of their own: not those that can copy them from a slot soon."""
         n_loaded = 0
         for driver in drivers:
             n_cells = self._n_usable(driver, found)
             can_share = self._prefixes.can_share(driver)
             is_late = driver.status is not Status.WAITING or n_cells > want.n_read
-            can_copy = (
-                can_share
-                and min(n_cells, n_loaded) >= MIN_SHARED_TOKENS
-                and n_cells < n_loaded + MIN_SHARED_TOKENS
-            )
-            if is_late or can_copy or self._is_in_memory(driver, found, self._prefixes):
+            is_loaded = min(n_cells, n_loaded) >= MIN_SHARED_TOKENS > n_cells - n_loaded
+            if (
+                is_late
+                or (can_share and is_loaded)
+                or self._is_in_memory(driver, found, self._prefixes)
+            ):
                 driver.has_fetched = False
             elif not n_cells:
                 driver.proceed_uncached(_no_beginning(want.ref, found))
