@@ -21,9 +21,8 @@ from cbatch.backend.fake import (
 )
 from cbatch.core.batcher import N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.cell_ops import Stored
-from cbatch.core.driver import SequenceDriver
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
-from cbatch.core.lifecycle import Status
 from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.queue import AdmissionQueue
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.core.plan import Chunk, StepPlan
-    from cbatch.core.prefix_index import Branch, PrefixIndex
+    from cbatch.core.prefix import Branch, PrefixIndex
     from cbatch.options import Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
 

@@ -1,11 +1,11 @@
-"""The table of docs/lifecycle.md, from that of core/lifecycle.py: `python -m tests.lifecycle_page` writes it."""
+"""The table of docs/lifecycle.md, from that of core/driver.py: `python -m tests.lifecycle_page` writes it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from cbatch.core.lifecycle import TRANSITIONS, Event, Status, Wait
+from cbatch.core.driver import TRANSITIONS, Event, Status, Wait
 
 PAGE = Path(__file__).parent.parent / "docs" / "lifecycle.md"
 SECTION = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- /table -->)", re.DOTALL)

@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from cbatch.core.cell_ops import SavedCells, SlotCells, Stored
-from cbatch.core.lifecycle import Event, Status, Wait
+from cbatch.core.driver import Event, Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cbatch.core.lifecycle import Status
+from cbatch.core.driver import Status
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cbatch.core.lifecycle import Status
+from cbatch.core.driver import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

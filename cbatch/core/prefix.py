@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cbatch.core.lifecycle import Status
-from cbatch.core.prefix_index import PrefixIndex, n_common
+from cbatch.core.driver import Status
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Sequence
@@ -19,6 +18,9 @@ if TYPE_CHECKING:
 
 MIN_SHARED_TOKENS = 32
 """Cells worth a copy, or waiting for: fewer are computed in about the time of one small step."""
+
+_N_BLOCK = 16
+"""Tokens compared at first; four times as many each time, by the interpreter's own loop, not by ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +156,6 @@ class PrefixCache:
             if leader is not None and self._is_leading(leader, slot, n_alike):
                 return PrefixMatch(source, leader, n_then)
         return PrefixMatch(source)
-
-    def best(self, driver: SequenceDriver) -> Source | None:
-        """Return where most of a prompt's beginning is computed; in a free slot if there is as good a one."""
-        return self._best(driver, self._alike(driver))
 
     def _alike(self, driver: SequenceDriver) -> list[tuple[int, Slot]]:
         """Return (tokens in common with a prompt, slot) of the slots with the same adapters, the most first."""
@@ -302,3 +300,108 @@ class PrefixCache:
 def _text(driver: SequenceDriver, n_tokens: int) -> list[Hashable]:
     """Return what tells a driver's cells from others: its adapters, then its first tokens."""
     return [driver.request.adapters, *driver.tokens[:n_tokens]]
+
+
+# ---- the texts of all slots ----
+
+
+@dataclass(eq=False, slots=True)
+class Branch:
+    """Tokens that follow the tokens of the parent, and the slots that hold them in the order they were put."""
+
+    tokens: Sequence[Hashable]
+    parent: Branch | None
+    children: dict[Hashable, Branch] = field(default_factory=dict)  # by first token
+    slots: dict[Slot, None] = field(default_factory=dict)
+
+
+class PrefixIndex:
+    """The token sequences of slots. Memory is linear in their tokens, common beginnings counted once."""
+
+    def __init__(self) -> None:
+        self._root = Branch([], None)
+        self._ends: dict[Slot, Branch] = {}
+
+    def put(self, slot: Slot, tokens: Sequence[Hashable]) -> None:
+        """Say what stands in a slot, instead of what was said before."""
+        self.remove(slot)
+        node, i = self._root, 0
+        while i < len(tokens):
+            child = node.children.get(tokens[i])
+            if child is None:
+                child = node.children[tokens[i]] = Branch(tokens[i:], node)
+                n = len(child.tokens)
+            else:
+                n = n_common(child.tokens, tokens, i)
+                if n < len(child.tokens):
+                    child = _split(node, child, n)
+            child.slots[slot] = None
+            node, i = child, i + n
+        self._ends[slot] = node
+
+    def remove(self, slot: Slot) -> None:
+        """Forget a slot; one that is not there does no harm."""
+        node = self._ends.pop(slot, None)
+        while node is not None and node.parent is not None:
+            del node.slots[slot]
+            if not node.slots:
+                del node.parent.children[node.tokens[0]]
+            elif len(node.children) == 1:
+                self._join(node)
+            node = node.parent
+
+    def find(self, tokens: Sequence[Hashable]) -> dict[Slot, int]:
+        """Return how many tokens each slot has in common, the most first; looks at each token once."""
+        path: list[tuple[int, Branch]] = []
+        node, i = self._root, 0
+        while i < len(tokens) and (child := node.children.get(tokens[i])) is not None:
+            n = n_common(child.tokens, tokens, i)
+            i += n
+            path.append((i, child))
+            if n < len(child.tokens):
+                break
+            node = child
+        found: dict[Slot, int] = {}
+        for n, node in reversed(path):
+            for slot in node.slots:
+                found.setdefault(slot, n)
+        return found
+
+    def _join(self, node: Branch) -> None:
+        """Make one node of one and its only child, unless a slot ends between the two."""
+        [child] = node.children.values()
+        if len(child.slots) < len(node.slots):
+            return
+        node.tokens = [*node.tokens, *child.tokens]
+        node.children = child.children
+        for grandchild in node.children.values():
+            grandchild.parent = node
+        for slot in node.slots:
+            if self._ends[slot] is child:
+                self._ends[slot] = node
+
+
+def n_common(tokens: Sequence[object], others: Sequence[object], start: int = 0) -> int:
+    """Return how many tokens are equal at the beginning of `tokens` and of `others[start:]`."""
+    n, size = 0, _N_BLOCK
+    n_most = min(len(tokens), len(others) - start)
+    while n < n_most:
+        size = min(size, n_most - n)
+        if tokens[n : n + size] == others[start + n : start + n + size]:
+            n, size = n + size, 4 * size
+        elif size > _N_BLOCK:
+            size, n_most = max(_N_BLOCK, size // 4), n + size
+        else:
+            break
+    while n < n_most and tokens[n] == others[start + n]:
+        n += 1
+    return n
+
+
+def _split(parent: Branch, child: Branch, n: int) -> Branch:
+    """Put a node with the first `n` of the child's tokens between the two; return it."""
+    upper = Branch(child.tokens[:n], parent, slots=dict(child.slots))
+    parent.children[child.tokens[0]] = upper
+    child.tokens, child.parent = child.tokens[n:], upper
+    upper.children[child.tokens[0]] = child
+    return upper

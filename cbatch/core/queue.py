@@ -9,7 +9,7 @@ from collections import defaultdict
 from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
-from cbatch.core.lifecycle import Status
+from cbatch.core.driver import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

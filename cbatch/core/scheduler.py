@@ -13,8 +13,7 @@ from cbatch.core.budget import (
     split_budget,
     whole_pieces,
 )
-from cbatch.core.driver import SequenceDriver
-from cbatch.core.lifecycle import Status
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import BROKEN_ROW, FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
 

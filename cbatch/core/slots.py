@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from cbatch.core.lifecycle import Status
+from cbatch.core.driver import Status
 from cbatch.core.preemption import Demand, choose_mover, choose_victim
 from cbatch.core.queue import is_to_be_had
 

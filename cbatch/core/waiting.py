@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from cbatch.core.lifecycle import Status
+from cbatch.core.driver import Status
 from cbatch.core.prefix import MIN_SHARED_TOKENS
 from cbatch.errors import CacheError
 
@@ -145,11 +145,6 @@ class CacheRead:
     n_read: int = 0
     """How many of the file's cells were read: its first."""
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether any sequence still waits for it."""
-        return bool(self.drivers)
-
     def choose(self, found: CacheEntry) -> int:
         """Return how many cells of the file are to be read: as many as any sequence can use; they are noted.
 
@@ -251,7 +246,7 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
     ) -> bool:
         """Whether slots hold about as much of a prompt's beginning as the file does, which is something."""
         n_cells = self._n_usable(driver, found)
-        best = prefixes.best(driver)
+        best = prefixes.find(driver).source
         return n_cells > 0 and best is not None and n_cells < best.n_cells + MIN_SHARED_TOKENS
 
     def _n_usable(self, driver: SequenceDriver, found: CacheEntry) -> int:

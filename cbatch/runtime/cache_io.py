@@ -81,7 +81,7 @@ class CacheIo:
         ref = want.ref
         read: Read = CacheError(ref.key, "reading it was broken off"), None
         try:
-            is_wanted = want.is_wanted and not self._is_closing
+            is_wanted = want.drivers and not self._is_closing
             read = self._read_first(want) if is_wanted else (None, None)
         except CacheError as error:
             read = error, None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from cbatch.chat.chat_format import ChatFormat
 from cbatch.checks import check_seconds
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.prefix_index import n_common
+from cbatch.core.prefix import n_common
 from cbatch.core.queue import BY_PROMPT
 from cbatch.core.request import Request
 from cbatch.errors import (

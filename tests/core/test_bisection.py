@@ -8,8 +8,7 @@ import pytest
 
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.bisection import FaultBisection
-from cbatch.core.driver import SequenceDriver
-from cbatch.core.lifecycle import Event
+from cbatch.core.driver import Event, SequenceDriver
 from cbatch.core.plan import Slot
 from tests.helpers import make_request
 from tests.profiles import some

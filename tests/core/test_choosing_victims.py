@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cbatch.core.driver import Status
 from cbatch.core.kv import KvLedger
-from cbatch.core.lifecycle import Status
 from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX, N_WORTH_MOVE, choose_mover, choose_victim
 from cbatch.core.request import MovingWindow

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.core.lifecycle import Wait
+from cbatch.core.driver import Wait
 from cbatch.core.waiting import _N_GRAMMARS_MAX
 from cbatch.errors import DeadlineError, GrammarError, RequestCancelledError
 from cbatch.options import Grammar

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeVocab
-from cbatch.core.driver import SequenceDriver
-from cbatch.core.lifecycle import TRANSITIONS, Event, Status
+from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, N_TARGETS_MAX, Chunk, Slot, TokenLogprobs
 from cbatch.errors import (
     PromptTooLongError,

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import fake_logprobs
-from cbatch.core.lifecycle import Status
+from cbatch.core.driver import Status
 from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities, TokenLogprobs
 from cbatch.errors import (
     DeadlineError,

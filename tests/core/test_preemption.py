@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.core.lifecycle import Status
+from cbatch.core.driver import Status
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.slots import N_OVERTAKEN_MAX
 from tests.helpers import (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.lifecycle import Status
+from cbatch.core.driver import Status
 from tests.helpers import (
     Rig,
     drive,

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import FakeVocab
-from cbatch.core.driver import SequenceDriver
-from cbatch.core.lifecycle import Event
+from cbatch.core.driver import Event, SequenceDriver
 from cbatch.core.queue import DEFAULT_AGEING_S, AdmissionQueue, length_and_age
 from cbatch.engine_options import ScheduleOptions
 from tests.helpers import make_request

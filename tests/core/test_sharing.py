@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.core.lifecycle import Status, Wait
+from cbatch.core.driver import Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.prefix import MIN_SHARED_TOKENS, Source
 from tests.helpers import (
@@ -697,7 +697,7 @@ def test_slot_of_which_a_plan_copies_more_is_taken_over_by_nobody(
     drive(rig)
     rig.submit(make_request("b", [*COMMON[:40], 7]))
     rig.books.cells.prefixes.copied = {Slot(0): n_copied}
-    assert rig.books.cells.prefixes.best(rig.drivers["b"]) == found
+    assert rig.books.cells.prefixes.find(rig.drivers["b"]).source == found
 
 
 def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
@@ -705,7 +705,7 @@ def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
     rig.submit(make_request("a", [7] * 90, max_tokens=1))
     drive(rig)
     rig.submit(replace(make_request("b", [7] * 40), output=(7,) * 30))
-    assert rig.books.cells.prefixes.best(rig.drivers["b"]) == Source(Slot(0), 32)
+    assert rig.books.cells.prefixes.find(rig.drivers["b"]).source == Source(Slot(0), 32)
 
 
 def test_slots_promised_to_followers_are_given_to_nobody() -> None:

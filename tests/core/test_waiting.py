@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.core.lifecycle import Status, Wait
+from cbatch.core.driver import Status, Wait
 from cbatch.errors import PromptTooLongError, RequestCancelledError
 from tests.helpers import (
     Rig,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cbatch.core.cell_ops import Stored
-from cbatch.core.lifecycle import Status, Wait
+from cbatch.core.driver import Status, Wait
 from cbatch.core.prefix import MIN_SHARED_TOKENS
 from cbatch.core.slots import N_LOOK, N_OVERTAKEN_MAX, N_READ_PER_SLOT, N_STORED_PER_SLOT
 from cbatch.core.waiting import _N_FILES_MAX, CacheEntry, CacheRead, CacheRef, PrefixWaiters
@@ -257,7 +257,7 @@ def test_those_beside_one_that_has_loaded_ask_for_nothing_when_it_ends() -> None
 def test_request_during_the_drop_of_an_unwanted_read_orders_it_again() -> None:
     rig = waiting(make_rig(), reader("left", 100))
     rig.cancel("left")
-    assert not rig.fetching.pop().is_wanted  # so it is dropped
+    assert not rig.fetching.pop().drivers  # so it is dropped
     waiting(rig, reader("a", 100, cache_required=True))
     assert rig.fetching == []
     assert arrive(rig, None, 0) == []
