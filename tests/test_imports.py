@@ -17,14 +17,14 @@ ROOT = Path(cbatch.__file__).parent
 
 FACE = {
     "errors", "options", "engine_options", "messages", "tools", "response", "progress",
-    "stats", "checks", "plain", "interrupts", "logs", "model_facts", "openai_format",
+    "request", "stats", "checks", "plain", "interrupts", "logs", "model_facts", "openai_format",
 }  # fmt: skip
 """Face values, and what they are made with: they see each other alone."""
 
 PROTOCOL = {"backend:", "backend.protocol"}
 """What all but the engine see of the backend; a colon behind a name leaves out what is below it."""
 
-BELOW_ENGINE = FACE | {"chat", "core", "cache", "runtime"}
+BELOW_ENGINE = FACE | {"chat", "cache", "runtime"}
 BELOW_FILES = BELOW_ENGINE | {"backend", "engine", "worker", "loading"}
 
 SEES: dict[str, set[str]] = {
@@ -39,7 +39,7 @@ SEES: dict[str, set[str]] = {
     "loading": BELOW_ENGINE | {"backend.load", "engine", "worker"},
     "files": BELOW_FILES,
     "server": BELOW_FILES,
-    "bench": BELOW_FILES,
+    "bench": BELOW_FILES | {"core"},
     "models": set(),
     "models.recipe": FACE
     | {"loading", "engine", "backend", "bench.synthetic", "bench.synthetic_vocabulary", "models"},

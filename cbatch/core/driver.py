@@ -7,8 +7,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.reply import Reply
+from cbatch.core.parts import MovingWindow, PromptScores, RequestClock
 from cbatch.core.plan import EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Slot
-from cbatch.core.request import MovingWindow, PromptScores, RequestClock
 from cbatch.errors import (
     DeadlineError,
     GrammarError,
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from cbatch.chat.answers import AnswerReader
     from cbatch.core.plan import GrammarStep, TokenLogprobs
-    from cbatch.core.request import Request
     from cbatch.errors import CacheError, CBatchError
     from cbatch.options import DryBreakers, Grammar, Sampling
+    from cbatch.request import Request
     from cbatch.response import FinishReason
 
 

@@ -13,8 +13,8 @@ from cbatch.runtime.output import Origin
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.core.request import Request
     from cbatch.options import RunOptions
+    from cbatch.request import Request
     from cbatch.response import Timings
     from cbatch.runtime.interface import Target
 

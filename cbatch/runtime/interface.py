@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
-    from cbatch.core.request import Request
     from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
     from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
+    from cbatch.request import Request
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.row_comparison import RowComparison

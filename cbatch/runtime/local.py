@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.request import Request
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
     from cbatch.model_facts import ModelFacts
     from cbatch.options import DryBreakers, Grammar, RunOptions
+    from cbatch.request import Request
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.in_flight import Route

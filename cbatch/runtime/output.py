@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.parts import RequestClock
     from cbatch.core.plan import TokenLogprobs
-    from cbatch.core.request import Request, RequestClock
+    from cbatch.request import Request
     from cbatch.response import FinishReason
 
 

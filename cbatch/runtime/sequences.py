@@ -13,7 +13,6 @@ from cbatch.checks import check_seconds
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.prefix import n_common
 from cbatch.core.queue import BY_PROMPT
-from cbatch.core.request import Request
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -23,6 +22,7 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.options import MAX_SEED, RunOptions
+from cbatch.request import Request
 from cbatch.runtime.choices import member_id
 from cbatch.runtime.validation import check_chat, check_fits
 

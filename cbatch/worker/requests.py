@@ -8,9 +8,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cbatch.core.request import Request
 from cbatch.errors import ConfigError, RequestCancelledError
 from cbatch.options import RunOptions
+from cbatch.request import Request
 from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.output import Origin
 from cbatch.worker.wire import (

@@ -53,7 +53,7 @@ from cbatch.worker.shapes import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from cbatch.core.request import Request
+    from cbatch.request import Request
 
 VERSION = 1
 """Of the protocol; both sides say theirs in their first line."""

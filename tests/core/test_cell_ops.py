@@ -10,9 +10,9 @@ from cbatch.backend.fake import FakeVocab
 from cbatch.core.cell_ops import SavedCells, SlotCells
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
+from cbatch.core.parts import MovingWindow
 from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.prefix import PrefixCache, Source
-from cbatch.core.request import MovingWindow
 from tests.helpers import make_request, partitioned, shared_pool
 
 KIB = 1024

@@ -26,7 +26,7 @@ from tests.profiles import examples
 
 if TYPE_CHECKING:
     from cbatch.core.plan import KvCapabilities
-    from cbatch.core.request import Request
+    from cbatch.request import Request
 
 POLICIES = ("fcfs", "priority", "shortest", "round_robin")
 A_TEXT = range(40)

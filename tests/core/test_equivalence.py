@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.core.plan import Chunk
-    from cbatch.core.request import Request
+    from cbatch.request import Request
     from cbatch.response import BatchResult, FinishReason, TokenLogprob
 
 CODES = (1, -1, 2, -2, -3)

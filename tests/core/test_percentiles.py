@@ -19,7 +19,7 @@ from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequenc
 from tests.runtime.backends import loop_over
 
 if TYPE_CHECKING:
-    from cbatch.core.request import Request
+    from cbatch.request import Request
     from cbatch.runtime.loop import Loop
     from cbatch.stats import Split
 

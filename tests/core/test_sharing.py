@@ -29,7 +29,7 @@ from tests.helpers import (
 
 if TYPE_CHECKING:
     from cbatch.core.plan import KvCapabilities
-    from cbatch.core.request import Request
+    from cbatch.request import Request
 
 COMMON = range(50)
 

@@ -23,7 +23,7 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.core.request import Request
+    from cbatch.request import Request
 
 REASONS = (Wait.COMPILE, Wait.CACHE)
 CALLS = ("pause", "cancel")

@@ -1,4 +1,4 @@
-"""One request: what was asked and when it passed its stations; scores of its prompt, and a window that moves."""
+"""Parts of a sequence: its times; and what a plain one does not have, scores of its prompt and a window that moves."""
 
 from __future__ import annotations
 
@@ -6,79 +6,10 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cbatch.errors import PromptError, PromptTooLongError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.plan import TokenLogprobs
-    from cbatch.messages import BatchPrompt
-    from cbatch.options import AdapterSet, DryBreakers, Grammar, RunOptions, Sampling
-    from cbatch.response import TokenLogprob
-
-
-MAX_OUTPUT = 2**31 - 1
-"""Stands for an output without end, where the window moves on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What was asked: the options are merged and the seed is drawn."""
-
-    id: str
-    prompt: BatchPrompt
-    options: RunOptions
-    sampling: Sampling
-    stop_tokens: tuple[int, ...] = ()
-    deadline_s: float = math.inf
-    """When it ends at the latest, in seconds of the engine's clock."""
-    adapters: AdapterSet = ()
-    n_logprobs: int | None = None
-    """Alternatives to report for each sampled token; None where no log-probabilities are asked for."""
-    n_prompt_logprobs: int | None = None
-    """Alternatives to report for each token of the prompt; None where it is not scored."""
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Log-probabilities of the prompt, where an earlier request found them."""
-    owner: str = ""
-    """The mark of the engine that it was submitted to."""
-    output: tuple[int, ...] = ()
-    """Output to go on from: tokens that an earlier request with this prompt sampled."""
-    output_logprobs: tuple[TokenLogprob, ...] = ()
-    """Log-probabilities of `output`, where they are asked for."""
-    continues: int | None = None
-    """The number of the earlier request's sequence."""
-    grammar: Grammar | None = None
-    """What the output must match."""
-    dry_breakers: DryBreakers | None = None
-    """Strings past which DRY looks for no repetition."""
-
-    def cap(self, n_prompt: int, n_window: int) -> tuple[int, list[str]]:
-        """Return the most tokens of output for a prompt of `n_prompt` tokens, with a warning where more are asked for.
-
-        Raises:
-            RequestFailedError: the prompt has no token.
-            PromptTooLongError: the prompt does not fit the window, or not with all of a strict cap.
-        """
-        if not n_prompt:
-            raise PromptError("the prompt is empty: it has no token")
-        cap = 0 if self.options.prefill_only else self.options.max_tokens
-        n_least = self._n_least(cap)
-        if n_prompt + n_least > n_window:
-            raise PromptTooLongError(n_prompt, n_window, n_least)
-        n_most = MAX_OUTPUT if self.options.n_discard else n_window - n_prompt
-        if cap is None or cap <= n_most:
-            return n_most if cap is None else cap, []
-        why = f"the prompt has {n_prompt} and the window {n_window}"
-        return n_most, [f"max_tokens is {n_most}, not {cap}: {why}"]
-
-    def _n_least(self, cap: int | None) -> int:
-        """Return how much output there must be room for: all of a strict cap, or one token more than there is."""
-        n_next = 1
-        if not self.options.n_discard:
-            n_next += len(self.output)
-            if self.options.strict_max_tokens and cap is not None:
-                return cap
-        return n_next if cap is None else min(cap, n_next)
 
 
 @dataclass(eq=False, slots=True)
