@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.runtime.interface import Runtime
     from cbatch.runtime.row_comparison import RowComparison
-    from cbatch.runtime.slot_state import SlotState
-    from cbatch.runtime.step_record import StepRecord
+    from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
 
 

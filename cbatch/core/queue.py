@@ -90,7 +90,7 @@ class AdmissionQueue:
     def candidates(
         self, running: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
     ) -> Iterator[SequenceDriver]:
-        """Yield in order those that could have one of the slots; for each slot, the first of those that chose it.
+        """Yield in order the sequences that could have a slot; for each slot, the first of those that chose it.
 
         Args:
             running: the sequence in each slot.

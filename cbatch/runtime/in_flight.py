@@ -255,7 +255,7 @@ class InFlight:
         return {id: route for id in ids if (route := self.find(id))}
 
     def _still(self, lives: Mapping[str, Route]) -> list[str]:
-        """Return the ids of those that are in flight still. Owner thread."""
+        """Return the ids of the requests that are in flight still. Owner thread."""
         return [id for id, route in lives.items() if self.routes.get(id) is route]
 
     def pause(self, id: str) -> bool:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.row_comparison import RowComparison
-    from cbatch.runtime.slot_state import SlotState
-    from cbatch.runtime.step_record import StepRecord
+    from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
 
 

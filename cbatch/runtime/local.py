@@ -24,7 +24,7 @@ from cbatch.runtime.sequences import (
     extended,
     tokenize,
 )
-from cbatch.runtime.slot_state import slot_states
+from cbatch.runtime.step_record import slot_states
 from cbatch.runtime.validation import check_adapters, check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
 from cbatch.stats import EngineStats
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.interface import Submission, Target
-    from cbatch.runtime.slot_state import SlotState
-    from cbatch.runtime.step_record import StepRecord
+    from cbatch.runtime.step_record import SlotState, StepRecord
 
 _N_CHECKED = 64
 """Structures for which the outcome of compiling is kept."""

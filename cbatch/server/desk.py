@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.model_facts import ModelFacts
-    from cbatch.runtime.slot_state import SlotState
+    from cbatch.runtime.step_record import SlotState
     from cbatch.server.server_settings import ServerSettings
 
     T = TypeVar("T")

@@ -9,7 +9,7 @@ from cbatch.server.desk import unwell
 from cbatch.server.exposition import CONTENT_TYPE
 
 if TYPE_CHECKING:
-    from cbatch.runtime.slot_state import SlotState
+    from cbatch.runtime.step_record import SlotState
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
 

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import Submission, Target
     from cbatch.runtime.row_comparison import RowComparison
-    from cbatch.runtime.slot_state import SlotState
-    from cbatch.runtime.step_record import StepRecord
+    from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
     from cbatch.worker.connection import Connection
     from cbatch.worker.pool import Launch

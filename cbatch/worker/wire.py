@@ -36,8 +36,7 @@ from cbatch.response import (
 )
 from cbatch.runtime.output import Origin
 from cbatch.runtime.row_comparison import RowComparison
-from cbatch.runtime.slot_state import SlotState
-from cbatch.runtime.step_record import StepRecord, StepRow
+from cbatch.runtime.step_record import SlotState, StepRecord, StepRow
 from cbatch.stats import EngineStats, Percentiles
 from cbatch.worker.shapes import (
     as_count,

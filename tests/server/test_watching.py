@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.runtime.slot_state import SlotState
+from cbatch.runtime.step_record import SlotState
 from cbatch.server.meters import Histogram
 from cbatch.server.pulse import Pulse, Question
 from cbatch.stats import Percentiles
