@@ -78,14 +78,12 @@ class MultiRequestBatcher:
         chunk_alignment: int = 0,
     ) -> None:
         self.in_flight: dict[str, SequenceDriver] = {}
-        running: list[SequenceDriver | None] = [None] * ledger.n_slots
         prefixes = PrefixCache(
-            ledger, running, chunk_alignment=chunk_alignment, is_on=options.share_prefixes
+            ledger, chunk_alignment=chunk_alignment, is_on=options.share_prefixes
         )
         self._wants: deque[Want] = deque()
         saved = SavedCells(ledger.memory, options.swap_mib * 2**20)
         self._books = Books(
-            running,
             SlotCells(ledger, prefixes),
             saved,
             AdmissionQueue(options),
@@ -94,7 +92,7 @@ class MultiRequestBatcher:
             KvDemandEstimator(ledger, is_optimistic=options.admission != "reserve"),
             {},
         )
-        self._ledger, self._running, self._queue = ledger, running, self._books.queue
+        self._ledger, self._queue = ledger, self._books.queue
         self._cells, self._saved, self._reads = self._books.cells, saved, self._books.reads
         self._followers, self._storing = self._books.followers, self._books.storing
         self._builds = GrammarBuilds(self._wants)
@@ -120,7 +118,7 @@ class MultiRequestBatcher:
     def occupancy(self) -> Occupancy:
         """Return how many sequences wait, run and rest now. From any thread; `n_held` by the owner alone."""
         n_free, n_waiting = self._ledger.n_free_slots, self.n_waiting
-        n_paused = sum(d is not None and d.status is Status.PAUSED for d in self._running)
+        n_paused = sum(d is not None and d.status is Status.PAUSED for d in self._ledger.running)
         n_lent = self._ledger.n_slots - n_free
         return Occupancy(
             n_waiting,
@@ -140,12 +138,12 @@ class MultiRequestBatcher:
 
         Left out are those whose cells or bindings the next plan changes first.
         """
-        rows = [(Slot(i), d) for i, d in enumerate(self._running) if d and d.is_decoding]
+        rows = [(Slot(i), d) for i, d in enumerate(self._ledger.running) if d and d.is_decoding]
         return [(slot, driver) for slot, driver in rows if self._cells.is_settled(slot)]
 
     def residents(self) -> list[tuple[SequenceDriver | None, int]]:
         """Return the sequence of each slot, None for a free one, and its cells."""
-        return [*zip(self._running, self._ledger.n_cells, strict=False)]
+        return [*zip(self._ledger.running, self._ledger.n_cells, strict=False)]
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -195,7 +193,7 @@ class MultiRequestBatcher:
         """Make the first prompts tokens, and those that may pass them; refused ones end, others come in their place."""
         refused: list[SequenceDriver] = []
         n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_shared else 0
-        for driver in self._queue.candidates(self._running, ending):
+        for driver in self._queue.candidates(self._ledger.running, ending):
             self._prepare(driver)
             n_ready += driver.error is None
             n_passed = min(n_passed + (driver.request.options.cache_key is not None), N_LOOK - 1)
@@ -347,7 +345,6 @@ class MultiRequestBatcher:
         self._deadlines.note_end()
         self._books.demand.learn(driver)
         if driver.slot is not None:
-            self._running[driver.slot] = None
             self._order = None
             self._ledger.give_back(driver.slot)
             self._cells.leave(driver, driver.slot)
@@ -403,7 +400,9 @@ class MultiRequestBatcher:
     def _rows(self) -> list[SequenceDriver]:
         """Return the running sequences, the oldest first."""
         if self._order is None:
-            running = [d for d in self._running if d is not None and d.status is Status.RUNNING]
+            running = [
+                d for d in self._ledger.running if d is not None and d.status is Status.RUNNING
+            ]
             self._order = sorted(running, key=lambda d: d.number)
         return self._order
 
@@ -431,7 +430,6 @@ class MultiRequestBatcher:
             self._followers.note_step(plan.adapters)
         if slots.has_view:
             self._cells.adopt(slots.cells)
-            self._running[:] = slots.running
             self._order = None
         self._commit_waits(slots)
         for leave in slots.leaves:
@@ -538,7 +536,7 @@ class MultiRequestBatcher:
         """
         if broken_off is not None:
             self._lose_saved(broken_off)
-        for i, driver in enumerate(self._running):
+        for i, driver in enumerate(self._ledger.running):
             if driver is None:
                 self._cells.clear(Slot(i))
             else:

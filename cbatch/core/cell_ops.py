@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cbatch.core.plan import StepPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
@@ -55,11 +55,11 @@ class SlotCells:
         ops = self.clears, self.trims, self.shifts, self.rebinds
         return not any(slot in slots for slots in ops)
 
-    def view(self, running: Sequence[SequenceDriver | None]) -> SlotCells:
+    def view(self) -> SlotCells:
         """Return what a plan changes in place of this."""
         view = copy(self)
         view.ledger = self.ledger.copy()
-        view.prefixes = self.prefixes.view(view.ledger, running)
+        view.prefixes = self.prefixes.view(view.ledger)
         view.clears, view.trims = self.clears.copy(), self.trims.copy()
         view.shifts, view.rebinds = self.shifts.copy(), self.rebinds.copy()
         view.saves, view.forgets = self.saves.copy(), self.forgets.copy()

@@ -1,4 +1,4 @@
-"""The ledger of slots and of the KV cache's cells: which slots are lent, and how many cells each slot holds."""
+"""The ledger of slots and of the KV cache's cells: who has each slot, and how many cells it holds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cbatch.errors import LedgerError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import KvCapabilities
 
 
@@ -32,14 +33,15 @@ class KvLedger:
 
     __slots__ = (
         "_blocks",
-        "_free",
         "is_shared",
         "memory",
         "n_cells",
+        "n_free_slots",
         "n_pool",
         "n_slots",
         "n_used",
         "n_window",
+        "running",
     )
 
     def __init__(self, n_slots: int, n_window: int, memory: KvCapabilities) -> None:
@@ -49,20 +51,17 @@ class KvLedger:
         self.n_pool = memory.n_cells if memory.kind == "unified" else n_slots * n_window
         self.is_shared = self.n_pool < n_slots * n_window
         """Whether slots can take cells from each other."""
+        self.running: list[SequenceDriver | None] = [None] * n_slots
+        """The sequence in each slot, also a paused one. A free slot may hold cells."""
+        self.n_free_slots = n_slots
         self.n_cells = [0] * n_slots
         self.n_used = 0
         self._blocks: list[list[_Block]] = [[] for _ in range(n_slots)]
-        self._free: dict[Slot, None] = dict.fromkeys(map(Slot, range(n_slots)))
-
-    @property
-    def n_free_slots(self) -> int:
-        """Slots that are not lent."""
-        return len(self._free)
 
     @property
     def n_lent(self) -> int:
         """Slots in use."""
-        return self.n_slots - len(self._free)
+        return self.n_slots - self.n_free_slots
 
     @property
     def n_free_cells(self) -> int:
@@ -70,25 +69,23 @@ class KvLedger:
         return self.n_pool - self.n_used
 
     @property
-    def free_slots(self) -> Collection[Slot]:
-        """The slots that are not lent, in no order; they may hold cells."""
-        return self._free.keys()
+    def free_slots(self) -> list[Slot]:
+        """The slots that nobody has, ascending."""
+        return [Slot(i) for i, driver in enumerate(self.running) if driver is None]
 
-    def lend(self, slot: Slot) -> None:
-        """Lend a free slot.
-
-        Raises:
-            LedgerError: it is not free.
-        """
-        if slot not in self._free:
+    def lend(self, slot: Slot, driver: SequenceDriver) -> None:
+        """Lend a free slot; raises a `LedgerError` where it is not free."""
+        if self.running[slot] is not None:
             raise LedgerError(f"slot {slot} is lent")
-        del self._free[slot]
+        self.running[slot] = driver
+        self.n_free_slots -= 1
 
     def give_back(self, slot: Slot) -> None:
-        """Take a slot back; its cells are still in it."""
-        if slot in self._free:
+        """Take a slot back, with its cells in it; raises a `LedgerError` where it is free."""
+        if self.running[slot] is None:
             raise LedgerError(f"slot {slot} is not lent")
-        self._free[slot] = None
+        self.running[slot] = None
+        self.n_free_slots += 1
 
     def add(self, slot: Slot, n_cells: int) -> None:
         """Enter `n_cells` more cells of a lent slot; raises as `add_all`."""
@@ -102,7 +99,11 @@ class KvLedger:
         """
         for slot, n_more in cells:
             n = self.n_cells[slot] + n_more
-            if slot in self._free or n > self.n_window or n_more > self.n_pool - self.n_used:
+            if (
+                self.running[slot] is None
+                or n > self.n_window
+                or n_more > self.n_pool - self.n_used
+            ):
                 raise LedgerError(
                     f"slot {slot} cannot hold {n} of {self.n_window} cells, "
                     f"{self.n_free_cells} are free"
@@ -129,7 +130,7 @@ class KvLedger:
         if not self.is_shared:
             self.add(slot, n_cells)
             return
-        if slot in self._free or self.n_cells[slot] or n_cells > self.n_cells[source]:
+        if self.running[slot] is None or self.n_cells[slot] or n_cells > self.n_cells[source]:
             raise LedgerError(f"slot {slot} cannot have {n_cells} cells of slot {source}")
         n = 0
         for block in self._blocks[source]:
@@ -145,7 +146,7 @@ class KvLedger:
     def copy(self) -> KvLedger:
         """Return a ledger that says the same and changes on its own."""
         other = copy(self)
-        other.n_cells, other._free = self.n_cells.copy(), self._free.copy()
+        other.n_cells, other.running = self.n_cells.copy(), self.running.copy()
         if self.is_shared:
             blocks = {id(b): _Block(b.n, b.n_slots) for held in self._blocks for b in held}
             other._blocks = [[blocks[id(b)] for b in held] for held in self._blocks]
@@ -153,7 +154,8 @@ class KvLedger:
 
     def adopt(self, other: KvLedger) -> None:
         """Say what a changed copy says, which is used no more."""
-        self._free, self._blocks = other._free, other._blocks
+        self.running, self.n_free_slots = other.running, other.n_free_slots
+        self._blocks = other._blocks
         self.n_cells, self.n_used = other.n_cells, other.n_used
 
     def n_own(self, slot: Slot) -> int:
@@ -164,7 +166,8 @@ class KvLedger:
 
     def n_in_use(self, kept: Collection[Slot] = ()) -> int:
         """Return the cells of the slots that are lent or `kept`; a cell of several slots counts once."""
-        used = (self._blocks[s] for s in range(self.n_slots) if s not in self._free or s in kept)
+        slots = (s for s, d in enumerate(self.running) if d is not None or s in kept)
+        used = [self._blocks[s] for s in slots]
         return sum({id(b): b.n for blocks in used for b in blocks}.values())
 
     def _drop_blocks(self, slot: Slot, n_less: int) -> int:

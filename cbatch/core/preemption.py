@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from cbatch.core.driver import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
 
@@ -84,15 +82,13 @@ class Demand:
         return ledger.n_in_use() + n_coming + n_new <= ledger.n_pool
 
 
-def choose_victim(
-    running: Iterable[SequenceDriver | None], ledger: KvLedger
-) -> SequenceDriver | None:
+def choose_victim(ledger: KvLedger) -> SequenceDriver | None:
     """Return the sequence that can best give up its cells: never the oldest, none too often, the least computed.
 
     Where no cell is free and there is no other, one that was a victim too often: after a failure, sequences compute
     cells of their own that they shared when they were admitted.
     """
-    by_age = sorted([d for d in running if d is not None], key=lambda d: d.number)
+    by_age = sorted([d for d in ledger.running if d is not None], key=lambda d: d.number)
     eligible = [d for d in by_age[1:] if d.slot is not None and ledger.n_own(d.slot)]
     if ledger.n_free_cells:
         eligible = [d for d in eligible if d.n_preempted < N_PREEMPTED_MAX]
@@ -103,9 +99,7 @@ def _cost(victim: SequenceDriver) -> tuple[bool, int, int]:
     return victim.n_preempted >= N_PREEMPTED_MAX, victim.n_computed, -victim.number
 
 
-def choose_mover(
-    running: Sequence[SequenceDriver | None], ledger: KvLedger
-) -> SequenceDriver | None:
+def choose_mover(ledger: KvLedger) -> SequenceDriver | None:
     """Return the sequence in the highest slot, if a gap is below it and moving there can be and pays.
 
     In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one. A
@@ -113,7 +107,7 @@ def choose_mover(
     """
     if ledger.memory.kind != "partitioned" or not ledger.memory.can_copy:
         return None
-    above_a_gap = [d for d in running[ledger.n_lent :] if d is not None]
+    above_a_gap = [d for d in ledger.running[ledger.n_lent :] if d is not None]
     if not above_a_gap:
         return None
     highest = above_a_gap[-1]

@@ -54,14 +54,13 @@ class PrefixCache:
     def __init__(
         self,
         ledger: KvLedger,
-        running: Sequence[SequenceDriver | None],
         *,
         chunk_alignment: int = 0,
         is_on: bool = True,
     ) -> None:
         memory = ledger.memory
         self.is_on = is_on
-        self._ledger, self._running = ledger, running
+        self._ledger = ledger
         self._chunk_alignment = chunk_alignment
         self._can_trim, self._can_copy = memory.can_trim, memory.can_copy
         self._is_pool = memory.kind == "unified"
@@ -74,10 +73,10 @@ class PrefixCache:
         self.copied: dict[Slot, int] = {}
         """In a view: the free slots that the plan copies, with the cells that they keep until then."""
 
-    def view(self, ledger: KvLedger, running: Sequence[SequenceDriver | None]) -> PrefixCache:
-        """Return what a plan changes in place of this, over the plan's own ledger and slots."""
+    def view(self, ledger: KvLedger) -> PrefixCache:
+        """Return what a plan changes in place of this, over the plan's own ledger."""
         view = copy(self)
-        view._ledger, view._running = ledger, running
+        view._ledger = ledger
         view._changed, view._left_by = self._changed.copy(), self._left_by.copy()
         view._used_at, view.copied = self._used_at.copy(), self.copied.copy()
         return view
@@ -118,7 +117,7 @@ class PrefixCache:
     def copy(self, slot: Slot, n_cells: int) -> None:
         """Note that the plan copies the first `n_cells` of a slot."""
         self._use(slot)
-        if self._running[slot] is None:
+        if self._ledger.running[slot] is None:
             self.copied[slot] = max(n_cells, self.copied.get(slot, 0))
 
     def is_private(self, driver: SequenceDriver) -> bool:
@@ -152,7 +151,7 @@ class PrefixCache:
             n_then = self._whole(n_alike)
             if n_then < n_least:
                 break
-            leader = self._running[slot]
+            leader = self._ledger.running[slot]
             if leader is not None and self._is_leading(leader, slot, n_alike):
                 return PrefixMatch(source, leader, n_then)
         return PrefixMatch(source)
@@ -179,7 +178,7 @@ class PrefixCache:
         best, best_rank, chosen = None, (0, 0, 0, 0), driver.chosen_slot
         for n_alike, slot in alike:
             n_cells = self._n_common_cells(driver, slot, n_alike)
-            is_free = self._running[slot] is None
+            is_free = self._ledger.running[slot] is None
             rank = (n_cells, is_free + (slot == chosen), n_alike, self._used_at[slot] * is_free)
             can_take = is_free and chosen in (None, slot)
             can_use = self._can_take if can_take else self._can_copy_from
@@ -211,7 +210,7 @@ class PrefixCache:
         """Whether it pays to copy from a slot; a paused sequence may lose it in the same plan."""
         if not self._can_copy or n_cells < MIN_SHARED_TOKENS:
             return False
-        holder = self._running[slot]
+        holder = self._ledger.running[slot]
         return holder is None or (holder.status is not Status.PAUSED and holder.saved_key is None)
 
     def _is_leading(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> bool:
@@ -265,7 +264,7 @@ class PrefixCache:
             avoided: slots that are to be given last.
         """
         best = self._best_place(kept, avoided)
-        if source is None or self._running[source.slot] is not None or source.slot in kept:
+        if source is None or self._ledger.running[source.slot] is not None or source.slot in kept:
             return best
         if best is None or not has_room or not self._is_worth_leaving(source):
             return source.slot
@@ -285,7 +284,7 @@ class PrefixCache:
         ranks: list[tuple[bool, int, int, Slot]] = []
         for slot in self._ledger.free_slots:
             if slot not in self.copied and slot not in kept:
-                beside = () if self._is_pool else self._running[max(0, slot - 1) : slot + 2]
+                beside = () if self._is_pool else self._ledger.running[max(0, slot - 1) : slot + 2]
                 n_beside = len([d for d in beside if d is not None])
                 used_at = self._used_at[slot] if n_cells[slot] else 0
                 ranks.append((slot in avoided, -n_beside, used_at, slot))

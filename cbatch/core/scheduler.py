@@ -105,7 +105,7 @@ class ContinuousBatchScheduler:
         self._n_batch, self._chunk_alignment = n_batch, chunk_alignment
         self._can_trim = memory.can_trim
         self._n_long_context_prefills = 0 if chunk_alignment else memory.n_long_context_prefills
-        self._is_pool = batcher.slot_plan().cells.ledger.is_shared
+        self._is_pool = batcher.slot_plan().ledger.is_shared
         self._can_even = not (chunk_alignment or self._is_pool)
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
@@ -187,7 +187,7 @@ class ContinuousBatchScheduler:
 
         Cells that are about to move cannot be saved: their sequence keeps its slot for one more step.
         """
-        queue, n_free = slots.books.queue, slots.cells.ledger.n_free_slots
+        queue, n_free = slots.books.queue, slots.ledger.n_free_slots
         over = [d for d in self._past_quantum(slots) if d.slot not in slots.cells.shifts]
         over.sort(key=lambda d: -d.n_turn)
         chosen = [d for d in over if d.slot in queue.chosen_slots]
@@ -211,7 +211,7 @@ class ContinuousBatchScheduler:
         while running := slots.rows():
             n_rows = max(1, _n_single(running))
             slots.make_room(n_rows)
-            if slots.cells.ledger.n_free_cells >= n_rows:
+            if slots.ledger.n_free_cells >= n_rows:
                 break
             has_preempted = True
             if not slots.preempt():
@@ -225,7 +225,7 @@ class ContinuousBatchScheduler:
 
     def _bindings(self, slots: SlotPlan) -> tuple[Binding, ...]:
         """Return what the backend must know of the sequences that are new in their slots, or stand otherwise there."""
-        rebound = [(slots.running[slot], slot) for slot in slots.cells.rebinds]
+        rebound = [(slots.ledger.running[slot], slot) for slot in slots.cells.rebinds]
         binds = [d.binding(slot) for d, slot in rebound if d is not None and d not in slots.placed]
         binds += [driver.binding(slot) for driver, (slot, _) in slots.placed.items()]
         return tuple(binds)
@@ -253,7 +253,7 @@ class ContinuousBatchScheduler:
             self._make_room(rows, slots)
         shares: dict[int, int] = {}
         newcomers: list[_Newcomer] = []
-        n_free, placed = slots.cells.ledger.n_free_cells, slots.placed
+        n_free, placed = slots.ledger.n_free_cells, slots.placed
         is_decoding = is_watched = False
         for driver in rows:
             slot, start = placed.get(driver) or (driver.slot, driver.n_computed)
@@ -353,7 +353,7 @@ class ContinuousBatchScheduler:
     ) -> tuple[tuple[Chunk, ...], tuple[SequenceDriver, ...]]:
         """Return the chunks in ascending order of slot, and their sequences."""
         chunks, drivers, placed = list[Chunk](), list[SequenceDriver](), slots.placed
-        for i, driver in enumerate(slots.running):
+        for i, driver in enumerate(slots.ledger.running):
             if driver is not None and i in shares:
                 start = placed[driver][1] if driver in placed else driver.n_computed
                 chunks.append(driver.chunk(Slot(i), start, shares[i]))
@@ -378,7 +378,7 @@ class ContinuousBatchScheduler:
                 return 1, 0.0
         # the next plan may let in a sequence that this one had no room for
         n_waiting, n_steps = slots.n_waiting, N_STEPS_MAX
-        is_short = bool(n_waiting and slots.cells.ledger.n_free_slots)
+        is_short = bool(n_waiting and slots.ledger.n_free_slots)
         is_turn = self._quantum and n_waiting
         for d in rows:
             if d.request.grammar is not None:
@@ -391,7 +391,7 @@ class ContinuousBatchScheduler:
                 n_steps = min(n_steps, max(1, self._quantum - n_turn))
         if self._is_pool:
             n_tokens = sum([len(c.tokens) for c in chunks])
-            n_steps = min(n_steps, 1 + (slots.cells.ledger.n_free_cells - n_tokens) // len(chunks))
+            n_steps = min(n_steps, 1 + (slots.ledger.n_free_cells - n_tokens) // len(chunks))
         if is_short:
             return n_steps, SHORT_RUN_S
         next_s = self._batcher.next_deadline_s
@@ -407,7 +407,7 @@ class ContinuousBatchScheduler:
         seen, n_running = self._batcher.occupancy(), len(slots.rows())
         is_idle = seen.n_ended or slots.n_awaited or seen.n_storing
         if n_running or (seen.n_waiting and not is_idle):
-            ledger = slots.cells.ledger
+            ledger = slots.ledger
             raise PlanError(
                 f"no progress: {n_running} run, {seen.n_waiting} wait, "
                 f"{ledger.n_free_cells} cells and {ledger.n_free_slots} slots are free"
@@ -553,7 +553,7 @@ class ContinuousBatchScheduler:
 
 def _make_all_room(slots: SlotPlan) -> bool:
     """Empty all free slots, or else take the slot of one sequence; False where neither can be."""
-    return slots.make_room(slots.cells.ledger.n_pool) or slots.preempt()
+    return slots.make_room(slots.ledger.n_pool) or slots.preempt()
 
 
 def _n_single(drivers: Sequence[SequenceDriver]) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.cell_ops import SavedCells, SlotCells, Stored
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Slot
     from cbatch.core.preemption import KvDemandEstimator
     from cbatch.core.prefix import PrefixMatch, Source
@@ -38,8 +39,6 @@ N_STORED_PER_SLOT = 2
 class Books:
     """What is known of slots, cells and waiting sequences. Events and `apply` change it; a plan never does."""
 
-    running: list[SequenceDriver | None]
-    """The sequence in each slot, also a paused one."""
     cells: SlotCells
     saved: SavedCells
     queue: AdmissionQueue
@@ -87,12 +86,12 @@ class SlotPlan:
     overtaken: dict[SequenceDriver, int] = field(default_factory=dict)
     """How many sequences pass one that was first."""
     cells: SlotCells = field(init=False, compare=False)
-    running: list[SequenceDriver | None] = field(init=False, compare=False)
-    """The sequence in each slot; changed in a view alone."""
+    ledger: KvLedger = field(init=False, compare=False)
+    """The ledger of `cells`."""
     _n_saved_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.cells, self.running = self.books.cells, self.books.running
+        self.cells, self.ledger = self.books.cells, self.books.cells.ledger
         self._n_saved_bytes = self.books.saved.n_bytes
 
     # ---- questions ----
@@ -135,7 +134,7 @@ class SlotPlan:
     @property
     def can_admit(self) -> bool:
         """Whether a slot is free, or can be made free by parking a paused sequence."""
-        ledger = self.cells.ledger
+        ledger = self.ledger
         return ledger.n_free_slots > 0 or len(self.order) < ledger.n_slots
 
     @property
@@ -157,7 +156,7 @@ class SlotPlan:
 
     def make_room(self, n_cells: int) -> bool:
         """Empty free slots until `n_cells` cells are free; return whether any was emptied."""
-        has_room = self.cells.ledger.n_free_cells >= n_cells
+        has_room = self.ledger.n_free_cells >= n_cells
         if has_room or self.cells.prefixes.oldest_retained() is None:
             return False
         self._edit().make_room(n_cells)
@@ -167,7 +166,7 @@ class SlotPlan:
         """Take the slot and cells of a paused sequence, else of a victim; False if there is neither."""
         if paused := self._parkable():
             self.leave(paused[0], "pause")
-        elif victim := choose_victim(self.running, self.cells.ledger):
+        elif victim := choose_victim(self.ledger):
             self.leave(victim, "cells")
         else:
             return False
@@ -179,7 +178,6 @@ class SlotPlan:
         if slot is None:
             return
         self.leaves.append(Leave(driver, reason, self._save(driver, slot)))
-        self.running[slot] = None
         cells.ledger.give_back(slot)
         cells.leave(driver, slot)
 
@@ -198,14 +196,13 @@ class SlotPlan:
 
     def compact(self) -> None:
         """Move the sequence of the highest slot into a gap below it, where that can be and pays."""
-        mover = choose_mover(self.running, self.cells.ledger)
+        mover = choose_mover(self.ledger)
         if mover is None or mover.slot is None:
             return
-        cells, slot = self._edit(), min(self.cells.ledger.free_slots)
-        cells.ledger.lend(slot)
+        cells, slot = self._edit(), min(self.ledger.free_slots)
+        cells.ledger.lend(slot, mover)
         cells.move(mover, mover.slot, slot)
         cells.ledger.give_back(mover.slot)
-        self.running[slot], self.running[mover.slot] = mover, None
         self.placed[mover] = Place(slot, mover.n_computed)
 
     # ---- entering ----
@@ -215,7 +212,7 @@ class SlotPlan:
 
         Admission stops once the plan copies more than `n_copied_max` cells; the copy past the limit is still made.
         """
-        waiting = takewhile(_is_ready, self.books.queue.candidates(self.running))
+        waiting = takewhile(_is_ready, self.books.queue.candidates(self.ledger.running))
         first = [*islice(waiting, N_LOOK)]
         demand = self._demand()
         while n_copied_max is None or self.cells.n_to_copy <= n_copied_max:
@@ -240,9 +237,9 @@ class SlotPlan:
         kept: list[Slot] = []
         for driver in waiting:
             chosen = driver.chosen_slot
-            if chosen is not None and not is_to_be_had(self.running[chosen]):
+            if chosen is not None and not is_to_be_had(self.ledger.running[chosen]):
                 continue  # the plan gave it to one before
-            if self.cells.ledger.n_free_slots + len(self._parkable()) <= self.n_following:
+            if self.ledger.n_free_slots + len(self._parkable()) <= self.n_following:
                 return None
             found, reads = self.cells.prefixes.find(driver), self.books.reads
             must_read = found.leader is None and reads.is_needed(driver, self.cells.prefixes)
@@ -263,7 +260,7 @@ class SlotPlan:
 
     def _waits_for_disk(self, driver: SequenceDriver, *, must_read: bool) -> bool:
         """Whether a sequence waits until fewer cells are on their way from or to the disk."""
-        n_slots = self.cells.ledger.n_slots
+        n_slots = self.ledger.n_slots
         n_read = self.n_awaited - self.n_following
         if must_read and n_read >= N_READ_PER_SLOT * n_slots:
             return True
@@ -275,13 +272,13 @@ class SlotPlan:
         paused = self._parkable(driver.chosen_slot)
         if not paused:
             return False
-        before, n_left = (self.cells, self.running, self._n_saved_bytes), len(self.leaves)
+        before, n_left = (self.cells, self.ledger, self._n_saved_bytes), len(self.leaves)
         self._branch()
         for holder in paused:
             self.leave(holder, "pause")
             if self._enter(driver, self.cells.prefixes.find(driver), self._demand(), kept):
                 return True
-        self.cells, self.running, self._n_saved_bytes = before
+        self.cells, self.ledger, self._n_saved_bytes = before
         del self.leaves[n_left:]
         return False
 
@@ -289,13 +286,13 @@ class SlotPlan:
         """Return the paused sequences that have slots, first the one in `slot`."""
         if len(self.order) == self.books.cells.ledger.n_lent:  # nobody was paused before the plan
             return []
-        paused = [d for d in self.running if d is not None and d.status is Status.PAUSED]
+        paused = [d for d in self.ledger.running if d is not None and d.status is Status.PAUSED]
         return sorted(paused, key=lambda d: d.slot != slot)
 
     def _demand(self) -> Demand:
         """Return what running sequences will want; each one that the plan lets in joins them."""
         demand = Demand(self.books.demand)
-        for driver in self.running if self.cells.ledger.is_shared else ():
+        for driver in self.ledger.running if self.ledger.is_shared else ():
             if driver is not None:
                 demand.join(driver, self.n_computed(driver))
         return demand
@@ -308,8 +305,8 @@ class SlotPlan:
         kept: Collection[Slot],
     ) -> bool:
         """Give a free slot that is not `kept` to a sequence whose cells fit; False where there is none, or no room."""
-        ledger, source, n_shared = self.cells.ledger, found.source, 0
-        if source is not None and self.running[source.slot] is not None:
+        ledger, source, n_shared = self.ledger, found.source, 0
+        if source is not None and self.ledger.running[source.slot] is not None:
             n_shared = source.n_cells
         if ledger.n_free_slots <= self.n_following or not demand.fits(driver, ledger, n_shared):
             return False
@@ -318,10 +315,9 @@ class SlotPlan:
         if slot is None or not self.cells.can_load(driver):
             return False
         cells = self._edit()
-        cells.ledger.lend(slot)
+        cells.ledger.lend(slot, driver)
         if source is not None and not cells.prefixes.can_reach(source, slot):
             source = None
-        self.running[slot] = driver
         self.placed[driver] = Place(slot, cells.enter(driver, slot, source))
         if ledger.is_shared:
             demand.join(driver, self.n_computed(driver))
@@ -337,13 +333,13 @@ class SlotPlan:
             has_room = self._has_slot_to_spare()
             return prefixes.place(source, has_room=has_room, kept=kept, avoided=avoided)
         is_copied = slot in prefixes.copied and (source is None or source.slot != slot)
-        return None if is_copied or self.running[slot] is not None or slot in kept else slot
+        return None if is_copied or self.ledger.running[slot] is not None or slot in kept else slot
 
     def _has_slot_to_spare(self) -> bool:
         """Whether a slot stays free when each sequence that wants one has one."""
         n_waiting = len(self.books.queue) - self.n_entering - len(self.holds)
         n_taken = self.n_following + len(self.cells.prefixes.copied) + n_waiting - 1
-        return self.cells.ledger.n_free_slots - n_taken > 1
+        return self.ledger.n_free_slots - n_taken > 1
 
     def _edit(self) -> SlotCells:
         """Return the view of the cells, which the first change makes."""
@@ -353,8 +349,8 @@ class SlotPlan:
 
     def _branch(self) -> None:
         """Go on in a view of slots and cells as they are."""
-        self.running = self.running.copy()
-        self.cells = self.cells.view(self.running)
+        self.cells = self.cells.view()
+        self.ledger = self.cells.ledger
 
 
 def _is_ready(driver: SequenceDriver) -> bool:

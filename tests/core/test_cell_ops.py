@@ -22,7 +22,7 @@ def make_cells(memory: KvCapabilities | None = None, *, is_on: bool = False) -> 
     """Cells of four slots; with `is_on` they keep what they hold when they are left."""
     memory = memory or partitioned(256)
     ledger = KvLedger(4, 64, memory)
-    prefixes = PrefixCache(ledger, [None] * 4, is_on=is_on)
+    prefixes = PrefixCache(ledger, is_on=is_on)
     return SlotCells(ledger, prefixes)
 
 
@@ -41,7 +41,7 @@ def running(cells: SlotCells, n_computed: int) -> tuple[SequenceDriver, Slot]:
     driver = SequenceDriver.of(make_request(), FakeVocab(320).piece, 0.0)
     driver.tokens, driver.n_computed = [1] * (n_computed + 1), n_computed
     slot = driver.slot = min(cells.ledger.free_slots)
-    cells.ledger.lend(slot)
+    cells.ledger.lend(slot, driver)
     cells.ledger.add(slot, n_computed)
     return driver, slot
 
@@ -131,7 +131,7 @@ def test_view_changes_nothing_below_and_has_what_was_left_to_do() -> None:
     cells = make_cells(is_on=True)
     _, slot = running(cells, 5)
     cells.trim(slot, 4)
-    view = cells.view([None] * 4)
+    view = cells.view()
     view.clear(slot)
     assert ops_of(view) == {"clears": (0,)}
     assert ops_of(cells) == {"trims": ((0, 4),)}
@@ -142,7 +142,7 @@ def test_saved_cells_are_loaded_into_a_slot_that_is_emptied_for_them() -> None:
     cells = make_cells(is_on=True)
     cells.leave(*running(cells, 9))
     driver = waiting(cells, 5, key=7)
-    view = cells.view([None] * 4)
+    view = cells.view()
     assert view.enter(driver, Slot(0), None) == 5
     assert ops_of(view) == {"clears": (0,), "loads": ((0, 7, 5),)}
     assert view.ledger.n_cells[0] == 5
@@ -157,8 +157,8 @@ def test_cells_in_common_stay_where_they_are_or_are_copied(slot: int, ops: objec
     cells.note_done()
     cells.ledger.give_back(Slot(0))
     driver = SequenceDriver.of(make_request(), FakeVocab(320).piece, 0.0)
-    view = cells.view([None] * 4)
-    view.ledger.lend(Slot(slot))
+    view = cells.view()
+    view.ledger.lend(Slot(slot), driver)
     assert view.enter(driver, Slot(slot), Source(Slot(0), 4)) == 4
     assert ops_of(view) == ops
 

@@ -196,7 +196,7 @@ def test_slot_is_kept_for_the_one_before_that_waits_for_cells() -> None:
     rig.submit(*(make_request(f"o{i}", (i,), max_tokens=9) for i in range(4)))
     while "runs" not in rig.results:
         one_step(rig)
-        assert rig.books.running[0] is None
+        assert rig.ledger.running[0] is None
     drive(rig)
     assert len(rig.results) == 6
 
@@ -206,7 +206,7 @@ def test_sequence_in_a_slot_that_it_chose_is_not_moved() -> None:
     rig.submit(make_request("short", max_tokens=1), make_request("own", slot=2, max_tokens=30))
     one_step(rig)
     assert rig.running() == ["own"]
-    assert choose_mover(rig.books.running, rig.ledger) is None
+    assert choose_mover(rig.ledger) is None
     for _ in range(3):
         one_step(rig)
         assert rig.drivers["own"].slot == 2

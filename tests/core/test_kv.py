@@ -7,7 +7,10 @@ import pytest
 from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Slot
 from cbatch.errors import LedgerError
+from tests.core.drivers import make_driver
 from tests.helpers import check_ledger, partitioned, shared_pool
+
+SOMEBODY = make_driver()
 
 
 def ledger_of(n_slots: int) -> KvLedger:
@@ -18,7 +21,7 @@ def ledger_of(n_slots: int) -> KvLedger:
 def test_counts_follow_lending() -> None:
     ledger = ledger_of(3)
     assert (ledger.n_lent, ledger.n_free_slots) == (0, 3)
-    ledger.lend(Slot(1))
+    ledger.lend(Slot(1), SOMEBODY)
     assert (ledger.n_lent, ledger.n_free_slots, sorted(ledger.free_slots)) == (1, 2, [0, 2])
     ledger.give_back(Slot(1))
     assert (ledger.n_lent, sorted(ledger.free_slots)) == (0, [0, 1, 2])
@@ -26,15 +29,15 @@ def test_counts_follow_lending() -> None:
 
 def test_lend_of_a_slot_that_is_lent_raises() -> None:
     ledger = ledger_of(1)
-    ledger.lend(Slot(0))
+    ledger.lend(Slot(0), SOMEBODY)
     with pytest.raises(LedgerError, match="slot 0 is lent"):
-        ledger.lend(Slot(0))
+        ledger.lend(Slot(0), SOMEBODY)
     assert ledger.n_lent == 1
 
 
 def test_give_back_twice_raises_and_the_books_still_balance() -> None:
     ledger, slot = ledger_of(2), Slot(0)
-    ledger.lend(slot)
+    ledger.lend(slot, SOMEBODY)
     ledger.give_back(slot)
     with pytest.raises(LedgerError, match="slot 0 is not lent"):
         ledger.give_back(slot)
@@ -43,7 +46,7 @@ def test_give_back_twice_raises_and_the_books_still_balance() -> None:
 
 def test_add_up_to_the_window_and_no_further() -> None:
     ledger, slot = ledger_of(1), Slot(0)
-    ledger.lend(slot)
+    ledger.lend(slot, SOMEBODY)
     ledger.add(slot, 5)
     ledger.add(slot, 3)
     assert ledger.n_cells == [8]
@@ -62,7 +65,7 @@ def test_add_to_a_slot_that_is_not_lent_raises() -> None:
 def test_trim_strikes_out_cells_of_one_slot_only() -> None:
     ledger = ledger_of(2)
     for slot in (Slot(0), Slot(1)):
-        ledger.lend(slot)
+        ledger.lend(slot, SOMEBODY)
         ledger.add(slot, 4)
     ledger.trim(Slot(0), 0)
     assert ledger.n_cells == [0, 4]
@@ -72,7 +75,7 @@ def pool_of(n_cells: int) -> KvLedger:
     """Three slots, all lent, of 8 cells each at most."""
     ledger = KvLedger(n_slots=3, n_window=8, memory=shared_pool(n_cells))
     for i in range(3):
-        ledger.lend(Slot(i))
+        ledger.lend(Slot(i), SOMEBODY)
     return ledger
 
 
