@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -139,8 +140,11 @@ class _Run:
         settings = _settings_of(engine, stream, target, options, asked)
         digests = _digests(engine, options)
         with target.opened(settings, _origin(stream, target.path, digests)) as ledger:
-            context = RunContext(ledger, target.encoder, digests, options, model_name(model))
-            work = Work(stream, context, engine, asked, self.stop, is_own_engine=is_own_engine)
+            prefix = "" if is_own_engine else _prefix()
+            context = RunContext(
+                ledger, target.encoder, digests, options, model_name(model), prefix
+            )
+            work = Work(stream, context, engine, asked, self.stop)
             for line in (*ledger.notes, *_resumed(ledger)):
                 view.say(line)
             title = ", ".join(readable(Path(name).name) for name in stream.source.paths[:3])
@@ -187,8 +191,9 @@ def stream_file(
     settled = run_options_of(engine, options)
     stream = ItemStream(source, asked)
     nowhere = PipedOutput()
-    context = RunContext(nowhere, Encoder(), _digests(engine, settled), settled, model_name(None))
-    work = Work(stream, context, engine, asked, Stopper(), is_own_engine=False)
+    digests = _digests(engine, settled)
+    context = RunContext(nowhere, Encoder(), digests, settled, model_name(None), _prefix())
+    work = Work(stream, context, engine, asked, Stopper())
     return FileStream(work, stream, nowhere)
 
 
@@ -229,6 +234,11 @@ def _opened(
     check_places(output, asked, stream.source.paths)
     check_replaceable(asked)
     return stream, Target(output, stream.source, asked)
+
+
+def _prefix() -> str:
+    """Return a beginning of ids in an engine that others use too."""
+    return f"{secrets.token_hex(4)}-"
 
 
 def _digests(engine: Engine, settled: RunOptions) -> Digests:

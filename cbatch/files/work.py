@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import secrets
 import threading
 import time
 from contextlib import closing
 from copy import copy
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import EngineError, RequestCancelledError
 from cbatch.files.input.item import duplicate, in_own_words, item_key, label, rival_key
@@ -24,10 +23,8 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.files.input.item import Item
-    from cbatch.files.input.item_stream import ItemStream
     from cbatch.files.outcome import Stopper
     from cbatch.files.output.encoders import Encoder
-    from cbatch.files.output.identity import Digests
     from cbatch.files.output.journal import Journal
     from cbatch.files.output.target import PipedOutput
     from cbatch.files.settings import FileOptions
@@ -45,10 +42,47 @@ if TYPE_CHECKING:
     OnEnded: TypeAlias = "Callable[[Item, BatchResult | None], object]"
     """Called with each item that ended; the result is None where the item has an error."""
 
+    Digest: TypeAlias = "Callable[[Item], bytes]"
+    """Returns 16 bytes that are the same as long as an item asks the same."""
+
 N_WINDOW_PER_SLOT = 8
 """Items read ahead for each slot, besides the four a slot that the engine reads itself."""
 
 N_COMMIT = 64  # most records that are written together, where several results are ready at once
+
+
+class Items(Protocol):
+    """The items of a run, each once."""
+
+    def __next__(self) -> Item:
+        """Return the next item."""
+
+    def is_dry(self) -> bool:
+        """Return whether reading the next item would wait."""
+
+    def about(self) -> int | None:
+        """Estimate the number of items; None where nothing tells."""
+
+
+class Gate(Protocol):
+    """Says when an item may go to the engine, for a run that shares the engine with others."""
+
+    def enter(self, id: str) -> bool:
+        """Wait until the item may go; False where no more items begin."""
+
+    def leave(self, id: str) -> None:
+        """Note that the item has ended."""
+
+
+class OpenGate:
+    """Lets every item go at once."""
+
+    def enter(self, id: str) -> bool:
+        """Do not wait."""
+        return True
+
+    def leave(self, id: str) -> None:
+        """Note nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +91,11 @@ class RunContext:
 
     ledger: Ledger
     encoder: Encoder
-    digests: Digests
+    digests: Digest
     options: RunOptions  # that an item leaves out, the engine's own included
     model: str  # its name, for records
+    prefix: str = ""  # of the items' ids in the engine
+    gate: Gate = field(default_factory=OpenGate)
 
 
 @dataclass(eq=False, slots=True)
@@ -84,26 +120,24 @@ class Work:
 
     def __init__(
         self,
-        stream: ItemStream,
+        stream: Items,
         context: RunContext,
         engine: Engine,
         asked: FileOptions,
         stop: Stopper,
-        *,
-        is_own_engine: bool,
     ) -> None:
-        """Read nothing yet; an engine that is not of this run alone gets ids with a prefix of their own."""
+        """Read nothing yet."""
         self.tally = Tally()
         self.has_read_all = False
         self._stream, self._context, self._engine, self._stop = stream, context, engine, stop
         self._window = Window(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
         self._limit, self._max_time_s = asked.limit or math.inf, asked.max_time_s
-        self._prefix = "" if is_own_engine else f"{secrets.token_hex(4)}-"
         self._running: dict[str, Entry] = {}
         self._refused: list[Ended] = []
         self._n_started = self._n_given_back = self._n_added = 0
         self._start_s, self._ends_s = 0.0, math.inf
         self._ended: Ending | None = None
+        self._response: BatchResponse | None = None
         self._is_reading = True
         self._lock = threading.Lock()
         self._created = int(time.time())
@@ -117,9 +151,11 @@ class Work:
             if not len(self._window):
                 return
             entry = self._window.take()
-            prompt = copy(entry.prompt)
-            object.__setattr__(prompt, "id", self._prefix + label(entry.item))
-            self._running[str(prompt.id)] = entry
+            prompt, id = copy(entry.prompt), self._context.prefix + label(entry.item)
+            object.__setattr__(prompt, "id", id)
+            if not self._context.gate.enter(id):
+                return
+            self._running[id] = entry
             yield prompt
 
     def _fill(self) -> None:
@@ -171,7 +207,15 @@ class Work:
         seconds, options = self._max_time_s, self._context.options
         self._start_s = time.perf_counter()
         self._ends_s = math.inf if seconds is None else self._start_s + seconds
-        return self._engine.run(self.prompts(), options=options, max_time_s=seconds, ask_again=True)
+        self._response = self._engine.run(
+            self.prompts(), options=options, max_time_s=seconds, ask_again=True
+        )
+        return self._response
+
+    def cancel(self) -> None:
+        """Leave all items that run for a later run; the run's `Stopper` must have been asked before."""
+        if self._response is not None:
+            self._response.cancel()
 
     def run(self, on_ended: OnEnded) -> RunSummary:
         """Run all items until each has its record, or the run is stopped; errors are those of `run_file`."""
@@ -233,6 +277,7 @@ class Work:
         ended = self.take_refused()
         with self._lock:
             entry = self._running.pop(result.id)
+            self._context.gate.leave(result.id)
             if isinstance(result.error, EngineError):
                 raise result.error
             if self._is_left(entry, result):

@@ -172,7 +172,6 @@ class CbatchReader(RequestReader):
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_URLS = (CHAT, COMPLETIONS)
 
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "stream_options", "prediction"}
@@ -196,10 +195,13 @@ class Call(NamedTuple):
 class OpenAIReader(RequestReader):
     """Reads OpenAI's batch requests."""
 
+    urls: Sequence[str] = (CHAT, COMPLETIONS)
+    """What a line's `url` may be."""
+
     def __init__(self, url: str | None = None) -> None:
         """Read nothing yet; `url` is that of every line, None for any that is served; ConfigError for another."""
-        if url is not None and url not in _URLS:
-            raise ConfigError(f"url={url!r} is not served; served: {', '.join(_URLS)}")
+        if url is not None and url not in self.urls:
+            raise ConfigError(f"url={url!r} is not served; served: {', '.join(self.urls)}")
         super().__init__()
         self._url = url
         self._model: str | None = None
@@ -217,7 +219,7 @@ class OpenAIReader(RequestReader):
             names = tuple(body)
             if isinstance(line, bytes) and b"null" in line:
                 body = _without_nulls(body)
-            prompt = self._prompt(call.url, body)
+            prompt = self._prompt(call, body)
             return Item(number, place, id, prompt, None, call, is_labelled)
         except WRONG as error:
             return Item(number, place, id, None, what_is_wrong(error, names), call, is_labelled)
@@ -233,8 +235,8 @@ class OpenAIReader(RequestReader):
         return Call(str(url), self._model_of(body)), body
 
     def _check_url(self, url: object) -> None:
-        if url not in _URLS:
-            message = f"url {url!r} is not served; served: {', '.join(_URLS)}"
+        if url not in self.urls:
+            message = f"url {url!r} is not served; served: {', '.join(self.urls)}"
             raise LineError("invalid_url", message, "url")
         if self._url is not None and url != self._url:
             message = f"url {url!r} is not that of the batch: {self._url}"
@@ -253,11 +255,12 @@ class OpenAIReader(RequestReader):
             raise LineError("model_mismatch", message, "model")
         return model
 
-    def _prompt(self, url: str, body: dict[str, Any]) -> BatchPrompt:
-        asked = "messages" if url == CHAT else "prompt"
+    def _prompt(self, call: Call, body: dict[str, Any]) -> BatchPrompt:
+        """Return the prompt of a body, which has neither nulls nor the model's name. Raises one of `WRONG`."""
+        asked = "messages" if call.url == CHAT else "prompt"
         content = body.pop(asked, None)
         if content is None:
-            raise LineError("invalid_request", f"{asked} is missing: {url} needs it", asked)
+            raise LineError("invalid_request", f"{asked} is missing: {call.url} needs it", asked)
         options = self._options_of(
             {name: value for name, value in body.items() if not _is_ignored(name, value)}
         )

@@ -131,7 +131,7 @@ class OpenAIEncoder(TraceableEncoder):
             return _failed(item, *_error_of(result.error), digest.hex())
         url, asked_model = _call_of(item)
         body = _body(url, _key(item.id), result, created, asked_model or model)
-        return _line(item, 200, body, digest.hex())
+        return line_of(item, 200, body, digest.hex())
 
     def error(self, item: Item, error: ItemError) -> bytes:
         """Return the line of an item that could not run."""
@@ -162,7 +162,7 @@ def _key(id: str) -> str:
     return blake2b(bytes_of(id), digest_size=12).hexdigest()
 
 
-def _line(item: Item, status: int | None, body: dict[str, Any], request: str) -> bytes:
+def line_of(item: Item, status: int | None, body: Mapping[str, Any], request: str) -> bytes:
     """Return a line with a server's answer; where a server would not answer, with an error alone."""
     response = {"status_code": status, "request_id": f"req_{request}", "body": body}
     return dump(
@@ -178,14 +178,14 @@ def _line(item: Item, status: int | None, body: dict[str, Any], request: str) ->
 def _failed(item: Item, error: ItemError, status: int | None, request: str) -> bytes:
     """Return the line of an item that failed; `status` is a server's, None where a server would not answer."""
     if status is None:
-        return _line(item, None, {"code": error.code, "message": error.message}, request)
+        return line_of(item, None, {"code": error.code, "message": error.message}, request)
     said = {
         "message": error.message,
         "type": "invalid_request_error" if status < 500 else "server_error",
         "param": error.param,
         "code": _ANSWERED.get(error.code, error.code),
     }
-    return _line(item, status, {"error": said}, request)
+    return line_of(item, status, {"error": said}, request)
 
 
 _ERRORS: tuple[tuple[type[CBatchError], str, int | None], ...] = (

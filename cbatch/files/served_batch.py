@@ -1,0 +1,324 @@
+"""A batch file of OpenAI's requests whose bodies another room answers: checked, run, stopped and continued.
+
+The other room says what a body asks and how an answer looks, so that a batch answers as that room does elsewhere. All
+that makes a run durable is here: lines in bounded memory, the journal, the order of items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from cbatch.engine import run_options_of
+from cbatch.errors import EngineClosedError
+from cbatch.files.input.item import ItemError, LineError, Seen, bytes_of, item_key, rival_key
+from cbatch.files.input.json_requests import OpenAIReader
+from cbatch.files.input.text_files import InputFile
+from cbatch.files.outcome import Stopper
+from cbatch.files.output.encoders import Encoder
+from cbatch.files.output.journal import Journal
+from cbatch.files.output.json_answers import line_of
+from cbatch.files.output.opening import OutputSpec
+from cbatch.files.settings import FileOptions
+from cbatch.files.work import RunContext, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from cbatch.engine import Engine
+    from cbatch.files.input.item import Item
+    from cbatch.files.input.json_requests import Call
+    from cbatch.files.input.text_files import LongLine
+    from cbatch.files.outcome import RunSummary
+    from cbatch.files.work import Gate
+    from cbatch.messages import BatchPrompt
+    from cbatch.response import BatchResult
+
+_N_COMMIT = 256
+"""Lines that never ran which are written together: our choice."""
+
+_MANIFEST = {"format": "served"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a request is answered."""
+
+    status: int
+    body: Mapping[str, Any]
+
+
+class Question(Protocol):
+    """What a body asks."""
+
+    @property
+    def prompt(self) -> BatchPrompt:
+        """The prompt, with its options."""
+
+    def reply(self, result: BatchResult) -> Reply:
+        """Return the answer of a result, also of one with an error."""
+
+
+Ask: TypeAlias = Callable[[dict[str, Any]], Question | Reply]
+"""Returns what a body asks, or the answer that refuses it; must not raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineProblem:
+    """Why a line is no request of the batch."""
+
+    line: int
+    error: ItemError
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a file of requests holds.
+
+    Args:
+        n_items: lines that are not blank.
+        model: the name that all lines give; "" where they give none.
+        problems: of lines that are no requests, the first ones.
+    """
+
+    n_items: int
+    model: str
+    problems: Sequence[LineProblem]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlaces:
+    """The files of a batch: requests, answers, and answers that are errors."""
+
+    requests: Path
+    answers: Path
+    errors: Path
+
+
+def check_requests(
+    path: Path, url: str, *, n_problems: int, max_line_bytes: int, is_stopped: Callable[[], bool]
+) -> Checked:
+    """Return what a file of requests holds, without looking into bodies.
+
+    Args:
+        path: of the file.
+        url: that every line must have.
+        n_problems: most problems to return.
+        max_line_bytes: of a line.
+        is_stopped: tells whether to break off; what was found until then is returned.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    reader = _Reader(url, lambda body: _NOT_ASKED)
+    problems: list[LineProblem] = []
+    n_items = 0
+    with closing(Seen()) as seen, closing(_Lines(path, reader, max_line_bytes)) as lines:
+        for item in lines:
+            if is_stopped():
+                break
+            n_items += 1
+            error = None if isinstance(item.extra, Reply) else item.error
+            if not seen.add(item_key(item), rival_key(item)):
+                error = error or _TWICE
+            if error is not None and len(problems) < n_problems:
+                problems.append(LineProblem(_line_number(item), error))
+    return Checked(n_items, reader.model, problems)
+
+
+_NOT_ASKED = Reply(0, {})
+_TWICE = ItemError(
+    "duplicate_custom_id", "the custom_id of a line before: each must be unique", "custom_id"
+)
+
+
+def _line_number(item: Item) -> int:
+    return int(item.place.rpartition(" ")[2])
+
+
+class _Reader(OpenAIReader):
+    """Reads requests; an item's `extra` is what its body asks, or the answer that refuses it."""
+
+    def __init__(self, url: str, ask: Ask) -> None:
+        """Read nothing yet; `url` is that of every line."""
+        self.urls = (url,)
+        super().__init__(url)
+        self._ask = ask
+        self._asked: Question | Reply | None = None
+
+    @property
+    def model(self) -> str:
+        """The name that the lines so far give the model."""
+        return self._model or ""
+
+    def _check_url(self, url: object) -> None:
+        if url != self._url:
+            message = f"url {url!r} is not that of the batch: {self._url}"
+            raise LineError("url_mismatch", message, "url")
+
+    def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
+        self._asked = None
+        item = super()._item(number, place, line)
+        return item if self._asked is None else replace(item, extra=self._asked)
+
+    def _prompt(self, call: Call, body: dict[str, Any]) -> BatchPrompt:
+        if call.model:
+            body["model"] = call.model
+        self._asked = asked = self._ask(body)
+        if isinstance(asked, Reply):
+            raise LineError("invalid_request", "the body was refused")
+        return asked.prompt
+
+
+class _Encoder(Encoder):
+    """Writes OpenAI's lines with the replies of those that were asked."""
+
+    def result(
+        self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
+    ) -> bytes:
+        """Return a result as a line."""
+        question: Any = item.extra
+        reply: Reply = question.reply(result)
+        return line_of(item, reply.status, reply.body, digest.hex())
+
+    def error(self, item: Item, error: ItemError) -> bytes:
+        """Return the line of an item that could not run: it was refused, or never asked."""
+        if isinstance(item.extra, Reply):
+            return line_of(item, item.extra.status, item.extra.body, _digest(item).hex())
+        said = {"code": error.code, "message": error.message}
+        return line_of(item, None, said, _digest(item).hex())
+
+
+class _Lines:
+    """The items of a file of requests."""
+
+    def __init__(self, path: Path, reader: OpenAIReader, max_line_bytes: int) -> None:
+        self._file = InputFile(str(path), max_line_bytes)
+        self._items = reader.items(self._file, 0)
+
+    def __iter__(self) -> Iterator[Item]:
+        return self._items
+
+    def __next__(self) -> Item:
+        return next(self._items)
+
+    def is_dry(self) -> bool:
+        """Say that a file is at hand."""
+        return False
+
+    def about(self) -> None:
+        """Estimate nothing: the lines were counted."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _digest(item: Item) -> bytes:
+    """Return 16 bytes: the file of a batch never changes, so its ids tell its questions apart."""
+    return blake2b(bytes_of(item.id), digest_size=16).digest()
+
+
+@dataclass(eq=False)
+class ServedBatch:
+    """The run of one batch over an engine that others use too. `stop`, `cancel` and the counts are for any thread.
+
+    Args:
+        engine: computes.
+        places: of the files; a run continues what another has written there.
+        url: that every line has.
+        ask: says what bodies ask.
+        gate: says when an item may go to the engine.
+        prefix: of the items' ids in the engine.
+        max_line_bytes: of a line.
+    """
+
+    engine: Engine
+    places: BatchPlaces
+    url: str
+    ask: Ask
+    gate: Gate
+    prefix: str
+    max_line_bytes: int
+    n_done: int = 0
+    """Answers on disk."""
+    n_failed: int = 0
+    """Errors on disk."""
+    _stop: Stopper = field(default_factory=lambda: Stopper(lambda words: None))
+    _work: Work | None = None
+
+    def run(
+        self, max_time_s: float | None, on_ended: Callable[[BatchResult | None], object]
+    ) -> RunSummary:
+        """Run every line without an answer until all have one, the time is over, or the run is stopped.
+
+        Args:
+            max_time_s: seconds for the run; lines that are not answered then are left.
+            on_ended: called for each line that ended; None for one that was refused.
+
+        Raises:
+            EngineError, RequestCancelledError: the engine failed, was closed, or its `cancel_all` was called.
+            OutputError: the disk is full; what was written stays.
+            ConfigError: the files were changed by somebody else.
+        """
+        options = run_options_of(self.engine, None)
+        with self._lines(self.ask) as lines, self._journal() as journal:
+            context = RunContext(journal, _Encoder(), _digest, options, "", self.prefix, self.gate)
+            asked = FileOptions(max_time_s=max_time_s)
+            self._work = work = Work(lines, context, self.engine, asked, self._stop)
+
+            def note(item: Item, result: BatchResult | None) -> None:
+                self._count(journal)
+                on_ended(result)
+
+            self._count(journal)
+            try:
+                return work.run(note)
+            finally:
+                self._count(journal)
+
+    def stop(self) -> None:
+        """Begin no more lines; those that run are finished. Also before `run`, and twice."""
+        if not self._stop.is_asked:
+            self._stop.press()
+
+    def cancel(self) -> None:
+        """Begin no more lines, and leave those that run."""
+        self.stop()
+        if self._work is not None:
+            with suppress(EngineClosedError):  # which has ended them
+                self._work.cancel()
+
+    def recount(self) -> None:
+        """Count what an earlier run has written. Raises as `run`."""
+        with self._journal() as journal:
+            self._count(journal)
+
+    def conclude(self, code: str, message: str) -> None:
+        """Write for each line without an answer that it never ran. Raises as `run`."""
+        error = ItemError(code, message)
+        with self._lines(lambda body: _NOT_ASKED) as lines, self._journal() as journal:
+            for n, item in enumerate(lines, 1):
+                rival = rival_key(item)
+                claim = journal.claim(item_key(item), _digest(item), item.number, rival)
+                if claim in ("new", "duplicate"):
+                    line = _Encoder().error(replace(item, extra=None), error)
+                    journal.add(item.number, line, is_error=True)
+                if n % _N_COMMIT == 0:
+                    journal.commit()
+            journal.commit()
+            self._count(journal)
+
+    def _count(self, journal: Journal) -> None:
+        self.n_done, self.n_failed = journal.n_done, journal.n_failed
+
+    def _lines(self, ask: Ask) -> closing[_Lines]:
+        reader = _Reader(self.url, ask)
+        return closing(_Lines(self.places.requests, reader, self.max_line_bytes))
+
+    def _journal(self) -> Journal:
+        return Journal(OutputSpec(self.places.answers, _MANIFEST, self.places.errors))
