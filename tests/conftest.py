@@ -77,6 +77,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("engine_kind", over, indirect=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep servers that tests start out of the user's own files."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=True)
 def engine_kind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Have `engine_on` make engines of the test's kind, of which it has to make one."""

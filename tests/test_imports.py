@@ -38,7 +38,7 @@ SEES: dict[str, set[str]] = {
     "worker": BELOW_ENGINE | PROTOCOL | {"backend.abort", "engine"},
     "loading": BELOW_ENGINE | {"backend.load", "engine", "worker"},
     "files": BELOW_FILES,
-    "server": BELOW_FILES,
+    "server": BELOW_FILES | {"files.served_batch"},
     "bench": BELOW_FILES | {"core"},
     "models": set(),
     "models.recipe": FACE

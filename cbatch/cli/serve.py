@@ -2,9 +2,10 @@
 
 import os
 from enum import Enum
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +27,11 @@ from cbatch.cli.terminal import say, tell
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.loading import best_replicas, check_replicas
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.applications import Starlette
 
 KEY_VARIABLE = "CBATCH_API_KEY"
 """The environment variable of a key: on a command line, others would see it."""
@@ -120,6 +126,21 @@ def serve(
             "--strict-fields", help="Refuse unknown fields instead of ignoring them.", panel=HTTP
         ),
     ] = False,
+    files_dir: Annotated[
+        Path | None,
+        option(
+            "--files-dir",
+            help="Folder of uploaded files and batches.",
+            default="one among the user's state",
+            panel=HTTP,
+        ),
+    ] = None,
+    max_file_mib: Annotated[
+        int, option("--max-file-mib", help="Most MiB of an uploaded file.", panel=HTTP)
+    ] = 512,
+    max_stored_mib: Annotated[
+        int, option("--max-stored-mib", help="Most MiB of all files together.", panel=HTTP)
+    ] = 10_240,
     log_format: Annotated[
         LogFormat | None,
         option(
@@ -156,6 +177,8 @@ def serve(
         "max_body_mib": max_body_mib,
         "cors_origins": cors_origin or (),
         "strict_fields": strict_fields,
+        "max_file_mib": max_file_mib,
+        "max_stored_mib": max_stored_mib,
     }
     ServerSettings(**settings)  # checked before the model is loaded
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
@@ -171,14 +194,16 @@ def serve(
         where = (
             f"{'https' if tls.certificate else 'http'}://{_shown(host)}:{address.getsockname()[1]}"
         )
-        app = create_app(engine, **settings)
+        app, why_no_files = _with_files(partial(create_app, engine, **settings), files_dir)
         slots = f"{engine.parallel} slots of {engine.n_window} tokens"
         serve_app(
             app,
             address,
             grace_s=grace_s,
             tls=tls,
-            on_ready=lambda: _say_ready(ctx, f"{app.state.desk.model_name} at {where}, {slots}"),
+            on_ready=lambda: _say_ready(
+                ctx, f"serving {app.state.desk.model_name} at {where}, {slots}", why_no_files
+            ),
         )
 
 
@@ -188,21 +213,34 @@ def _n_replicas(asked: str, model: object, engine_settings: dict[str, Any]) -> i
     return best_replicas(model, EngineOptions.of(engine_settings)) if n == "auto" else n
 
 
+def _with_files(create: "Callable[..., Starlette]", folder: Path | None) -> "tuple[Starlette, str]":
+    """Return the application, and why it keeps no files: another server has the folder that nobody named."""
+    from cbatch.server.batch_store import default_folder  # needs the extra
+
+    try:
+        return create(files_dir=folder or default_folder()), ""
+    except ConfigError as error:
+        if folder is not None:
+            raise
+        return create(), f"no files and batches here: {error}"
+
+
 def _show_requests(ctx: typer.Context, log_format: LogFormat) -> None:
     """Show the log with times, from --log-level on, or with a line for each request."""
     ctx.obj.says_events = log_format is LogFormat.JSON
     show_log(ctx, ctx.find_root().params.get("log_level") or LogLevel.INFO, has_time=True)
 
 
-def _say_ready(ctx: typer.Context, what: str) -> None:
-    if ctx.obj.says_events:
-        tell("note", text=f"serving {what}")
-    else:
-        say(f"cbatch: serving {what}")
+def _say_ready(ctx: typer.Context, *texts: str) -> None:
+    for text in filter(None, texts):
+        if ctx.obj.says_events:
+            tell("note", text=text)
+        else:
+            say(f"cbatch: {text}")
 
 
 def _check_installed() -> None:
-    for name in ("starlette", "uvicorn", "prometheus_client"):
+    for name in ("starlette", "uvicorn", "prometheus_client", "python_multipart"):
         if find_spec(name) is None:
             raise ConfigError(
                 f'serve needs packages that are not installed ({name}): pip install "cbatch[server]"'

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,6 +18,7 @@ from starlette.routing import Route
 
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
+from cbatch.server import batch_endpoints as kept
 from cbatch.server import small_endpoints as small
 from cbatch.server.anthropic_messages import MessagesCall, count_tokens
 from cbatch.server.call import Answering
@@ -30,7 +33,7 @@ from cbatch.server.server_settings import ServerSettings
 from cbatch.server.watching import metrics, slots
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -65,10 +68,20 @@ def create_app(engine: Engine, **settings: Any) -> Starlette:
         routes=_routes(desk),
         middleware=_middleware(desk),
         exception_handlers={HTTPException: _not_routed, Exception: _unexpected},
+        lifespan=partial(_lifespan, desk),
     )
     app.router.redirect_slashes = False
     app.state.desk = desk
     return app
+
+
+@asynccontextmanager
+async def _lifespan(desk: Desk, app: Starlette) -> AsyncIterator[None]:
+    """Leave batches to the next server, where the application is told its end."""
+    try:
+        yield
+    finally:
+        await anyio.to_thread.run_sync(desk.close)
 
 
 def _routes(desk: Desk) -> list[Route]:
@@ -89,6 +102,15 @@ def _routes(desk: Desk) -> list[Route]:
         ("POST", "/tokenize", small.tokenize),
         ("POST", "/detokenize", small.detokenize),
         ("POST", "/apply-template", small.apply_template),
+        ("POST", "/files", kept.create_file),
+        ("GET", "/files", kept.list_files),
+        ("GET", "/files/{id}", kept.get_file),
+        ("DELETE", "/files/{id}", kept.delete_file),
+        ("GET", "/files/{id}/content", kept.file_content),
+        ("POST", "/batches", kept.create_batch),
+        ("GET", "/batches", kept.list_batches),
+        ("GET", "/batches/{id}", kept.get_batch),
+        ("POST", "/batches/{id}/cancel", kept.cancel_batch),
     ]
     return [
         Route(prefix + path, Endpoint(desk, path, handle), methods=[method])

@@ -6,15 +6,20 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 from anyio.lowlevel import RunVar
 
+from cbatch.server.batch_room import BatchRoom
+from cbatch.server.batch_store import BatchStore
+from cbatch.server.batches import Batches
 from cbatch.server.exposition import Exposition
 from cbatch.server.http_errors import HttpProblemError, draining, queue_full
 from cbatch.server.meters import Meters
 from cbatch.server.pulse import Pulse, Question
+from cbatch.server.server_settings import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +87,23 @@ class Desk:
         self.pulse = Pulse(engine, clock)
         self.slots: Question[list[SlotState]] = Question(engine.slots, clock)
         self.meters = Meters()
-        self.exposition = Exposition(self.pulse, self.meters, self.model_name)
+        self.room = BatchRoom(engine)
+        self.batches = self._opened_batches()
+        self.exposition = Exposition(self.pulse, self.meters, self.model_name, self.batches)
+
+    def _opened_batches(self) -> Batches | None:
+        """Return the batches of the server's folder, those that have not ended under way; None without a folder."""
+        settings = self.settings
+        if settings.files_dir is None:
+            return None
+        store = BatchStore(Path(settings.files_dir), settings.max_stored_mib * MIB)
+        return Batches(self.engine, store, self.room, settings, self.model_name)
+
+    def close(self) -> None:
+        """Leave the batches to the next server on the same folder; waits until what they have done is on disk."""
+        self.is_draining = True
+        if self.batches is not None:
+            self.batches.close()
 
     async def in_thread(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what `work` returns, done in a thread: it may wait for the engine."""
@@ -122,10 +143,12 @@ class Desk:
             raise queue_full(max(0, n_before - n_slots), n_limit)
         visit = Visit(n_choices, self.clock())
         self._visits[id(visit)] = visit
+        self.room.set_calls(self.n_in_flight)
         try:
             yield visit
         finally:
             del self._visits[id(visit)]
+            self.room.set_calls(self.n_in_flight)
 
     def end_visits(self) -> None:
         """End every call that is being answered: its client is told that the server shuts down."""

@@ -11,7 +11,7 @@ from cbatch.checks import MAX_DEPTH, is_too_deep, refuse_constant, why_unread
 from cbatch.server.http_errors import HttpProblemError, bad_request, told
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncGenerator, Mapping
 
     from starlette.types import Message, Receive, Scope, Send
 
@@ -72,8 +72,28 @@ class Exchange:
                 if not message.get("more_body", False):
                     break
         if scope.cancelled_caught:
-            raise HttpProblemError(408, "the request's body did not arrive in time", "body_timeout")
+            raise _too_slow()
         return b"".join(parts)
+
+    async def parts(self, n_max: int, seconds: float) -> AsyncGenerator[bytes, None]:
+        """Yield the parts of a body of at most `n_max` bytes, each within `seconds`. Raises as `body`."""
+        said = self.headers.get(b"content-length", b"")
+        if said.isdigit() and int(said[:20]) > n_max:
+            raise _too_large(n_max)
+        n_bytes, has_more = 0, True
+        while has_more:
+            message: Message | None = None
+            with anyio.move_on_after(seconds):
+                message = await self._receive()
+            if message is None:
+                raise _too_slow()
+            _check_stays(message)
+            data = message.get("body", b"")
+            n_bytes += len(data)
+            if n_bytes > n_max:
+                raise _too_large(n_max)
+            yield data
+            has_more = message.get("more_body", False)
 
     async def json(self, n_max: int, seconds: float) -> dict[str, Any]:
         """Return the body's JSON object. Raises as `body`, and a `HttpProblemError` where it is none."""
@@ -177,6 +197,10 @@ def _check_stays(message: Message) -> None:
 def _too_large(n_max: int) -> HttpProblemError:
     message = f"the request's body is larger than {n_max:,} bytes"
     return HttpProblemError(413, message, "request_too_large", headers={"connection": "close"})
+
+
+def _too_slow() -> HttpProblemError:
+    return HttpProblemError(408, "the request's body did not arrive in time", "body_timeout")
 
 
 def _no_json(why: str) -> HttpProblemError:

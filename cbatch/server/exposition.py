@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from cbatch.server.batch_store import ENDED
 from cbatch.server.meters import ITL_S, Histogram, Meters
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
+    from cbatch.server.batches import Batches
     from cbatch.server.pulse import Pulse
     from cbatch.stats import EngineStats
 
@@ -197,8 +199,10 @@ _ITL = ("cbatch:itl_seconds", "vllm:inter_token_latency_seconds")
 class Exposition(Collector):
     """All metrics of one server, in a registry of its own. Reading changes nothing."""
 
-    def __init__(self, pulse: Pulse, meters: Meters, model_name: str) -> None:
-        self._pulse, self._meters = pulse, meters
+    def __init__(
+        self, pulse: Pulse, meters: Meters, model_name: str, batches: Batches | None = None
+    ) -> None:
+        self._pulse, self._meters, self._batches = pulse, meters, batches
         self._labels = {"vllm": {"model_name": model_name, "engine": "0"}}
         """Labels of all metrics of a dialect."""
         self.registry = CollectorRegistry()
@@ -219,6 +223,13 @@ class Exposition(Collector):
             age = "Seconds since the engine told its figures; it tells them between runs."
             yield from self._figures(("cbatch:figures_age_seconds",), age, self._pulse.age_s)
         yield from self._of_answers()
+        if (batches := self._batches) is not None:
+            words = "Batches that have ended, by status."
+            ended = {status: batches.n_ended[status] for status in ENDED}
+            yield from self._figures(("cbatch:batches_total",), words, ended, "status")
+            words = "Lines of batches that have ended."
+            items = {outcome: batches.n_items[outcome] for outcome in ("completed", "failed")}
+            yield from self._figures(("cbatch:batch_requests_total",), words, items, "outcome")
 
     def _of_answers(self) -> Iterator[Metric]:
         """Return what the server has counted itself."""

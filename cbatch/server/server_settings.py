@@ -13,6 +13,7 @@ from cbatch.checks import (
     check_flag,
     check_float,
     check_int,
+    check_path,
     check_seconds,
     check_text,
     checked,
@@ -21,6 +22,7 @@ from cbatch.checks import (
 from cbatch.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
 MIB = 2**20
@@ -44,6 +46,10 @@ class ServerSettings:
         stall_s: seconds without progress of the engine, while requests are in flight, after which `/health` says so.
         strict_fields: refuse requests with unknown fields. Default: ignore these, and name them in a header.
         model_required: refuse requests that name no model.
+        files_dir: folder of uploaded files and batches, made where it is new; one server at a time uses it. Default:
+            neither files nor batches.
+        max_file_mib: most mebibytes of an uploaded file.
+        max_stored_mib: most mebibytes of all files together, above which no more are taken.
 
     Raises:
         ConfigError: a value of the wrong type, or out of range.
@@ -64,6 +70,9 @@ class ServerSettings:
     stall_s: float = checked(check_seconds, default=60.0)
     strict_fields: bool = checked(check_flag, default=False)
     model_required: bool = checked(check_flag, default=False)
+    files_dir: str | os.PathLike[str] | None = checked(check_path)
+    max_file_mib: int = checked(check_int, 1, MAX_INT, default=512)
+    max_stored_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
 
     def __new__(cls, **settings: Any) -> ServerSettings:
         """Refuse unknown names with cbatch's own error."""

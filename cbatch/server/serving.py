@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C: calls in flight have `grace_s` seconds then; a second signal ends them at once.
 
-    `on_ready` is called when connections are accepted.
+    Batches are left to the next server on the same folder. `on_ready` is called when connections are accepted.
     """
     tls = tls or Tls()
     config = uvicorn.Config(
@@ -77,7 +78,9 @@ def serve(
         ssl_certfile=tls.certificate,
         ssl_keyfile=tls.key,
     )
-    DrainingServer(config, app.state.desk, grace_s, on_ready).run(sockets=[address])
+    desk: Desk = app.state.desk
+    with closing(desk):
+        DrainingServer(config, desk, grace_s, on_ready).run(sockets=[address])
 
 
 class DrainingServer(uvicorn.Server):

@@ -1,0 +1,96 @@
+"""What the body of a batch's line asks: the same call as at its endpoint, and the same answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import CBatchError
+from cbatch.files.served_batch import Reply
+from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
+from cbatch.server.openai_chat import ChatCall
+from cbatch.server.openai_completions import CompletionCall
+from cbatch.server.request_fields import with_param
+from cbatch.server.responses_api import ResponsesCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from cbatch.files.served_batch import Ask
+    from cbatch.messages import BatchPrompt
+    from cbatch.response import BatchResult
+    from cbatch.server.call import Call
+    from cbatch.server.server_settings import ServerSettings
+
+CALLS: Mapping[str, Callable[..., Call]] = {
+    "/v1/chat/completions": ChatCall.of,
+    "/v1/completions": CompletionCall.of,
+    "/v1/responses": ResponsesCall.of,
+}
+"""Endpoints of batches, and what reads their bodies."""
+
+
+class LineQuestion:
+    """One call of a batch."""
+
+    def __init__(self, call: Call, model: str) -> None:
+        (prompt,) = call.prompts
+        self._call, self._model = call, model
+        self._prompt = replace(prompt, options=call.asked.options)
+
+    @property
+    def prompt(self) -> BatchPrompt:
+        """The prompt, with its options."""
+        return self._prompt
+
+    def reply(self, result: BatchResult) -> Reply:
+        """Return the answer that the endpoint would give."""
+        if result.error is None:
+            return Reply(200, self._call.body([result], self._model))
+        call = self._call
+        error = with_param(result.error, call.asked, call.prompt_field)
+        return _refusal(problem_of(error, call.prompt_field))
+
+
+def asker(endpoint: str, settings: ServerSettings, model: str, adapters: Collection[str]) -> Ask:
+    """Return what reads the bodies of an endpoint.
+
+    Args:
+        endpoint: one of `CALLS`.
+        settings: of the server.
+        model: what answers call the model where a line names none.
+        adapters: names that select an adapter.
+    """
+    call_of = CALLS[endpoint]
+
+    def ask(body: dict[str, Any]) -> LineQuestion | Reply:
+        try:
+            call = call_of(body, is_strict=settings.strict_fields)
+            _check(call, settings)
+            asked = call.asked
+            if asked.model in adapters and asked.options.adapter is None:
+                asked.options = replace(asked.options, adapter=asked.model)
+            return LineQuestion(call, asked.model or model)
+        except (HttpProblemError, CBatchError) as error:
+            return _refusal(problem_of(error))
+
+    return ask
+
+
+def _check(call: Call, settings: ServerSettings) -> None:
+    """Refuse what a line of a batch cannot be."""
+    if call.asked.is_streamed:
+        raise refused("stream", "an answer in a batch comes whole")
+    if len(call.prompts) != 1:
+        words = f"{call.prompt_field} is a list of {len(call.prompts)} prompts"
+        raise bad_request(f"{words}: give each a line of its own", call.prompt_field)
+    n_all = call.asked.options.n_choices
+    if n_all > settings.max_choices:
+        words = f"{n_all} answers are asked for; at most {settings.max_choices} are allowed"
+        raise bad_request(words, call.prompt_field)
+    if call.asked.model is None and settings.model_required:
+        raise bad_request("model is missing", "model")
+
+
+def _refusal(problem: HttpProblemError) -> Reply:
+    return Reply(problem.status, problem.as_openai())

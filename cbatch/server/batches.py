@@ -1,0 +1,413 @@
+"""The batches of a server: each is checked, run beside the calls, and ends with files of its answers.
+
+A batch that has not ended has a thread. How far it is, is on disk: the next server on the same folder goes on with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import (
+    ConfigError,
+    EngineError,
+    OutputError,
+    RequestCancelledError,
+)
+from cbatch.files.served_batch import BatchPlaces, ServedBatch, check_requests
+from cbatch.logs import Log
+from cbatch.server.batch_questions import asker
+from cbatch.server.batch_room import ItemGate
+from cbatch.server.batch_store import new_file_id
+from cbatch.server.http_errors import NO_RETRY, SOON, HttpProblemError, draining
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cbatch.engine import Engine
+    from cbatch.response import BatchResult
+    from cbatch.server.batch_room import BatchRoom
+    from cbatch.server.batch_store import Batch, BatchStore, StoredFile
+    from cbatch.server.server_settings import ServerSettings
+
+_log = Log("cbatch.server")
+
+_N_AT_ONCE = 4
+"""Most batches that run at once, the oldest: our choice; a small one need not wait for a large one before it."""
+
+_N_UNFINISHED = 256
+"""Most batches that have not ended: each has a thread."""
+
+_N_PROBLEMS = 100
+"""Most lines that a batch tells as wrong: our choice."""
+
+_AGAIN_S = 15.0
+"""Seconds until a run is tried again that a full disk, or `cancel_all`, has ended."""
+
+_NEVER_RAN = {
+    "expired": (
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled."),
+}
+"""Code and message of lines without an answer, by the batch's last status. Source: OpenAI's batch guide."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A batch that has not ended."""
+
+    batch: Batch
+    gate: ItemGate | None = None
+    run: ServedBatch | None = None
+    thread: threading.Thread | None = None
+    is_checked: bool = False
+    """Whether it may run when its turn comes."""
+
+    def stop(self) -> None:
+        """Begin no more lines."""
+        if self.run is not None:
+            self.run.stop()
+        if self.gate is not None:
+            self.gate.close()
+
+
+class _StoppedError(Exception):
+    """The server ends: the batch goes on with the next one."""
+
+
+class Batches:
+    """All batches of one server. Every method from any thread; each may wait for the disk."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: BatchStore,
+        room: BatchRoom,
+        settings: ServerSettings,
+        model: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Go on with the batches that have not ended."""
+        self.store = store
+        self.n_ended = Counter[str]()
+        """Batches that have ended, by status."""
+        self.n_items = Counter[str]()
+        """Lines that have ended: completed, failed."""
+        self._engine, self._room, self._settings, self._model = engine, room, settings, model
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._jobs: dict[str, _Job] = {}
+        self._is_closed = False
+        for batch in store.unfinished():
+            self._begin(batch)
+
+    # ---- what clients ask ----
+
+    def create(self, file: StoredFile, window_s: int, **fields: Any) -> dict[str, Any]:
+        """Begin a batch over a file.
+
+        Raises:
+            HttpProblemError: too many have not ended, the disk is full, or the server is being stopped.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise draining()
+            if len(self._jobs) >= _N_UNFINISHED:
+                message = f"{len(self._jobs)} batches have not ended: try again later"
+                raise HttpProblemError(429, message, "rate_limit_exceeded", headers=SOON)
+            batch = self.store.new_batch(file, window_s, **fields)
+            told = batch.as_json()
+            self._begin(batch)
+        return told
+
+    def get(self, id: str) -> dict[str, Any]:
+        """Return a batch. Raises a `HttpProblemError` where there is none."""
+        with self._changed:
+            return self._told(self.store.batch(id))
+
+    def newest(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
+        """Return batches behind the one with the id `after`, and whether there are more."""
+        with self._changed:
+            found, has_more = self.store.batches(after, limit)
+            return [self._told(batch) for batch in found], has_more
+
+    def cancel(self, id: str) -> dict[str, Any]:
+        """Begin no more lines of a batch; those that run are finished.
+
+        Raises:
+            HttpProblemError: there is none, or it has ended otherwise.
+        """
+        with self._changed:
+            job = self._jobs.get(id)
+            batch = self.store.batch(id) if job is None else job.batch
+            if batch.status in ("cancelling", "cancelled"):
+                return self._told(batch)
+            if job is None or batch.status not in ("validating", "in_progress"):
+                message = f"Cannot cancel a batch with status '{batch.status}'."
+                raise HttpProblemError(409, message, None, headers=NO_RETRY)
+            self._move(job, "cancelling", "cancelling_at")
+            job.stop()
+            self._changed.notify_all()
+            return self._told(batch)
+
+    def _told(self, batch: Batch) -> dict[str, Any]:
+        """Return a batch as it is now."""
+        job = self._jobs.get(batch.id)
+        if job is not None:
+            batch = job.batch
+            if job.run is not None:
+                batch.n_completed, batch.n_failed = job.run.n_done, job.run.n_failed
+        return batch.as_json()
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """End all work, to be continued by the next server on the same folder; wait until it is on disk."""
+        with self._changed:
+            self._is_closed = True
+            jobs = [*self._jobs.values()]
+            self._changed.notify_all()
+        for job in jobs:
+            job.stop()
+            if job.run is not None:
+                job.run.cancel()
+        for job in jobs:
+            if job.thread is not None:
+                job.thread.join()
+        self._room.close()
+        self.store.close()
+
+    # ---- one batch, in its thread ----
+
+    def _begin(self, batch: Batch) -> None:
+        job = _Job(batch, is_checked=batch.in_progress_at is not None)
+        self._jobs[batch.id] = job
+        name = f"cbatch-{batch.id}"
+        job.thread = threading.Thread(target=self._see_through, args=[job], name=name, daemon=True)
+        job.thread.start()
+
+    def _see_through(self, job: _Job) -> None:
+        """Take a batch to its end, again after what passes; or leave it to the next server."""
+        try:
+            while not self._is_through(job):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, _AGAIN_S)
+        except _StoppedError:
+            pass
+        except EngineError as error:
+            if not self._is_closed:
+                _log.warn("batch %s waits for the next start: %s", job.batch.id, error)
+        except Exception as error:
+            _log.fail(f"batch {job.batch.id} has failed")
+            known = isinstance(error, ConfigError)
+            words = str(error) if known else "an internal error"
+            self._fail(
+                job, [{"code": "storage_changed" if known else "internal_error", "message": words}]
+            )
+        finally:
+            if job.batch.has_ended:
+                with self._changed:
+                    del self._jobs[job.batch.id]
+                    self._changed.notify_all()
+
+    def _is_through(self, job: _Job) -> bool:
+        """Take a batch to its end; False where it must be tried again later."""
+        try:
+            if not job.is_checked and job.batch.status == "validating":
+                self._check(job)
+            if job.batch.status == "in_progress":
+                self._run(job)
+            if not job.batch.has_ended:
+                self._finish(job)
+        except (OutputError, OSError, RequestCancelledError, sqlite3.OperationalError) as error:
+            self._check_open()
+            _log.warn("batch %s is tried again in %d s: %s", job.batch.id, int(_AGAIN_S), error)
+            return False
+        return True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise _StoppedError
+
+    def _places(self, batch: Batch) -> BatchPlaces:
+        folder = self.store.folder_of(batch)
+        names = ("requests.jsonl", "answers.jsonl", "errors.jsonl")
+        return BatchPlaces(*(folder / name for name in names))
+
+    def _check(self, job: _Job) -> None:
+        """Look through the requests; the batch fails where a line is none."""
+        batch = job.batch
+        try:
+            found = check_requests(
+                self._places(batch).requests,
+                batch.endpoint,
+                n_problems=_N_PROBLEMS,
+                max_line_bytes=self._settings.max_body_mib * 2**20,
+                is_stopped=lambda: self._is_closed or batch.status == "cancelling",
+            )
+        except ConfigError as error:
+            words = str(error).rpartition("requests.jsonl: ")[2]
+            self._fail(job, [_problem("invalid_file", words)])
+            return
+        self._check_open()
+        if batch.status == "cancelling":
+            return
+        batch.n_total, batch.model = found.n_items, found.model or None
+        if not found.n_items:
+            self._fail(job, [_problem("empty_file", "the file has no requests")])
+        elif found.problems:
+            self._fail(job, [{**asdict(p.error), "line": p.line} for p in found.problems])
+        else:
+            job.is_checked = True
+            with self._changed:
+                if batch.status == "validating":
+                    self._move(job, "in_progress", "in_progress_at")
+
+    def _run(self, job: _Job) -> None:
+        """Run the requests, unless the batch is cancelled or its time is over before its turn comes."""
+        batch = job.batch
+        if batch.kept_engine and job.run is None:  # begun by an earlier server
+            run = self._served(batch, ItemGate(self._room))
+            run.recount()
+            batch.n_completed, batch.n_failed = run.n_done, run.n_failed
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or batch.status != "in_progress" or self._has_turn(job),
+                max(0.0, batch.expires_at - self._clock()),
+            )
+            self._check_open()
+            may_run = batch.status == "in_progress" and self._has_turn(job)
+        left_s = batch.expires_at - self._clock()
+        if may_run and left_s > 0 and self._is_our_engine(job):
+            self._run_for(job, left_s)
+        with self._changed:
+            if batch.status == "in_progress":
+                batch.kept_ending = "completed" if self._is_whole(batch) else "expired"
+                self._move(job, "finalizing", "finalizing_at")
+
+    def _has_turn(self, job: _Job) -> bool:
+        ready = [other for other in self._jobs.values() if other.is_checked]
+        return job in ready[:_N_AT_ONCE]
+
+    def _is_whole(self, batch: Batch) -> bool:
+        return batch.n_completed + batch.n_failed >= batch.n_total
+
+    def _is_our_engine(self, job: _Job) -> bool:
+        """Whether the engine is the one that gave the answers so far; else wait until the batch's time is over."""
+        batch = job.batch
+        options = self._engine.options
+        said = {
+            f.name: repr(value)
+            for f in fields(options)
+            if (value := getattr(options, f.name)) is not None
+        }
+        now = json.dumps([self._engine.fingerprint, said], sort_keys=True)
+        with self._changed:
+            if batch.kept_engine == "":
+                batch.kept_engine = now
+                self.store.save(batch)
+            if batch.kept_engine == now:
+                return True
+            _log.warn(
+                "batch %s waits: it was begun with another model or other options, and goes on when these are served",
+                batch.id,
+            )
+            job.is_checked = False  # others may have its turn
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._is_closed or batch.status != "in_progress",
+                max(0.0, batch.expires_at - self._clock()),
+            )
+        self._check_open()
+        return False
+
+    def _served(self, batch: Batch, gate: ItemGate) -> ServedBatch:
+        adapters = self._engine.model_facts.adapters
+        return ServedBatch(
+            self._engine,
+            self._places(batch),
+            batch.endpoint,
+            asker(batch.endpoint, self._settings, self._model, adapters),
+            gate,
+            f"{batch.id}-",
+            self._settings.max_body_mib * 2**20,
+        )
+
+    def _run_for(self, job: _Job, seconds: float) -> None:
+        gate = ItemGate(self._room)
+        run = self._served(job.batch, gate)
+        with self._changed:
+            job.run, job.gate = run, gate
+            if self._is_closed or job.batch.status == "cancelling":
+                run.stop()
+        try:
+            run.run(seconds, self._count)
+        finally:
+            gate.close()
+            gate.clear()
+            with self._changed:
+                job.batch.n_completed, job.batch.n_failed = run.n_done, run.n_failed
+        self._check_open()
+
+    def _count(self, result: BatchResult | None) -> None:
+        with self._changed:
+            is_answer = result is not None and result.error is None
+            self.n_items["completed" if is_answer else "failed"] += 1
+
+    def _finish(self, job: _Job) -> None:
+        """Make the files of a batch that runs no more, and end it; done again after a kill, it changes nothing."""
+        batch = job.batch
+        ending = "cancelled" if batch.status == "cancelling" else batch.kept_ending
+        if batch.in_progress_at is not None and ending != "completed":
+            run = job.run or self._served(batch, ItemGate(self._room))
+            run.conclude(*_NEVER_RAN[ending])
+            batch.n_completed, batch.n_failed = run.n_done, run.n_failed
+        with self._changed:
+            places, seconds = self._places(batch), batch.kept_seconds
+            wanted = [
+                ("output_file_id", places.answers, "output", batch.n_completed),
+                ("error_file_id", places.errors, "error", batch.n_failed),
+            ]
+            made = [(name, path, kind) for name, path, kind, n in wanted if n]
+            for name, _, _ in made:
+                setattr(batch, name, getattr(batch, name) or new_file_id())
+            self.store.save(batch)  # the ids are known before there are files
+            for name, path, kind in made:
+                file_name = f"{batch.id}_{kind}.jsonl"
+                self.store.adopt_file(path, file_name, seconds, getattr(batch, name))
+            self._move(job, ending, f"{ending}_at")
+
+    def _fail(self, job: _Job, errors: list[dict[str, Any]]) -> None:
+        with self._changed:
+            job.batch.errors = errors
+            self._move(job, "failed", "failed_at")
+
+    def _move(self, job: _Job, status: str, stamp: str) -> None:
+        """Give a batch another status, on disk too; within the lock."""
+        batch = job.batch
+        batch.status = status
+        setattr(batch, stamp, int(self._clock()))
+        self.store.save(batch)
+        if batch.has_ended:
+            self.n_ended[status] += 1
+            _log.tell(
+                "batch",
+                batch_id=batch.id,
+                endpoint=batch.endpoint,
+                status=status,
+                total=batch.n_total,
+                completed=batch.n_completed,
+                failed=batch.n_failed,
+                elapsed_s=int(self._clock()) - batch.created_at,
+            )
+
+
+def _problem(code: str, message: str) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": None, "line": None}

@@ -1,0 +1,141 @@
+"""Batches through the ends of their servers: each line is answered once, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from tests.runtime.backends import GatedBackend
+from tests.server.clients import call, wait_until
+from tests.server.kept import answers, batch_of, begun, ended, kept_app, line, lines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+N = 40
+MANY = lines(*(line(f"r{i}") for i in range(N)))
+
+
+def ended_by(folder: Path, backend: GatedBackend) -> tuple[str, bytes]:
+    """A batch whose server ended amid it: its id, and its answers so far."""
+    with kept_app(folder, Engine(backend)) as app:
+        id = begun(app, MANY)
+        backend.wait_until_held()
+        place = folder / "kept" / "work" / id / "answers.jsonl"
+        wait_until(lambda: place.exists() and place.stat().st_size > 0)
+        backend.release_when_asked()
+    found = place.read_bytes()
+    assert 0 < found.count(b"\n") < N
+    return id, found
+
+
+def test_batch_goes_on_with_the_next_server(tmp_path: Path) -> None:
+    id, before = ended_by(tmp_path, GatedBackend(4, 256, hold_at=40))
+    with kept_app(tmp_path) as app:
+        batch = ended(app, id)
+        found = answers(app, batch)
+        data = call(app, f"/v1/files/{batch['output_file_id']}/content").content
+    assert batch["request_counts"] == {"total": N, "completed": N, "failed": 0}
+    assert found.keys() == {f"r{i}" for i in range(N)}
+    assert data.startswith(before)
+    assert not [*(tmp_path / "kept" / "work").iterdir()]
+
+
+def test_batch_of_another_model_waits_for_its_own(tmp_path: Path) -> None:
+    id, before = ended_by(tmp_path, GatedBackend(4, 256, hold_at=40))
+    with kept_app(tmp_path, Engine(FakeBackend(4, 256), options={"top_k": 7})) as app:
+        other = ended(app, begun(app, lines(line("a"))))
+        assert other["status"] == "completed"
+        n_before = before.count(b"\n")
+        wait_until(lambda: batch_of(app, id)["request_counts"]["completed"] == n_before)
+        assert batch_of(app, id)["status"] == "in_progress"
+    with kept_app(tmp_path) as app:
+        assert len(answers(app, ended(app, id))) == N
+
+
+def test_batch_that_was_being_cancelled_is_cancelled_by_the_next_server(tmp_path: Path) -> None:
+    backend = GatedBackend(2, 256, hold_at=20)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        id = begun(app, MANY)
+        backend.wait_until_held()
+        call(app, f"/v1/batches/{id}/cancel", method="POST")
+        backend.release_when_asked()
+    with kept_app(tmp_path) as app:
+        batch = ended(app, id)
+        assert batch["status"] == "cancelled"
+        assert len(answers(app, batch)) == N
+
+
+def test_engine_that_is_closed_leaves_its_batches_to_the_next(tmp_path: Path) -> None:
+    backend = GatedBackend(2, 256, hold_at=20)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        id = begun(app, MANY)
+        backend.wait_until_held()
+        backend.release_when_asked()
+        app.state.desk.engine.close()
+        assert batch_of(app, id)["status"] == "in_progress"
+    with kept_app(tmp_path) as app:
+        assert len(answers(app, ended(app, id))) == N
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.server import create_app
+from cbatch.server.batch_store import BATCH
+
+class Slow(FakeBackend):
+    def run(self, plan):
+        time.sleep(0.002)
+        self.interrupt()
+        return super().run(plan)
+
+engine = Engine(Slow(4, 256))
+desk = create_app(engine, files_dir=sys.argv[1]).state.desk
+store = desk.batches.store
+if not store.batches(None, 1)[0]:
+    with store.arriving() as arriving:
+        arriving.write(Path(sys.argv[2]).read_bytes())
+        file = arriving.keep("in", BATCH, None)
+    desk.batches.create(file, 86400, endpoint="/v1/chat/completions", completion_window="24h")
+print("ready", flush=True)
+while not store.batches(None, 1)[0][0].has_ended:
+    time.sleep(0.01)
+    print(store.batches(None, 1)[0][0].status, flush=True)
+"""
+
+
+@pytest.mark.real
+def test_killed_servers_answer_each_line_once(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(MANY)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "kept"), str(tmp_path / "in")]
+    n_kills = 0
+    for n_lines in range(1, 99, 6):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in zip(range(n_lines), process.stdout, strict=False):
+                pass
+            is_over = process.poll() is not None
+            process.kill()
+        n_kills += not is_over
+        if is_over:
+            break
+    assert n_kills > 3
+    with kept_app(tmp_path) as app:
+        (batch,) = call(app, "/v1/batches").json()["data"]
+        batch = ended(app, batch["id"])
+        found = answers(app, batch)
+        files = call(app, "/v1/files").json()["data"]
+    assert batch["request_counts"] == {"total": N, "completed": N, "failed": 0}
+    assert found.keys() == {f"r{i}" for i in range(N)}
+    assert len(files) == 2
+    texts = {json.dumps(each["response"]["body"]["choices"]) for each in found.values()}
+    assert len(texts) == 1

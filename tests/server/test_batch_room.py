@@ -1,0 +1,113 @@
+"""Who has which slots: calls first, and items of batches in those that are left."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+from cbatch.errors import EngineClosedError
+from cbatch.server.batch_room import BatchRoom, ItemGate
+from tests.runtime.backends import in_thread
+from tests.server.clients import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch.engine import Engine
+
+
+class Paused:
+    """The face of an engine that knows who is paused."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.parallel = n_slots
+        self.ids: set[str] = set()
+        self.n_unknown = 0
+        """How often an item is not known yet."""
+
+    def pause(self, id: str) -> bool:
+        if self.n_unknown:
+            self.n_unknown -= 1
+            return False
+        self.ids.add(id)
+        return True
+
+    def resume(self, id: str) -> bool:
+        self.ids.discard(id)
+        return True
+
+
+@contextmanager
+def room_of(n_slots: int) -> Iterator[tuple[BatchRoom, Paused]]:
+    engine = Paused(n_slots)
+    room = BatchRoom(cast("Engine", engine))
+    try:
+        yield room, engine
+    finally:
+        room.close()
+
+
+def test_newest_items_give_way_to_calls_and_come_back() -> None:
+    with room_of(3) as (room, engine):
+        gate = ItemGate(room)
+        assert all(gate.enter(id) for id in "abc")
+        for n_calls, paused in (
+            (1, {"c"}),
+            (3, {"a", "b", "c"}),
+            (9, {"a", "b", "c"}),
+            (2, {"b", "c"}),
+        ):
+            room.set_calls(n_calls)
+            wait_until(lambda paused=paused: engine.ids == paused)  # type: ignore[misc]
+        gate.leave("a")
+        wait_until(lambda: engine.ids == {"c"})
+        room.set_calls(0)
+        wait_until(lambda: not engine.ids)
+
+
+def test_item_waits_until_a_slot_is_left_for_it() -> None:
+    with room_of(2) as (room, _):
+        gate = ItemGate(room)
+        assert gate.enter("a")
+        room.set_calls(1)
+        waiting = in_thread(lambda: gate.enter("b"))
+        room.set_calls(0)
+        assert waiting()
+        waiting = in_thread(lambda: gate.enter("c"))
+        gate.leave("a")
+        assert waiting()
+
+
+def test_gate_that_is_closed_lets_nobody_in() -> None:
+    with room_of(1) as (room, _):
+        one, other = ItemGate(room), ItemGate(room)
+        assert one.enter("a")
+        waiting = in_thread(lambda: other.enter("b"))
+        other.close()
+        assert not waiting()
+        one.clear()
+        assert ItemGate(room).enter("c")
+
+
+def test_item_that_is_not_queued_yet_is_paused_later() -> None:
+    with room_of(1) as (room, engine):
+        engine.n_unknown = 2
+        assert room.enter("a", lambda: False)
+        room.set_calls(1)
+        wait_until(lambda: engine.ids == {"a"})
+
+
+def test_engine_that_ends_ends_the_thread() -> None:
+    def fail(id: str) -> bool:
+        raise EngineClosedError("closed")
+
+    engine = SimpleNamespace(parallel=1, pause=fail, resume=fail)
+    room = BatchRoom(cast("Engine", engine))
+    before = {*threading.enumerate()}
+    assert room.enter("a", lambda: False)
+    (thread,) = {*threading.enumerate()} - before
+    room.set_calls(1)
+    thread.join(60)
+    assert not thread.is_alive()

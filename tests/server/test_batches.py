@@ -1,0 +1,425 @@
+"""Batches: checked, answered line by line as their endpoints answer, cancelled, expired, refused."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.files.output import durable
+from cbatch.server import batches
+from tests.runtime.backends import GatedBackend
+from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, wait_until
+from tests.server.kept import (
+    SHORT,
+    answers,
+    batch_of,
+    begun,
+    begun_over,
+    content,
+    ended,
+    kept_app,
+    line,
+    lines,
+    upload,
+)
+from tests.server.test_watching import of, scrape
+from tests.worker.links import Launches, MortalBackend
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RESPONSES = "/v1/responses"
+
+
+def many(n: int) -> bytes:
+    return lines(*(line(f"r{i}") for i in range(n)))
+
+
+def test_batch_has_an_answer_for_each_line(tmp_path: Path) -> None:
+    wrong = line("wrong", messages=USER, temperature=-1)
+    streamed = line("streamed", messages=USER, stream=True)
+    long = line("long", messages=[{"role": "user", "content": "a" * 999}])
+    with kept_app(tmp_path) as app:
+        alone = call(app, CHAT, {"messages": USER, **SHORT}).json()
+        id = begun(app, lines(line("a"), wrong, line("b"), streamed, long), metadata={"k": "v"})
+        batch = ended(app, id)
+        found = answers(app, batch)
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 5, "completed": 2, "failed": 3}
+    assert (batch["object"], batch["metadata"], batch["model"]) == ("batch", {"k": "v"}, "m")
+    assert batch["errors"] is None
+    stamps = [batch[f"{name}_at"] for name in ("created", "in_progress", "finalizing", "completed")]
+    assert stamps == sorted(stamps)
+    assert batch["expires_at"] == batch["created_at"] + 86_400
+    for name in ("a", "b"):
+        body = found[name]["response"]["body"]
+        assert body["choices"] == alone["choices"]
+        assert body["object"] == "chat.completion"
+        assert body["model"] == "m"
+    told = {name: found[name]["response"] for name in ("wrong", "streamed", "long")}
+    assert {name: each["status_code"] for name, each in told.items()} == dict.fromkeys(told, 400)
+    assert told["wrong"]["body"]["error"]["param"] == "temperature"
+    assert told["streamed"]["body"]["error"]["param"] == "stream"
+    assert told["long"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "kind"),
+    [
+        (COMPLETIONS, {"prompt": "ab"}, "text_completion"),
+        (COMPLETIONS, {"prompt": [5, 6, 7]}, "text_completion"),
+        (RESPONSES, {"input": "Hi", "max_output_tokens": 4}, "response"),
+    ],
+)
+def test_endpoints_answer_as_they_do_alone(
+    tmp_path: Path, endpoint: str, body: dict[str, Any], kind: str
+) -> None:
+    body = {"temperature": 0, "ignore_eos": True, "seed": 1, **body}
+    with kept_app(tmp_path) as app:
+        alone = call(app, endpoint, body).json()
+        batch = ended(app, begun(app, lines(line("a", endpoint, **body)), endpoint))
+        answer = answers(app, batch)["a"]["response"]["body"]
+    assert answer["object"] == alone["object"] == kind
+    for name in ("choices", "status"):
+        assert answer.get(name) == alone.get(name)
+    if kind == "response":
+        assert answer["output"][0]["content"] == alone["output"][0]["content"]
+
+
+def test_several_prompts_in_a_line_are_refused(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        several = line("a", COMPLETIONS, prompt=["a", "b"], max_tokens=1)
+        batch = ended(app, begun(app, lines(several), COMPLETIONS))
+        answer = answers(app, batch)["a"]["response"]
+    assert (answer["status_code"], answer["body"]["error"]["param"]) == (400, "prompt")
+    assert batch["output_file_id"] is None
+
+
+def test_wrong_lines_fail_the_batch_with_their_numbers(tmp_path: Path) -> None:
+    wrong = [
+        (b'{"custom_id": "a"', "invalid_json_line"),
+        (b"[1]", "invalid_json_line"),
+        (lines({"method": "POST", "url": CHAT, "body": {}}), "missing_custom_id"),
+        (lines({**line("b"), "custom_id": 3}), "invalid_custom_id"),
+        (lines({**line("c"), "method": "GET"}), "invalid_method"),
+        (lines({**line("d"), "url": COMPLETIONS}), "url_mismatch"),
+        (lines({**line("e"), "url": 3}), "url_mismatch"),
+        (lines({**line("f"), "body": 3}), "invalid_request"),
+        (lines({**line("g"), "more": 3}), "invalid_request"),
+        (lines(line("first")), "duplicate_custom_id"),
+        (b'{"custom_id": "\xff"}', "invalid_utf8"),
+        (lines(line("h", model="other", messages=USER)), "model_mismatch"),
+        (b"[" * 100_000, "invalid_json_line"),
+        (lines(line("i", model="m", messages="a" * 2**20)), "line_too_long"),
+    ]
+    data = lines(line("first")) + b"\n" + b"".join(one.rstrip(b"\n") + b"\n" for one, _ in wrong)
+    with kept_app(tmp_path, max_body_mib=1) as app:
+        batch = ended(app, begun(app, data))
+    assert batch["status"] == "failed"
+    assert batch["failed_at"] is not None
+    assert (batch["output_file_id"], batch["error_file_id"]) == (None, None)
+    found = [(each["line"], each["code"]) for each in batch["errors"]["data"]]
+    assert found == [(i, code) for i, (_, code) in enumerate(wrong, 3)]
+    assert batch["errors"]["object"] == "list"
+    assert all(str(tmp_path) not in each["message"] for each in batch["errors"]["data"])
+
+
+@pytest.mark.parametrize("data", [b" \n\n", b"\xef\xbb\xbf\n"])
+def test_file_without_requests_fails_its_batch(tmp_path: Path, data: bytes) -> None:
+    with kept_app(tmp_path) as app:
+        batch = ended(app, begun(app, data))
+    assert batch["status"] == "failed"
+    assert [each["code"] for each in batch["errors"]["data"]] == ["empty_file"]
+
+
+def test_utf16_fails_the_batch_and_tells_no_path(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        batch = ended(app, begun(app, many(1).decode().encode("utf-16")))
+    (error,) = batch["errors"]["data"]
+    assert (batch["status"], error["code"]) == ("failed", "invalid_file")
+    assert error["message"].startswith("is UTF-16")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("endpoint", "/v1/embeddings"),
+        ("endpoint", 3),
+        ("endpoint", None),
+        ("completion_window", "0h"),
+        ("completion_window", "31d"),
+        ("completion_window", "soon"),
+        ("completion_window", 24),
+        ("input_file_id", 7),
+        ("input_file_id", ["a"]),
+        ("metadata", {"k": 1}),
+        ("metadata", [1]),
+        ("metadata", {"k" * 65: ""}),
+        ("metadata", {"k": "v" * 513}),
+        ("metadata", {str(i): "" for i in range(17)}),
+        ("output_expires_after", {"anchor": "created_at", "seconds": 3599}),
+        ("output_expires_after", {"anchor": "now", "seconds": 3600}),
+        ("output_expires_after", 3600),
+    ],
+)
+def test_wrong_field_of_a_batch_is_refused_by_name(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    with kept_app(tmp_path) as app:
+        file = upload(app, many(1)).json()["id"]
+        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        error = error_of(call(app, "/v1/batches", {**asked, field: value}), 400)
+        assert field in error["message"]
+        assert call(app, "/v1/batches").json()["data"] == []
+
+
+def test_unknown_fields_of_a_batch_are_named(tmp_path: Path) -> None:
+    for is_strict in (False, True):
+        with kept_app(tmp_path / str(is_strict), strict_fields=is_strict) as app:
+            file = upload(app, many(1)).json()["id"]
+            asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h", "x": 1}
+            answer = call(app, "/v1/batches", asked)
+        if is_strict:
+            assert error_of(answer, 400)["param"] == "x"
+        else:
+            assert answer.headers["x-ignored-fields"] == "x"
+
+
+def test_batches_are_listed_by_pages_the_newest_first(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        ids = [begun(app, many(1)) for _ in range(5)]
+        for id in ids:
+            ended(app, id)
+        whole = call(app, "/v1/batches").json()
+        assert [each["id"] for each in whole["data"]] == ids[::-1]
+        assert (whole["first_id"], whole["last_id"]) == (ids[-1], ids[0])
+        assert not whole["has_more"]
+        first = call(app, "/v1/batches?limit=2").json()
+        rest = call(app, f"/v1/batches?limit=3&after={first['last_id']}").json()
+        assert [*first["data"], *rest["data"]] == whole["data"]
+        assert (first["has_more"], rest["has_more"]) == (True, False)
+        for limit in ("0", "101", "x", "-1"):
+            assert error_of(call(app, f"/v1/batches?limit={limit}"), 400)["param"] == "limit"
+        error_of(call(app, "/v1/batches?after=batch_0"), 404)
+
+
+def test_unknown_batches_are_not_there(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        for id in ("batch_0", "..%2Findex.sqlite3", "%00", "a" * 9999):
+            error_of(call(app, f"/v1/batches/{id}"), 404)
+            error_of(call(app, f"/v1/batches/{id}/cancel", method="POST"), 404)
+        asked = {"input_file_id": "file-0", "endpoint": CHAT, "completion_window": "24h"}
+        error_of(call(app, "/v1/batches", asked), 404)
+
+
+def test_server_without_a_folder_says_so() -> None:
+    with Engine(FakeBackend(1, 64)) as engine:
+        from cbatch.server import create_app
+
+        app = create_app(engine)
+        for path in ("/v1/files", "/v1/batches", "/v1/batches/a"):
+            assert error_of(call(app, path), 404)["code"] == "files_not_kept"
+
+
+def test_batches_of_messages_are_refused_in_the_format_of_their_path(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        answer = call(app, "/v1/messages/batches", {"requests": []})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
+
+
+def test_batches_need_a_key_where_keys_are_set(tmp_path: Path) -> None:
+    with kept_app(tmp_path, api_keys=["k"]) as app:
+        for path in ("/v1/files", "/v1/batches"):
+            error_of(call(app, path), 401)
+            assert call(app, path, headers={"x-api-key": "k"}).status_code == 200
+
+
+# ---- cancel, and time that is over ----
+
+
+def test_cancelled_batch_has_what_is_done_and_tells_what_is_not(tmp_path: Path) -> None:
+    backend = GatedBackend(2, 256, hold_at=20)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        id = begun(app, many(40))
+        backend.wait_until_held()
+        told = call(app, f"/v1/batches/{id}/cancel", method="POST").json()
+        assert told["status"] == "cancelling"
+        again = call(app, f"/v1/batches/{id}/cancel", method="POST").json()
+        assert again["cancelling_at"] == told["cancelling_at"]
+        backend.release()
+        batch = ended(app, id)
+        found = answers(app, batch)
+        late = call(app, f"/v1/batches/{id}/cancel", method="POST").json()
+    assert batch["status"] == late["status"] == "cancelled"
+    assert batch["request_counts"]["total"] == len(found) == 40
+    assert 2 <= batch["request_counts"]["completed"] < 40
+    never = [each for each in found.values() if each["response"] is None]
+    assert len(never) == batch["request_counts"]["failed"]
+    assert {each["error"]["code"] for each in never} == {"batch_cancelled"}
+
+
+def test_ended_batch_is_not_cancelled(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        for data, status in ((many(1), "completed"), (b" ", "failed")):
+            id = begun(app, data)
+            ended(app, id)
+            answer = call(app, f"/v1/batches/{id}/cancel", method="POST")
+            assert status in error_of(answer, 409)["message"]
+            assert answer.headers["x-should-retry"] == "false"
+
+
+def test_batch_that_waits_for_its_turn_is_cancelled_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_N_AT_ONCE", 1)
+    backend = GatedBackend(2, 256, hold_at=1)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        first = begun(app, many(2))
+        backend.wait_until_held()
+        second = begun(app, many(2))
+        wait_until(lambda: batch_of(app, second)["status"] == "in_progress")
+        call(app, f"/v1/batches/{second}/cancel", method="POST")
+        assert ended(app, second)["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+        backend.release()
+        assert ended(app, first)["status"] == "completed"
+
+
+def test_batch_whose_time_is_over_has_what_is_done(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        app.state.desk.room.set_calls(4)  # which leaves no slot
+        batch = ended(app, begun(app, many(3), completion_window="1s"))
+        app.state.desk.room.set_calls(0)
+        found = answers(app, batch)
+    assert batch["status"] == "expired"
+    assert batch["expired_at"] >= batch["expires_at"]
+    assert {each["error"]["code"] for each in found.values()} == {"batch_expired"}
+    assert len(found) == 3
+
+
+# ---- beside calls ----
+
+
+def test_call_is_answered_while_a_batch_has_all_slots(tmp_path: Path) -> None:
+    with kept_app(tmp_path, Engine(FakeBackend(2, 2**20, 64))) as app:
+        endless: dict[str, Any] = {"messages": USER, "max_tokens": 10**6, "ignore_eos": True}
+        id = begun(app, lines(*(line(name, **endless) for name in "abc")))
+        engine = app.state.desk.engine
+        wait_until(lambda: engine.stats().n_running == 2)
+        for _ in range(3):
+            answer = call(app, CHAT, {"messages": USER, **SHORT})
+            assert answer.status_code == 200
+        assert batch_of(app, id)["request_counts"]["completed"] == 0
+        wait_until(lambda: engine.stats().n_running == 2)
+
+
+def test_batch_over_workers_survives_a_death(tmp_path: Path) -> None:
+    launches = Launches(lambda: MortalBackend(2, 256))
+    with kept_app(tmp_path, launches.engine(1)) as app:
+        call(app, CHAT, {"messages": USER, **SHORT})
+        backend = launches.backends[0]
+        backend.die_at = backend.n_runs + 12
+        batch = ended(app, begun(app, many(20)))
+        found = answers(app, batch)
+    assert len(launches.backends) == 2
+    assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+    assert len({str(each["response"]["body"]["choices"]) for each in found.values()}) == 1
+
+
+# ---- disks, files, other servers ----
+
+
+def test_full_disk_holds_a_batch_up_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, is_full = durable.write_at, threading.Event()
+    n_refused = [0]
+
+    def refuse(fd: int, data: bytes, start: int) -> None:
+        if is_full.is_set():
+            n_refused[0] += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(fd, data, start)
+
+    monkeypatch.setattr(durable, "write_at", refuse)
+    monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
+    is_full.set()
+    with kept_app(tmp_path) as app:
+        id = begun(app, many(9))
+        wait_until(lambda: n_refused[0] > 2)
+        assert batch_of(app, id)["status"] == "in_progress"
+        is_full.clear()
+        batch = ended(app, id)
+        assert batch["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
+        assert len(answers(app, batch)) == 9
+
+
+def test_batch_goes_on_when_its_file_is_deleted(tmp_path: Path) -> None:
+    backend = GatedBackend(2, 256, hold_at=5)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        file = upload(app, many(9)).json()["id"]
+        id = begun_over(app, file)
+        backend.wait_until_held()
+        assert call(app, f"/v1/files/{file}", method="DELETE").json()["deleted"]
+        error_of(call(app, f"/v1/files/{file}"), 404)
+        backend.release()
+        batch = ended(app, id)
+        assert batch["input_file_id"] == file
+        assert len(answers(app, batch)) == batch["request_counts"]["completed"] == 9
+
+
+def test_answers_can_be_deleted_and_expire(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        expiry = {"anchor": "created_at", "seconds": 3600}
+        batch = ended(app, begun(app, many(1), output_expires_after=expiry))
+        file = call(app, f"/v1/files/{batch['output_file_id']}").json()
+        assert file["purpose"] == "batch_output"
+        assert file["expires_at"] == file["created_at"] + 3600
+        assert file["bytes"] == len(call(app, f"/v1/files/{file['id']}/content").content)
+        assert (
+            error_of(
+                call(
+                    app,
+                    "/v1/batches",
+                    {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"},
+                ),
+                400,
+            )["param"]
+            == "input_file_id"
+        )
+        call(app, f"/v1/files/{file['id']}", method="DELETE")
+        error_of(call(app, f"/v1/files/{file['id']}/content"), 404)
+        assert content(app, None) == []
+
+
+def test_metrics_count_batches_and_the_log_has_a_line_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cbatch")
+    with kept_app(tmp_path, model_name="m") as app:
+        done = begun(app, lines(line("a"), line("private", messages=USER, top_p=7)))
+        ended(app, done)
+        failed = begun(app, b"x")
+        ended(app, failed)
+        found = scrape(app)
+    assert of(found, "cbatch:batches_total", status="completed") == 1
+    assert of(found, "cbatch:batches_total", status="failed") == 1
+    assert of(found, "cbatch:batches_total", status="expired") == 0
+    assert of(found, "cbatch:batch_requests_total", outcome="completed") == 1
+    assert of(found, "cbatch:batch_requests_total", outcome="failed") == 1
+    assert of(found, "cbatch:ttft_seconds_count") == 0
+    told = [values for r in caplog.records if (values := getattr(r, "cbatch", None))]
+    ends = {values["batch_id"]: values for values in told if "batch_id" in values}
+    assert ends.keys() == {done, failed}
+    assert (ends[done]["status"], ends[done]["completed"], ends[done]["failed"]) == (
+        "completed",
+        1,
+        1,
+    )
+    assert ends[failed]["status"] == "failed"

@@ -1,0 +1,233 @@
+"""Files of clients: taken as they come, listed, sent back, and kept within limits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.errors import ConfigError
+from cbatch.server import batch_store, create_app
+from cbatch.server.batch_store import BatchStore
+from cbatch.server.http_errors import HttpProblemError
+from cbatch.server.multipart_upload import Upload
+from tests.server.clients import call, error_of
+from tests.server.kept import kept_app, upload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BOUNDARY = b"----x"
+TYPE = b"multipart/form-data; boundary=----x"
+
+
+class Gathered(bytearray):
+    """A sink in memory."""
+
+    def write(self, data: bytes) -> None:
+        self += data
+
+
+def part(name: str, data: bytes, filename: str | None = None) -> bytes:
+    file = "" if filename is None else f'; filename="{filename}"'
+    head = f'Content-Disposition: form-data; name="{name}"{file}\r\n\r\n'
+    return b"--" + BOUNDARY + b"\r\n" + head.encode() + data + b"\r\n"
+
+
+END = b"--" + BOUNDARY + b"--\r\n"
+
+
+def test_file_comes_back_as_it_was_sent(tmp_path: Path) -> None:
+    data = b"\r\n--x\0\xff" * 50_000
+    with kept_app(tmp_path) as app:
+        file = upload(app, data, name="ünï \u202e.jsonl").json()
+        assert file["object"] == "file"
+        assert (file["bytes"], file["purpose"], file["status"]) == (len(data), "batch", "processed")
+        assert file["filename"] == "ünï \u202e.jsonl"
+        assert file["expires_at"] is None
+        assert call(app, f"/v1/files/{file['id']}").json() == file
+        answer = call(app, f"/files/{file['id']}/content")
+        assert answer.content == data
+        assert answer.headers["content-disposition"].isascii()
+        gone = call(app, f"/v1/files/{file['id']}", method="DELETE").json()
+        assert gone == {"id": file["id"], "object": "file", "deleted": True}
+        for path, method in (("", "GET"), ("", "DELETE"), ("/content", "GET")):
+            error_of(call(app, f"/v1/files/{file['id']}{path}", method=method), 404)
+        assert [*(tmp_path / "kept" / "content").iterdir()] == []
+
+
+def test_files_are_listed_by_pages(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        ids = [upload(app, b"x").json()["id"] for _ in range(5)]
+        whole = call(app, "/v1/files").json()
+        assert [each["id"] for each in whole["data"]] == ids[::-1]
+        forward = call(app, "/v1/files?order=asc&limit=2").json()
+        rest = call(app, f"/v1/files?order=asc&after={forward['last_id']}").json()
+        assert [each["id"] for each in (*forward["data"], *rest["data"])] == ids
+        assert (forward["has_more"], rest["has_more"]) == (True, False)
+        assert call(app, "/v1/files?purpose=batch_output").json()["data"] == []
+        assert error_of(call(app, "/v1/files?order=up"), 400)["param"] == "order"
+        error_of(call(app, "/v1/files?after=nobody"), 404)
+
+
+def test_names_of_clients_become_no_paths(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("private")
+    with kept_app(tmp_path) as app:
+        file = upload(app, b"x", name="../../secret").json()
+        for id in ("..%2F..%2Fsecret", "../../secret", "%2e%2e%2fsecret", "", "a%00b", "'"):
+            for path in (f"/v1/files/{id}", f"/v1/files/{id}/content"):
+                answer = call(app, path)
+                assert "private" not in answer.text
+                assert answer.status_code == (200 if path == "/v1/files/" else 404) or not id
+        assert (tmp_path / "secret").read_text() == "private"
+        assert call(app, f"/v1/files/{file['id']}/content").content == b"x"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"purpose": "fine-tune"}, "purpose"),
+        ({"purpose": "x" * 5000}, "purpose"),
+        ({"expires_after[anchor]": "created_at"}, "expires_after"),
+        ({"expires_after[anchor]": "x", "expires_after[seconds]": "3600"}, "expires_after"),
+        (
+            {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3.5e3"},
+            "expires_after",
+        ),
+    ],
+)
+def test_wrong_field_of_an_upload_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, str], param: str
+) -> None:
+    with kept_app(tmp_path) as app:
+        assert error_of(upload(app, b"x", **fields), 400)["param"] == param
+        assert call(app, "/v1/files").json()["data"] == []
+        assert [*(tmp_path / "kept" / "content").iterdir()] == []
+
+
+def test_what_is_no_upload_is_refused(tmp_path: Path) -> None:
+    whole = part("purpose", b"batch") + part("file", b"x", "a") + END
+    form = {"content-type": TYPE.decode()}
+    cases: list[tuple[bytes, dict[str, str], int]] = [
+        (whole, {"content-type": "application/json"}, 415),
+        (whole, {"content-type": "multipart/form-data"}, 415),
+        (whole, {}, 415),
+        (whole, {"content-type": "multipart/form-data; boundary=" + "b" * 9999}, 400),
+        (whole[:-10], form, 400),
+        (b"", form, 400),
+        (b"\0" * 99, form, 400),
+        (part("purpose", b"batch") + END, form, 400),
+        (part("file", b"x", "a") + END, form, 400),
+        (part("file", b"x", "a") + part("file", b"y", "b") + END, form, 400),
+        (part("purpose", b"batch") + part("file", b"", "a") + END, form, 400),
+        (b"".join(part(f"f{i}", b"") for i in range(99)) + END, form, 400),
+        (b"--" + BOUNDARY + b"\r\nX: 1\r\n\r\ny\r\n" + END, form, 400),
+        (b"--" + BOUNDARY + b"\r\nX: " + b"1" * 9999 + b"\r\n\r\ny\r\n" + END, form, 400),
+    ]
+    with kept_app(tmp_path) as app:
+        for data, headers, status in cases:
+            answer = call(app, "/v1/files", data, method="POST", headers=headers)
+            error_of(answer, status)
+        assert call(app, "/v1/files").json()["data"] == []
+        assert [*(tmp_path / "kept" / "content").iterdir()] == []
+        assert call(app, "/v1/files", whole, method="POST", headers=form).status_code == 200
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64])
+def test_form_means_the_same_however_it_is_cut(n: int) -> None:
+    body = part("purpose", b"batch") + part("file", b"a\r\n--\r\n----x\r\n\r\n", "n") + END
+    sink = Gathered()
+    form = Upload(TYPE, sink)
+    for i in range(0, len(body), n):
+        form.feed(body[i : i + n])
+    form.finish()
+    assert (form.fields, form.name, bytes(sink)) == (
+        {"purpose": "batch"},
+        "n",
+        b"a\r\n--\r\n----x\r\n\r\n",
+    )
+
+
+def test_limits_of_files_hold(tmp_path: Path) -> None:
+    mib = 2**20
+    with kept_app(tmp_path, max_file_mib=1, max_stored_mib=2) as app:
+        error_of(upload(app, b"x" * (mib + 1)), 413)
+        error_of(upload(app, b"x" * (3 * mib)), 413)
+        for _ in range(2):
+            assert upload(app, b"x" * mib).status_code == 200
+        answer = upload(app, b"x")
+        assert error_of(answer, 507)["code"] == "insufficient_storage"
+        assert answer.headers["x-should-retry"] == "false"
+        (first, _) = call(app, "/v1/files").json()["data"]
+        call(app, f"/v1/files/{first['id']}", method="DELETE")
+        assert upload(app, b"x" * mib).status_code == 200
+
+
+def test_full_disk_is_told_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, data: bytes) -> None:
+        with batch_store.disk_problems():
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with kept_app(tmp_path) as app:
+        with monkeypatch.context() as patch:
+            patch.setattr(batch_store.Arriving, "write", refuse)
+            assert error_of(upload(app, b"x"), 507)["code"] == "insufficient_storage"
+        assert [*(tmp_path / "kept" / "content").iterdir()] == []
+        assert upload(app, b"x").status_code == 200
+
+
+def test_file_that_has_expired_is_gone_and_makes_room(tmp_path: Path) -> None:
+    now = [1000.0]
+    store = BatchStore(tmp_path / "kept", 10, lambda: now[0])
+    with store.arriving() as arriving:
+        arriving.write(b"x" * 10)
+        file = arriving.keep("a", "batch", 3600)
+    now[0] += 3599
+    assert store.file(file.id) == file
+    now[0] += 1
+    with pytest.raises(HttpProblemError):
+        store.file(file.id)
+    assert store.files(None, 9, is_newest_first=True, purpose=None) == ([], False)
+    with store.arriving() as arriving:
+        arriving.write(b"y" * 10)
+        arriving.keep("b", "batch", None)
+    assert not store.path_of(file).exists()
+    store.close()
+
+
+def test_folder_is_private_and_has_one_server(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        upload(app, b"x")
+        folder = tmp_path / "kept"
+        for place in (folder, *folder.iterdir()):
+            allowed = 0o700 if place.is_dir() else 0o600
+            assert stat.S_IMODE(place.stat().st_mode) & ~allowed == 0, place
+        with pytest.raises(ConfigError, match="is another server using it"):
+            create_app(app.state.desk.engine, files_dir=folder)
+    with kept_app(tmp_path) as app:
+        assert len(call(app, "/v1/files").json()["data"]) == 1
+
+
+def test_upload_that_a_kill_broke_off_is_removed(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        kept = upload(app, b"x").json()["id"]
+    folder = tmp_path / "kept" / "content"
+    (folder / "file-torn").write_bytes(b"to")
+    with kept_app(tmp_path):
+        assert os.listdir(folder) == [kept]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"files_dir": 3}, {"max_file_mib": 0}, {"max_stored_mib": "x"}, {"files_dir": "/dev/null/x"}],
+)
+def test_wrong_settings_of_files_are_refused(settings: dict[str, Any]) -> None:
+    with Engine(FakeBackend(1, 64)) as engine, pytest.raises(ConfigError):
+        create_app(engine, **settings)
