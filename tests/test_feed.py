@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
@@ -177,7 +178,7 @@ def test_results_given_out_are_forgotten(engine: Engine) -> None:
         if i % 20 == 19:
             n_results = sum(isinstance(o, BatchResult) for o in gc.get_objects())
             n_most = max(n_most, n_results)
-    assert 0 < n_most <= 3 * N_AHEAD
+    assert 0 < n_most <= 3 * N_AHEAD_PER_SLOT * engine.parallel
 
 
 def test_step_by_hand_reads_the_generator() -> None:
@@ -629,8 +630,21 @@ def test_nothing_is_kept_of_what_was_given_out(engine: Engine) -> None:
 
 
 def test_id_may_come_again_once_its_result_was_given_out(engine: Engine) -> None:
-    repeated = (BatchPrompt(prompt="a", id=str(i % (4 * N_AHEAD))) for i in range(8 * N_AHEAD))
-    assert all(r.error is None for r in engine.run(repeated).as_completed())
+    n_ahead = N_AHEAD_PER_SLOT * engine.parallel
+    ids: list[str] = []
+    given_out: deque[str] = deque()
+
+    def prompts() -> Iterator[BatchPrompt]:
+        for i in range(8 * n_ahead):
+            ids.append(given_out.popleft() if given_out else f"new {i}")
+            yield BatchPrompt(prompt="a", id=ids[-1])
+
+    for result in engine.run(prompts()).as_completed():
+        assert result.error is None
+        given_out.append(str(result.id))
+    assert len(ids) == 8 * n_ahead
+    # it is read no further ahead of what was given out, so all others came again
+    assert len(set(ids)) <= n_ahead + 1
 
 
 def test_winding_down_finishes_what_runs_and_gives_back_the_rest(engine: Engine) -> None:

@@ -24,7 +24,7 @@ from cbatch.errors import (
 from cbatch.options import RunOptions
 from cbatch.response import BatchError, BatchOutputChunk
 from cbatch.runtime.choices import Choices
-from cbatch.runtime.mailbox import Mailbox
+from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
 from tests.helpers import A_SECOND_A_STEP, partitioned
 from tests.kinds import engine_on
 from tests.places import steps, wait_until
@@ -338,7 +338,7 @@ def test_fed_batch_with_choices_stays_within_what_it_may_hold() -> None:
             n_given += chunk.finish_reason is not None
             n_ahead.append(n_read - n_given / 5)
         assert n_given == 300
-        assert max(n_ahead) <= 4 * 2 + 1
+        assert max(n_ahead) <= N_AHEAD_PER_SLOT * engine.parallel + 1
 
 
 def test_fed_results_with_choices_stay_within_what_it_may_hold() -> None:
@@ -356,7 +356,7 @@ def test_fed_results_with_choices_stay_within_what_it_may_hold() -> None:
             assert len(result.choices) == 5
             n_given += 1
         assert n_given == 60
-        assert n_most <= 4 * 2 + 1
+        assert n_most <= N_AHEAD_PER_SLOT * engine.parallel + 1
 
 
 def test_winding_down_spares_a_request_of_which_a_choice_runs() -> None:
