@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,9 @@ MODELS = {"synth", "test_model", "random_model"}
 
 N_CASES = 2
 """Cases of a test with parameters that the profile `fast` runs."""
+
+N_OVER_WORKERS = 8
+"""Cases of a test with parameters that run over each kind of engine but that of a thread, which has all."""
 
 SynthFactory = Callable[..., Path]
 """`synth(shape, *, seed=0, metadata=None, **sizes) -> Path`; files are shared, so read only."""
@@ -71,8 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_real = metafunc.definition.get_closest_marker("real") is not None
     if is_real or MODELS.intersection(metafunc.fixturenames):
         return
-    file = metafunc.definition.path.relative_to(ROOT).as_posix()
-    over = kinds.over(file, metafunc.function.__name__)
+    over = kinds.kinds_of(metafunc.definition)
     if over:
         metafunc.parametrize("engine_kind", over, indirect=True)
 
@@ -102,19 +104,38 @@ def pytest_collection_modifyitems(
             item.add_marker("real")
     items[:] = [item for item in items if _has_meaning(item)]
     yield
+    kept = {item for of_one in _cases(items, _kind_of) for item in _over_its_kind(of_one)}
     if profiles.is_fast():
-        cases: dict[str, list[pytest.Item]] = {}
-        for item in items:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        kept = {item for of_one in cases.values() for item in profiles.some(of_one, N_CASES)}
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+        of_each = _cases([item for item in items if item in kept], lambda _: None)
+        kept = {item for of_one in of_each for item in profiles.spread(of_one, N_CASES)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _cases(
+    items: Sequence[pytest.Item], part: Callable[[pytest.Item], object]
+) -> Iterable[list[pytest.Item]]:
+    """Return the cases of each test, those apart for which `part` is different."""
+    found: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        found.setdefault((item.nodeid.partition("[")[0], part(item)), []).append(item)
+    return found.values()
+
+
+def _over_its_kind(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    return cases if _kind_of(cases[0]) == "thread" else profiles.spread(cases, N_OVER_WORKERS)
 
 
 def _has_meaning(item: pytest.Item) -> bool:
     """Whether a case is one of its kind of engine: those by hand are of none but the thread's."""
+    return _kind_of(item) == "thread" or "by hand" not in item.name
+
+
+def _kind_of(item: pytest.Item) -> kinds.Kind:
+    """Return the kind of engine that a case runs over."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    return parameters.get("engine_kind", "thread") == "thread" or "by hand" not in item.name
+    kind: kinds.Kind = parameters.get("engine_kind", "thread")
+    return kind
 
 
 def pytest_collection_finish() -> None:

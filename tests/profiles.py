@@ -31,7 +31,12 @@ def examples(n: int) -> int:
 
 
 def some(cases: Sequence[Case], n: int = 2) -> Sequence[Case]:
-    """Return all cases in the profile `full`, in `fast` only `n` of them, from the first to the last."""
-    if not is_fast() or len(cases) <= n:
+    """Return all cases in the profile `full`, in `fast` only `n` of them."""
+    return spread(cases, n) if is_fast() else cases
+
+
+def spread(cases: Sequence[Case], n: int) -> Sequence[Case]:
+    """Return `n` of the cases, from the first to the last; all where there are no more."""
+    if len(cases) <= n:
         return cases
     return [cases[i * (len(cases) - 1) // max(1, n - 1)] for i in range(n)]

@@ -22,7 +22,7 @@ from cbatch.errors import EngineClosedError, ModelLoadError
 from cbatch.response import BatchError
 from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.waking import LoopWaker
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from cbatch.runtime.batch_response import BatchResponse
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, each_kind]
 ENDLESS = {"ignore_eos": True}
 
 
@@ -134,6 +134,7 @@ async def test_readers_of_one_loop_share_the_slots(engine: Engine) -> None:
     assert sum(map(len, found)) == 24
 
 
+@no_pool(Reason.ONE_BACKEND)
 async def test_a_slow_reader_gets_every_token_and_stops_nobody() -> None:
     with engine_on(FakeBackend(2, 128, 64), options={**ENDLESS, "max_tokens": 40}) as engine:
         slow, quick = engine.submit("slow"), engine.submit("quick")
@@ -145,6 +146,7 @@ async def test_a_slow_reader_gets_every_token_and_stops_nobody() -> None:
         assert len(first.token_ids) + sum(map(len, rest)) == 40
 
 
+@thread_only(Reason.AT_ONCE)
 async def test_one_wakeup_serves_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Callable[[], None]] = []
     waker = LoopWaker(calls.append)
@@ -168,6 +170,7 @@ def wait_for_end(engine: Engine) -> None:
         engine.stats()
 
 
+@thread_only(Reason.BY_HAND)
 async def test_engine_without_a_thread_works_in_a_loop() -> None:
     with engine_on(FakeBackend(2, 64, 32), threaded=False, options={"max_tokens": 6}) as engine:
         response = engine.run(["a", "b", "c"])
@@ -178,6 +181,7 @@ async def test_engine_without_a_thread_works_in_a_loop() -> None:
 # ---- leaving ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 async def test_break_frees_the_slots_and_keeps_the_partial_text() -> None:
     with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
         response = engine.run(["a", "b", "c"])
@@ -188,6 +192,7 @@ async def test_break_frees_the_slots_and_keeps_the_partial_text() -> None:
         assert reasons == ["cancelled"] * 3
 
 
+@no_pool(Reason.ONE_BACKEND)
 async def test_an_exception_in_the_body_frees_the_slots() -> None:
     with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
         with pytest.raises(ZeroDivisionError):
@@ -200,6 +205,7 @@ async def _fail_while_reading(response: BatchResponse) -> None:
         raise ZeroDivisionError
 
 
+@no_pool(Reason.ONE_BACKEND)
 async def test_closing_the_reader_frees_the_slots() -> None:
     with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
         async with aclosing(aiter(engine.run(["a", "b", "c"]))) as reader:
@@ -209,6 +215,7 @@ async def test_closing_the_reader_frees_the_slots() -> None:
             await anext(reader)
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("way", ["await", "iterate", "as_completed"])
 async def test_a_cancelled_task_frees_the_slots(way: str) -> None:
     async def read(response: BatchResponse) -> None:
@@ -239,6 +246,7 @@ async def test_leaving_one_batch_leaves_others_their_tokens() -> None:
         assert (await staying)[0].token_ids == alone
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.slow
 async def test_two_hundred_that_vanish_leave_nothing() -> None:
     with engine_on(FakeBackend(4, 100_000, 64), options=ENDLESS) as engine:
@@ -276,6 +284,7 @@ async def test_close_ends_everyone_who_waits() -> None:
     assert ends == ["cancelled"] * 4
 
 
+@thread_only(Reason.DEATH)
 async def test_a_failing_backend_ends_everyone_who_waits() -> None:
     broken = RuntimeError("broken")
     with engine_on(FailingBackend(2, 64, 64, error=broken, fail_at=2), options=ENDLESS) as engine:
@@ -324,6 +333,7 @@ class HeldOpener:
         self._go.set()
 
 
+@no_pool(Reason.ONE_BACKEND)
 async def test_a_scope_cancelled_twice_while_leaving_has_closed_the_engine() -> None:
     backend = small()
     backend.hold_at = 1
@@ -351,6 +361,7 @@ async def test_a_scope_cancelled_twice_while_leaving_has_closed_the_engine() -> 
     assert backend.is_closed
 
 
+@thread_only(Reason.BY_HAND)
 async def test_a_scope_cancelled_while_loading_has_closed_the_engine() -> None:
     opener = HeldOpener()
     engine = Engine(opener=opener)
@@ -367,6 +378,7 @@ async def test_a_scope_cancelled_while_loading_has_closed_the_engine() -> None:
     assert opener.backend.is_closed
 
 
+@thread_only(Reason.BY_HAND)
 async def test_who_is_cancelled_before_entering_loads_nothing() -> None:
     opener = HeldOpener()
     with anyio.CancelScope() as scope:
@@ -376,6 +388,7 @@ async def test_who_is_cancelled_before_entering_loads_nothing() -> None:
     assert not opener.has_begun.is_set()
 
 
+@no_pool(Reason.ONE_BACKEND)
 async def test_what_closing_raises_is_raised_to_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(small())
     close = engine.close
@@ -390,6 +403,7 @@ async def test_what_closing_raises_is_raised_to_who_leaves(monkeypatch: pytest.M
             pass
 
 
+@thread_only(Reason.BY_HAND)
 async def test_a_missing_model_raises_where_the_engine_is_entered(tmp_path: Path) -> None:
     later = cbatch.load(tmp_path / "none.gguf")
     with pytest.raises(ModelLoadError):
@@ -397,6 +411,7 @@ async def test_a_missing_model_raises_where_the_engine_is_entered(tmp_path: Path
             pass
 
 
+@thread_only(Reason.BY_HAND)
 async def test_a_wrong_setting_raises_at_once() -> None:
     with pytest.raises(cbatch.ConfigError):
         cbatch.load("model.gguf", parallel=0)
@@ -424,6 +439,7 @@ async def turns(n: int) -> None:
         await checkpoint()
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.usefixtures("only_asyncio")
 @pytest.mark.parametrize("n_between", range(5))
 async def test_a_task_cancelled_often_while_leaving_has_closed_the_engine(n_between: int) -> None:
@@ -450,6 +466,7 @@ async def test_a_task_cancelled_often_while_leaving_has_closed_the_engine(n_betw
     assert backend.is_closed
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.usefixtures("only_asyncio")
 async def test_a_task_cancelled_while_loading_has_the_loading_end_soon() -> None:
     begun, backend = threading.Event(), FakeBackend(2, 64, 64)
@@ -472,6 +489,7 @@ async def test_a_task_cancelled_while_loading_has_the_loading_end_soon() -> None
     assert backend.is_closed
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.usefixtures("only_asyncio")
 @pytest.mark.parametrize("n_between", range(5))
 async def test_a_task_cancelled_often_while_loading_leaves_no_model(n_between: int) -> None:

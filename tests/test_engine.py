@@ -33,7 +33,7 @@ from cbatch.errors import (
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import BatchError
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from cbatch.messages import Prompt
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import StepRecord
+
+pytestmark = each_kind
 
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 CAPS = (3, 9, 5, 2, 7, 4)
@@ -193,6 +195,7 @@ def test_stats_count_the_work(make: MakeEngine) -> None:
 # ---- delivery ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_ids_are_known_at_once_and_results_come_in_input_order(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -204,6 +207,7 @@ def test_ids_are_known_at_once_and_results_come_in_input_order(
     assert [r.id for r in all_results(response)] == response.ids
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_auto_ids_of_two_runs_in_flight_differ(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -229,6 +233,7 @@ def test_chunks_joined_are_the_result(make: MakeEngine) -> None:
         assert [c.finish_reason for c in ours] == [None] * (len(ours) - 1) + ["length"]
 
 
+@thread_only(Reason.BY_HAND)
 def test_chunks_come_while_the_request_runs() -> None:
     engine = engine_on(GatedBackend(2, 64, 16), options={"ignore_eos": True}, threaded=False)
     response = engine.run(prompts(1, max_tokens=4))
@@ -238,6 +243,7 @@ def test_chunks_come_while_the_request_runs() -> None:
     engine.close()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_streaming_begun_late_still_gives_everything(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -331,6 +337,7 @@ def test_step_is_refused_where_a_thread_does_it() -> None:
         engine.step()
 
 
+@thread_only(Reason.BY_HAND)
 def test_cancel_from_another_thread_by_hand_waits_for_the_step() -> None:
     backend = GatedBackend(2, 64, 16, hold_at=3)
     engine = engine_on(backend, options={"ignore_eos": True}, threaded=False)
@@ -345,6 +352,7 @@ def test_cancel_from_another_thread_by_hand_waits_for_the_step() -> None:
     engine.close()
 
 
+@thread_only(Reason.BY_HAND)
 def test_two_readers_by_hand_take_turns() -> None:
     backend = GatedBackend(2, 64, 16, hold_at=3)
     engine = engine_on(backend, options={"ignore_eos": True}, threaded=False)
@@ -361,6 +369,7 @@ def test_two_readers_by_hand_take_turns() -> None:
 # ---- cancel ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancelled_running_item_keeps_its_text_and_harms_nobody(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -380,6 +389,7 @@ def test_cancelled_running_item_keeps_its_text_and_harms_nobody(
     assert (other.finish_reason, other.token_ids) == alone[1]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancelled_queued_item_never_runs(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -395,6 +405,7 @@ def test_cancelled_queued_item_never_runs(
     assert sum(len(p.binds) for p in backend.plans) == 1
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancel_at_the_first_token_leaves_two_texts_and_four_errors(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -420,6 +431,7 @@ def test_cancel_twice_late_or_of_nobody_is_false(make: MakeEngine) -> None:
     assert reason == "length"
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_late_cancel_spares_the_next_occupant_of_the_slot(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -433,6 +445,7 @@ def test_late_cancel_spares_the_next_occupant_of_the_slot(
     assert [len(r.token_ids) for r in all_results(response)] == [2, 9]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancel_all_spares_what_comes_later(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -446,6 +459,7 @@ def test_cancel_all_spares_what_comes_later(
     assert [r.finish_reason for r in all_results(later)] == ["length"]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_response_cancels_its_own_items_only(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -459,6 +473,7 @@ def test_response_cancels_its_own_items_only(
     assert [r.finish_reason for r in all_results(ours)] == ["cancelled"]
 
 
+@thread_only(Reason.BY_HAND)
 def test_cancel_by_the_reader_of_a_stream() -> None:
     engine = engine_on(GatedBackend(2, 64, 16), options={"ignore_eos": True}, threaded=False)
     response = engine.run(prompts(3))
@@ -497,6 +512,7 @@ def begun(engine: Engine, prompt: Prompt) -> BatchResponse:
     return response
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("id", [None, "mine"])
 def test_late_order_touches_nobody_though_the_id_comes_again(
@@ -514,6 +530,7 @@ def test_late_order_touches_nobody_though_the_id_comes_again(
     assert stepped.cancel(now) is (order is not Engine.cancel)
 
 
+@thread_only(Reason.BY_HAND)
 def test_request_pauses_after_as_many_tokens_as_the_resume_says(stepped: Engine) -> None:
     response = stepped.run(["a"], options={"max_tokens": 12, "pause_every": 3})
     whole = all_results(stepped.run(["a"], options={"max_tokens": 12, "seed": 7}))
@@ -527,6 +544,7 @@ def test_request_pauses_after_as_many_tokens_as_the_resume_says(stepped: Engine)
     assert len(all_results(response)[0].token_ids) == len(whole[0].token_ids) == 12
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("n_tokens", [0, -1, True, 1.5, "3"])
 def test_resume_for_what_is_no_number_of_tokens_is_refused(stepped: Engine, n_tokens: Any) -> None:
     response = stepped.run(["a"])
@@ -545,6 +563,7 @@ def test_automatic_id_is_unique_for_the_engines_life(make: MakeEngine) -> None:
     assert ids[:2] == ["0", "1"]
 
 
+@thread_only(Reason.BY_HAND)
 def test_id_as_text_is_whoever_bears_it_now(stepped: Engine) -> None:
     prompt = BatchPrompt(prompt="a", id="mine")
     ended(stepped, prompt)
@@ -553,6 +572,7 @@ def test_id_as_text_is_whoever_bears_it_now(stepped: Engine) -> None:
     assert [r.finish_reason for r in all_results(second)] == ["cancelled"]
 
 
+@thread_only(Reason.BY_HAND)
 def test_id_of_a_result_given_to_a_new_prompt_begins_a_new_life(stepped: Engine) -> None:
     [first] = ended(stepped, "a").results()
     second = begun(stepped, BatchPrompt(prompt="b", id=first.id))
@@ -561,6 +581,7 @@ def test_id_of_a_result_given_to_a_new_prompt_begins_a_new_life(stepped: Engine)
     assert stepped.cancel(second.ids[0]) is True
 
 
+@thread_only(Reason.BY_HAND)
 def test_extending_begins_a_new_life_of_the_id(stepped: Engine) -> None:
     [first] = ended(stepped, "a").results()
     longer = stepped.extend(first, 9)
@@ -579,6 +600,7 @@ def test_id_of_another_engine_means_nobody_here(stepped: Engine) -> None:
     assert stepped.cancel(ours.ids[0]) is True
 
 
+@thread_only(Reason.BY_HAND)
 def test_refused_prompt_and_its_later_namesake_are_told_apart(stepped: Engine) -> None:
     bad = BatchPrompt(prompt="a", id="mine", options={"adapter": "none"})
     [refused] = all_results(stepped.run(iter([bad])))
@@ -643,6 +665,7 @@ def test_decode_that_always_fails_ends_every_request_and_leaves_the_engine(code:
 # ---- time ----
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("is_threaded", [True, False])
 def test_timeout_leaves_the_batch_running(is_threaded: bool) -> None:
     backend = GatedBackend(2, 64, 16, hold_at=0 if is_threaded else None)
@@ -658,6 +681,7 @@ def test_timeout_leaves_the_batch_running(is_threaded: bool) -> None:
 # ---- the end ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_close_ends_every_waiter(gated: Callable[..., tuple[Engine, GatedBackend]]) -> None:
     engine, backend = gated(hold_at=4)
     ours, other = engine.run(prompts(4)), engine.run(prompts(1))
@@ -672,6 +696,7 @@ def test_close_ends_every_waiter(gated: Callable[..., tuple[Engine, GatedBackend
     assert not owner_of(engine).is_alive()
 
 
+@thread_only(Reason.BY_HAND)
 def test_close_by_hand_ends_what_runs_and_what_waits() -> None:
     engine = engine_on(FakeBackend(1, 64, 16), threaded=False)
     response = engine.run(prompts(2, ignore_eos=True))
@@ -698,6 +723,7 @@ def test_close_is_idempotent_and_nothing_is_accepted_after_it(make: MakeEngine) 
     assert [r.finish_reason for r in all_results(response)] == ["length"]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_close_from_several_threads_at_once(
     gated: Callable[..., tuple[Engine, GatedBackend]],
 ) -> None:
@@ -711,6 +737,7 @@ def test_close_from_several_threads_at_once(
     assert not owner_of(engine).is_alive()
 
 
+@thread_only(Reason.DEATH)
 @pytest.mark.parametrize("is_threaded", [True, False])
 def test_backend_that_raises_ends_every_request_with_the_cause(is_threaded: bool) -> None:
     backend = FailingBackend(2, 64, 16, error=RuntimeError("it broke"), fail_at=2)
@@ -726,6 +753,7 @@ def test_backend_that_raises_ends_every_request_with_the_cause(is_threaded: bool
     engine.close()
 
 
+@thread_only(Reason.BY_HAND)
 def test_step_by_hand_on_a_backend_that_raises_says_so() -> None:
     backend = FailingBackend(2, 64, 16, error=RuntimeError("it broke"))
     engine = engine_on(backend, threaded=False)
@@ -754,6 +782,7 @@ def test_ctrl_c_in_a_step_by_hand_leaves_the_engine_as_it_was(fail_at: int, is_l
     engine.close()
 
 
+@thread_only(Reason.BY_HAND)
 def test_ctrl_c_while_waiting_by_hand_cancels_the_batch_alone() -> None:
     backend = FailingBackend(2, 64, 16, error=KeyboardInterrupt(), fail_at=2)
     engine = engine_on(backend, options={"ignore_eos": True}, threaded=False)
@@ -769,6 +798,7 @@ def test_ctrl_c_while_waiting_by_hand_cancels_the_batch_alone() -> None:
 # ---- references ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_dropping_the_last_reference_ends_the_thread() -> None:
     engine = engine_on(FakeBackend())
     thread = owner_of(engine)
@@ -778,6 +808,7 @@ def test_dropping_the_last_reference_ends_the_thread() -> None:
     assert not thread.is_alive()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_response_keeps_its_engine() -> None:
     backend = GatedBackend(2, 64, 16, hold_at=1)
     engine = engine_on(backend, options={"ignore_eos": True})
@@ -794,6 +825,7 @@ def test_response_keeps_its_engine() -> None:
     assert not thread.is_alive()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_engine_nobody_holds_ends_after_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     unraised: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", unraised.append)

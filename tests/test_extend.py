@@ -25,7 +25,7 @@ from cbatch.errors import (
 )
 from cbatch.response import TokenLogprob, Usage
 from tests.helpers import A_SECOND_A_STEP
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.places import (
     DEFAULTS,
     ENDLESS,
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
+
+pytestmark = each_kind
 
 MEMORIES = {
     "partitioned": can_all(4 * 256),
@@ -130,6 +132,7 @@ def test_result_extended_twice_gives_each_time_the_same(any_way: Place) -> None:
         assert result.token_ids == expected(text_of(50), 9 + n_tokens)
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("chunk_alignment", [16, 64])
 def test_two_parts_under_exact_have_the_shapes_of_one_run(
     any_way: Place, chunk_alignment: int
@@ -182,6 +185,7 @@ def test_all_of_a_batch_are_extended_at_once(any_way: Place) -> None:
         assert result.token_ids == expected(prompt, 36)
 
 
+@thread_only(Reason.AT_ONCE)
 def test_full_pool_that_preempts_changes_no_part(any_way: Place) -> None:
     memory = KvCapabilities("unified", 160, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
     for swap_mib in (0, 64):
@@ -308,6 +312,7 @@ def test_end_of_generation_in_the_second_part_ends_it(any_way: Place) -> None:
     assert result.token_ids[:n] == expected(tokens, n, seed=seed)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_chunks_of_a_part_are_the_whole_text_with_one_end(any_way: Place) -> None:
     engine = any_way.engine(kind=GatedBackend)
     first = any_way.result(engine, text_of(50), max_tokens=9)
@@ -323,6 +328,7 @@ def test_chunks_of_a_part_are_the_whole_text_with_one_end(any_way: Place) -> Non
 # ---- how the first part ended ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_part_that_was_cancelled_goes_on(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     response = engine.submit(item(text_of(50), max_tokens=5000))
@@ -335,6 +341,7 @@ def test_part_that_was_cancelled_goes_on(any_way: Place) -> None:
     assert engine.stats().n_prompt_tokens == 50
 
 
+@thread_only(Reason.BY_HAND)
 def test_part_that_was_cancelled_in_its_prompt_goes_on(by_hand: Place) -> None:
     engine = by_hand.engine(n_window=512, kind=GatedBackend)
     response = engine.run([item(text_of(200), "a")])
@@ -346,6 +353,7 @@ def test_part_that_was_cancelled_in_its_prompt_goes_on(by_hand: Place) -> None:
     assert engine.stats().n_prompt_tokens == 200
 
 
+@thread_only(Reason.BY_HAND)
 def test_part_whose_time_was_over_goes_on_with_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +368,7 @@ def test_part_whose_time_was_over_goes_on_with_the_same_time(
     assert engine.stats().n_prompt_tokens == 50
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_part_that_is_cancelled_again_keeps_the_first_and_goes_on(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     first = any_way.result(engine, text_of(50), max_tokens=9)
@@ -398,6 +407,7 @@ def ended_by(place: Place, reason: str) -> tuple[Engine, BatchResult]:
     return engine, result
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("reason", ["stop", "window", "error", "cancelled", "timeout"])
 def test_result_with_nothing_to_go_on_from_is_refused(any_way: Place, reason: str) -> None:
     engine, result = ended_by(any_way, reason)
@@ -407,6 +417,7 @@ def test_result_with_nothing_to_go_on_from_is_refused(any_way: Place, reason: st
     assert not ids_in_flight(engine)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_result_of_one_that_never_ran_is_refused_with_its_error(any_way: Place) -> None:
     engine, result = ended_by(any_way, "cancelled")
     with pytest.raises(ConfigError, match="cannot be extended: cancelled before it got a slot"):
@@ -440,6 +451,7 @@ ALTERED: dict[str, dict[str, Any]] = {
 }
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("name", ALTERED)
 def test_altered_result_is_refused_and_costs_nobody_else_anything(
     any_way: Place, name: str
@@ -475,6 +487,7 @@ def test_what_is_no_result_is_refused(any_way: Place, wrong: Any) -> None:
         any_way.engine().extend(wrong, 5)
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("n_tokens", [0, -1, 1.0, "5", True, None, 2**31, 2**70])
 def test_what_is_no_number_of_tokens_is_refused(any_way: Place, n_tokens: Any) -> None:
     engine = any_way.engine()
@@ -506,6 +519,7 @@ def test_strict_cap_holds_for_both_parts(any_way: Place) -> None:
     assert (late.error.n_prompt, late.error.n_output, late.error.n_limit) == (40, 25, 64)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_id_in_flight_is_refused_until_it_has_ended(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     [first] = any_way.results(engine.run([item(text_of(40), "a")]))
@@ -524,6 +538,7 @@ def test_id_in_flight_is_refused_until_it_has_ended(any_way: Place) -> None:
     assert extended(any_way, engine, first, 5).token_ids == expected(text_of(40), 11)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_extension_can_be_cancelled_by_its_id(any_way: Place) -> None:
     engine = any_way.engine(n_slots=1, n_window=ENDLESS, kind=GatedBackend)
     [first] = any_way.results(engine.run([item(text_of(40), "a")]))
@@ -544,6 +559,7 @@ def test_closed_engine_refuses_to_extend(any_way: Place) -> None:
         engine.extend(result, 5)
 
 
+@thread_only(Reason.BY_HAND)
 def test_full_queue_refuses_and_frees_the_id(by_hand: Place) -> None:
     engine = by_hand.engine(
         n_slots=1,
@@ -630,6 +646,7 @@ def test_extension_saves_under_its_key_again(any_way: Place) -> None:
     assert (found.token_ids, found.usage.cached_tokens) == (expected(follower), 61)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_extension_whose_key_is_in_flight_is_refused(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     first = any_way.result(engine, text_of(50), cache_key="k", save_cache=True)

@@ -26,7 +26,7 @@ from cbatch.progress import SilentView, Snapshot
 from cbatch.response import BatchError, BatchResult
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT
 from cbatch.runtime.sequences import SequenceMaker
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,
@@ -39,6 +39,8 @@ from tests.runtime.backends import (
 
 if TYPE_CHECKING:
     from cbatch.runtime.batch_response import BatchResponse
+
+pytestmark = each_kind
 
 N_SLOTS = 2
 N_AHEAD = N_AHEAD_PER_SLOT * N_SLOTS
@@ -144,6 +146,7 @@ def test_two_generators_at_once_share_the_slots(engine: Engine) -> None:
 # ---- back-pressure ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_generator_is_read_no_further_than_reader_and_slots_need(engine: Engine) -> None:
     source = Source()
     completed = engine.run(source.prompts()).as_completed()
@@ -155,6 +158,7 @@ def test_generator_is_read_no_further_than_reader_and_slots_need(engine: Engine)
     assert source.has_ended.wait(PATIENCE_S)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_generator_that_nobody_reads_from_stops_at_its_bound(threaded: Engine) -> None:
     source = Source()
     response = threaded.run(source.prompts())
@@ -181,6 +185,7 @@ def test_results_given_out_are_forgotten(engine: Engine) -> None:
     assert 0 < n_most <= 3 * N_AHEAD_PER_SLOT * engine.parallel
 
 
+@thread_only(Reason.BY_HAND)
 def test_step_by_hand_reads_the_generator() -> None:
     source = Source(5)
     with engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=False) as engine:
@@ -284,6 +289,7 @@ def test_error_of_the_generator_is_raised_with_all_results(engine: Engine) -> No
     assert texts(engine.run(["still good"])) != [""]
 
 
+@thread_only(Reason.BY_HAND)
 def test_ctrl_c_inside_the_generator_by_hand_is_ctrl_c() -> None:
     def interrupted() -> Iterator[str]:
         yield "one"
@@ -295,6 +301,7 @@ def test_ctrl_c_inside_the_generator_by_hand_is_ctrl_c() -> None:
         assert texts(engine.run(["still good"])) != [""]
 
 
+@thread_only(Reason.DEATH)
 def test_engine_that_dies_while_it_is_fed_tells_the_reader() -> None:
     backend = FailingBackend(N_SLOTS, 64, 16, error=MemoryError("gone"), fail_at=5)
     with engine_on(backend, options=SHORT) as engine, pytest.raises(EngineClosedError) as caught:
@@ -303,6 +310,7 @@ def test_engine_that_dies_while_it_is_fed_tells_the_reader() -> None:
     assert_no_feed()
 
 
+@thread_only(Reason.DEATH)
 def test_engine_that_dies_while_its_generator_hangs_tells_the_reader() -> None:
     go = threading.Event()
 
@@ -465,6 +473,7 @@ def leave_by_dropping(engine: Engine, response: BatchResponse) -> None:
 LEAVES = (leave_by_break, leave_by_cancel, leave_by_cancel_all, leave_by_close, leave_by_dropping)
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("leave", LEAVES)
 def test_leaving_ends_the_reading(
     threaded: Engine, leave: Callable[[Engine, BatchResponse], None]
@@ -536,6 +545,7 @@ def test_close_while_a_reader_waits_on_a_hung_generator_tells_it_once() -> None:
     assert_no_feed()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_feed_does_not_interrupt_a_run_behind_others_that_wait() -> None:
     backend = GatedBackend(1, 64, 16, hold_at=0)
     with engine_on(backend, options=SHORT) as engine:
@@ -617,6 +627,7 @@ def test_request_error_of_a_fed_item_is_its_own(engine: Engine) -> None:
     assert (good.error, type(bad.error)) == (None, PromptError)
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.usefixtures("new_objects_only")
 def test_nothing_is_kept_of_what_was_given_out(engine: Engine) -> None:
     response = engine.run(BatchPrompt(prompt="a", id=f"mine {i}") for i in range(10 * N_AHEAD))

@@ -21,7 +21,7 @@ from cbatch.interrupts import HeldBack, Latch, Postponed
 from cbatch.messages import BatchPrompt
 from cbatch.runtime.local import LocalRuntime
 from tests import interrupt_runs
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, thread_only
 from tests.profiles import is_fast
 from tests.runtime.backends import PATIENCE_S, all_results, in_thread, streams
 
@@ -39,6 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interrupt_runs.make_model(tmp_path_factory.mktemp("interrupted"))
 
 
+@each_kind
 @pytest.mark.real
 @pytest.mark.parametrize("scene", interrupt_runs.SCENES)
 def test_ctrl_c_ends_no_process_and_leaves_nothing_behind(scene: str, model: Path) -> None:
@@ -243,6 +244,7 @@ class Pressing(FakeBackend):
         return result
 
 
+@each_kind
 def test_ctrl_c_in_every_step_by_hand_changes_nothing() -> None:
     options = {"ignore_eos": True, "max_tokens": 5, "seed": 1}
     with engine_on(FakeBackend(2, 64, 16)) as engine:
@@ -357,6 +359,7 @@ def test_handler_that_uses_an_engine_by_hand_in_every_step_finds_it_whole(order:
     engine.close()
 
 
+@thread_only(Reason.AT_ONCE)
 @pytest.mark.parametrize("is_threaded", [True, False])
 def test_handler_that_closes_an_engine_being_closed_waits_for_nobody(*, is_threaded: bool) -> None:
     class Closing(FakeBackend):
@@ -434,6 +437,7 @@ WORKS: dict[str, Callable[[Engine, BatchResponse], object]] = {
 }
 
 
+@each_kind
 @pytest.mark.parametrize("name", WORKS)
 def test_handler_at_any_line_may_ask_the_thread_that_computes(name: str) -> None:
     options = {"ignore_eos": True, "max_tokens": 2, "seed": 1}
@@ -457,6 +461,7 @@ def test_handler_at_any_line_may_ask_the_thread_that_computes(name: str) -> None
     assert n_line > 10
 
 
+@each_kind
 def test_ctrl_c_at_any_line_of_a_run_leaves_no_id_taken() -> None:
     own = BatchPrompt(prompt="a", id="own", options={"ignore_eos": True, "max_tokens": 2})
 

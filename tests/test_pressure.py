@@ -34,7 +34,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.step_record import StepRecord
 from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.runtime.backends import (
     PATIENCE_S,
     GatedBackend,
@@ -54,6 +54,8 @@ from tests.runtime.backends import (
 
 if TYPE_CHECKING:
     from cbatch.core.plan import StepPlan, StepResult
+
+pytestmark = each_kind
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "seed": 1}
 ENDLESS = 10**6
@@ -154,6 +156,7 @@ def ends(response: BatchResponse) -> list[tuple[str, int]]:
 # ---- a full queue that rejects ----
 
 
+@thread_only(Reason.BY_HAND)
 def test_full_queue_rejects_with_its_numbers(by_hand: MakeEngine) -> None:
     engine = by_hand(max_queue=2, when_full="reject")
     engine.run(prompts("a", max_tokens=9))
@@ -164,6 +167,7 @@ def test_full_queue_rejects_with_its_numbers(by_hand: MakeEngine) -> None:
     assert (caught.value.n_waiting, caught.value.n_limit) == (2, 2)
 
 
+@thread_only(Reason.BY_HAND)
 def test_free_slots_count_as_room(by_hand: MakeEngine) -> None:
     engine = by_hand(parallel=3, max_queue=2, when_full="reject")
     with pytest.raises(QueueFullError):
@@ -171,6 +175,7 @@ def test_free_slots_count_as_room(by_hand: MakeEngine) -> None:
     assert ends(engine.run(prompts(*"vwxyz", max_tokens=2))) == [("length", 2)] * 5
 
 
+@thread_only(Reason.BY_HAND)
 def test_queue_of_nobody_takes_as_many_as_there_are_slots(by_hand: MakeEngine) -> None:
     engine = by_hand(parallel=2, max_queue=0, when_full="reject")
     response = engine.run(prompts("a", "b", max_tokens=2))
@@ -179,6 +184,7 @@ def test_queue_of_nobody_takes_as_many_as_there_are_slots(by_hand: MakeEngine) -
     assert ends(response) == [("length", 2)] * 2
 
 
+@thread_only(Reason.BY_HAND)
 def test_rejected_batch_leaves_nothing(by_hand: MakeEngine) -> None:
     engine = by_hand(max_queue=2, when_full="reject")
     first = engine.run(prompts("a", max_tokens=3))
@@ -193,6 +199,7 @@ def test_rejected_batch_leaves_nothing(by_hand: MakeEngine) -> None:
     assert ends(first) == [("length", 3)]
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("is_threaded", [True, False])
 def test_ids_of_a_rejected_batch_are_free_at_once(is_threaded: bool) -> None:
     backend = SteppedBackend(1, 64, 64)
@@ -210,6 +217,7 @@ def test_ids_of_a_rejected_batch_are_free_at_once(is_threaded: bool) -> None:
     engine.close()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_rejected_ids_can_be_submitted_once_there_is_room(make: MakeEngine) -> None:
     engine = make(n_window=ENDLESS, max_queue=1, when_full="reject")
     engine.run(prompts("a", "b"))
@@ -219,6 +227,7 @@ def test_rejected_ids_can_be_submitted_once_there_is_room(make: MakeEngine) -> N
     assert ends(engine.run(prompts("x", "y", max_tokens=2))) == [("length", 2)] * 2
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_generator_waits_though_the_queue_rejects(make: MakeEngine) -> None:
     engine, records = make(max_queue=1, when_full="reject"), list[StepRecord]()
     engine.record_steps(records.append)
@@ -227,6 +236,7 @@ def test_generator_waits_though_the_queue_rejects(make: MakeEngine) -> None:
     assert max(r.n_waiting for r in records) <= 1
 
 
+@thread_only(Reason.BY_HAND)
 def test_queue_without_a_limit_takes_any_number(by_hand: MakeEngine) -> None:
     engine = by_hand()
     engine.run([BatchPrompt(tokens=[1])] * 5000)
@@ -234,6 +244,7 @@ def test_queue_without_a_limit_takes_any_number(by_hand: MakeEngine) -> None:
     assert engine.stats().n_waiting == 4999
 
 
+@thread_only(Reason.BY_HAND)
 def test_paused_ones_slot_counts_as_room(by_hand: MakeEngine) -> None:
     engine = by_hand(max_queue=0, when_full="reject")
     engine.run(prompts("a"))
@@ -245,6 +256,7 @@ def test_paused_ones_slot_counts_as_room(by_hand: MakeEngine) -> None:
 # ---- a full queue that lets wait ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("max_queue", [0, 1, 3])
 def test_run_returns_when_the_last_one_is_in_and_never_more_wait(
     make: MakeEngine, max_queue: int
@@ -259,6 +271,7 @@ def test_run_returns_when_the_last_one_is_in_and_never_more_wait(
     assert response.ids == [*"abcdefghij"]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_waiting_for_room_changes_no_stream_and_no_order(make: MakeEngine) -> None:
     items = prompts(*"abcdefgh", max_tokens=4)
     narrow, wide = make(max_queue=1, when_full="wait"), make()
@@ -267,6 +280,7 @@ def test_waiting_for_room_changes_no_stream_and_no_order(make: MakeEngine) -> No
     assert streams(narrow.run(items)) == streams(wide.run(items))
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_generator_waits_for_room_too(make: MakeEngine) -> None:
     engine, records = make(max_queue=1), list[StepRecord]()
     engine.record_steps(records.append)
@@ -275,6 +289,7 @@ def test_generator_waits_for_room_too(make: MakeEngine) -> None:
     assert max(r.n_waiting for r in records) <= 1
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_two_threads_that_wait_for_room_both_get_in() -> None:
     backend = GatedBackend(1, 64, 64)
     with engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1)) as engine:
@@ -286,6 +301,7 @@ def test_two_threads_that_wait_for_room_both_get_in() -> None:
             assert ends(wait()) == [("length", 3)] * 6
 
 
+@thread_only(Reason.BY_HAND)
 def test_duplicate_id_is_refused_before_anybody_waits(by_hand: MakeEngine) -> None:
     engine = by_hand(max_queue=0)
     engine.run(prompts("a"))
@@ -295,6 +311,7 @@ def test_duplicate_id_is_refused_before_anybody_waits(by_hand: MakeEngine) -> No
     assert books(engine) == (0, 1, ["a"])
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancel_of_one_that_waits_makes_room_for_another(make: MakeEngine) -> None:
     engine = make(n_window=ENDLESS, max_queue=1)
     engine.run(prompts("a", "b"))
@@ -327,6 +344,7 @@ def crowd(make: MakeEngine) -> Crowd:
     return make_crowd
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_one_that_waits_for_room_can_be_cancelled(crowd: Crowd) -> None:
     engine, wait = crowd()
     assert engine.cancel("b") is True
@@ -339,6 +357,7 @@ def test_one_that_waits_for_room_can_be_cancelled(crowd: Crowd) -> None:
     assert engine.stats().n_finished == {"cancelled": 2, "length": 1}
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_id_of_one_that_was_cancelled_while_it_waited_for_room_is_free(crowd: Crowd) -> None:
     engine, wait = crowd()
     with pytest.raises(DuplicateIdError):
@@ -351,6 +370,7 @@ def test_id_of_one_that_was_cancelled_while_it_waited_for_room_is_free(crowd: Cr
     assert ends(again()) == [("length", 3)]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_all_that_wait_for_room_are_cancelled_with_all_others(crowd: Crowd) -> None:
     engine, wait = crowd()
     assert engine.cancel_all() == 3
@@ -358,6 +378,7 @@ def test_all_that_wait_for_room_are_cancelled_with_all_others(crowd: Crowd) -> N
     assert (ids_in_flight(engine), ids_outside(engine), books(engine)) == ([], [], (0, 0, []))
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_one_that_waits_for_room_can_be_paused_and_others_pass_it(crowd: Crowd) -> None:
     engine, wait = crowd()
     assert engine.pause("b") is True
@@ -371,6 +392,7 @@ def test_one_that_waits_for_room_can_be_paused_and_others_pass_it(crowd: Crowd) 
     assert [(r.id, r.finish_reason) for r in reader] == [("b", "length")]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_choices_that_wait_for_room_are_cancelled_together(crowd: Crowd) -> None:
     engine, wait = crowd(n=2)
     assert engine.cancel("b")
@@ -380,6 +402,7 @@ def test_choices_that_wait_for_room_are_cancelled_together(crowd: Crowd) -> None
     assert [c.finish_reason for c in whole.choices] == ["length"] * 2
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("way", [BatchResponse.cancel, BatchResponse.wind_down])
 def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
     way: Callable[[BatchResponse], object],
@@ -393,6 +416,7 @@ def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
         assert ends(response) == [("cancelled", 0)]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
     schedule, others = ScheduleOptions(max_queue=0), threading.enumerate()
     with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
@@ -406,6 +430,7 @@ def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
         assert [r.error is None for r in all_results(response)] == [True, False]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> None:
     backend = GatedBackend(1, ENDLESS, 64)
     engine = engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
@@ -419,6 +444,7 @@ def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> Non
     assert (ids_in_flight(engine), ids_outside(engine), books(engine)) == ([], [], (0, 0, []))
 
 
+@thread_only(Reason.DEATH)
 def test_failure_while_somebody_waits_for_room_tells_it() -> None:
     backend = GatedBackend(1, ENDLESS, 64)
     engine = engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
@@ -433,6 +459,7 @@ def test_failure_while_somebody_waits_for_room_tells_it() -> None:
     engine.close()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
     backend = GatedBackend(2, ENDLESS, 64)
     closing, told = threading.Event(), threading.Event()
@@ -460,6 +487,7 @@ def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
     assert [(r.finish_reason, r.error) for r in all_results(other)] == [("cancelled", None)]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_event_loop_is_told_not_to_wait_for_room() -> None:
     schedule = ScheduleOptions(max_queue=1)
     with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
@@ -474,6 +502,7 @@ def test_event_loop_is_told_not_to_wait_for_room() -> None:
         anyio.run(submit)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_event_loop_is_told_at_once_though_another_thread_waits_for_room() -> None:
     schedule = ScheduleOptions(max_queue=1)
     engine = engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule)
@@ -499,6 +528,7 @@ def test_event_loop_is_told_at_once_though_another_thread_waits_for_room() -> No
     assert is_told
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_event_loop_may_wait_for_room_in_a_thread() -> None:
     schedule = ScheduleOptions(max_queue=1)
     with engine_on(GatedBackend(1, 64, 64), options=GREEDY, schedule=schedule) as engine:
@@ -513,6 +543,7 @@ def test_event_loop_may_wait_for_room_in_a_thread() -> None:
 # ---- time ----
 
 
+@thread_only(Reason.BY_HAND)
 def test_time_of_a_request_ends_it_with_its_text_or_with_an_error(virtual: MakeEngine) -> None:
     engine = virtual()
     response = engine.run(prompts("a", "b", max_tokens=9, timeout_s=3.0))
@@ -524,6 +555,7 @@ def test_time_of_a_request_ends_it_with_its_text_or_with_an_error(virtual: MakeE
     assert queued.error.waited_s == 3.0
 
 
+@thread_only(Reason.BY_HAND)
 def test_time_of_a_run_ends_what_is_left_of_it_and_nothing_else(virtual: MakeEngine) -> None:
     engine = virtual()
     timed = engine.run(prompts(*"abcd", max_tokens=4), max_time_s=6.0)
@@ -532,6 +564,7 @@ def test_time_of_a_run_ends_what_is_left_of_it_and_nothing_else(virtual: MakeEng
     assert ends(other) == [("length", 4)]
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize(("timeout_s", "max_time_s"), [(2.0, 5.0), (5.0, 2.0)])
 def test_sooner_of_two_times_counts(
     virtual: MakeEngine, timeout_s: float, max_time_s: float
@@ -540,6 +573,7 @@ def test_sooner_of_two_times_counts(
     assert ends(response) == [("timeout", 2)]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_no_time_at_all_ends_everything_before_it_runs(make: MakeEngine) -> None:
     engine = make()
     response = engine.run(prompts(*"abc"), max_time_s=0.0)
@@ -547,6 +581,7 @@ def test_no_time_at_all_ends_everything_before_it_runs(make: MakeEngine) -> None
     assert engine.stats().n_steps == 0
 
 
+@thread_only(Reason.OWNER)
 def test_time_of_a_run_ends_the_reading_of_a_generator_that_never_ends(virtual: MakeEngine) -> None:
     engine, is_closed = virtual(), threading.Event()
 
@@ -565,6 +600,7 @@ def test_time_of_a_run_ends_the_reading_of_a_generator_that_never_ends(virtual: 
     assert is_closed.is_set()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_time_of_a_run_ends_a_generator_that_is_read_in_a_thread() -> None:
     with engine_on(GatedBackend(1, 64, 64), options=GREEDY) as engine:
         response = engine.run(map(str, count()), options={"max_tokens": 4}, max_time_s=0.05)
@@ -572,6 +608,7 @@ def test_time_of_a_run_ends_a_generator_that_is_read_in_a_thread() -> None:
         assert not ids_in_flight(engine)
 
 
+@thread_only(Reason.BY_HAND)
 def test_time_of_a_run_counts_while_it_waits_for_room(virtual: MakeEngine) -> None:
     engine = virtual(max_queue=1)
     engine.run(prompts("a", "b", max_tokens=40))
@@ -580,6 +617,7 @@ def test_time_of_a_run_counts_while_it_waits_for_room(virtual: MakeEngine) -> No
     assert ends(response) == [("timeout", 0)]
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("max_time_s", [-1.0, float("nan"), "soon", True])
 def test_wrong_time_of_a_run_is_refused_and_nothing_is_queued(
     make: MakeEngine, max_time_s: Any
@@ -593,6 +631,7 @@ def test_wrong_time_of_a_run_is_refused_and_nothing_is_queued(
 # ---- pauses, and commands that come too late ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_pause_and_resume_change_no_token(make: MakeEngine) -> None:
     engine, items = make(parallel=2), prompts("a", "b", max_tokens=30)
     expected = streams(engine.run(items))
@@ -603,6 +642,7 @@ def test_pause_and_resume_change_no_token(make: MakeEngine) -> None:
     assert [engine.pause("a"), engine.resume("a"), engine.pause("nobody")] == [False] * 3
 
 
+@thread_only(Reason.BY_HAND)
 def test_paused_one_gives_nothing_until_it_is_resumed(by_hand: MakeEngine) -> None:
     engine = by_hand(parallel=2)
     response = engine.run(prompts("a", "b", max_tokens=9))
@@ -617,6 +657,7 @@ def test_paused_one_gives_nothing_until_it_is_resumed(by_hand: MakeEngine) -> No
     assert engine.stats().n_recomputed_tokens == 0
 
 
+@thread_only(Reason.BY_HAND)
 def test_paused_one_can_be_cancelled_and_closed(by_hand: MakeEngine) -> None:
     engine = by_hand(parallel=2)
     response = engine.run(prompts("a", "b"))
@@ -628,6 +669,7 @@ def test_paused_one_can_be_cancelled_and_closed(by_hand: MakeEngine) -> None:
     assert ends(response) == [("cancelled", 2)] * 2
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("name", ["cancel", "pause", "resume"])
 def test_late_command_for_an_earlier_life_of_an_id_is_refused(
     by_hand: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch
@@ -652,6 +694,7 @@ def test_late_command_for_an_earlier_life_of_an_id_is_refused(
 # ---- all is lost ----
 
 
+@thread_only(Reason.DEATH)
 @pytest.mark.parametrize("is_threaded", [True, False])
 def test_computation_that_always_fails_ends_the_engine_and_tells_all_once(
     is_threaded: bool,
@@ -672,6 +715,7 @@ def test_computation_that_always_fails_ends_the_engine_and_tells_all_once(
     engine.close()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_engine_goes_on_when_failures_pass(make: MakeEngine) -> None:
     codes = iter([-3] * N_FAILURES_MAX)
     backend = FakeBackend(2, 64, 64, faults=Faults(code=lambda _: next(codes, 0)))
@@ -691,6 +735,7 @@ def test_pool_that_is_full_preempts_and_nobody_notices() -> None:
         assert streams(engine.run(items)) == expected
 
 
+@thread_only(Reason.BY_HAND)
 def test_tokens_that_never_fit_never_wait(by_hand: MakeEngine) -> None:
     engine = by_hand()
     engine.run(prompts("a"))
@@ -705,6 +750,7 @@ def test_tokens_that_never_fit_never_wait(by_hand: MakeEngine) -> None:
 # ---- figures ----
 
 
+@thread_only(Reason.BY_HAND)
 def test_records_come_while_they_are_asked_for(by_hand: MakeEngine) -> None:
     engine, records = by_hand(), list[StepRecord]()
     engine.run(prompts("a", "b", max_tokens=9))
@@ -724,6 +770,7 @@ def test_records_come_while_they_are_asked_for(by_hand: MakeEngine) -> None:
         )
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_recorder_that_raises_is_called_no_more_and_harms_no_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -747,6 +794,7 @@ def test_recorder_that_is_no_function_is_refused(wrong: Any) -> None:
         engine.record_steps(wrong)
 
 
+@thread_only(Reason.BY_HAND)
 def test_statistics_begun_anew_count_what_comes_later(by_hand: MakeEngine) -> None:
     engine = by_hand()
     response = engine.run(prompts("a", max_tokens=9))
@@ -760,6 +808,7 @@ def test_statistics_begun_anew_count_what_comes_later(by_hand: MakeEngine) -> No
     assert (stats.n_prompt_tokens, stats.itl_s.n, stats.ttft_s.n) == (0, 5, 1)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_statistics_are_never_begun_anew_in_the_middle_of_a_run() -> None:
     backend = SteppedBackend(1, 64, 64)
     engine = engine_on(backend, options=GREEDY)
@@ -774,6 +823,7 @@ def test_statistics_are_never_begun_anew_in_the_middle_of_a_run() -> None:
     assert stats_of(engine).n_submitted == 0
 
 
+@thread_only(Reason.BY_HAND)
 def test_snapshot_stays_as_it_was(by_hand: MakeEngine) -> None:
     engine = by_hand()
     response = engine.run(prompts("a", max_tokens=9))
@@ -783,6 +833,7 @@ def test_snapshot_stays_as_it_was(by_hand: MakeEngine) -> None:
     assert (stats.n_steps, stats.itl_s.n, stats.n_finished) == (3, 2, {})
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_queued_cancel_is_answered_before_the_running_one_ends() -> None:
     with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY) as engine:
         engine.run(prompts("a"))
@@ -796,6 +847,7 @@ def test_queued_cancel_is_answered_before_the_running_one_ends() -> None:
 # ---- options at odds ----
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -831,6 +883,7 @@ def test_options_at_odds_are_refused_and_both_are_named(
         assert name in str(caught.value)
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -849,6 +902,7 @@ def test_options_that_agree_are_taken(settings: dict[str, Any]) -> None:
     assert {name: getattr(options, name) for name in settings} == settings
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -865,6 +919,7 @@ def test_wrong_value_is_refused_by_its_name(name: str, value: object) -> None:
         ScheduleOptions(**{name: value})  # type: ignore[arg-type]
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize(
     ("name", "value"), [("priority", 101), ("priority", 1.0), ("timeout_s", -1), ("timeout_s", "1")]
 )
@@ -884,6 +939,7 @@ def test_priority_without_its_policy_is_an_error_that_says_so() -> None:
         assert engine.stats().n_submitted == 0
 
 
+@thread_only(Reason.BY_HAND)
 def test_recorder_may_ask_for_statistics_while_another_thread_waits() -> None:
     engine = engine_on(GatedBackend(2, 4096, 32), options=GREEDY, threaded=False)
     engine.record_steps(lambda _: engine.stats())
@@ -892,6 +948,7 @@ def test_recorder_may_ask_for_statistics_while_another_thread_waits() -> None:
     engine.close()
 
 
+@thread_only(Reason.DEATH)
 def test_error_that_strikes_again_at_the_end_is_told_to_everybody() -> None:
     backend = FakeBackend(2, 512, 32)
     piece, n_calls = backend.vocab.piece, count()
@@ -908,6 +965,7 @@ def test_error_that_strikes_again_at_the_end_is_told_to_everybody() -> None:
     assert "error" in {r.finish_reason for r in results}
 
 
+@thread_only(Reason.BY_HAND)
 def test_paused_ones_time_is_waited_for_without_a_thread() -> None:
     backend = FakeBackend(2, 512, 32)
     engine = engine_on(backend, options=GREEDY, threaded=False)
@@ -919,6 +977,7 @@ def test_paused_ones_time_is_waited_for_without_a_thread() -> None:
     engine.close()
 
 
+@thread_only(Reason.BY_HAND)
 def test_slots_that_followers_wait_for_are_no_room_in_the_queue() -> None:
     backend = FakeBackend(4, 512, 32, memory=partitioned(4 * 512))
     schedule = ScheduleOptions(max_queue=0, when_full="reject")

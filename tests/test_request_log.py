@@ -13,13 +13,15 @@ import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.logs import FIELDS, Log
 from tests.cli.conftest import invoke, parse
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, thread_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from cbatch.engine import Engine
+
+pytestmark = each_kind
 
 NAMES = [
     *("request_id", "model", "prompt_tokens", "completion_tokens", "cached_tokens", "queue_ms"),
@@ -187,6 +189,7 @@ def test_command_shows_a_line_for_each_request_also_as_events(
     assert {type(e["latency_ms"]) for e in logged} == {float}
 
 
+@thread_only(Reason.BY_HAND)
 def test_level_is_asked_for_without_making_a_line(caplog: pytest.LogCaptureFixture) -> None:
     log = Log("cbatch.test")
     for level, is_wanted in ((logging.WARNING, False), (logging.INFO, True)):

@@ -18,7 +18,7 @@ from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCa
 from cbatch.files.file_run import run_file
 from cbatch.messages import BatchPrompt
 from tests import structure_runs
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from cbatch.core.plan import Chunk, StepPlan, StepResult
     from cbatch.engine import Engine
     from cbatch.options import Grammar
+
+pytestmark = each_kind
 
 PERSON = structure_runs.SCHEMAS[0]
 
@@ -228,6 +230,7 @@ def gated(gate: GatedGrammars, **options: Any) -> Engine:
     return engine_on(backend, schedule=ScheduleOptions(**options))
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_others_run_while_one_compiles(gate: GatedGrammars) -> None:
     with gated(gate) as engine:
         bound = engine.run(["a"], options={"regex": "1", "max_tokens": 4})
@@ -239,6 +242,7 @@ def test_others_run_while_one_compiles(gate: GatedGrammars) -> None:
         assert all(t % 2 for t in result.token_ids)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancel_while_compiling_ends_at_once(gate: GatedGrammars) -> None:
     with gated(gate) as engine:
         response = engine.run(["a"], options={"regex": "1"})
@@ -249,6 +253,7 @@ def test_cancel_while_compiling_ends_at_once(gate: GatedGrammars) -> None:
         gate.go.set()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_timeout_while_compiling_ends_at_its_time(gate: GatedGrammars) -> None:
     with gated(gate) as engine:
         response = engine.run(["a"], options={"regex": "1", "timeout_s": 0.01})
@@ -257,6 +262,7 @@ def test_timeout_while_compiling_ends_at_its_time(gate: GatedGrammars) -> None:
         gate.go.set()
 
 
+@thread_only(Reason.AT_ONCE)
 def test_close_while_compiling_ends_everybody_and_begins_no_other(gate: GatedGrammars) -> None:
     engine = gated(gate)
     response = engine.run([BatchPrompt(prompt=str(i), options={"regex": str(i)}) for i in range(3)])
@@ -271,6 +277,7 @@ def test_close_while_compiling_ends_everybody_and_begins_no_other(gate: GatedGra
     assert gate.n_compiled == 1
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_those_that_wait_for_a_grammar_fill_the_queue(gate: GatedGrammars) -> None:
     with gated(gate, max_queue=1, when_full="reject") as engine:
         engine.run(["a", "b", "c"], options={"regex": "1", "max_tokens": 1})
@@ -279,6 +286,7 @@ def test_those_that_wait_for_a_grammar_fill_the_queue(gate: GatedGrammars) -> No
         gate.go.set()
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_compiler_that_panics_fails_the_request_alone(gate: GatedGrammars) -> None:
     class PanicError(BaseException):
         pass
@@ -325,6 +333,7 @@ class Recorder(FakeBackend):
         return super().run(plan)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_first_request_with_dry_holds_up_neither_its_caller_nor_others() -> None:
     vocab = GatedVocab()
     backend = Recorder(vocab)
@@ -340,6 +349,7 @@ def test_first_request_with_dry_holds_up_neither_its_caller_nor_others() -> None
     assert backend.bound == [(), *[((10,), (58,), (34,), (42,))] * 3]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_request_with_dry_and_a_grammar_waits_for_both() -> None:
     vocab = GatedVocab()
     vocab.go.set()
@@ -353,6 +363,7 @@ def test_request_with_dry_and_a_grammar_waits_for_both() -> None:
     assert all(backend.bound)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_breakers_that_cannot_be_found_fail_their_request_alone() -> None:
     class Panicking(GatedVocab):
         def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ from cbatch import BatchPrompt, ConfigError, Engine, GrammarError, UnsupportedOp
 from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeGrammars
 from cbatch.cli.demo import write_result
 from tests import call_runs
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, thread_only
 from tests.test_tools import NAMED, TIME, USER, WEATHER
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from cbatch.core.plan import Binding
     from cbatch.options import Grammar
     from cbatch.runtime.batch_response import BatchResponse
+
+pytestmark = each_kind
 
 THINK, THINK_END, CALL, CALL_END = 300, 301, 302, 303
 CONTROLS = {
@@ -151,6 +153,7 @@ def test_parts_of_chunks_joined_are_those_of_the_result(
         assert "".join(chunk.reasoning for chunk in own) == choice.reasoning
 
 
+@thread_only(Reason.AT_ONCE)
 def test_parts_come_before_the_end(engine: Engine) -> None:
     chunks = list(ask(engine, tools=[TIME]))
     assert [c.reasoning for c in chunks if c.reasoning][:6] == ["I", " h", "ä", "v", "e", " t"]
@@ -158,6 +161,7 @@ def test_parts_come_before_the_end(engine: Engine) -> None:
     assert chunks[-1].content == chunks[-1].reasoning == ""
 
 
+@thread_only(Reason.AT_ONCE)
 def test_extended_answer_begins_with_the_parts_it_had(engine: Engine) -> None:
     cut = ask(engine, tools=[TIME], max_tokens=len(SAID) - 60).result()
     response = engine.extend(cut, 80)
@@ -434,6 +438,7 @@ def test_character_that_the_window_cuts_comes_out_as_broken() -> None:
     assert (result.text, result.finish_reason) == ("ab😀\ufffd", "window")
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_character_that_a_cancel_cuts_comes_out_as_broken(is_streamed: bool) -> None:
     said = [*"ab😀".encode()[:-1], *b"x" * 500]

@@ -12,7 +12,7 @@ from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.options import Sampling
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.oracle.fake_streams import stream_alone
 from tests.places import (
     ENDLESS,
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
+
+pytestmark = each_kind
 
 W = 128
 
@@ -225,6 +227,7 @@ def test_strict_cap_is_no_reason_against_a_window_that_moves(any_way: Place) -> 
 # ---- a window that moves on ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("n_piece_of_batch", [1, 64])
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_answer_goes_past_the_window_and_its_neighbour_notices_nothing(
@@ -261,6 +264,7 @@ def test_what_is_kept_and_what_goes_is_as_asked(place: Place, n_keep: int, n_dis
     assert bool(result.warnings) == (n_discard > n_most)
 
 
+@thread_only(Reason.BY_HAND)
 def test_plan_moves_the_cells_of_that_slot_alone(by_hand: Place) -> None:
     engine = by_hand.engine(2, W)
     by_hand.results(
@@ -324,6 +328,7 @@ def test_prompt_that_fills_the_window_is_refused_though_it_may_move(any_way: Pla
     assert fits.token_ids == moving(text_of(W - 1), 30, n_discard=20)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_answer_without_a_cap_goes_on_until_it_is_cancelled(any_way: Place) -> None:
     backend = GatedBackend(1, W, 64, memory=KvCapabilities("partitioned", W, can_shift=True))
     engine = engine_on(
@@ -341,6 +346,7 @@ def test_answer_without_a_cap_goes_on_until_it_is_cancelled(any_way: Place) -> N
     assert result.token_ids == moving(text_of(40), len(result.token_ids), n_discard=32)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_text_of_a_moving_window_is_all_of_it_in_chunks_too(any_way: Place) -> None:
     engine = any_way.engine(2, W, kind=GatedBackend)
     response = engine.submit(item(text_of(40), max_tokens=300, n_discard=32))
@@ -365,6 +371,7 @@ def test_stops_are_found_behind_the_window(any_way: Place, by: str) -> None:
 # ---- where it cannot be ----
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize(
     ("memory", "chunk_alignment", "words"),
     [
@@ -401,6 +408,7 @@ def test_request_may_switch_off_the_moving_window_of_the_run(any_way: Place) -> 
     assert fits.token_ids == expected(text_of(9), W - 9)
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize(
     "options", [{"n_keep": -2}, {"n_discard": -1}, {"n_discard": 1.5}, {"n_discard": True}]
 )
@@ -429,6 +437,7 @@ def moved(i: int, n: int = 300) -> tuple[int, ...]:
     return moving(text_of(20 + 9 * i, start=i), n, n_keep=5, n_discard=32)
 
 
+@thread_only(Reason.LONG)
 @pytest.mark.parametrize("quantum", [1, 7, 50])
 @pytest.mark.parametrize("swap_mib", [0, 64])
 def test_turns_change_no_token(place: Place, swap_mib: int, quantum: int) -> None:
@@ -438,6 +447,7 @@ def test_turns_change_no_token(place: Place, swap_mib: int, quantum: int) -> Non
     assert [r.token_ids for r in results] == [moved(i) for i in range(6)]
 
 
+@thread_only(Reason.LONG)
 @pytest.mark.parametrize("swap_mib", [0, 64])
 def test_turns_of_a_window_that_keeps_nothing_change_no_token(place: Place, swap_mib: int) -> None:
     schedule = {"policy": "round_robin", "quantum": 7, "swap_mib": swap_mib}
@@ -447,6 +457,7 @@ def test_turns_of_a_window_that_keeps_nothing_change_no_token(place: Place, swap
     assert [r.token_ids for r in results] == alone
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("n_cells", [W + 8, 200, 300])
 @pytest.mark.parametrize("swap_mib", [0, 64])
 @pytest.mark.parametrize("kind", [FakeBackend, GatedBackend])
@@ -477,6 +488,7 @@ def test_movers_share_no_cell_of_a_pool_and_the_others_all(any_way: Place, n_cel
         assert i % 2 == 0 or result.usage.cached_tokens == 0
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_movers_in_slots_of_their_own_share_beginnings(any_way: Place) -> None:
     engine = any_way.engine(4, W)
     prompts = [[*text_of(70), i] for i in range(12)]
@@ -551,6 +563,7 @@ def full(engine: Engine, id: str, n_more: int = 0) -> None:
     steps(engine, n_more)
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("swap_mib", [0, 64])
 @pytest.mark.parametrize("n_more", [0, 1, 2])
 def test_mover_paused_at_the_border_goes_on_in_its_slot_and_out_of_it(
@@ -571,6 +584,7 @@ def test_mover_paused_at_the_border_goes_on_in_its_slot_and_out_of_it(
         assert result.token_ids == moved(0)
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("n_more", [0, 1])
 def test_mover_cancelled_at_the_border_keeps_its_text_and_frees_its_slot(
     by_hand: Place, n_more: int
@@ -584,6 +598,7 @@ def test_mover_cancelled_at_the_border_keeps_its_text_and_frees_its_slot(
     assert by_hand.result(engine, text_of(30)).token_ids == expected(text_of(30))
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("swap_mib", [0, 64])
 def test_mover_preempted_at_the_border_goes_on(by_hand: Place, swap_mib: int) -> None:
     engine = by_hand.engine(
@@ -621,6 +636,7 @@ def test_result_whose_window_has_moved_is_not_extended(any_way: Place) -> None:
         engine.extend(first, 5)
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("code", [1, -1, 2, -2, -3])
 @pytest.mark.parametrize("is_pool", [False, True])
 def test_failed_steps_change_no_token(place: Place, code: int, is_pool: bool) -> None:
@@ -651,6 +667,7 @@ class LateStruck(Struck):
     is_late = True
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("kind", [Struck, LateStruck])
 def test_ctrl_c_while_cells_move_changes_no_token(by_hand: Place, kind: type[Struck]) -> None:
     engine = by_hand.engine(2, W, kind=kind)
@@ -666,6 +683,7 @@ def test_ctrl_c_while_cells_move_changes_no_token(by_hand: Place, kind: type[Str
     assert [r.token_ids for r in results] == [moved(i) for i in range(3)]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_closing_ends_movers_with_what_they_have(any_way: Place) -> None:
     engine = any_way.engine(2, W, kind=GatedBackend)
     response = engine.run(movers(3, max_tokens=ENDLESS))
@@ -692,6 +710,7 @@ def test_prompt_alone_never_moves(any_way: Place) -> None:
     assert (result.finish_reason, result.usage.context_shifts) == ("length", 0)
 
 
+@thread_only(Reason.BY_HAND)
 def test_prompt_alone_fills_the_window_though_it_may_move(by_hand: Place) -> None:
     engine = by_hand.engine(2, W)
     result = by_hand.result(engine, text_of(W), prefill_only=True, n_discard=32)

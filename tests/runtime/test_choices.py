@@ -26,7 +26,7 @@ from cbatch.response import BatchError, BatchOutputChunk
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
 from tests.helpers import A_SECOND_A_STEP, partitioned
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.places import steps, wait_until
 from tests.runtime.backends import (
     Cancelled,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
     from cbatch.messages import Prompt
     from cbatch.response import BatchResult
+
+pytestmark = each_kind
 
 LONG = {"ignore_eos": True, "max_tokens": 6}
 
@@ -110,6 +112,7 @@ def test_chunks_of_choices_have_their_index_and_the_id_of_the_request(engine: En
     assert sorted(ends) == [0, 1, 2]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_id_is_taken_until_the_last_choice_has_ended() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=8)
     with closing(engine_on(backend, options=LONG)) as engine:
@@ -123,6 +126,7 @@ def test_id_is_taken_until_the_last_choice_has_ended() -> None:
         assert all_results(engine.run([prompt]))[0].finish_reason == "length"
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_id_is_free_when_the_result_arrives(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +141,7 @@ def test_id_is_free_when_the_result_arrives(
     assert was_taken == [False]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancel_ends_all_choices_and_counts_one_request() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
     with closing(engine_on(backend, options=LONG)) as engine:
@@ -165,6 +170,7 @@ def six_choices_in_line() -> Iterator[tuple[Engine, Callable[[], list[BatchResul
         yield engine, running
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
     with six_choices_in_line() as (engine, running):
         assert engine.cancel("x")
@@ -173,6 +179,7 @@ def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
         assert not ids_in_flight(engine)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancel_all_counts_requests_not_choices() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
     with closing(engine_on(backend, options=LONG)) as engine:
@@ -183,6 +190,7 @@ def test_cancel_all_counts_requests_not_choices() -> None:
         assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 2
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_leaving_a_batch_cancels_its_choices() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
     with closing(engine_on(backend, options=LONG)) as engine:
@@ -194,6 +202,7 @@ def test_leaving_a_batch_cancels_its_choices() -> None:
         assert not ids_in_flight(engine)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_pause_holds_all_choices_until_resume() -> None:
     backend = GatedBackend(4, 64, 32, hold_at=2)
     with closing(engine_on(backend, options=LONG)) as engine:
@@ -207,6 +216,7 @@ def test_pause_holds_all_choices_until_resume() -> None:
         assert [c.finish_reason for c in all_results(response)[0].choices] == ["length"] * 3
 
 
+@thread_only(Reason.BY_HAND)
 def test_choices_pause_each_for_itself_and_are_resumed_together() -> None:
     backend = FakeBackend(4, 64, 32)
     with closing(engine_on(backend, options=LONG, threaded=False)) as engine:
@@ -224,6 +234,7 @@ def test_choices_pause_each_for_itself_and_are_resumed_together() -> None:
         assert [len(choice.token_ids) for choice in result.choices] == [9] * 3
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_pause_holds_choices_too_that_wait_for_room_in_the_queue() -> None:
     with six_choices_in_line() as (engine, running):
         assert engine.pause("x")
@@ -236,6 +247,7 @@ def test_pause_holds_choices_too_that_wait_for_room_in_the_queue() -> None:
         assert [c.finish_reason for c in running()[0].choices] == ["length"] * 6
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_closing_ends_all_choices() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
     engine = engine_on(backend, options=LONG)
@@ -269,6 +281,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         yield made
 
 
+@thread_only(Reason.BY_HAND)
 def test_choices_that_no_time_was_left_for_are_the_error_of_their_request(timed: Engine) -> None:
     asked = [BatchPrompt(prompt="a b c", id="x", options={"n": 4, "timeout_s": 8.0})]
     [result] = all_results(timed.run(asked))
@@ -286,6 +299,7 @@ def test_choices_that_no_time_was_left_for_are_the_error_of_their_request(timed:
         timed.run(asked).result()
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("options", [{"n": 2}, {"best_of": 2}])
 @pytest.mark.parametrize("end", ["timeout", "cancel"])
 def test_request_of_which_one_choice_was_cut_off_says_so(
@@ -302,6 +316,7 @@ def test_request_of_which_one_choice_was_cut_off_says_so(
     assert result.text == result.choices[0].text != ""
 
 
+@thread_only(Reason.BY_HAND)
 def test_best_of_candidates_that_never_ran_leave_the_best_of_the_others(timed: Engine) -> None:
     options = {"best_of": 4, "timeout_s": 8.0}
     result = timed.submit("a b c", options=options).result()
@@ -313,6 +328,7 @@ def test_best_of_candidates_that_never_ran_leave_the_best_of_the_others(timed: E
     )
 
 
+@thread_only(Reason.DEATH)
 def test_best_of_whose_engine_dies_is_an_error_of_the_engine() -> None:
     backend = FailingBackend(1, 64, 32, error=MemoryError("gone"), fail_at=8)
     engine = engine_on(backend, options={**LONG, "best_of": 3})
@@ -359,6 +375,7 @@ def test_fed_results_with_choices_stay_within_what_it_may_hold() -> None:
         assert n_most <= N_AHEAD_PER_SLOT * engine.parallel + 1
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_winding_down_spares_a_request_of_which_a_choice_runs() -> None:
     backend = GatedBackend(1, 64, 32, hold_at=3)
     with closing(engine_on(backend, options=LONG)) as engine:
@@ -371,6 +388,7 @@ def test_winding_down_spares_a_request_of_which_a_choice_runs() -> None:
         assert [c.finish_reason for c in second.choices] == ["cancelled"] * 3
 
 
+@thread_only(Reason.AT_ONCE)
 def test_winding_down_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
     backend = GatedBackend(1, 64, 32, hold_at=3)
     schedule = ScheduleOptions(max_queue=1)
@@ -386,6 +404,7 @@ def test_winding_down_ends_choices_too_that_wait_for_room_in_the_queue() -> None
         assert all_results(other)[0].finish_reason == "length"
 
 
+@thread_only(Reason.BY_HAND)
 def test_choices_that_never_ran_do_not_count_as_computed() -> None:
     backend = GatedBackend(1, 128, 64, memory=partitioned(128))
     with closing(engine_on(backend, options=LONG, threaded=False)) as engine:
@@ -398,6 +417,7 @@ def test_choices_that_never_ran_do_not_count_as_computed() -> None:
         assert result.usage.cached_tokens == 59
 
 
+@thread_only(Reason.BY_HAND)
 def test_choice_before_the_one_that_scores_has_no_prompt_scores() -> None:
     pool = KvCapabilities(
         "unified", 128, can_copy=True
@@ -532,6 +552,7 @@ def test_logprobs_under_a_grammar_are_one_for_each_token(engine: Engine) -> None
     assert all(len(r.logprobs or ()) == len(r.token_ids) for r in told)
 
 
+@thread_only(Reason.BY_HAND)
 def test_text_of_a_token_that_is_no_whole_character_shows_as_unknown() -> None:
     from cbatch.response import TokenLogprob
 
@@ -557,6 +578,7 @@ def test_extended_choice_tells_no_logprobs_where_they_were_to_rank_by(engine: En
     assert longer.token_ids == answer(engine, seed=kept.seed, max_tokens=10).token_ids
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_extended_choice_scores_the_prompt_where_the_first_did_not() -> None:
     backend = GatedBackend(2, 256, 8, hold_at=4)
     with closing(engine_on(backend, schedule=ScheduleOptions(share_prefixes=False))) as engine:
@@ -603,6 +625,7 @@ def test_options_that_do_not_go_together_name_the_request(engine: Engine) -> Non
         engine.run(prompts, options={"best_of": 2})
 
 
+@thread_only(Reason.BY_HAND)
 def test_id_with_a_nul_is_refused() -> None:
     with pytest.raises(ConfigError, match="NUL"):
         BatchPrompt(prompt="a", id="x\0y")

@@ -14,7 +14,7 @@ from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities
 from cbatch.errors import ConfigError, RequestFailedError
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool
 from tests.oracle.fake_streams import scores_alone
 from tests.runtime.backends import GatedBackend, all_results
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from cbatch.core.plan import StepPlan
     from cbatch.engine import Engine
     from cbatch.response import BatchResult, TokenLogprob
+
+pytestmark = each_kind
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents, but for a few intervals."
 LONG = {"ignore_eos": True, "max_tokens": 6}
@@ -92,6 +94,7 @@ def test_prompt_of_one_token_has_nothing_to_score(engine: Engine) -> None:
     assert answer(engine, "a", prompt_logprobs=2).prompt_logprobs == (None,)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_a_step_scores_no_more_than_there_is_room_for(engine: Engine, backend: FakeBackend) -> None:
     prompts = [PROMPT[i:] * 2 for i in range(6)]
     results = all_results(engine.run(prompts, options={"prompt_logprobs": 1}))
@@ -102,6 +105,7 @@ def test_a_step_scores_no_more_than_there_is_room_for(engine: Engine, backend: F
     assert sum(per_step) == sum(len(p) - 1 for p in prompts)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_company_that_is_not_scored_is_computed_beside(
     engine: Engine, backend: FakeBackend
 ) -> None:
@@ -134,6 +138,7 @@ def test_broken_row_of_the_prompt_fails_its_item_alone() -> None:
     assert len(good.prompt_logprobs or ()) == 3
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_cancelled_prompt_tells_as_far_as_it_came() -> None:
     backend = GatedBackend(1, 256, 200, hold_at=0)
     with closing(engine_on(backend, options=LONG)) as engine:
@@ -153,6 +158,7 @@ def test_cancelled_prompt_tells_as_far_as_it_came() -> None:
     assert figures(longer.logprobs)[1 : len(PROMPT)] == wanted(backend, PROMPT, 1)[1:]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_request_that_never_ran_tells_nothing_of_its_prompt() -> None:
     backend = GatedBackend(1, 256, 200, hold_at=0)
     said: dict[str, Any] = {"prompt_logprobs": 0, "logprobs": 1, "echo": True}

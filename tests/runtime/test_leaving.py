@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import RequestCancelledError
-from tests.kinds import engine_on
+from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.runtime.backends import (
     GatedBackend,
     all_results,
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.runtime.batch_response import BatchResponse
+
+pytestmark = each_kind
 
 ENDLESS = {"ignore_eos": True}
 LONG = 100_000  # a window that no test waits to see filled
@@ -87,6 +89,7 @@ def engine() -> Iterator[Engine]:
         yield made
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("leave", WAYS)
 def test_who_leaves_frees_the_slots_for_the_next(
     engine: Engine, leave: Callable[[BatchResponse], None]
@@ -101,6 +104,7 @@ def test_who_leaves_frees_the_slots_for_the_next(
     assert not ids_in_flight(engine)
 
 
+@thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("leave", WAYS)
 def test_who_leaves_an_engine_by_hand_frees_the_slots_for_the_next(
     leave: Callable[[BatchResponse], None],
@@ -126,6 +130,7 @@ def test_results_left_in_their_order_of_completion_free_the_slots(engine: Engine
     assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 2
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("leave", [lambda r: iter(r).close(), lambda r: iter(r) and gc.collect()])
 def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], None]) -> None:
     backend = GatedBackend(2, 64, 16, hold_at=3)
@@ -158,6 +163,7 @@ def test_leaving_twice_or_after_the_end_is_harmless(engine: Engine) -> None:
     ]
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_leaving_after_close_is_harmless() -> None:
     engine = engine_on(FakeBackend(2, LONG, 64), options=ENDLESS)
     reader = iter(engine.run(["a", "b"]))
@@ -167,6 +173,7 @@ def test_leaving_after_close_is_harmless() -> None:
     assert not owner_of(engine).is_alive()
 
 
+@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.slow
 def test_many_that_vanish_in_threads_of_their_own_leave_nothing(engine: Engine) -> None:
     responses = [engine.run([f"{i}a", f"{i}b"]) for i in range(40)]
@@ -180,6 +187,7 @@ def test_many_that_vanish_in_threads_of_their_own_leave_nothing(engine: Engine) 
     check_books(engine)
 
 
+@no_pool(Reason.ONE_BACKEND)
 def test_everyone_who_waits_for_one_batch_is_told_once() -> None:
     backend = GatedBackend(2, 64, 16, hold_at=3)
     engine = engine_on(backend, options=ENDLESS)
@@ -195,6 +203,7 @@ def test_everyone_who_waits_for_one_batch_is_told_once() -> None:
     engine.close()
 
 
+@thread_only(Reason.OWNER)
 def test_cancel_by_the_owner_does_not_wait_for_itself(engine: Engine) -> None:
     response = engine.run(["a", "b", "c"])
     assert in_owner(engine, lambda: engine.cancel("0")) is True
