@@ -20,7 +20,7 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
-from tests.runtime.backends import PATIENCE_S, all_results, batcher_of, ids_in_flight, streams
+from tests.runtime.backends import PATIENCE_S, all_results, runtime_of, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -237,23 +237,17 @@ class Watched:
 
     def state(self) -> tuple[object, ...]:
         stats = self.engine.stats()
-        return (
-            stats.n_submitted,
-            stats.n_waiting,
-            stats.n_running,
-            stats.n_steps,
-            stats.n_finished,
-            ids_in_flight(self.engine),
-            dict(batcher_of(self.engine).in_flight),
-        )
+        done = (stats.n_submitted, stats.n_steps, stats.n_finished)
+        in_flight = (stats.n_waiting, stats.n_running, [*runtime_of(self.engine).ids])
+        return *done, *in_flight, self.engine.slots()
 
     def check_works(self) -> None:
         assert streams(self.engine.submit(GOOD)) == self.expected
 
 
-@pytest.fixture(scope="module")
-def watched(test_model: Path) -> Iterator[Watched]:
-    with cbatch.load(test_model, **SMALL) as engine:
+@pytest.fixture(scope="module", params=[None, 1], ids=["thread", "worker"])
+def watched(request: pytest.FixtureRequest, test_model: Path) -> Iterator[Watched]:
+    with cbatch.load(test_model, **SMALL, replicas=request.param) as engine:
         yield Watched(engine, streams(engine.submit(GOOD)))
 
 

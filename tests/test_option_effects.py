@@ -9,8 +9,6 @@ import pytest
 
 import cbatch
 from cbatch import RequestError, RunOptions
-from cbatch.backend.llama.llama_backend import LlamaBackend
-from tests.runtime.backends import backend_of
 from tests.test_tools import TIME
 
 if TYPE_CHECKING:
@@ -96,9 +94,12 @@ ELSEWHERE = {"parallel_tool_calls", "slot", "pause_every"}
 (test_quanta)."""
 
 
-@pytest.fixture(scope="module")
-def engine(test_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cbatch.Engine]:
+@pytest.fixture(scope="module", params=[None, 1], ids=["thread", "worker"])
+def engine(
+    request: pytest.FixtureRequest, test_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[cbatch.Engine]:
     settings: dict[str, Any] = {"parallel": 2, "ctx_per_seq": 256, "n_threads": 1}
+    settings["replicas"] = request.param
     folder = tmp_path_factory.mktemp("cells")
     with cbatch.load(test_model, chat_template=TEMPLATE, cache_dir=folder, **settings) as loaded:
         yield loaded
@@ -106,7 +107,7 @@ def engine(test_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def seen(engine: cbatch.Engine, options: dict[str, Any], *, is_chat: bool) -> object:
     """What a caller sees of an answer, or the kind of error that refuses it."""
-    [end, *_] = backend_of(engine, LlamaBackend).vocab.end_tokens
+    [end] = engine.tokenize(engine.model_facts.eos_token)
     bias = {
         end if token == "END" else token: b for token, b in options.get("logit_bias", {}).items()
     }

@@ -183,10 +183,12 @@ def continuation(result: BatchResult, context: str) -> tuple[float, bool]:
     return sum(t.logprob for t in behind), is_greedy
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1])
-def test_log_likelihood_of_a_continuation(test_model: Path, max_tokens: int) -> None:
+@pytest.mark.parametrize(("max_tokens", "replicas"), [(0, None), (1, None), (0, 1)])
+def test_log_likelihood_of_a_continuation(
+    test_model: Path, max_tokens: int, replicas: int | None
+) -> None:
     context = "Once upon a time there was a"
-    with cbatch.load(test_model, **SMALL) as engine:
+    with cbatch.load(test_model, **SMALL, replicas=replicas) as engine:
         greedy = engine.submit(context, options=SHORT).result()
         prompts = [context + greedy.text, context + " zebra of glass"]
         said = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}
