@@ -44,6 +44,7 @@ SEES: dict[str, set[str]] = {
     "models.recipe": FACE
     | {"loading", "engine", "backend", "bench.synthetic", "bench.synthetic_vocabulary", "models"},
     "cli": BELOW_FILES | {"files", "server", "bench", "models"},
+    "__main__": {"cli"},
 }
 """What each room sees beside itself: rooms, or modules of them. A room of a room is named where it sees more."""
 

@@ -1,6 +1,7 @@
 """`cbatch daemon`: an engine that other programs drive by lines, over pipes or a socket."""
 
 import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
@@ -29,12 +30,12 @@ from cbatch.errors import EngineError
 from cbatch.files.places import stdin, stdout
 from cbatch.interrupts import Postponed
 from cbatch.runtime.local import LocalRuntime
-from cbatch.worker.ending import Ending
 from cbatch.worker.framing import read_lines
+from cbatch.worker.host import Ending
 from cbatch.worker.line_session import serve_lines
 from cbatch.worker.listening import Listener, hang_up
 from cbatch.worker.service import refusal, serve_client
-from cbatch.worker.streams import StreamWriter, busy_frames, lines_of
+from cbatch.worker.streams import StreamWriter, busy_frames, lines_of, without_mark
 
 _ENGINE = [o.name for o in OPTIONS if o.panel in (MODEL, SCHEDULING, DEVICES)]
 _ANSWERS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "timeout_s")
@@ -119,11 +120,12 @@ def _serve(
     hang_up: Callable[[], object] | None = None,
 ) -> Ending:
     """Serve one client: `source` has its lines, `fd` gets its frames, and its text where `text` is not for it."""
-    if _begins_with_json(source):
+    head = without_mark(source) if _peek(source) == BOM_UTF8[:1] else b""
+    if not head and _peek(source) == b"{":
         lines = read_lines(source)
         return serve_client(runtime, next(lines), lines, fd, options=options, hang_up=hang_up)
     own = options.over(cbatch.RunOptions(temperature=0.0))
-    lines = lines_of(source)
+    lines = lines_of(source, head)
     return serve_lines(runtime, lines, fd, text if is_apart else None, own, is_tagged=is_tagged)
 
 
@@ -150,16 +152,17 @@ def _serve_clients(
     return Ending.DONE
 
 
-def _begins_with_json(source: BufferedReader) -> bool:
-    """Whether a client speaks JSON, by the first character of its input; waits for it."""
+def _peek(source: BufferedReader) -> bytes:
+    """Return the next byte of a client's input, which is `{` where the client speaks JSON; waits for the byte."""
     try:
-        return source.peek(1)[:1] == b"{"
-    except OSError:  # it has left
-        return False
+        return source.peek(1)[:1]
+    except OSError:  # the client has left
+        return b""
 
 
 def _busy(first: bytes, *, is_tagged: bool) -> bytes:
     """Return what a client is told that comes while another is served, by what it has sent."""
+    first = first.removeprefix(BOM_UTF8)
     if first.startswith(b"{"):
         return refusal(first.partition(b"\n")[0], EngineError("another client is served"))
     return busy_frames(is_tagged=is_tagged)

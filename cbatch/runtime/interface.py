@@ -145,11 +145,10 @@ class Runtime(Protocol):
     def enter(self, submission: Submission) -> Callable[[], None]:
         """Check requests and make them known; return what queues them, and is to be called. Else as `add`."""
 
-    def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
-        """Return what a prompt asks for, as `enter` makes it, for an `Origin`."""
-
-    def extend(self, result: BatchResult, n_tokens: int, target: Target) -> RequestId:
-        """Queue a request that continues a result; return its id. See `Engine.extend`."""
+    def extend(
+        self, result: BatchResult, n_tokens: int, target: Target, *, is_paused: bool = False
+    ) -> RequestId:
+        """Queue a request that continues a result, or pause it from the start; return its id. See `Engine.extend`."""
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `action` done at `when_s` of `time.perf_counter`, in some thread. It must be quick."""

@@ -238,12 +238,14 @@ class LocalRuntime:
                 self._submit(drivers, is_fed=asked.is_fed, may_wait=asked.may_wait)
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
-        """Return what a prompt asks for, as `enter` makes it, for an `Origin`."""
+        """Return what a prompt asks for, as `enter` makes it, for the `Origin` of a result from elsewhere."""
         with self._submitting:
             return self.sequences.request(prompt, id, options, 0.0, math.inf)
 
-    def extend(self, result: BatchResult, n_tokens: int, target: Target) -> RequestId:
-        """Queue a request that continues a result; return its id. See `Engine.extend`."""
+    def extend(
+        self, result: BatchResult, n_tokens: int, target: Target, *, is_paused: bool = False
+    ) -> RequestId:
+        """Queue a request that continues a result; return its id. See `Runtime`."""
         origin = origin_of(result, self.sequences.owner)
         n_tokens = check_extension(result, n_tokens)
         now, id = time.perf_counter(), own_id(origin.request.id)
@@ -253,7 +255,10 @@ class LocalRuntime:
                 request = extended(origin, id, result, n_tokens, now)
                 driver = self.sequences.of_request(request, now)
                 self.orders.add(routes, target, [id], [[driver]])
-            self._submit([driver], is_fed=False, may_wait=not is_in_event_loop())
+            if is_paused:
+                self.orders.submit_paused([driver])
+            else:
+                self._submit([driver], is_fed=False, may_wait=not is_in_event_loop())
         return id
 
     def _submit(self, drivers: Sequence[SequenceDriver], *, is_fed: bool, may_wait: bool) -> None:

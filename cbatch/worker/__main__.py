@@ -21,7 +21,7 @@ GRACE_S = 2.0
 
 
 def main() -> None:
-    """Serve the engine of this process to the one that started it, until stdin ends or it is asked to close."""
+    """Serve the engine of this process to its client, until stdin ends or the client asks for the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for who started this
     source, sink = os.dup(0), os.dup(1)
     with open(os.devnull, "rb") as nothing:

@@ -86,7 +86,7 @@ def write_some(fd: int, data: memoryview) -> int:
     """Write what a descriptor takes, some or all; return how many bytes. Raises an OSError where the reader is gone."""
     try:
         return os.write(fd, data)
-    except BlockingIOError:  # who gave the descriptor does not want to wait for it
+    except BlockingIOError:  # a descriptor that does not wait
         select.select([], [fd], [])
         return 0
 

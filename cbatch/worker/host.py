@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -28,7 +29,6 @@ from cbatch.options import RunOptions
 from cbatch.runtime.choices import display_id, request_id
 from cbatch.runtime.ids import Ids, check_own
 from cbatch.runtime.interface import Submission
-from cbatch.worker.ending import Ending
 from cbatch.worker.wire import (
     comparison_as_json,
     error_as_json,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from cbatch.response import BatchOutputChunk, BatchResult
-    from cbatch.runtime.interface import Runtime
+    from cbatch.runtime.local import LocalRuntime
     from cbatch.worker.outbox import Outbox
 
 DEBUG = "CBATCH_DEBUG"
@@ -61,6 +61,14 @@ N_LATER_MAX = 1000
 
 _LOOK_S = 0.05
 """How often requests are cancelled that were on their way into the queue."""
+
+
+class Ending(Enum):
+    """Why a client's time with a worker is over, in either dialect."""
+
+    DONE = "the input has ended, or the client asked for the end, and all is done"
+    LEFT = "the reader has left"
+    FAILED = "the engine has stopped"
 
 
 class _Batch:
@@ -84,13 +92,15 @@ class _Batch:
 
 
 class Host:
-    """Does what lines of JSON say with a `Runtime`, and tells what came of it through an outbox. See docs/protocol.md.
+    """Does what lines of JSON say with an engine, and tells what came of it through an outbox. See docs/protocol.md.
 
     A line is an object with `op` and that command's fields; with `n`, a number or text, it is answered by a reply
     `[n, value]` or `[n, null, error]`. What is wrong with another line is said among a frame's `errors`.
     """
 
-    def __init__(self, runtime: Runtime, outbox: Outbox, options: RunOptions | None = None) -> None:
+    def __init__(
+        self, runtime: LocalRuntime, outbox: Outbox, options: RunOptions | None = None
+    ) -> None:
         """Make one; it closes neither of them. `options` are defaults for every request."""
         self._runtime, self._outbox = runtime, outbox
         self._batches: dict[str, _Batch] = {}
@@ -328,7 +338,7 @@ class Host:
             self._runtime.n_tokens_of(tokens, RunOptions())  # all are in the vocabulary
         self._batches[result.id] = batch
         with self._forgotten_if_it_raises([result.id]):
-            return self._runtime.extend(result, n_tokens, batch)
+            return self._runtime.extend(result, n_tokens, batch, is_paused=_flag(message, "paused"))
 
     def _stream(self, message: Message) -> object:
         """Have chunks come from now on."""
@@ -446,7 +456,10 @@ class Host:
                 *("fed", "may_wait", "paused"),
             ),
         ),
-        "extend": (_extend, ("item", "options", "result", "n_tokens", "stream", "by_token")),
+        "extend": (
+            _extend,
+            ("item", "options", "result", "n_tokens", "stream", "by_token", "paused"),
+        ),
         "stream": (_stream, ("ids",)),
         "cancel": (_cancel, ("ids", "waiting")),
         "cancel_all": (_cancel_all, ()),

@@ -53,12 +53,36 @@ class Cancel:
     id: int
 
 
+MAX_SNAPSHOT = 63
+"""The largest number of a snapshot: our choice; system 002's daemon has eight."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Answer a prompt without quanta: the oldest command."""
+    """Answer a prompt without quanta: the oldest command; with RESTORE, a prompt that begins with a snapshot."""
 
     path: str
     n_tokens: int
+    snapshot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Keep the tokens that a slot has, under a number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSnapshot:
+    """Forget a snapshot."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListSnapshots:
+    """Tell the numbers of all snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +119,10 @@ class ListRequests:
 Scheduled: TypeAlias = Step | Drain | Batch
 """Commands for all requests together."""
 
-Command: TypeAlias = Start | Continue | Cancel | Generate | Scheduled | ListSlots | ListRequests
+Oldest: TypeAlias = Generate | Snapshot | FreeSnapshot | ListSnapshots
+"""Commands that are done one after the other."""
+
+Command: TypeAlias = Start | Continue | Cancel | Oldest | Scheduled | ListSlots | ListRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +207,8 @@ class _Prefix:
 
     def check_suits(self, command: Command) -> None:
         """Refuse an id or a slot that the command would ignore."""
-        if isinstance(command, Scheduled | ListSlots | ListRequests) and not self.is_empty:
+        is_of_all = isinstance(command, Scheduled | ListSlots | ListRequests | ListSnapshots)
+        if is_of_all and not self.is_empty:
             raise _WrongError("REQ and SLOT stand before commands for one request alone")
         if isinstance(command, Cancel) and self.slot is not None:
             raise _WrongError("CANCEL takes the id of a request, no SLOT")
@@ -250,6 +278,23 @@ def _cancel(rest: str, prefix: _Prefix) -> Cancel:
     return Cancel(id or 0)
 
 
+def _restore(name: str, rest: str) -> Generate:
+    number, *more = rest.split(None, 1)
+    form = "<snapshot> <prompt_file> <n>"
+    if not more:
+        raise _WrongError(f"{name} is {name} {form}")
+    path, n = _path_and_numbers(name, more[0], "<prompt_file> <n>")
+    n_tokens = _number("the number of tokens", n, 1, MAX_INT)
+    return Generate(path, n_tokens, _number("the snapshot", number, 0, MAX_SNAPSHOT))
+
+
+def _numbered(command: Callable[[int], Command]) -> Callable[[str, str], Command]:
+    def read(name: str, rest: str) -> Command:
+        return command(_number(f"the number of {name}", rest, 0, MAX_SNAPSHOT))
+
+    return read
+
+
 def _alone(command: Command) -> Callable[[str, str], Command]:
     def read(name: str, rest: str) -> Command:
         if rest:
@@ -287,15 +332,15 @@ _READERS: Mapping[str, Callable[[str, str], Command]] = {
     "SCHED_BATCH_DRAIN": _batch("drain"),
     "LIST_TARGET_CACHE_SLOTS": _alone(ListSlots()),
     "LIST_REQUESTS": _alone(ListRequests()),
+    "RESTORE": _restore,
+    "SNAPSHOT": _numbered(Snapshot),
+    "FREE_SNAPSHOT": _numbered(FreeSnapshot),
+    "LIST_SLOTS": _alone(ListSnapshots()),
 }
 
-_BY_ITSELF = "a prompt that begins like an earlier one takes over its cells by itself"
 _NOT_HERE: Mapping[str, str] = {
-    "SNAPSHOT": _BY_ITSELF,
-    "RESTORE": f"{_BY_ITSELF}; use START",
-    "RESTORE_CHAIN": f"{_BY_ITSELF}; use START",
-    "FREE_SNAPSHOT": "there are no snapshots",
-    "LIST_SLOTS": "there are no snapshots; LIST_TARGET_CACHE_SLOTS tells of slots",
+    "RESTORE_CHAIN": "a prompt takes over the cells of one beginning; use RESTORE",
+    "SNAPSHOT_THIN": "a snapshot begins at the first token; use SNAPSHOT",
     "PARK": "the weights stay in memory",
     "UNPARK": "the weights stay in memory",
     "COMPRESS": "prompts are computed as they are",

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from cbatch.errors import EngineClosedError
-from cbatch.worker.ending import Ending
+from cbatch.worker.host import Ending
 from cbatch.worker.line_machine import EngineMachine
 from cbatch.worker.lines import Lines
 from cbatch.worker.streams import FrameOutput, StreamWriter

@@ -13,10 +13,13 @@ from cbatch.worker.line_commands import (
     Cancel,
     Continue,
     Drain,
+    FreeSnapshot,
     Generate,
     LineError,
     ListRequests,
     ListSlots,
+    Oldest,
+    Snapshot,
     Start,
     Step,
     read_line,
@@ -60,7 +63,7 @@ class Machine(Protocol):
     def start(
         self, key: str, tokens: Sequence[int], n_total: int, n_quantum: int | None, slot: int
     ) -> None:
-        """Begin a request in a slot that is free; it pauses after a quantum, unless that is None."""
+        """Begin a request in a slot that is free; the request pauses after a quantum, unless that is None."""
 
     def resume(self, turns: Sequence[tuple[str, int]]) -> None:
         """Let paused requests go on together, each until it has sampled so many tokens more."""
@@ -115,8 +118,8 @@ class Lines:
         self._machine, self._out, self._is_tagged = machine, output, is_tagged
         self._slots = SlotTable(machine.n_slots)
         self._scheduled: deque[Scheduled] = deque()
-        self._prompts: deque[tuple[int, int, Generate]] = deque()
-        """Prompts that are answered one after the other, with ids and slots."""
+        self._prompts: deque[tuple[int, int, Oldest]] = deque()
+        """Prompts that are answered one after the other, with ids and slots, and what is said of snapshots between."""
         self._is_ending = False
         self._n_lines = 0
 
@@ -194,7 +197,7 @@ class Lines:
             self._continue(line.id or 0, line.slot, command.n_tokens)
         elif isinstance(command, Cancel):
             self._cancel_id(command.id)
-        elif isinstance(command, Generate):
+        elif isinstance(command, Oldest):
             self._put(self._prompts, (line.id or 0, line.slot or 0, command))
         elif isinstance(command, ListSlots):
             self._out.say(f"LIST_TARGET_CACHE_SLOTS {self._slots.slots_said()}")
@@ -217,34 +220,41 @@ class Lines:
             slot = self._slots.first_free()
         if slot is None:
             raise LineError(id, f"no slot of {len(self._slots)} is free")
-        self._begin(id, slot, command.path, command.n_total, command.n_quantum)
-
-    def _begin(self, id: int, slot: int, path: str, n_total: int, quantum: int | None) -> None:
-        """Enter a request into a slot. Raises a LineError where nothing can come of it."""
         self._check_free(id, slot)
-        n_window = self._machine.n_window
         try:
-            tokens = read_prompt(path, self._machine.n_vocab, n_window)
+            tokens = self._prompt(command.path)
         except PromptError as error:
-            what = "no command, and no prompt: " if quantum is None else ""
-            raise LineError(id, f"{what}{error}") from None
+            raise LineError(id, str(error)) from None
+        self._begin(id, slot, tokens, command.n_total, command.n_quantum)
+
+    def _prompt(self, path: str) -> Sequence[int]:
+        return read_prompt(path, self._machine.n_vocab, self._machine.n_window)
+
+    def _begin(
+        self, id: int, slot: int, tokens: Sequence[int], n_total: int, quantum: int | None
+    ) -> None:
+        """Enter a request into a free slot. Raises a LineError where it does not fit."""
         self._check_window(id, len(tokens), n_total)
         key = f"{id}.{slot}.{self._slots.epoch(slot)}"
         self._machine.start(key, tokens, n_total, quantum, slot)
         request = Request(id, slot, self._slots.epoch(slot), key, len(tokens), n_total, quantum)
         request.n_due = min(quantum or n_total, n_total)
+        request.tokens.extend(tokens)
         self._slots.enter(request)
         what = f"{len(tokens)} + {n_total} tokens, in turns of {quantum or n_total}"
         self._out.say(f"started in slot {slot}: {what}", id)
 
     def _check_free(self, id: int, slot: int) -> None:
-        if slot >= len(self._slots):
-            raise LineError(id, f"slot {slot} is out of range: there are {len(self._slots)}")
+        self._check_slot(id, slot)
         owner = self._slots.owner(slot)
         if owner is not None:
             raise LineError(id, f"slot {slot} has request {owner.id}, which is active")
         if not self._is_tagged and self._slots.active:
             raise LineError(id, "one request at a time runs without --stream-tagged")
+
+    def _check_slot(self, id: int, slot: int) -> None:
+        if slot >= len(self._slots):
+            raise LineError(id, f"slot {slot} is out of range: there are {len(self._slots)}")
 
     def _check_window(self, id: int, n_before: int, n_more: int) -> None:
         n_window = self._machine.n_window
@@ -297,7 +307,8 @@ class Lines:
 
     def _cancel_id(self, id: int) -> None:
         """End a request, and prompts with its id that wait; late or for nobody it has no effect."""
-        request, waiting = self._slots.find(id), [p for p in self._prompts if p[0] == id]
+        request = self._slots.find(id)
+        waiting = [p for p in self._prompts if p[0] == id and isinstance(p[2], Generate)]
         self._slots.forget(id)
         for prompt in waiting:
             self._prompts.remove(prompt)
@@ -354,11 +365,45 @@ class Lines:
         while self._prompts and all(request.quantum for request in self._slots.active):
             id, slot, command = self._prompts.popleft()
             try:
-                if self._slots.find(id) is not None:
-                    raise LineError(id, f"request {id} is active already")
-                self._begin(id, slot, command.path, command.n_tokens, None)
+                if isinstance(command, Generate):
+                    self._generate(id, slot, command)
+                else:
+                    self._keep_snapshots(id, slot, command)
             except LineError as error:
                 self._refuse(id, str(error))
+
+    def _generate(self, id: int, slot: int, command: Generate) -> None:
+        """Begin a request without quanta."""
+        if self._slots.find(id) is not None:
+            raise LineError(id, f"request {id} is active already")
+        self._check_free(id, slot)
+        number = command.snapshot
+        before = None if number is None else self._slots.snapshots.get(number)
+        if number is not None and before is None:
+            raise LineError(id, f"there is no snapshot {number}")
+        try:
+            tokens = self._prompt(command.path)
+        except PromptError as error:
+            what = "no command, and no prompt: " if number is None else ""
+            raise LineError(id, f"{what}{error}") from None
+        if before is not None and tuple(before) != tuple(tokens[: len(before)]):
+            raise LineError(id, f"the prompt does not begin with the tokens of snapshot {number}")
+        self._begin(id, slot, tokens, command.n_tokens, None)
+
+    def _keep_snapshots(self, id: int, slot: int, command: Oldest) -> None:
+        """Do a command of snapshots. Their texts are those of system 002's daemon, which its clients look for."""
+        if isinstance(command, Snapshot):
+            self._check_slot(id, slot)
+            n_tokens = self._slots.snapshot(slot, command.number)
+            if n_tokens is None:
+                raise LineError(id, f"slot {slot} has had no request")
+            self._out.say(f"[snap] inline slot={command.number} cur_pos={n_tokens}", id)
+        elif isinstance(command, FreeSnapshot):
+            self._slots.snapshots.pop(command.number, None)
+            self._out.say(f"[snap] freed slot={command.number}", id)
+        else:
+            numbers = ",".join(map(str, sorted(self._slots.snapshots)))
+            self._out.say(f"[snap] slots={numbers}", id)
 
     def _may_go(self, command: Scheduled) -> bool:
         """Whether no turn runs that a scheduling command waits for.
@@ -437,6 +482,7 @@ class Lines:
             tokens, request.n_skip = tokens[request.n_skip :], max(0, request.n_skip - len(tokens))
         if tokens:
             self._out.tokens(request.id, tokens)
+            request.tokens.extend(tokens)
             request.n_emitted += len(tokens)
             request.n_due = max(0, request.n_due - len(tokens))
             request.is_in_prompt = False

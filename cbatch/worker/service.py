@@ -16,9 +16,8 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
-from cbatch.worker.ending import Ending
 from cbatch.worker.framing import N_LINE_MAX, FrameSink, framed, read_lines, write_some
-from cbatch.worker.host import Host, LogToOutbox
+from cbatch.worker.host import Ending, Host, LogToOutbox
 from cbatch.worker.outbox import Outbox
 from cbatch.worker.placement import place
 from cbatch.worker.wire import (
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import BinaryIO
 
-    from cbatch.runtime.interface import Runtime
+    from cbatch.runtime.local import LocalRuntime
     from cbatch.worker.framing import Frames
 
 STALL_S = 30.0
@@ -104,7 +103,7 @@ def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> 
 
 
 def serve_client(
-    runtime: Runtime,
+    runtime: LocalRuntime,
     first: bytes | None,
     lines: Iterable[bytes | None],
     sink: int,
@@ -133,7 +132,7 @@ def serve_client(
 
 
 def serve(
-    runtime: Runtime,
+    runtime: LocalRuntime,
     hello: Hello,
     lines: Iterable[bytes | None],
     sink: int,
@@ -245,7 +244,7 @@ def _refuse(first: bytes, sink: int, error: CBatchError) -> Ending:
     return Ending.DONE
 
 
-def _ready(runtime: Runtime) -> dict[str, Any]:
+def _ready(runtime: LocalRuntime) -> dict[str, Any]:
     return {
         "cbatch": VERSION,
         "version": cbatch.__version__,
@@ -256,7 +255,7 @@ def _ready(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-def _load(said: dict[str, Any] | None) -> Runtime:
+def _load(said: dict[str, Any] | None) -> LocalRuntime:
     """Load the model that a client's first line names."""
     if said is None:
         raise ConfigError("the first line must have load: this process has no model yet")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class Request:
     """Tokens of the turn beyond those that are due: the machine pauses in the middle of a long one."""
     n_owed: int = 0
     """Frames for refused lines that come behind the turn."""
+    tokens: array[int] = field(default_factory=partial(array, "i"))
+    """Of prompt and output so far."""
     is_in_prompt: bool = True
     """Whether it has brought nothing yet, for its prompt is being computed."""
     later: deque[int] = field(default_factory=deque)
@@ -59,6 +63,10 @@ class SlotTable:
         """The slot that the next turn is looked for from."""
         self._kept: dict[int, tuple[Request, BatchResult]] = {}
         """By id: requests that ended by their total, and whose slots have had no other since."""
+        self._tokens: list[array[int] | None] = [None] * n_slots
+        """Of the last request in each slot."""
+        self.snapshots: dict[int, array[int]] = {}
+        """Beginnings of prompts that clients have named, by number."""
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -87,6 +95,7 @@ class SlotTable:
     def enter(self, request: Request) -> None:
         """Give a request its slot."""
         self._owners[request.slot] = request
+        self._tokens[request.slot] = request.tokens
         self._kept = {
             id: found
             for id, found in self._kept.items()
@@ -97,6 +106,14 @@ class SlotTable:
         """Free a request's slot."""
         self._owners[request.slot] = None
         self._epochs[request.slot] += 1
+
+    def snapshot(self, slot: int, number: int) -> int | None:
+        """Keep a copy of the tokens of a slot's last request; return how many, None where the slot has had none."""
+        tokens = self._tokens[slot]
+        if tokens is None:
+            return None
+        self.snapshots[number] = tokens[:]
+        return len(tokens)
 
     def keep(self, request: Request, result: BatchResult) -> None:
         """Remember a request that has left its slot, to go on from there."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 import threading
+from codecs import BOM_UTF8
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cbatch.worker.framing import write_some
@@ -24,10 +26,26 @@ TEXT = -5
 """A frame's value before text, of which the length and the bytes follow: our own."""
 
 
-def lines_of(source: BinaryIO) -> Iterator[bytes]:
-    """Yield lines as they come; one that is longer than `MAX_LINE` is cut to one byte more than that."""
-    while line := source.readline(MAX_LINE + 1):
-        rest = line
+def without_mark(source: BinaryIO) -> bytes:
+    """Take the byte order mark that a source may begin with; return the bytes that were taken and are none."""
+    taken = b""
+    with suppress(OSError):  # the client has left
+        while taken != BOM_UTF8 and BOM_UTF8.startswith(taken) and (byte := source.read(1)):
+            taken += byte
+    return b"" if taken == BOM_UTF8 else taken
+
+
+def lines_of(source: BinaryIO, head: bytes = b"") -> Iterator[bytes]:
+    """Yield lines as they come; one that is longer than `MAX_LINE` is cut to one byte more than that.
+
+    Args:
+        source: where they come from.
+        head: bytes that were taken from there; none but the last is the end of a line.
+    """
+    if head and not head.endswith(b"\n"):
+        head += source.readline(MAX_LINE + 1 - len(head))
+    while line := head or source.readline(MAX_LINE + 1):
+        head, rest = b"", line
         while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
             rest = source.readline(MAX_LINE + 1)
         yield line

@@ -308,7 +308,7 @@ def _cause_of_json(said: Mapping[str, Any] | None) -> BaseException | None:
         return error_of_json(said)
     try:
         found = kind(said["message"])
-    except TypeError:  # it takes more than a text, as that of a decoder
+    except TypeError:  # an error that takes more than a text, as that of a decoder
         return error_of_json(said)
     found.__cause__ = _cause_of_json(said.get("cause"))
     return found
@@ -458,7 +458,9 @@ def extension_of_json(
             raise
         what = f"{type(error).__name__}: {errors.words_of(error)}"
         raise ConfigError(f"extend needs a result as it came: {what}") from None
-    merged = replace(merged, seed=found.seed, n=None, best_of=None)  # it is one of the choices
+    merged = replace(
+        merged, seed=found.seed, n=None, best_of=None
+    )  # the result is one of the choices
     request = request_of(replace(prompt, options=None), prompt.id, merged)
     number = said.get("number") if isinstance(said, Mapping) else None
     origin = Origin(

@@ -43,7 +43,7 @@ def prompt(tmp_path: Path) -> Callable[..., Path]:
 @contextmanager
 def daemon(*args: object, **given: object) -> Iterator[subprocess.Popen[bytes]]:
     """Start a daemon on small slots; it is gone behind the block."""
-    command = [sys.executable, "-m", "cbatch.cli", "daemon", *map(str, (*SIZES, *args))]
+    command = [sys.executable, "-m", "cbatch", "daemon", *map(str, (*SIZES, *args))]
     process = subprocess.Popen(  # type: ignore[call-overload]
         command,
         stdin=subprocess.PIPE,
@@ -105,7 +105,8 @@ def test_probe_compares_live_rows_and_keeps_nothing(prompt: Callable[..., Path])
 @pytest.mark.real
 def test_oldest_command_answers_with_bare_numbers(prompt: Callable[..., Path]) -> None:
     with daemon() as process:
-        frames, _ = process.communicate(f"{prompt(*A)} 5\n{prompt(*B)} 3".encode(), PATIENCE_S)
+        lines = f"{prompt(*A)} 5\n{prompt(*B)} 3".encode("utf-8-sig")  # as some editors write it
+        frames, _ = process.communicate(lines, PATIENCE_S)
         assert process.returncode == 0
     values = [value for (value,) in struct.iter_unpack("<i", frames)]
     assert values == [*expected(A, 5), END, *expected(B, 3), END]

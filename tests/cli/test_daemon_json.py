@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ def answers_in(out: bytes) -> dict[str, list[int]]:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_input_of_a_program_that_is_closed_at_once_is_answered(end: str) -> None:
+@pytest.mark.parametrize(("mark", "end"), [(b"", "\n"), (BOM_UTF8, "\r\n")])
+def test_input_of_a_program_that_is_closed_at_once_is_answered(mark: bytes, end: str) -> None:
     with daemon() as process:
-        out, _ = process.communicate(lines_of(HELLO, RUN, end=end), PATIENCE_S)
+        out, _ = process.communicate(mark + lines_of(HELLO, RUN, end=end), PATIENCE_S)
         assert process.returncode == 0
     assert answers_in(out) == expected()
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.options import RunOptions
-    from cbatch.worker.ending import Ending
+    from cbatch.worker.host import Ending
 
 
 class Program:

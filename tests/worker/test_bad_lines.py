@@ -14,8 +14,8 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine_options import ScheduleOptions
 from cbatch.options import RunOptions
-from cbatch.worker.ending import Ending
 from cbatch.worker.framing import N_LINE_MAX
+from cbatch.worker.host import Ending
 from tests.profiles import examples
 from tests.worker.programs import Program
 

@@ -11,7 +11,7 @@ import pytest
 from cbatch import Engine, RunOptions
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine_options import ScheduleOptions
-from cbatch.worker.ending import Ending
+from cbatch.worker.host import Ending
 from tests.runtime.backends import GatedBackend
 from tests.worker.programs import Program
 

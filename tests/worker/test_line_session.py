@@ -21,7 +21,7 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
-from cbatch.worker.ending import Ending
+from cbatch.worker.host import Ending
 from cbatch.worker.line_session import serve_lines
 from cbatch.worker.lines import END, MORE
 from cbatch.worker.streams import StreamWriter, lines_of
@@ -178,14 +178,19 @@ def test_session_of_every_command(runtime: LocalRuntime, prompt: Callable[..., P
         client.hear("SCHED_STEP: idle")
         client.say("REQ 2 CONT 2", f"REQ 3 START {a} 8 2", "REQ 3 CANCEL", "CANCEL 3")
         client.hear("cancelled already")
-        client.say(f"SLOT 1 {b} 5", "SNAPSHOT 0", "park")
+        client.say(f"SLOT 1 {b} 5", "park")
         client.hear("PARK is not offered")
+        client.say("SLOT 1 SNAPSHOT 0", "LIST_SLOTS")
+        assert client.hear("slots=") == "[snap] slots=0\n"
+        client.say(f"RESTORE 0 {prompt(*B, *expected(B, 5))} 4", "FREE_SNAPSHOT 0")
+        client.hear("freed slot=0")
         streams = client.end()
         assert client.wait() is Ending.DONE
     assert tokens_of(streams[1]) == expected(A, 12)
     assert tokens_of(streams[2]) == expected(B, 14)
     assert streams[3][-1] == END
-    assert tokens_of(streams[0]) == expected(B, 5)
+    longer = (*B, *expected(B, 5))
+    assert tokens_of(streams[0]) == expected(B, 5) + expected(longer, 4)
     assert [streams[id].count(END) for id in (1, 2, 3)] == [1, 2, 1]
 
 

@@ -220,7 +220,7 @@ def test_defect_7_shared_step_ends_a_request_at_its_own_end(daemon: Daemon) -> N
     assert daemon.out.of(6)[-1] == MORE
 
 
-@pytest.mark.parametrize("line", ["FOO", "SNAPSHOT 0", "RESTORE 0 p.bin 8", "LIST_SLOTS", "\0"])
+@pytest.mark.parametrize("line", ["FOO", "SNAPSHOT 0", "RESTORE 0 p.bin 8", "SNAPSHOT x", "\0"])
 def test_defect_8_every_error_has_its_id_and_an_end(daemon: Daemon, line: str) -> None:
     daemon.say(line, f"REQ 7 {line}")
     assert daemon.out.frames == [(0, END), (7, END)]
@@ -619,6 +619,63 @@ def test_no_more_commands_wait_than_may(daemon: Daemon, monkeypatch: pytest.Monk
     assert len(daemon.out.said("3 commands wait already")) == 2
 
 
+# ---- snapshots ----
+
+
+def test_snapshot_names_the_tokens_of_a_slot_and_is_listed(daemon: Daemon) -> None:
+    a, b = daemon.prompt(5, 1, 2), daemon.prompt(6, 1, 2, 3)
+    daemon.say("LIST_SLOTS", f"{a} 4", "SNAPSHOT 2", f"SLOT 1 {b} 2", "SLOT 1 SNAPSHOT 0")
+    daemon.say("LIST_SLOTS", "FREE_SNAPSHOT 2", "LIST_SLOTS", "FREE_SNAPSHOT 2")
+    assert daemon.out.said("[snap]") == [
+        *("[snap] slots=", "[snap] inline slot=2 cur_pos=7", "[snap] inline slot=0 cur_pos=6"),
+        *("[snap] slots=0,2", "[snap] freed slot=2", "[snap] slots=0", "[snap] freed slot=2"),
+    ]
+
+
+def test_prompt_that_begins_with_its_snapshot_is_answered(daemon: Daemon) -> None:
+    daemon.say(f"{daemon.prompt(5, 1)} 2", "SNAPSHOT 3")
+    longer = daemon.prompt(5, 1, *stream([5, 1], 2), 8, name="longer.bin")
+    daemon.say(f"REQ 7 SLOT 2 RESTORE 3 {longer} 4")
+    assert daemon.out.of(7) == [*stream([5, 1, *stream([5, 1], 2), 8], 4), END]
+
+
+def test_snapshot_waits_for_the_prompt_before_it(daemon: Daemon) -> None:
+    daemon.send(f"{daemon.prompt(5, 1)} 3")
+    daemon.send("SNAPSHOT 0")
+    assert daemon.out.said("[snap]") == []
+    daemon.machine.work(daemon.lines)
+    assert daemon.out.said("[snap]") == ["[snap] inline slot=0 cur_pos=5"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("RESTORE 1 {other} 4", "does not begin with the tokens of snapshot 1"),
+        ("RESTORE 1 {short} 4", "does not begin with the tokens of snapshot 1"),
+        ("RESTORE 2 {other} 4", "there is no snapshot 2"),
+        ("RESTORE 1 {other}.none 4", "other.bin.none: No such file"),
+        ("SLOT 9 SNAPSHOT 1", "slot 9 is out of range"),
+        ("SLOT 1 SNAPSHOT 1", "slot 1 has had no request"),
+    ],
+)
+def test_snapshot_that_cannot_be_is_refused_with_an_end(
+    daemon: Daemon, line: str, words: str
+) -> None:
+    daemon.say(f"{daemon.prompt(5, 1, 2)} 3", "SNAPSHOT 1")
+    other = daemon.prompt(5, 1, 3, 4, 5, 6, 7, name="other.bin")
+    short = daemon.prompt(5, 1, name="short.bin")
+    daemon.say(f"REQ 4 {line.format(other=other, short=short)}")
+    assert daemon.out.of(4) == [END]
+    assert daemon.out.said(words)
+
+
+def test_cancel_of_no_id_leaves_a_snapshot_that_waits(daemon: Daemon) -> None:
+    daemon.send(f"{daemon.prompt(5, 1)} 3")
+    daemon.send("SNAPSHOT 0")
+    daemon.say("CANCEL 0")
+    assert daemon.out.said("[snap]") == ["[snap] inline slot=0 cur_pos=2"]
+
+
 # ---- chance ----
 
 WORDS = st.sampled_from(
@@ -630,6 +687,13 @@ WORDS = st.sampled_from(
         *("SCHED_STEP", "SCHED_DRAIN", "SCHED_BATCH_PEEK", "SCHED_BATCH_PROBE 2", "\0", "\xff"),
         *("SCHED_BATCH_TARGET_TAIL", "SCHED_BATCH_TARGET_STEP", "SCHED_BATCH_DRAIN 2", "٣"),
         *("LIST_REQUESTS", "LIST_TARGET_CACHE_SLOTS", "SNAPSHOT 0", "park", "FOO", "", "="),
+        *(
+            "SNAPSHOT 1",
+            "RESTORE 0 p1.bin 3",
+            "RESTORE 1 p2.bin 2",
+            "FREE_SNAPSHOT 0",
+            "LIST_SLOTS",
+        ),
     ]
 )
 MOVES = st.lists(

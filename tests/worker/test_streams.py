@@ -13,7 +13,7 @@ import pytest
 
 from cbatch.worker.line_commands import MAX_LINE
 from cbatch.worker.lines import END, MORE
-from cbatch.worker.streams import FrameOutput, StreamWriter, busy_frames, lines_of
+from cbatch.worker.streams import FrameOutput, StreamWriter, busy_frames, lines_of, without_mark
 from tests.runtime.backends import PATIENCE_S, in_thread
 
 if TYPE_CHECKING:
@@ -58,6 +58,23 @@ def test_long_line_is_cut_and_the_next_one_is_whole() -> None:
     found = [*lines_of(io.BytesIO(data))]
     assert [len(line) for line in found] == [2, MAX_LINE + 1, 2, MAX_LINE + 1, 1, 4]
     assert [line for line in found if len(line) < 9] == [b"a\n", b"b\n", b"\n", b"last"]
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"\xef\xbb\xbfa\nb", [b"a\n", b"b"]),
+        (b"\xef\xbb\xbf", []),
+        ("\uff41.bin 3\nb".encode(), ["\uff41.bin 3\n".encode(), b"b"]),  # begins as a mark does
+        (b"\xef\na\n", [b"\xef\n", b"a\n"]),
+        (b"\xef\xbb", [b"\xef\xbb"]),
+        (b"\xef" + b"x" * (2 * MAX_LINE) + b"\nb", [b"\xef" + b"x" * MAX_LINE, b"b"]),
+        (b"", []),
+    ],
+)
+def test_mark_before_the_first_line_is_passed_over(data: bytes, found: list[bytes]) -> None:
+    source = io.BytesIO(data)
+    assert [*lines_of(source, without_mark(source))] == found
 
 
 def test_line_as_long_as_may_be_is_not_too_long() -> None:
