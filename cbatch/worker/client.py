@@ -15,7 +15,7 @@ from cbatch.interrupts import Postponed
 from cbatch.options import RunOptions
 from cbatch.request import Request
 from cbatch.runtime.ids import is_meant, own_id
-from cbatch.runtime.validation import check_extension, check_slot, origin_of
+from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.worker.pool import Pool, by_worker
 from cbatch.worker.requests import Asked
 from cbatch.worker.shapes import as_count, as_flag, as_text, as_texts, as_tokens
@@ -68,12 +68,16 @@ class Workers:
             launches, can_replace=can_replace, owner=self._owner, is_stopped=is_stopped
         )
         ready = self.pool.ready
-        self.n_slots = sum(connection.n_slots for connection in ready)
         self.n_window = min(connection.n_window for connection in ready)
         self.has_limit = any(connection.has_limit for connection in ready)
         self.orders = self
 
     # ---- state ----
+
+    @property
+    def n_slots(self) -> int:
+        """Requests that run at once, in all workers together."""
+        return self.pool.n_slots
 
     @property
     def on_end(self) -> Callable[[EngineClosedError | None], object] | None:
@@ -133,19 +137,15 @@ class Workers:
         given = self._encoded.of(submission.options)
         return self.pool.enter([*Asked.of(submission, given)])
 
-    def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
-        """Return what a prompt asks for, for an `Origin`."""
-        settled = options.over(options)
-        return Request(
-            id, prompt, settled, settled.sampling({}, settled.seed or 0), owner=self._owner
-        )
-
-    def extend(self, result: BatchResult, n_tokens: int, target: Target) -> RequestId:
+    def extend(
+        self, result: BatchResult, n_tokens: int, target: Target, *, is_paused: bool = False
+    ) -> RequestId:
         """Send a request that continues a result, to the worker that has its cells; return its id."""
         self.check_open()
         origin = origin_of(result, self._owner)
         n_tokens = check_extension(result, n_tokens)
         asked = Asked.to_extend(result, own_id(origin.request.id), n_tokens, target)
+        asked.is_paused = is_paused
         self.pool.add([asked], is_awaited=True)
         return asked.id
 
@@ -326,7 +326,7 @@ class Workers:
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
         own = RunOptions.of(prompt.options)
-        check_slot(own.slot if own.slot is not None else options.slot, self.n_slots)
+        self.pool.check_slot(own.slot if own.slot is not None else options.slot)
         prompt = replace(prompt, options=replace(own, slot=None))
         options = replace(options, slot=None)  # a worker has a number of its own for it
         return self._ask_about("check", as_count, prompt, options)

@@ -37,6 +37,9 @@ class Link(Protocol):
     def kill(self) -> None:
         """End the worker now."""
 
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the worker since the last call, as far as this system tells."""
+
 
 class FrameThread(threading.Thread):
     """Takes a worker's frames. While it waits for a reply, another thread reads on, for the reply may be there."""
@@ -184,17 +187,14 @@ class Connection:
     ) -> Reply:
         """Have `flush` send a message, with `more` fields in JSON; return its answer to come.
 
-        Raises:
-            ConfigError: the message is too long, or has a value that JSON does not have.
+        The answer is a ConfigError where the message is too long, or has a value that JSON does not have.
         """
         reply, number = Reply(read, then), next(self._numbers)
-        line = dumps({**message, "n": number})
-        if more:
-            line = b"%s,%s}" % (line[:-1], more)
-        if len(line) > N_LINE_MAX:
-            raise ConfigError(
-                f"{len(line):,} bytes are too many for a worker process, which takes {N_LINE_MAX:,}"
-            )
+        try:
+            line = _line_of({**message, "n": number}, more)
+        except ConfigError as error:
+            reply.settle(None, error)
+            return reply
         with HeldBack(), self._locked:
             is_gone = self._is_gone
             if not is_gone:
@@ -299,3 +299,19 @@ class Connection:
             replies, self._replies = self._replies, {}
         for reply in replies.values():
             reply.settle(None, WorkerDiedError(cause))
+
+
+def _line_of(message: dict[str, Any], more: bytes) -> bytes:
+    """Return a message as a line, with `more` fields in JSON.
+
+    Raises:
+        ConfigError: the line is too long, or has a value that JSON does not have.
+    """
+    line = dumps(message)
+    if more:
+        line = b"%s,%s}" % (line[:-1], more)
+    if len(line) > N_LINE_MAX:
+        raise ConfigError(
+            f"{len(line):,} bytes are too many for a worker process, which takes {N_LINE_MAX:,}"
+        )
+    return line

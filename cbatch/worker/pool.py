@@ -50,6 +50,9 @@ N_ASKED_MAX = 3
 _LAST_S = 60.0
 """Seconds that a worker has to end after it was told to: the step in flight, and cells for the disk. Our choice."""
 
+_LOOK_S = 1.0
+"""How often the pool looks after its workers. Our choice."""
+
 _GLANCE_S = 0.05
 """How often a load looks whether it is to stop."""
 
@@ -98,9 +101,15 @@ class Pool:
         self._changed = Sleepers()
         """Threads that wait for a worker."""
         self._is_loaded = False
-        self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
+        self._places = [Replica(self, i, launch) for i, launch in enumerate(launches)]
+        """All places, also those that are given up, so that the number of a slot means the same for ever."""
+        self._replicas = [*self._places]
+        """Those where there is a worker, or will be."""
+        self._is_over = threading.Event()
+        self._watch = threading.Thread(target=self._look_on, name="cbatch-watch", daemon=True)
         for replica in self._replicas:
             replica.thread.start()
+        self._watch.start()
         self._await_all(is_stopped)
 
     def _await_all(self, is_stopped: Callable[[], bool]) -> None:
@@ -118,12 +127,37 @@ class Pool:
             raise self.error
         self._is_loaded = True
 
+    def _look_on(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            self.look()
+
+    def look(self) -> None:
+        """Find workers that a signal has stopped, and kill those that are for long."""
+        were_stopped = [replica for replica in self._replicas if replica.is_stopped]
+        for replica in [*self._replicas]:
+            replica.look()
+        if any(not replica.is_stopped for replica in were_stopped):
+            with self.lock():
+                self._send_held()
+
     # ---- the workers ----
+
+    @property
+    def n_slots(self) -> int:
+        """Requests that run at once, in all workers together."""
+        return sum(replica.n_slots for replica in self._replicas)
 
     @property
     def ready(self) -> list[Connection]:
         """The workers that are there."""
         return [r.connection for r in self._replicas if r.connection is not None]
+
+    @property
+    def _awake(self) -> list[Connection]:
+        """The workers that are there, and that no signal has stopped."""
+        return [
+            r.connection for r in self._replicas if r.connection is not None and not r.is_stopped
+        ]
 
     def first_slot(self, connection: Connection) -> int:
         """Return the number of a worker's first slot among those of all workers."""
@@ -132,7 +166,7 @@ class Pool:
 
     def _slots_of(self, replica: Replica) -> range:
         """Return the numbers of a place's slots among those of all places."""
-        before = self._replicas[: self._replicas.index(replica)]
+        before = self._places[: replica.i]
         first = sum(other.n_slots for other in before)
         return range(first, first + replica.n_slots)
 
@@ -192,7 +226,7 @@ class Pool:
         """Wait for a worker, and return the one with the least to do."""
         while True:
             self.check_open()
-            ready = self.ready
+            ready = self._awake or self.ready
             if ready:
                 return min(ready, key=lambda c: len(c.requests))
             self._changed.wait_for(lambda: self.ready or self.is_closing)
@@ -262,10 +296,16 @@ class Pool:
                 asked.is_awaited = is_awaited
             self._send_held()
 
+    def check_slot(self, slot: int | None) -> None:
+        """Raise a ConfigError for a slot that no worker has."""
+        check_slot(slot, sum(replica.n_slots for replica in self._places))
+        slots = (self._slots_of(replica) for replica in self._replicas)
+        if slot is not None and not any(slot in some for some in slots):
+            raise ConfigError(f"slot={slot} was that of a worker that could not be replaced")
+
     def _check_slot(self, asked: Asked) -> None:
-        """Raise a ConfigError where a request's slot is none of any worker's."""
         try:
-            check_slot(asked.slot, sum(replica.n_slots for replica in self._replicas))
+            self.check_slot(asked.slot)
         except ConfigError as error:
             raise ConfigError(f"{asked.name or f'request {asked.id!r}'}: {error}") from None
 
@@ -340,7 +380,7 @@ class Pool:
             return
         waiting, self.held = self.held, deque()
         given: dict[Connection, list[Asked]] = {}
-        kept: list[Connection] = []  # they become empty for a request that is to be alone
+        kept: list[Connection] = []  # workers that become empty for a request that is to be alone
         for asked in sorted(waiting, key=lambda a: not a.must_be_alone):
             connection = self._worker_for(asked, kept)
             if connection is None:
@@ -359,7 +399,7 @@ class Pool:
     def _worker_for(self, asked: Asked, kept: Sequence[Connection]) -> Connection | None:
         """Return the worker for a request, but not one that is kept for others; None where none takes it now."""
         places = [
-            r.connection if asked.slot is None or asked.slot in self._slots_of(r) else None
+            None if r.is_stopped or asked.slot not in (None, *self._slots_of(r)) else r.connection
             for r in self._replicas
         ]
         loads = [math.inf if c is None or c in kept else _load(c, asked) for c in places]
@@ -388,9 +428,7 @@ class Pool:
             for asked in group:
                 asked.reply = reply
         for asked in some:
-            if asked.extended is not None and asked.is_paused:
-                connection.post("pause", id=asked.id)
-            elif asked.n_resumed is not None:
+            if asked.n_resumed is not None:
                 connection.post("resume", id=asked.id, n_tokens=asked.n_resumed)
 
     def _entered(self, group: Sequence[Asked], reply: Reply) -> None:
@@ -398,9 +436,14 @@ class Pool:
         error = reply.error
         if error is None or isinstance(error, WorkerDiedError):
             return
-        for asked in group:
-            if not asked.is_awaited:
-                self.end(asked, *refused(asked.id, asked.place, as_failure(error)))
+
+        def end() -> None:
+            for asked in group:
+                if not asked.is_awaited:
+                    self.end(asked, *refused(asked.id, asked.place, as_failure(error)))
+
+        # a message that is too long is refused where it is sent: with the lock
+        self.do_soon(lambda: end)
 
     def end(
         self,
@@ -508,7 +551,7 @@ class Pool:
     def take_over(self, taker: Connection) -> None:
         """Have the worker with the most waiting requests give some to one that has slots free. With the lock."""
         n_free = taker.n_slots - len(taker.requests)
-        ready = [c for c in self.ready if c is not taker and not c.is_giving]
+        ready = [c for c in self._awake if c is not taker and not c.is_giving]
         donor = max(ready, key=lambda c: c.n_waiting, default=None)
         if n_free <= 0 or donor is None or donor.n_waiting <= 0:
             return
@@ -530,7 +573,7 @@ class Pool:
                 asked.taker, asked.is_cut_off = taker, asked in gone
             self._hold([asked for asked in back if asked not in gone])
             self._send_held()
-            for other in self.ready if back else ():  # they could not ask the donor meanwhile
+            for other in self.ready if back else ():  # the donor could not be asked meanwhile
                 self.take_over(other)
         for asked in gone:
             self._cut_off(asked, None)
@@ -595,7 +638,7 @@ class Pool:
             stats.n_cells = stats.n_pool = 0
             most = max(self.lost.n_active_max, stats.n_active_max)
             self.lost.add(stats)
-            self.lost.n_active_max = most  # they did not work at the same time
+            self.lost.n_active_max = most  # the workers did not work at the same time
 
     def give_up(self, replica: Replica, error: CBatchError) -> None:
         """Do without a place where no worker can be started."""
@@ -655,6 +698,9 @@ class Pool:
                 if replica.thread.is_alive():
                     replica.kill()
                 replica.thread.join()
+        self._is_over.set()
+        if self._watch is not threading.current_thread():
+            self._watch.join()
 
 
 def _least(ready: Sequence[Connection]) -> Sequence[Connection]:

@@ -65,6 +65,8 @@ class ProcessLink:
         self._lines = LineSender(fd, partial(os.write, fd))
         self._output = cast("BinaryIO", self._process.stdout)
         self._words: deque[str] = deque(maxlen=N_LAST_WORDS)
+        self._n_ticks = 0
+        """The worker's time on cores, in ticks of the system's clock."""
         self._listener = threading.Thread(
             target=self._listen, name="cbatch-worker-stderr", daemon=True
         )
@@ -87,6 +89,19 @@ class ProcessLink:
     def kill(self) -> None:
         """End the worker now."""
         self._process.kill()
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the worker, which has computed nothing since the last call.
+
+        False where there is no /proc. Source: Linux's manual, proc_pid_stat(5).
+        """
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                state, *found = file.read().rpartition(b")")[2].split()
+        except OSError:
+            return False
+        before, self._n_ticks = self._n_ticks, int(found[10]) + int(found[11])
+        return state == b"T" and before == self._n_ticks
 
     def end(self) -> str:
         """Wait until the worker is gone and return why, with the last lines of its stderr; "" where it ended well."""

@@ -22,6 +22,9 @@ N_LAUNCHES_MAX = 3
 BACK_OFF_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """How long a place stays empty, by the deaths there since a worker last ended a request. Our choice."""
 
+N_STOPPED_MAX = 10
+"""Looks in a row, one a second, at which a worker is stopped before it is killed. Our choice."""
+
 
 class Owner(Protocol):
     """Who a place tells of its workers, in the place's own thread."""
@@ -50,6 +53,7 @@ class Replica:
         """Since a worker here last ended a request."""
         self.n_slots = 0
         """Of the last worker here."""
+        self._n_looks_stopped = 0
         self._pool, self._launch = pool, launch
         self._link: Link | None = None
         self._is_over, self._linking = threading.Event(), threading.Lock()
@@ -69,10 +73,25 @@ class Replica:
             if self._link is not None:
                 self._link.kill()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal had stopped the worker when `look` was last called."""
+        return self._n_looks_stopped > 0
+
+    def look(self) -> None:
+        """Find out whether a signal has stopped the worker; kill a worker that is stopped for long."""
+        with self._linking:
+            is_stopped = self._link is not None and self._link.is_stopped()
+            self._n_looks_stopped = self._n_looks_stopped + 1 if is_stopped else 0
+            if self._link is not None and self._n_looks_stopped == N_STOPPED_MAX:
+                if self.connection is not None:
+                    self.connection.cause = "a signal has stopped it, so it was killed"
+                self._link.kill()
+
     def _run(self) -> None:
         try:
             self._keep_alive()
-        except Exception as error:  # a bug: nobody else would tell who waits for this place
+        except Exception as error:  # a bug, of which readers would not be told otherwise
             _log.fail("a place for workers is given up")
             self._pool.give_up(self, EngineError(f"a bug of cbatch: {words_of(error)}"))
 
@@ -106,7 +125,7 @@ class Replica:
                 raise
             raise EngineError(f"no worker can be started: {words_of(error)}") from error
         with self._linking:
-            self._link = link
+            self._link, self._n_looks_stopped = link, 0
             if self._is_over.is_set():
                 link.kill()
         try:

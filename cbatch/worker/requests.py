@@ -178,14 +178,17 @@ class Asked:
             **self._wishes(),
             "fed": self.is_fed,
             "may_wait": self.may_wait,
-            "paused": self.is_paused or self.n_resumed is not None,
             "seconds": seconds,
             "age_s": round(now - self.submitted_s, 3),
         }
 
     def _wishes(self) -> dict[str, bool]:
-        """Return how its chunks are to come."""
-        return {"stream": self.target.is_streamed, "by_token": self.target.wants_tokens}
+        """Return how its chunks are to come, and whether it is to wait for a resume."""
+        return {
+            "stream": self.target.is_streamed,
+            "by_token": self.target.wants_tokens,
+            "paused": self.is_paused or self.n_resumed is not None,
+        }
 
     def _origin(self) -> Origin:
         """Return what it continues from, without a number that its worker does not know."""

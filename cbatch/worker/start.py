@@ -134,12 +134,16 @@ class SocketLink:
 
     def frames(self) -> Iterator[bytes]:
         """Yield the worker's frames as they come, until it is gone."""
-        with suppress(ConnectionError):  # it is gone
+        with suppress(ConnectionError):  # the worker is gone
             yield from read_frames(self._output)
+
+    def is_stopped(self) -> bool:
+        """Tell nothing: the worker may be on another machine."""
+        return False
 
     def kill(self) -> None:
         """Leave the worker."""
-        with suppress(OSError):  # it has left
+        with suppress(OSError):  # the worker has left
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> str:

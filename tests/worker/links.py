@@ -37,6 +37,8 @@ class ThreadLink:
         out_read, self._out_write = os.pipe()
         self._source, self._output = open(in_read, "rb"), open(out_read, "rb")  # noqa: SIM115
         self._is_closed, self._how = False, ""
+        self.has_stopped = False
+        """Whether it seems to be stopped by a signal."""
         self._closing = threading.Lock()
         self.runtime = make()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -70,6 +72,9 @@ class ThreadLink:
     def say(self, data: bytes) -> None:
         """Have the client read these bytes behind the frames so far."""
         os.write(self._out_write, data)
+
+    def is_stopped(self) -> bool:
+        return self.has_stopped
 
     def kill(self, how: str = "killed") -> None:
         """End the worker as a signal does: nothing more comes from it, and it reads nothing more."""

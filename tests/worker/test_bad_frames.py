@@ -124,6 +124,9 @@ class FramesLink:
             self._n_lines = 0
             self._came.notify_all()
 
+    def is_stopped(self) -> bool:
+        return False
+
     def end(self) -> str:
         self.n_ends += 1
         return "gone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, EngineError, WorkerDiedError
 from cbatch.options import RunOptions
 from cbatch.worker.client import Workers
+from cbatch.worker.replica import N_STOPPED_MAX
 from tests.places import can_all, expected, item, text_of, wait_until
 from tests.profiles import examples
 from tests.runtime.backends import (
@@ -240,6 +242,31 @@ def test_request_paused_while_no_worker_is_there_begins_paused(
         check_empty(engine)
 
 
+@pytest.mark.parametrize("n_tokens", [None, 2])
+def test_extension_paused_while_no_worker_is_there_begins_paused(n_tokens: int | None) -> None:
+    launches = Launches(partial(MortalBackend, 1, 256, 256))
+    with launches.engine(options={**OPTIONS, "max_tokens": 5}) as engine:
+        [first] = all_results(engine.run(alike(1)))
+        launches.gate.clear()
+        launches.links[0].kill()
+        wait_until(lambda: not workers_of(engine).ready)
+        wait = in_thread(lambda: engine.extend(first, 4))
+        wait_until(lambda: bool(workers_of(engine).pool.held))
+        assert engine.pause("r0")
+        if n_tokens:
+            assert engine.resume("r0", n_tokens)
+        launches.gate.set()
+        response = wait()
+        if n_tokens:
+            wait_until(lambda: [s.status for s in engine.slots()] == ["paused"])
+        wait_until(lambda: bool(workers_of(engine).ready))
+        engine.stats()  # the worker has read all that came before
+        assert launches.backends[1].n_runs == (n_tokens or 0)
+        assert engine.resume("r0")
+        assert tokens_of(all_results(response)) == [expected(alike(1)[0].tokens or (), 9)]
+        check_empty(engine)
+
+
 def test_worker_that_comes_later_gets_what_waits_at_another() -> None:
     launches = Launches(partial(MortalBackend, 1, 256, 256))
     with launches.engine(2, options=OPTIONS) as engine:
@@ -327,6 +354,96 @@ def test_requests_for_slots_stay_where_these_are() -> None:
         assert tokens_of(all_results(engine.run(prompts))) == answers(prompts)
         check_empty(engine)
     assert not [chunk for plan in backends[1].plans for chunk in plan.chunks]
+
+
+def test_slots_keep_their_numbers_when_a_place_is_given_up() -> None:
+    launches = Launches(partial(MortalBackend, 2, 256, 256))
+    with launches.engine(2, options=OPTIONS) as engine:
+        launches.backends[0].hold_at = 0
+        response = engine.run([item(text_of(9), "gone", slot=1)], ask_again=True)
+        launches.backends[0].wait_until_held()
+        launches.error = EngineError("no memory")
+        launches.links[0].kill()
+        launches.backends[0].release()
+        [lost] = all_results(response)
+        assert (lost.error, engine.parallel) == (launches.error, 2)
+        with pytest.raises(ConfigError, match="request 'r': slot=1 was that of a worker that"):
+            engine.run([item(text_of(9), "r", slot=1)])
+        with pytest.raises(ConfigError, match="slot=4 is not a slot of this engine"):
+            engine.run([item(text_of(9), "r", slot=4)])
+        prompts = [item(text_of(9, i), f"r{i}", slot=i) for i in (2, 3)]
+        assert tokens_of(all_results(engine.run(prompts))) == answers(prompts)
+        assert [(state.slot, state.n_cells > 0) for state in engine.slots()] == [
+            (2, True),
+            (3, True),
+        ]
+        check_empty(engine)
+    chunks = [chunk for plan in launches.backends[1].plans for chunk in plan.chunks]
+    assert {chunk.slot for chunk in chunks} == {0, 1}
+
+
+def test_request_too_long_for_its_next_worker_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(partial(MortalBackend, 1, 256, 256))
+    with launches.engine(options=OPTIONS) as engine:
+        first = launches.backends[0]
+        first.hold_at = 0
+        response = engine.run([*alike(2), item([9, 7], "short")], ask_again=True)
+        first.wait_until_held()
+        monkeypatch.setattr("cbatch.worker.connection.N_LINE_MAX", 600)
+        monkeypatch.setattr("cbatch.worker.requests.N_MESSAGE_BYTES", 1)  # each in its own
+        launches.links[0].kill()
+        first.release()
+        results = all_results(response)
+        assert [type(r.error) for r in results] == [ConfigError, ConfigError, type(None)]
+        assert "are too many for a worker process" in str(results[0].error)
+        assert results[2].token_ids == expected([9, 7])
+        with pytest.raises(ConfigError, match="too many for a worker process"):
+            engine.run(alike(1))
+        assert tokens_of(all_results(engine.run([item([9, 7], "short")]))) == [expected([9, 7])]
+        check_empty(engine)
+
+
+# ---- workers that a signal has stopped ----
+
+
+def test_stopped_worker_gets_nothing_until_it_goes_on() -> None:
+    launches = Launches(partial(MortalBackend, 2, 256, 256))
+    with launches.engine(2, options=OPTIONS) as engine:
+        pool = workers_of(engine).pool
+        launches.links[0].has_stopped = True
+        pool.look()
+        assert tokens_of(all_results(engine.run(alike(6)))) == answers(alike(6))
+        assert launches.backends[0].n_runs == 0
+        launches.links[1].has_stopped = True
+        pool.look()
+        response = engine.run(alike(2))  # held, for nobody takes it
+        assert [asked.id for asked in pool.held] == ["r0", "r1"]
+        launches.links[0].has_stopped = False
+        pool.look()
+        assert tokens_of(all_results(response)) == answers(alike(2))
+        assert launches.backends[0].n_runs > 0
+        launches.links[1].has_stopped = False
+        pool.look()
+        check_empty(engine)
+    assert len(launches.links) == 2
+
+
+def test_worker_that_is_stopped_for_long_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    launches = Launches(partial(MortalBackend, 1, 256, 256))
+    with launches.engine(options=OPTIONS) as engine, caplog.at_level(logging.WARNING):
+        pool, first = workers_of(engine).pool, launches.backends[0]
+        first.hold_at = 0
+        response = engine.run(alike(2))
+        first.wait_until_held()
+        launches.links[0].has_stopped = True
+        for _ in range(N_STOPPED_MAX):
+            pool.look()
+        first.release()
+        died, waited = all_results(response)
+        assert isinstance(died.error, WorkerDiedError)
+        assert waited.token_ids == answers(alike(2))[1]
+        check_empty(engine)
+    assert "a signal has stopped it, so it was killed" in caplog.text
 
 
 @st.composite
