@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
-    from cbatch.request import Request
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.row_comparison import RowComparison

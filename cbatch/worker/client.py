@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cbatch.errors import EngineClosedError, WorkerDiedError
 from cbatch.interrupts import Postponed
 from cbatch.options import RunOptions
-from cbatch.request import Request
 from cbatch.runtime.ids import is_meant, own_id
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.worker.pool import Pool, by_worker
