@@ -97,7 +97,7 @@ class LlamaModel:
         self.vocab = LlamaVocab(
             self,
             template=template or own,
-            template_name="the given chat_template" if template else f"the template in {name}",
+            template_name="the given chat_template" if template else "the model's chat template",
         )
 
     @property
