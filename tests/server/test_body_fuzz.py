@@ -2,26 +2,138 @@
 
 from __future__ import annotations
 
+import json
+from copy import deepcopy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.options import RunOptions
-from cbatch.server.request_fields import HARMLESS, IGNORED, READ_BY_ALL, REFUSED, RENAMED
+from cbatch.server import anthropic_fields, request_fields, responses_fields
 from tests.profiles import examples
-from tests.server.clients import CHAT, COMPLETIONS, USER, fake_app
+from tests.server.clients import CHAT, COMPLETIONS, MESSAGES, USER, fake_app
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from starlette.applications import Starlette
 
-OPTIONS = {f.name for f in fields(RunOptions)} - {"cache_key", "save_cache", "cache_required"}
-NAMES = sorted(
-    {*OPTIONS, *IGNORED, *HARMLESS, *REFUSED, *RENAMED, *READ_BY_ALL, "messages", "prompt"}
-)
+RESPONSES, COUNT = "/v1/responses", "/v1/messages/count_tokens"
+
+OPTIONS = {f.name: f.metadata.get("limits", ()) for f in fields(RunOptions)}
+"""The limits of each option, as they are declared."""
+for name in ("cache_key", "save_cache", "cache_required"):
+    del OPTIONS[name]  # a folder is needed
+
+OF_ALL = {
+    *OPTIONS,
+    *request_fields.IGNORED,
+    *request_fields.HARMLESS,
+    *request_fields.REFUSED,
+    *request_fields.RENAMED,
+    *request_fields.READ_BY_ALL,
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+GOOD: dict[str, list[dict[str, Any]]] = {
+    CHAT: [
+        {"messages": USER, "max_tokens": 2},
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "1", "content": "2"},
+            ],
+            "max_tokens": 2,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+        {"messages": USER, "max_tokens": 1, "logprobs": True, "top_logprobs": 2, "n": 2},
+        {"messages": USER, "max_tokens": 2, "tools": [{"type": "function", "function": FUNCTION}]},
+        {
+            "messages": USER,
+            "max_tokens": 2,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        },
+    ],
+    COMPLETIONS: [
+        {"prompt": "ab", "max_tokens": 2},
+        {"prompt": ["a", "b"], "max_tokens": 1, "echo": True, "logprobs": 1, "stream": True},
+        {"prompt": [[5, 6], [7]], "max_tokens": 2, "stop": ["x"], "logit_bias": {"5": -1}},
+    ],
+    MESSAGES: [
+        {"messages": USER, "max_tokens": 2},
+        {
+            "system": [{"type": "text", "text": "Be brief."}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "1+1?"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                        {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}],
+                },
+            ],
+            "max_tokens": 2,
+            "stream": True,
+            "stop_sequences": ["x"],
+        },
+        {
+            "messages": USER,
+            "max_tokens": 2,
+            "tools": [{"name": "add", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        },
+        {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 9}},
+    ],
+    RESPONSES: [
+        {"input": "Hi", "max_output_tokens": 2},
+        {
+            "instructions": "Be brief.",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
+                {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "2"},
+            ],
+            "max_output_tokens": 2,
+            "stream": True,
+        },
+        {
+            "input": "Hi",
+            "max_output_tokens": 2,
+            "tools": [{"type": "function", **FUNCTION}],
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": "low"},
+        },
+    ],
+    COUNT: [{"messages": USER}],
+    "/tokenize": [{"content": "ab", "with_pieces": True}, {"prompt": "ab"}, {"messages": USER}],
+    "/detokenize": [{"tokens": [5, 6]}],
+    "/apply-template": [{"messages": USER}],
+}
+"""Bodies that are answered, by path."""
+
+OWN: dict[str, set[str]] = {
+    MESSAGES: {*anthropic_fields.OWN, *anthropic_fields.IGNORED, *anthropic_fields.REFUSED},
+    RESPONSES: {*responses_fields.OWN, *responses_fields.IGNORED, *responses_fields.REFUSED},
+}
+NAMES = {path: sorted({*OF_ALL, *OWN.get(path, ()), *GOOD[path][0]}) for path in GOOD}
+"""The fields of each path."""
+
+WORDS = ["auto", "none", "text", "function", "json_object", "json_schema", "assistant", "required"]
 
 values = st.recursive(
     st.none()
@@ -30,7 +142,7 @@ values = st.recursive(
     | st.integers(-2, 4)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
-    | st.sampled_from(["auto", "none", "json_object", "text", "function", "user", "assistant"]),
+    | st.sampled_from([*WORDS, "", "\x00", "\u2028", "🙂", "x" * 5000]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
@@ -41,32 +153,158 @@ values = st.recursive(
     ),
     max_leaves=6,
 )
-bodies = st.dictionaries(st.sampled_from(NAMES), values, max_size=5)
 
 
-async def _ask(app: Starlette, asked: list[tuple[str, Any]]) -> list[httpx.Response]:
+def value_of(name: str) -> st.SearchStrategy[Any]:
+    """Any value, and where a field is declared with limits, those and what is next to them."""
+    numbers = [limit for limit in OPTIONS.get(name, ()) if isinstance(limit, int | float)]
+    edges = [near for limit in numbers for near in (limit - 1, limit, limit + 1, str(limit))]
+    return st.sampled_from(edges) | values if edges else values
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where values are in a body: keys and indexes from its top."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, part in inner:
+        yield (*path, key)
+        if isinstance(part, dict | list):
+            yield from places_in(part, (*path, key))
+
+
+@st.composite
+def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    """A good body with some fields more, and some places changed."""
+    body: dict[str, Any] = deepcopy(draw(st.sampled_from(GOOD[path])))
+    for name in draw(st.lists(st.sampled_from(NAMES[path]), max_size=3)):
+        body[name] = draw(value_of(name))
+    for _ in range(draw(st.integers(0, 2))):
+        place = draw(st.sampled_from([*places_in(body)] or [("x",)]))
+        at: Any = body
+        for key in place[:-1]:
+            at = at[key]
+        what = draw(st.sampled_from(["value", "value", "nothing", "list", "twice"]))
+        if what == "nothing" and isinstance(at, dict):
+            at.pop(place[-1], None)
+        elif what == "list":
+            at[place[-1]] = [at[place[-1]]]
+        elif what == "twice" and isinstance(at, list):
+            at.append(deepcopy(at[place[-1]]))
+        else:
+            at[place[-1]] = draw(values)
+    return body
+
+
+def check_error(path: str, answer: httpx.Response, asked: dict[str, Any]) -> None:
+    """Check that a refusal has the form of the path's dialect, and names a field where that form has a place."""
+    said = answer.json()
+    if path in (MESSAGES, COUNT):
+        assert said["type"] == "error"
+        assert said["request_id"] == answer.headers["request-id"]
+        assert {"type", "message"} <= said["error"].keys()
+        return
+    error = said["error"]
+    assert {"message", "type", "param", "code"} <= error.keys()
+    assert error["message"]
+    if answer.status_code == 400 and error["code"] != "invalid_json":
+        known = {*asked, "messages", "prompt", "input", "tokens"}
+        assert error["param"].partition("[")[0].partition(".")[0] in known, error
+
+
+def check_stream(path: str, text: str) -> None:
+    """Check that a stream ends as its dialect ends it, or with an error."""
+    *_, last, rest = text.split("\n\n")
+    assert rest == ""
+    ends = {MESSAGES: "message_stop", RESPONSES: "response."}.get(path, "[DONE]")
+    assert ends in last or '"error"' in last, last
+
+
+async def ask_all(app: Starlette, asked: list[tuple[str, Any]]) -> list[httpx.Response]:
+    """Ask all at once."""
+    found: list[Any] = [None] * len(asked)
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return [await client.post(path, json=body) for path, body in asked]
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def ask(i: int, path: str, body: Any) -> None:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            headers = {"content-type": "application/json"}
+            found[i] = await client.post(path, content=data, headers=headers)
+
+        for i, (path, body) in enumerate(asked):
+            tasks.start_soon(ask, i, path, body)
+    return found
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(body=bodies, is_chat=st.booleans(), keeps_prompt=st.booleans())
-def test_any_body_is_answered_or_refused_by_name(
-    body: dict[str, Any], is_chat: bool, keeps_prompt: bool
-) -> None:
-    path = CHAT if is_chat else COMPLETIONS
-    prompt: dict[str, Any] = {"messages": USER} if is_chat else {"prompt": "Hi"}
-    asked = {"max_tokens": 2, **prompt, **body} | (prompt if keeps_prompt else {})
-    good = {"max_tokens": 2, "seed": 1, "prompt": "ab"}
-    with fake_app(4, 64) as app:
-        before, answer, after = anyio.run(
-            _ask, app, [(COMPLETIONS, good), (path, asked), (COMPLETIONS, good)]
+NEIGHBOUR = {"max_tokens": 2, "seed": 1, "prompt": "ab"}
+
+lasting = settings(
+    max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_any_body_is_answered_or_refused_by_name(path: str) -> None:
+    with fake_app(4, 64, max_choices=64) as app:
+        alone, *good = anyio.run(
+            ask_all, app, [(COMPLETIONS, NEIGHBOUR), *((path, body) for body in GOOD[path])]
         )
+        assert {answer.status_code for answer in good} <= {200, 400}, [a.text for a in good]
         engine = app.state.desk.engine
-        assert engine.stats().n_running == engine.stats().n_waiting == 0
-    assert before.json()["choices"] == after.json()["choices"]
-    assert answer.status_code in (200, 400, 504), answer.text
-    if answer.status_code == 400:
-        error = answer.json()["error"]
-        assert error["param"].partition("[")[0] in {*asked, "messages", "prompt"}, error
+
+        @lasting
+        @given(body=bodies(path))
+        def check(body: dict[str, Any]) -> None:
+            neighbour, answer = anyio.run(ask_all, app, [(COMPLETIONS, NEIGHBOUR), (path, body)])
+            assert neighbour.json()["choices"] == alone.json()["choices"]
+            assert answer.status_code in (200, 400, 504), answer.text
+            if answer.status_code != 200:
+                check_error(path, answer, body)
+            elif answer.headers["content-type"] == "text/event-stream":
+                check_stream(path, answer.text)
+            stats = engine.stats()
+            assert stats.n_running == stats.n_waiting == stats.n_paused == 0
+            assert app.state.desk.n_in_flight == 0
+
+        check()
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_any_bytes_are_answered_or_refused(path: str) -> None:
+    with fake_app(4, 64) as app:
+
+        @lasting
+        @given(data=st.data())
+        def check(data: st.DataObject) -> None:
+            text = json.dumps(data.draw(st.sampled_from(GOOD[path]))).encode()
+            at = data.draw(st.integers(0, len(text)))
+            end = data.draw(st.integers(at, min(len(text), at + 9)))
+            odd = [
+                b"",
+                b"NaN",
+                b"1e999",
+                b'"\\ud800"',
+                b"\xff",
+                b"\x00",
+                b"{",
+                b"]",
+                b"-",
+                b"[" * 200,
+            ]
+            body = text[:at] + data.draw(st.sampled_from(odd) | st.binary(max_size=6)) + text[end:]
+            (answer,) = anyio.run(ask_all, app, [(path, body)])
+            assert answer.status_code in (200, 400), answer.text
+            if answer.status_code == 400:
+                read = _object(body)
+                check_error(path, answer, read)
+
+        check()
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        read: Any = json.loads(body)
+    except ValueError:
+        return {}
+    return dict(read) if isinstance(read, dict) else {}
