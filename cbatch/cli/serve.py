@@ -1,6 +1,9 @@
 """`cbatch serve`: a model behind HTTP."""
 
 import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
@@ -27,10 +30,9 @@ from cbatch.cli.terminal import say, tell
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.loading import best_replicas, check_replicas
+from cbatch.worker.listening import socket_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from starlette.applications import Starlette
 
 KEY_VARIABLE = "CBATCH_API_KEY"
@@ -60,6 +62,15 @@ def serve(
     port: Annotated[
         int, option("--port", help="0 takes a free one.", panel=HTTP, min=0, max=65535)
     ] = 8080,
+    uds: Annotated[
+        Path | None,
+        option(
+            "--uds",
+            help="The path of a socket to listen on instead, for this user alone.",
+            default="none",
+            panel=HTTP,
+        ),
+    ] = None,
     replicas: Annotated[
         str,
         option(
@@ -94,6 +105,25 @@ def serve(
             help="Most requests that wait; further ones get status 429.",
             default="any number",
             panel=HTTP,
+        ),
+    ] = None,
+    max_queue_tokens: Annotated[
+        int | None,
+        option(
+            "--max-queue-tokens",
+            help="Most prompt tokens that wait; requests with more get status 429.",
+            default="any number",
+            panel=HTTP,
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int | None,
+        option(
+            "--max-connections",
+            help="Most connections; further ones get status 503.",
+            default="4096, or what the limit of open files allows",
+            panel=HTTP,
+            min=1,
         ),
     ] = None,
     max_body_mib: Annotated[
@@ -156,15 +186,15 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in the formats of OpenAI's and Anthropic's APIs.
 
-    Ctrl-C or SIGTERM takes no new calls and gives those in flight --grace-s
-    seconds; twice ends at once.
+    Ctrl-C, SIGTERM or SIGHUP takes no new calls and gives those in flight
+    --grace-s seconds; twice ends at once.
 
     Example: cbatch serve -m model.gguf --parallel 16 --port 8080
     """
     _check_installed()
     from cbatch.server import create_app  # needs the extra
     from cbatch.server.server_settings import ServerSettings
-    from cbatch.server.serving import Tls, bound_socket
+    from cbatch.server.serving import Tls, bound_socket, limits_for
     from cbatch.server.serving import serve as serve_app
 
     if log_format is not None:
@@ -174,6 +204,7 @@ def serve(
         "api_keys": _keys(api_key_file),
         "model_name": model_name,
         "max_queue": max_queue,
+        "max_queue_tokens": max_queue_tokens,
         "max_body_mib": max_body_mib,
         "cors_origins": cors_origin or (),
         "strict_fields": strict_fields,
@@ -182,18 +213,15 @@ def serve(
     }
     ServerSettings(**settings)  # checked before the model is loaded
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
-    tls = Tls(_text(tls_cert), _text(tls_key))
-    if tls.key and not tls.certificate:
-        raise ConfigError("--tls-key needs --tls-cert")
+    tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
     with (
-        bound_socket(host, port) as address,
+        _opened(uds, partial(bound_socket, host, port)) as address,
         cbatch.load(
             given["model"], options=options, replicas=n_replicas, **engine_settings
         ) as engine,
     ):
-        where = (
-            f"{'https' if tls.certificate else 'http'}://{_shown(host)}:{address.getsockname()[1]}"
-        )
+        scheme = "https" if tls.certificate else "http"
+        where = str(uds) if uds else f"{scheme}://{_shown(host)}:{address.getsockname()[1]}"
         app, why_no_files = _with_files(partial(create_app, engine, **settings), files_dir)
         slots = f"{engine.parallel} slots of {engine.n_window} tokens"
         serve_app(
@@ -201,10 +229,22 @@ def serve(
             address,
             grace_s=grace_s,
             tls=tls,
+            limits=limits,
             on_ready=lambda: _say_ready(
                 ctx, f"serving {app.state.desk.model_name} at {where}, {slots}", why_no_files
             ),
         )
+
+
+@contextmanager
+def _opened(path: Path | None, bound: Callable[[], socket.socket]) -> Iterator[socket.socket]:
+    """Open the socket of a path, or else of an address, for the block."""
+    with bound() if path is None else socket_at(path) as opened:
+        try:
+            yield opened
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
 
 
 def _n_replicas(asked: str, model: object, engine_settings: dict[str, Any]) -> int:

@@ -185,6 +185,11 @@ class BatchResponse:
         self._mailbox.wind_down()
 
     @property
+    def n_open(self) -> int:
+        """Items that have not ended."""
+        return self._mailbox.items.n_open
+
+    @property
     def n_unread(self) -> int:
         """Results that `as_completed` gives out without waiting."""
         return self._mailbox.n_unread

@@ -25,7 +25,7 @@ from cbatch.server.call import Answering
 from cbatch.server.call_record import CallRecord
 from cbatch.server.desk import Desk
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
-from cbatch.server.http_errors import HttpProblemError, problem_of, told
+from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded, problem_of, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.responses_api import ResponsesCall
@@ -50,7 +50,7 @@ CLIENT_GONE = 499
 """The log's status of a call whose client has left. Source: nginx."""
 
 _OPEN_PATHS = ("/health", "/v1/health")
-"""What needs no key."""
+"""What needs no key, and is answered over any connection."""
 
 
 def create_app(engine: Engine, **settings: Any) -> Starlette:
@@ -207,17 +207,27 @@ class Gate:
             )
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._digests and not self._may_enter(scope):
-            problem = HttpProblemError(401, "a valid API key is needed", "invalid_api_key")
-            exchange = Exchange(scope, receive, send)
-            await exchange.respond_problem(problem, {"www-authenticate": "Bearer"})
-            return
-        await self._app(scope, receive, send)
+        problem = None if self._is_open(scope) else self._refusal(scope)
+        if problem is None:
+            await self._app(scope, receive, send)
+        else:
+            await Exchange(scope, receive, send).respond_problem(problem)
 
-    def _may_enter(self, scope: Scope) -> bool:
+    @staticmethod
+    def _is_open(scope: Scope) -> bool:
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # of another application
-        if scope["method"] == "OPTIONS" or path in _OPEN_PATHS:
-            return True
+        return scope["method"] == "OPTIONS" or path in _OPEN_PATHS
+
+    def _refusal(self, scope: Scope) -> HttpProblemError | None:
+        if CROWDED in scope["state"]:
+            return crowded()
+        if self._digests and not self._has_key(scope):
+            headers = {"www-authenticate": "Bearer"}
+            message = "a valid API key is needed"
+            return HttpProblemError(401, message, "invalid_api_key", headers=headers)
+        return None
+
+    def _has_key(self, scope: Scope) -> bool:
         given = [_digest(key) for key in _keys_in(scope)]
         # every pair is compared, so that time says nothing
         same = [hmac.compare_digest(a, b) for a in given for b in self._digests]

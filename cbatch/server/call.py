@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.messages import BatchPrompt
-    from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.server.answer_events import Event
@@ -109,7 +108,7 @@ class Answering:
             )
             raise bad_request(words, call.prompt_field)
         with desk.visit(n_all, sizes.n_slots) as visit:
-            await self._answer(visit, must_wait=desk.n_in_flight > sizes.n_slots)
+            await self._answer(visit, sizes.n_slots)
 
     def _choose_adapter(self, sizes: Sizes) -> None:
         """Answer with the adapter that the call names as its model."""
@@ -119,7 +118,7 @@ class Answering:
         if asked.model is None and self._desk.settings.model_required:
             raise bad_request("model is missing", "model")
 
-    async def _answer(self, visit: Visit, *, must_wait: bool) -> None:
+    async def _answer(self, visit: Visit, n_slots: int) -> None:
         """Answer while the client waits; whoever ends the visit says why."""
         problem: Exception | None = None
         has_left = is_done = False
@@ -134,7 +133,7 @@ class Answering:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
                 try:
-                    await self._checked_answer(tasks, must_wait=must_wait)
+                    await self._send(tasks, await self._queue(visit, n_slots))
                     is_done = True
                 except Exception as error:  # not in a group of exceptions
                     problem = error
@@ -160,23 +159,29 @@ class Answering:
         await exchange.put(encoder.error(problem))
         await exchange.finish()
 
-    async def _checked_answer(self, tasks: anyio.abc.TaskGroup, *, must_wait: bool) -> None:
-        response = await self._desk.in_thread(self._submit, is_checked=must_wait)
+    async def _queue(self, visit: Visit, n_slots: int) -> BatchResponse:
+        """Give the prompts to the engine. Where they are to wait or are many, each is checked before any runs."""
+        desk, call = self._desk, self._call
+        if desk.n_open > n_slots or call.is_counted or len(call.prompts) > 1:
+            call.n_prompt_tokens = await desk.in_thread(self._checked_tokens)
+            desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
+        visit.response = await desk.in_thread(self._submit)
+        return visit.response
+
+    def _submit(self) -> BatchResponse:
+        asked = self._call.asked
+        engine = self._desk.engine
+        return engine.run(self._named(), options=asked.options, streamed=asked.is_streamed)
+
+    async def _send(self, tasks: anyio.abc.TaskGroup, response: BatchResponse) -> None:
+        """Answer with what the engine says."""
         if self._call.asked.is_streamed:
             await self._stream(tasks, response)
-        else:
-            results = await results_of(response)
-            self._desk.meters.count_answers(results)
-            body = self._call.body(results, self._model)
-            await self._exchange.respond_json(body, headers=self._headers)
-
-    def _submit(self, *, is_checked: bool) -> BatchResponse:
-        """Queue the prompts, in a thread. Where they are to wait or are many, each is checked before any runs."""
-        desk, call = self._desk, self._call
-        options = call.asked.options
-        if is_checked or call.is_counted or len(call.prompts) > 1:
-            call.n_prompt_tokens = self._checked_tokens(options)
-        return desk.engine.run(self._named(), options=options, streamed=call.asked.is_streamed)
+            return
+        results = await results_of(response)
+        self._desk.meters.count_answers(results)
+        body = self._call.body(results, self._model)
+        await self._exchange.respond_json(body, headers=self._headers)
 
     def _named(self) -> list[BatchPrompt]:
         """Return the prompts by ids that begin as the request's own: the log and `/slots` tell them."""
@@ -185,9 +190,10 @@ class Answering:
             return [replace(prompts[0], id=id)]
         return [replace(prompt, id=f"{id}.{i}") for i, prompt in enumerate(prompts)]
 
-    def _checked_tokens(self, options: RunOptions) -> int:
+    def _checked_tokens(self) -> int:
+        """Return the tokens of all prompts; a prompt that cannot run raises its error."""
         engine = self._desk.engine
-        settled = run_options_of(engine, options)
+        settled = run_options_of(engine, self._call.asked.options)
         return sum(checked_tokens(engine, prompt, settled) for prompt in self._call.prompts)
 
     async def _stream(self, tasks: anyio.abc.TaskGroup, response: BatchResponse) -> None:

@@ -16,7 +16,7 @@ from cbatch.server.batch_room import BatchRoom
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.batches import Batches
 from cbatch.server.exposition import Exposition
-from cbatch.server.http_errors import HttpProblemError, draining, queue_full
+from cbatch.server.http_errors import HttpProblemError, draining, queue_full, tokens_full
 from cbatch.server.meters import Meters
 from cbatch.server.pulse import Pulse, Question
 from cbatch.server.server_settings import MIB
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.model_facts import ModelFacts
+    from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.server_settings import ServerSettings
 
@@ -57,6 +58,21 @@ class Visit:
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     problem: HttpProblemError | None = None
     """Why the call was ended, where it was not by its client."""
+    n_prompt_tokens: int = 0
+    """Tokens of all prompts, where they were counted."""
+    response: BatchResponse | None = None
+    """What the engine does for the call, once it has it."""
+
+    @property
+    def n_open(self) -> int:
+        """Choices for the engine: none once it has answered all, however slowly they are read."""
+        is_done = self.response is not None and not self.response.n_open
+        return 0 if is_done else self.n_choices
+
+    def n_waiting_tokens(self, n_before: int, n_slots: int) -> int:
+        """Return the tokens of its prompts that have no slot, where `n_before` choices come before its own."""
+        n_waiting = min(self.n_open, max(0, n_before + self.n_open - n_slots))
+        return self.n_prompt_tokens * n_waiting // self.n_choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +144,11 @@ class Desk:
         """Choices of all calls that are being answered."""
         return sum(visit.n_choices for visit in self._visits.values())
 
+    @property
+    def n_open(self) -> int:
+        """Choices of all calls that the engine has not ended."""
+        return sum(visit.n_open for visit in self._visits.values())
+
     @contextmanager
     def visit(self, n_choices: int, n_slots: int) -> Iterator[Visit]:
         """Count a call for the block.
@@ -137,7 +158,7 @@ class Desk:
         """
         if self.is_draining:
             raise draining()
-        n_before, n_limit = self.n_in_flight, self.settings.max_queue
+        n_before, n_limit = self.n_open, self.settings.max_queue
         n_waiting = max(0, n_before + n_choices - n_slots)
         if n_limit is not None and n_before and n_waiting > n_limit:
             raise queue_full(max(0, n_before - n_slots), n_limit)
@@ -149,6 +170,29 @@ class Desk:
         finally:
             del self._visits[id(visit)]
             self.room.set_calls(self.n_in_flight)
+
+    def n_queued_tokens(self, n_slots: int) -> int:
+        """Return the prompt tokens of calls that wait, as far as they were counted; the oldest calls have the slots."""
+        n_before = n_queued = 0
+        for visit in self._visits.values():
+            n_queued += visit.n_waiting_tokens(n_before, n_slots)
+            n_before += visit.n_open
+        return n_queued
+
+    def count_tokens(self, visit: Visit, n_tokens: int, n_slots: int) -> None:
+        """Note the prompt tokens of a call before the engine gets it.
+
+        Raises:
+            HttpProblemError: it would wait, with more than the queue has room for.
+        """
+        n_limit, n_queued = self.settings.max_queue_tokens, self.n_queued_tokens(n_slots)
+        visit.n_prompt_tokens = n_tokens
+        is_alone = self.n_open == visit.n_open
+        if n_limit is None or is_alone:
+            return
+        if self.n_queued_tokens(n_slots) > max(n_limit, n_queued):
+            visit.n_prompt_tokens = 0
+            raise tokens_full(n_queued, n_limit)
 
     def end_visits(self) -> None:
         """End every call that is being answered: its client is told that the server shuts down."""

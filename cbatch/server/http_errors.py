@@ -32,6 +32,9 @@ NO_RETRY = {"x-should-retry": "false"}
 
 SOON = {"retry-after": "1"}
 
+CROWDED = "cbatch.crowded"
+"""The mark, in the state of an ASGI scope, of a connection above the server's limit."""
+
 
 @dataclass(eq=False)
 class HttpProblemError(Exception):
@@ -116,6 +119,19 @@ def queue_full(n_waiting: int, n_limit: int) -> HttpProblemError:
     """Return the problem of a request for which the queue has no room."""
     message = f"{n_waiting} requests wait already, of at most {n_limit}: try again later"
     return HttpProblemError(429, message, "rate_limit_exceeded", headers=SOON)
+
+
+def tokens_full(n_waiting: int, n_limit: int) -> HttpProblemError:
+    """Return the problem of a request whose prompt would make the queue too long."""
+    message = f"{n_waiting} prompt tokens wait already, of at most {n_limit}: try again later"
+    return HttpProblemError(429, message, "rate_limit_exceeded", headers=SOON)
+
+
+def crowded() -> HttpProblemError:
+    """Return the problem of a request over a connection above the server's limit."""
+    message = "the server has too many connections: try again later"
+    headers = {**SOON, "connection": "close"}
+    return HttpProblemError(503, message, "too_many_connections", headers=headers)
 
 
 def problem_of(error: BaseException, prompt_field: str | None = None) -> HttpProblemError:

@@ -37,6 +37,7 @@ class ServerSettings:
         api_keys: clients must give one of these; without any, everybody is served.
         cors_origins: web pages from these origins may call, "*" for all. Default: none.
         max_queue: most requests, each choice counted, that wait beside those that run; further ones get status 429.
+        max_queue_tokens: most tokens of the prompts that wait; a request that has to wait and has more gets status 429.
         max_body_mib: most mebibytes of a request's body.
         max_choices: most answers, prompts × n, of one call.
         body_timeout_s: seconds in which a request's body must arrive.
@@ -62,6 +63,7 @@ class ServerSettings:
     )
     cors_origins: Sequence[str] = checked(strings_of, default=())
     max_queue: int | None = checked(check_int, 0, MAX_INT)
+    max_queue_tokens: int | None = checked(check_int, 0, MAX_INT)
     max_body_mib: int = checked(check_int, 1, 1024, default=32)
     max_choices: int = checked(check_int, 1, MAX_INT, default=2048)
     body_timeout_s: float = checked(check_seconds, default=60.0)

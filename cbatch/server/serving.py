@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import socket
+import ssl
+import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from cbatch.errors import ConfigError
+from cbatch.server.connections import ConnectionLimits, GuardedProtocol
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from starlette.applications import Starlette
@@ -24,32 +32,100 @@ _IDLE_S = 75
 _LAST_S = 5
 """Seconds for the last bytes of ended calls."""
 
-_MAX_HEADER_BYTES = 2**16
+_N_OTHER_FILES = 192
+"""Files that are open beside connections: those of workers, of the log, of answers to surplus connections."""
+
+_PEER_S = (60, 15, 4)
+"""Seconds of silence after which the system asks whether a client is there, seconds between that, and how often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files of a certificate and its key."""
+    """Files of a certificate and its key.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
 
     certificate: str | None = None
     key: str | None = None
+
+    def __post_init__(self) -> None:
+        """Try the files."""
+        if self.key and not self.certificate:
+            raise ConfigError("--tls-key needs --tls-cert")
+        if self.certificate is None:
+            return
+        files = f"the certificate {self.certificate}" + (f" with {self.key}" if self.key else "")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=_no_password)
+        except ssl.SSLError as error:
+            why = error.reason or "it cannot be read"
+            raise ConfigError(f"{files}: {why.lower().replace('_', ' ')}") from None
+        except OSError as error:
+            raise ConfigError(f"{files}: {error.strerror or error}") from None
+
+
+def _no_password() -> str:
+    raise ConfigError("the key of --tls-cert is encrypted: give one that needs no password")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket of an address; it does not listen yet.
 
     Raises:
-        OSError: the address is not there, or in use.
+        ConfigError: the address is not there, or in use.
     """
-    family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    found = socket.socket(family, kind, number)
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
+            0
+        ]
+        found = socket.socket(family, kind, number)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}") from None
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _ask_for_peers(found)
         found.bind(address)
-    except OSError:
+    except OSError as error:
         found.close()
-        raise
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
     return found
+
+
+def _ask_for_peers(opened: socket.socket) -> None:
+    """Have the system find clients that are gone without a word, on all connections of a socket."""
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")  # which Linux has
+    for name, value in zip(names, _PEER_S, strict=True):
+        if hasattr(socket, name):
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def limits_for(n_connections: int | None) -> ConnectionLimits:
+    """Return limits with so many connections, for which this process may have files from now on.
+
+    Args:
+        n_connections: None for the default, or as many as the system allows.
+
+    Raises:
+        ConfigError: the system does not allow so many.
+    """
+    n_max = ConnectionLimits().n_max if n_connections is None else n_connections
+    n_soft, n_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_needed = n_max + _N_OTHER_FILES
+    if n_hard != resource.RLIM_INFINITY and n_needed > n_hard:
+        if n_connections is not None:
+            raise ConfigError(
+                f"--max-connections {n_max} needs {n_needed} open files, and the system allows {n_hard}: "
+                "lower it, or raise the limit (ulimit -n)"
+            )
+        n_needed = n_hard
+        n_max = max(1, n_hard - _N_OTHER_FILES)
+    if n_soft != resource.RLIM_INFINITY and n_soft < n_needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_needed, n_hard))
+    return ConnectionLimits(n_max=n_max)
 
 
 def serve(
@@ -58,29 +134,37 @@ def serve(
     *,
     grace_s: float,
     tls: Tls | None = None,
+    limits: ConnectionLimits | None = None,
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C: calls in flight have `grace_s` seconds then; a second signal ends them at once.
+    """Serve until SIGTERM, SIGHUP or Ctrl-C: calls in flight have `grace_s` seconds then; a second signal ends them.
 
     Batches are left to the next server on the same folder. `on_ready` is called when connections are accepted.
     """
-    tls = tls or Tls()
-    config = uvicorn.Config(
+    config = config_of(app, tls or Tls(), limits or ConnectionLimits())
+    desk: Desk = app.state.desk
+    with closing(desk):
+        DrainingServer(config, desk, grace_s, on_ready).run(sockets=[address])
+
+
+def config_of(app: Starlette, tls: Tls, limits: ConnectionLimits) -> uvicorn.Config:
+    """Return what uvicorn is told."""
+    guarded: Any = partial(GuardedProtocol, limits)
+    return uvicorn.Config(
         app,
+        http=guarded,
         log_config=None,
+        log_level="error",  # what clients do wrong is in cbatch's own log
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=_LAST_S,
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        h11_max_incomplete_event_size=limits.n_header_bytes,
         ssl_certfile=tls.certificate,
         ssl_keyfile=tls.key,
     )
-    desk: Desk = app.state.desk
-    with closing(desk):
-        DrainingServer(config, desk, grace_s, on_ready).run(sockets=[address])
 
 
 class DrainingServer(uvicorn.Server):
@@ -92,6 +176,21 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._desk, self._grace_s, self._on_ready = desk, grace_s, on_ready
         self._ends_s: float | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals within the block: SIGHUP too, which a closed terminal sends, unless it is ignored."""
+        with super().capture_signals():
+            is_ours = threading.current_thread() is threading.main_thread()
+            before = signal.getsignal(signal.SIGHUP)
+            if not is_ours or before is signal.SIG_IGN:
+                yield
+                return
+            signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""

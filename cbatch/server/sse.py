@@ -44,7 +44,7 @@ class EventStream:
     ) -> None:
         """Make one whose status is not sent yet."""
         self._exchange, self._headers, self._clock = exchange, {**HEADERS, **headers}, clock
-        self._sending = anyio.Lock()
+        self._sending = anyio.Lock(fast_acquire=True)
         self._last_s = clock()
 
     @property

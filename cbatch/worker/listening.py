@@ -47,7 +47,7 @@ class Listener:
         """
         self._busy = busy
         self._path = None if isinstance(place, int) else place
-        self._socket = _at_port(place) if isinstance(place, int) else _at_path(place)
+        self._socket = _at_port(place) if isinstance(place, int) else socket_at(place)
         self._clients: SimpleQueue[socket.socket | OSError] = SimpleQueue()
         self._is_serving = threading.Lock()
         self._is_closed = False
@@ -132,8 +132,12 @@ def _at_port(port: int) -> socket.socket:
         raise ConfigError(f"port {port}: {error.strerror}") from error
 
 
-def _at_path(path: Path) -> socket.socket:
-    """Return a socket that only this user may connect to."""
+def socket_at(path: Path) -> socket.socket:
+    """Return a socket that listens at a path, to which only this user may connect.
+
+    Raises:
+        ConfigError: another process listens there, or the path cannot be used.
+    """
     if not hasattr(socket, "AF_UNIX"):
         raise ConfigError(f"{path}: this system has no sockets of files: use --port")
     opened = socket.socket(socket.AF_UNIX)

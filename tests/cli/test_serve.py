@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import httpx
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 from cbatch.cli import app
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -91,6 +94,14 @@ def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
     ("arguments", "words"),
     [
         (["--tls-key", "key.pem"], "--tls-key needs --tls-cert"),
+        (["--tls-cert", "none.pem"], "the certificate none.pem: No such file or directory"),
+        (["--tls-cert", __file__], f"the certificate {__file__}: "),
+        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid: "),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8080: Cannot assign requested address"),
+        (["--uds", __file__], "exists, and is no socket"),
+        (["--uds", "/no/such/folder/socket"], "/no/such/folder/socket: No such file or directory"),
+        (["--max-connections", "999999999"], "--max-connections 999999999 needs"),
+        (["--max-queue-tokens", "-1"], "max_queue_tokens must be 0 …"),
         (["--max-body-mib", "0"], "max_body_mib must be 1 … 1024"),
         (["--policy", "worst"], "policy must be one of"),
     ],
@@ -101,6 +112,100 @@ def test_wrong_option_is_refused_before_the_model_is_loaded(
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_port_in_use_is_told_before_the_model_is_loaded(host: str) -> None:
+    with socket.create_server(
+        (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+    ) as taken:
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["serve", "--host", host, "--port", port])
+    assert result.exit_code == 2
+    assert f"--host {host} --port {port}: Address already in use" in result.stderr
+
+
+@pytest.mark.real
+def test_encrypted_key_is_refused_and_asks_for_nothing(tmp_path: Path) -> None:
+    files = _certificate(tmp_path, "secret")
+    result = CliRunner().invoke(app, ["serve", "--tls-cert", files[0], "--tls-key", files[1]])
+    assert result.exit_code == 2
+    assert "is encrypted" in result.stderr
+
+
+def _certificate(folder: Path, password: str | None) -> tuple[str, str]:
+    """Files of a certificate and its key, made by openssl."""
+    certificate, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=localhost"]
+    lock = ["-nodes"] if password is None else ["-passout", f"pass:{password}"]
+    made = [*command, *lock, "-keyout", key, "-out", certificate]
+    subprocess.run(made, check=True, capture_output=True)
+    return certificate, key
+
+
+@contextmanager
+def serving(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of the command line, and where it says that it is."""
+    own = ["--threads", "1", "--parallel", "2", "-m", str(model)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "cbatch.cli", "serve", *own, *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        found = re.search(r"serving \S+ at (\S+), 2 slots", line)
+        assert found is not None, line
+        try:
+            yield process, found[1]
+        finally:
+            process.terminate()
+
+
+@pytest.mark.real
+def test_serve_listens_on_a_path_for_this_user_alone(test_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with serving(test_model, "--uds", str(path)) as (process, where):
+        assert where == str(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        transport = httpx.HTTPTransport(uds=where)
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
+            assert client.get("/v1/models").json()["data"][0]["id"] == test_model.stem
+        process.terminate()
+        assert process.wait() == 0
+    assert not path.exists()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_serve_speaks_https(test_model: Path, tmp_path: Path, host: str) -> None:
+    certificate, key = _certificate(tmp_path, None)
+    files = ("--tls-cert", certificate, "--tls-key", key)
+    with serving(test_model, "--host", host, "--port", "0", *files) as (_, where):
+        shown = f"[{host}]" if ":" in host else host
+        assert where.startswith(f"https://{shown}:")
+        with httpx.Client(base_url=where, verify=False, timeout=60) as client:
+            assert client.get("/health").json()["status"] == "ok"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_signal_lets_a_stream_end_and_then_the_server(
+    test_model: Path, number: signal.Signals
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "stream": True}
+    with (
+        serving(test_model, "--port", "0") as (process, where),
+        httpx.Client(base_url=where, timeout=60) as client,
+        client.stream("POST", "/v1/chat/completions", json={**chat, "ignore_eos": True}) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(number)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait() == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
 
 
 def test_serve_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import httpx
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.server import create_app
-from cbatch.server.serving import DrainingServer, bound_socket
+from cbatch.server.connections import ConnectionLimits
+from cbatch.server.serving import DrainingServer, Tls, bound_socket, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -142,12 +143,10 @@ class Running:
 
 
 @contextmanager
-def running(app: Starlette, *, grace_s: float = 0.0) -> Iterator[Running]:
-    """Serve an application until the end of the block."""
-    import uvicorn
-
+def running(app: Starlette, *, grace_s: float = 0.0, **limits: Any) -> Iterator[Running]:
+    """Serve an application until the end of the block, with limits of connections."""
     is_ready = threading.Event()
-    config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
+    config = config_of(app, Tls(), ConnectionLimits(**limits))
     server = DrainingServer(config, app.state.desk, grace_s, is_ready.set)
     with bound_socket("127.0.0.1", 0) as address:
         thread = threading.Thread(target=lambda: server.run(sockets=[address]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -112,20 +113,6 @@ def test_client_that_leaves_in_its_body_disturbs_nobody() -> None:
             half.sendall(request_bytes(CHAT, LONG)[:-20])
         assert client.post(CHAT, json=SHORT).status_code == 200
         wait_until(lambda: app.state.desk.n_in_flight == 0)
-
-
-@pytest.mark.real
-def test_many_clients_that_vanish_leave_nothing() -> None:
-    with fake_app(4, 256) as app, running(app) as server, server.client() as client:
-        desk = app.state.desk
-        for i in range(60):
-            with connected(server, {**LONG, "stream": i % 2 == 0, "n": 1 + i % 3}) as one:
-                if i % 3 == 0:
-                    one.recv(1 + i)
-        wait_until(lambda: desk.n_in_flight == 0)
-        answer = client.post(CHAT, json=SHORT).json()
-        assert answer["choices"] == call(app, CHAT, SHORT).json()["choices"]
-        wait_until(lambda: not desk.engine.stats().n_running)
 
 
 @pytest.mark.real
@@ -278,6 +265,51 @@ def test_queue_that_is_full_is_told() -> None:
     assert refused.headers["retry-after"] == "1"
     assert health.status_code == 200
     assert [answer.status_code for answer in answers] == [200, 200]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_queue_with_too_many_prompt_tokens_is_told(is_streamed: bool) -> None:
+    backend, engine = gated(1)
+    asked = {"prompt": "x" * 30, "max_tokens": 2, "stream": is_streamed}
+    with engine, fake_app(engine=engine, max_queue_tokens=70) as app:
+        desk = app.state.desk
+
+        async def until(n_tokens: int) -> None:
+            await anyio.to_thread.run_sync(wait_until, lambda: desk.n_queued_tokens(1) == n_tokens)
+
+        async def main() -> list[httpx.Response]:
+            found: list[httpx.Response] = []
+            transport = httpx.ASGITransport(app)
+            async with (
+                httpx.AsyncClient(transport=transport, base_url="http://t") as client,
+                anyio.create_task_group() as tasks,
+            ):
+
+                async def ask() -> None:
+                    found.append(await client.post(COMPLETIONS, json=asked))
+
+                for n in (1, 2, 3):  # the first has the slot, the others wait with 30 tokens each
+                    tasks.start_soon(ask)
+                    await until(30 * (n - 1))
+                await ask()
+                short = {**asked, "prompt": "x"}
+                tasks.start_soon(partial(client.post, COMPLETIONS, json=short))
+                await until(61)
+                backend.release()
+            return found
+
+        refused, *answers = anyio.run(main)
+    error = error_of(refused, 429)
+    assert error["code"] == "rate_limit_exceeded"
+    assert "60 prompt tokens wait already, of at most 70" in error["message"]
+    assert refused.headers["retry-after"] == "1"
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+
+
+def test_lone_call_is_answered_whatever_its_prompts() -> None:
+    with fake_app(1, max_queue_tokens=0, max_queue=0) as app:
+        asked = {"prompt": ["x" * 30] * 5, "max_tokens": 2}
+        assert call(app, COMPLETIONS, asked).status_code == 200
 
 
 def test_call_of_too_many_answers_is_refused() -> None:

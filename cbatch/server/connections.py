@@ -1,0 +1,210 @@
+"""Connections of a server's socket: how many there are, how long a header may take, and who does not read."""
+
+from __future__ import annotations
+
+import fcntl
+import struct
+import sys
+import termios
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from cbatch.logs import Log
+from cbatch.server.exchange import JSON, dumps
+from cbatch.server.http_errors import CROWDED, HttpProblemError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_log = Log("cbatch.server")
+
+_N_TOLD = 64
+"""Connections above the limit that are answered; those above these are closed at once. Our choice."""
+
+_WHY = {
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
+    HTTPStatus.NOT_IMPLEMENTED: "its transfer-encoding is not supported",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """How a server treats connections.
+
+    Args:
+        n_max: most connections; a request over a further one gets status 503, but for `/health`.
+        n_header_bytes: most bytes of a request's header.
+        header_timeout_s: seconds from the beginning of a connection, or of a header, to the header's end.
+        send_timeout_s: seconds in which a client must take something of an answer that waits for it.
+    """
+
+    n_max: int = 4096
+    n_header_bytes: int = 2**16
+    header_timeout_s: float = 20.0
+    send_timeout_s: float = 60.0
+
+
+if TYPE_CHECKING:
+    _Parser = H11Protocol
+else:
+    _Parser = AutoHTTPProtocol  # httptools' where that is installed
+
+
+class GuardedProtocol(_Parser):
+    """A connection that uvicorn reads, within limits; what is no HTTP is told in JSON."""
+
+    def __init__(self, limits: ConnectionLimits, **given: Any) -> None:
+        """Make one of limits, and of what uvicorn gives to its own."""
+        super().__init__(**given)
+        self._limits = limits
+        self._n_header_bytes = self._n_unsent = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _is_left_over(self) -> bool:
+        """Whether a request was answered before all of its body came."""
+        return self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        n_above = len(self.connections) - self._limits.n_max
+        if n_above > _N_TOLD:
+            transport.abort()
+            return
+        if n_above > 0:
+            self.app_state = {**self.app_state, CROWDED: True}
+        self._await_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End all waiting."""
+        self._forget_header()
+        self._forget_reader()
+        super().connection_lost(exc)
+
+    # ---- what comes in ----
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; a header that is too long or takes too long is refused."""
+        n_room = self._limits.n_header_bytes - self._n_header_bytes
+        if len(data) > n_room and self._is_between and not self._is_left_over:
+            self._read(data[:n_room])
+            data = data[n_room:]
+            if self._is_between and not self.transport.is_closing():
+                status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+                self._refuse(status, _WHY[status])
+        if not self.transport.is_closing():
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_between:
+            self._forget_header()
+            return
+        self._await_header()
+        if not self._is_left_over:
+            self._n_header_bytes += len(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; uvicorn calls this while it handles its parser's error, which may show a key."""
+        hint = getattr(sys.exc_info()[1], "error_status_hint", HTTPStatus.BAD_REQUEST)
+        self._refuse(HTTPStatus(hint), _WHY.get(hint, "it is not HTTP"))
+
+    def _await_header(self) -> None:
+        if self._header_timer is None:
+            seconds = self._limits.header_timeout_s
+            self._header_timer = self.loop.call_later(seconds, self._end_header)
+
+    def _forget_header(self) -> None:
+        self._n_header_bytes = 0
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _end_header(self) -> None:
+        """End a connection whose client has begun a header, or nothing, and not gone on."""
+        self._header_timer = None
+        if not self._is_between or self.transport.is_closing():
+            return
+        if self._n_header_bytes:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, "its header did not arrive in time")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        """End the connection; its client is told why, unless an answer is on its way."""
+        has_begun = self.cycle is not None and self.cycle.response_started
+        if not has_begun or (self._is_between and not self._is_left_over):
+            problem = HttpProblemError(status, f"this is no request: {why}", "invalid_http")
+            content = dumps(problem.as_openai())
+            head = (
+                f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: {JSON}\r\n"
+                f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + content)
+        _log.tell("broken http", status=status.value, why=why)
+        self.transport.close()
+
+    # ---- what goes out ----
+
+    def pause_writing(self) -> None:
+        """Have the answer wait for its client, but not for one that takes nothing."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Let the answer go on."""
+        self._forget_reader()
+        super().resume_writing()
+        self._watch_rest()
+
+    def on_response_complete(self) -> None:
+        """Go on to the next request; the last bytes wait for their client as all others."""
+        super().on_response_complete()
+        self._watch_rest()
+
+    def _watch_rest(self) -> None:
+        """Watch the reader of an answer's last bytes: nothing else is written that could wait."""
+        if self._is_between and self._send_timer is None and self.transport.get_write_buffer_size():
+            self._watch_reader()
+
+    def _watch_reader(self) -> None:
+        self._n_unsent = self._count_unsent()
+        seconds = self._limits.send_timeout_s
+        self._send_timer = self.loop.call_later(seconds, self._check_reader)
+
+    def _forget_reader(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _check_reader(self) -> None:
+        """Drop a client that has taken nothing since the last look."""
+        self._send_timer = None
+        n_unsent = self._count_unsent()
+        if n_unsent and n_unsent >= self._n_unsent:
+            _log.tell("client does not read", n_bytes=n_unsent)
+            self.transport.abort()
+        elif n_unsent:
+            self._watch_reader()
+
+    def _count_unsent(self) -> int:
+        """Return bytes that the client has not taken, those in the system's buffer too."""
+        n_unsent = int(self.transport.get_write_buffer_size())
+        with suppress(OSError):  # a system that does not tell
+            sock = self.transport.get_extra_info("socket")
+            (n_queued,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+            n_unsent += n_queued
+        return n_unsent

@@ -1,0 +1,261 @@
+"""Connections over a socket: half requests, broken ones, too many, and clients that vanish or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from cbatch import Engine
+from cbatch.bench.http_faults import MOMENTS, vanish_all
+from cbatch.bench.http_load import heard, n_open_files, request
+from cbatch.server import create_app
+from tests.runtime.backends import GatedBackend
+from tests.server.clients import CHAT, USER, Running, call, fake_app, running, wait_until
+
+if TYPE_CHECKING:
+    from cbatch.bench.http_load import Heard
+
+ASKED = {"messages": USER, "max_tokens": 2, "seed": 1}
+LONG = {**ASKED, "max_tokens": 3000, "ignore_eos": True, "logprobs": True, "top_logprobs": 5}
+"""Whose answer is more than the buffers between server and client hold."""
+
+PATIENCE_S = 60.0
+
+
+def connected(server: Running, sent: bytes = b"", n_buffer: int | None = None) -> socket.socket:
+    """A socket to a server, over which bytes were sent."""
+    found = socket.socket()
+    found.settimeout(PATIENCE_S)
+    if n_buffer is not None:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, n_buffer)
+    found.connect(("127.0.0.1", httpx.URL(server.url).port or 0))
+    found.sendall(sent)
+    return found
+
+
+def rest_of(connection: socket.socket) -> Heard:
+    """All that comes until the server closes the connection."""
+    data = b""
+    while part := connection.recv(2**16):
+        data += part
+    return heard(data)
+
+
+def error_in(got: Heard) -> dict[str, Any]:
+    head, _, body = got.data.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head
+    assert b"connection: close" in head.lower()
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert error["type"] == ("invalid_request_error" if (got.status or 0) < 500 else "server_error")
+    return error
+
+
+# ---- half requests and broken ones ----
+
+
+@pytest.mark.real
+def test_header_that_does_not_end_is_told() -> None:
+    with (
+        fake_app() as app,
+        running(app, header_timeout_s=0.05) as server,
+        connected(server, b"POST /v1/chat/completions HTTP/1.1\r\nhost: ") as half,
+    ):
+        got = rest_of(half)
+    assert got.status == 408
+    assert error_in(got)["code"] == "invalid_http"
+
+
+@pytest.mark.real
+def test_connection_without_a_request_is_closed() -> None:
+    with (
+        fake_app() as app,
+        running(app, header_timeout_s=0.05) as server,
+        connected(server) as idle,
+    ):
+        assert rest_of(idle).data == b""
+
+
+@pytest.mark.real
+def test_half_header_behind_an_answer_is_told() -> None:
+    sent = request(CHAT, ASKED).replace(b"connection: close\r\n", b"")
+    with (
+        fake_app() as app,
+        running(app, header_timeout_s=0.5) as server,
+        connected(server, sent) as one,
+    ):
+        data = b""
+        while not data.endswith(b"}"):
+            data += one.recv(2**16)
+        one.sendall(b"GET /hea")
+        got = rest_of(one)
+    assert heard(data).status == 200
+    assert got.status == 408
+
+
+@pytest.mark.real
+def test_answer_that_takes_longer_than_a_header_may_is_given() -> None:
+    backend = GatedBackend(1, 256, hold_at=0)
+    with (
+        Engine(backend) as engine,
+        running(create_app(engine), header_timeout_s=0.5) as server,
+        connected(server, request(CHAT, ASKED)) as one,
+    ):
+        backend.wait_until_held()
+        with connected(server) as idle:
+            assert rest_of(idle).data == b""  # the time is over
+        backend.release()
+        assert rest_of(one).status == 200
+
+
+BROKEN = {
+    "no HTTP": (b"nonsense\r\n\r\n", 400),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), 400),
+    "bad length": (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n", 400),
+    "two lengths": (
+        b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        400,
+    ),
+    "bad header": (b"GET / HTTP/1.1\r\nhost: a\r\nauthorization : secret\r\n\r\n", 400),
+    "bad chunk": (
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\nxyz\r\n",
+        400,
+    ),
+}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_http_is_told_in_json_and_disturbs_nobody(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent, status = BROKEN[name]
+    with caplog.at_level("INFO"), fake_app() as app, running(app) as server:
+        with connected(server, sent) as broken:
+            got = rest_of(broken)
+        with server.client() as client:
+            answer = client.post(CHAT, json=ASKED).json()
+        assert answer["choices"] == call(app, CHAT, ASKED).json()["choices"]
+        wait_until(lambda: app.state.desk.n_in_flight == 0)
+    assert got.status == status
+    assert error_in(got)["code"] == "invalid_http"
+    assert "secret" not in caplog.text
+    assert b"secret" not in got.data
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_large_header_is_refused(is_ended: bool) -> None:
+    with fake_app() as app, running(app, n_header_bytes=4096) as server:
+        sent = request(CHAT, ASKED, f"x-large: {'x' * 9999}")
+        with connected(server, sent if is_ended else sent[:9000]) as large:
+            got = rest_of(large)
+    assert got.status == 431
+    assert "too large" in error_in(got)["message"]
+
+
+@pytest.mark.real
+def test_client_hears_a_refusal_though_it_still_sends_its_body() -> None:
+    large = {**ASKED, "user": "x" * 2**23}
+    with fake_app(max_body_mib=1) as app, running(app) as server, server.client() as client:
+        assert client.post(CHAT, json=large).status_code == 413
+        assert client.post(CHAT, json=ASKED).status_code == 200
+    with fake_app(api_keys="k") as app, running(app) as server, server.client() as client:
+        assert client.post(CHAT, json=large).status_code == 401
+        assert client.get("/health").status_code == 200
+
+
+# ---- too many, and clients that do not read ----
+
+
+@pytest.mark.real
+def test_connection_above_the_limit_is_told_and_may_ask_for_health() -> None:
+    with fake_app() as app, running(app, n_max=1) as server:
+        n_connections = server.server.server_state.connections
+        with connected(server) as first:
+            wait_until(lambda: len(n_connections) == 1)
+            with connected(server, request(CHAT, ASKED)) as second:
+                got = rest_of(second)
+            assert got.status == 503
+            assert error_in(got)["code"] == "too_many_connections"
+            assert b"retry-after: 1" in got.data
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            first.close()
+        wait_until(lambda: not n_connections)
+        with server.client() as client:
+            assert client.post(CHAT, json=ASKED).status_code == 200
+
+
+@pytest.mark.real
+def test_connections_far_above_the_limit_are_closed() -> None:
+    with fake_app() as app, running(app, n_max=1) as server:
+        opened = [connected(server) for _ in range(100)]
+        assert rest_of(opened[-1]).data == b""
+        for one in opened:
+            one.close()
+        with server.client() as client:
+            wait_until(lambda: not server.server.server_state.connections)
+            assert client.post(CHAT, json=ASKED).status_code == 200
+
+
+def with_small_buffers(server: Running) -> None:
+    """Have the system keep little of what is sent over connections to come."""
+    for listening in server.server.servers:
+        for sock in listening.sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_client_that_never_reads_is_dropped(is_streamed: bool) -> None:
+    with fake_app(2, 4096) as app, running(app, send_timeout_s=0.1) as server:
+        with_small_buffers(server)
+        sent = request(CHAT, {**LONG, "stream": is_streamed})
+        with connected(server, sent, 4096):
+            wait_until(lambda: app.state.desk.engine.stats().n_finished.get("length", 0) == 1)
+            wait_until(lambda: not server.server.server_state.connections)
+            wait_until(lambda: not app.state.desk.n_in_flight)
+        with server.client() as client:
+            assert client.post(CHAT, json=ASKED).status_code == 200
+
+
+@pytest.mark.real
+def test_slow_reader_takes_no_place_in_the_queue() -> None:
+    body = {**LONG, "stream": True}
+    with fake_app(1, 4096, max_queue=0) as app, running(app) as server:
+        with_small_buffers(server)
+        desk = app.state.desk
+        with connected(server, request(CHAT, body), 4096):
+            wait_until(lambda: desk.n_in_flight == 1 and desk.n_open == 0)
+            with server.client() as client:
+                assert client.post(CHAT, json=ASKED).status_code == 200
+            assert desk.n_in_flight == 1
+
+
+# ---- clients that vanish ----
+
+
+@pytest.mark.real
+def test_clients_that_vanish_leave_no_slot_task_or_file() -> None:
+    with fake_app(8, 512) as app, running(app) as server, server.client() as client:
+        before = client.post(CHAT, json=ASKED).json()
+        loop = server.server.servers[0].get_loop()
+        wait_until(lambda: not app.state.desk.n_in_flight)
+        tasks, n_files = asyncio.all_tasks(loop), n_open_files(os.getpid())
+        port = httpx.URL(server.url).port or 0
+        moments = asyncio.run(vanish_all(port, seed=1, n=1000, n_at_once=100, n_tokens=60))
+        assert set(moments) == {*MOMENTS}
+        wait_until(lambda: not app.state.desk.n_in_flight)
+        wait_until(lambda: len(server.server.server_state.connections) == 1)  # the good client's
+        wait_until(lambda: len(asyncio.all_tasks(loop)) <= len(tasks))
+        assert n_open_files(os.getpid()) <= n_files
+        stats = app.state.desk.engine.stats()
+        assert stats.n_running == stats.n_waiting == stats.n_paused == stats.n_held == 0
+        assert {slot["is_processing"] for slot in client.get("/slots").json()} == {False}
+        assert client.post(CHAT, json=ASKED).json()["choices"] == before["choices"]
