@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import emit, median, parser, ratios, take_turns
@@ -85,7 +86,12 @@ def served(model: str | None, *arguments: str) -> Iterator[Server]:
     """Run `cbatch serve` for the block, with the model that ships inside for None."""
     own = [] if model is None else ["-m", model]
     command = [sys.executable, "-m", "cbatch.cli", "serve", *own, "--port", "0", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [*command, "--files-dir", folder], stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
         assert process.stderr is not None
         try:
             said = process.stderr.readline()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import httpx
@@ -146,12 +147,14 @@ def _certificate(folder: Path, password: str | None) -> tuple[str, str]:
 @contextmanager
 def serving(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server of the command line, and where it says that it is."""
-    own = ["--threads", "1", "--parallel", "2", "-m", str(model)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "cbatch.cli", "serve", *own, *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    own = ["--threads", "1", "--parallel", "2", "--replicas", "1", "-m", str(model)]
+    command = [sys.executable, "-m", "cbatch.cli", "serve", *own, *arguments]
+    with (
+        TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [*command, "--files-dir", folder], stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
         assert process.stderr is not None
         line = process.stderr.readline()
         found = re.search(r"serving \S+ at (\S+), 2 slots", line)
