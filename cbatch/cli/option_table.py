@@ -152,7 +152,7 @@ OPTIONS = (
     _run(
         "isolate",
         "Compute in a process of its own: llama.cpp's crashes cost no answer.",
-        "in this process",
+        "--isolate",
         names=("--isolate/--no-isolate",),
     ),
     _run(

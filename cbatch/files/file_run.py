@@ -107,6 +107,7 @@ def run_file(
                 lambda: stream.look_ahead(defaults, n_ahead),
                 asked=asked,
                 threaded=stream.is_piped,  # else the engine would stop while the pipe is silent
+                isolates=True,
             )
             summary = run.of(
                 stack.enter_context(lent), stream, target, model, is_own_engine=engine is None

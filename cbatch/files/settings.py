@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
 MAX_WINDOW = 65_536
 """Most items of a window: more would not be ordered better."""
 
-ISOLATES = False
-"""Whether a run over a file computes in a worker process where nothing is said."""
-
-
 OF_LOAD = ("isolate", "replicas")
 """Options that have no effect on an engine that is loaded already."""
 
@@ -61,7 +58,8 @@ class FileOptions:
         max_time_s: seconds for the whole run; items that are not done then are left for the next run.
         report: file for an HTML page on the run.
         trace: file for the steps of the run, for Perfetto.
-        isolate: compute in a worker process, which is replaced if it dies: that costs no answer. None: see `ISOLATES`.
+        isolate: compute in a worker process, which is replaced if it dies: that costs no answer. None: yes for the file of
+            a model, no for a `llama_cpp.Llama`.
         replicas: worker processes to compute in, which share cores, slots and memory; "auto": see `cbatch.load`.
 
     Raises:
@@ -100,10 +98,13 @@ class FileOptions:
         if self.replicas == "auto" and self.isolate:
             raise ConfigError("isolate: give a number of replicas, for auto may be no process")
 
-    @property
-    def n_workers(self) -> int | Literal["auto"] | None:
-        """Worker processes to load a model into, as `cbatch.load` takes them; None for this process."""
-        isolates = ISOLATES if self.isolate is None else self.isolate
+    def n_workers(self, *, isolates: bool = False) -> int | Literal["auto"] | None:
+        """Worker processes to load a model into, as `cbatch.load` takes them; None for this process.
+
+        Args:
+            isolates: what an `isolate` that is not said means.
+        """
+        isolates = isolates if self.isolate is None else self.isolate
         return self.replicas or (1 if isolates else None)
 
 
@@ -142,6 +143,7 @@ def engine_for(
     *,
     asked: FileOptions,
     threaded: bool = False,
+    isolates: bool = False,
 ) -> Iterator[Engine]:
     """Lend the engine that is given, or load one for the length of the block.
 
@@ -152,13 +154,15 @@ def engine_for(
         look_ahead: returns the first prompts, for the size of windows; called if an engine is loaded.
         asked: says which processes the model is loaded into.
         threaded: whether a loaded engine has a thread of its own; else it computes while a result is awaited.
+        isolates: whether a model file is loaded into a worker process where nothing is said.
 
     Raises:
         ConfigError: an engine is given, and a model or settings too.
         EngineError: the model cannot be loaded.
     """
     if given is None:
-        n = asked.n_workers
+        is_file = model is None or isinstance(model, str | os.PathLike)
+        n = asked.n_workers(isolates=isolates and is_file)
         where: dict[str, Any] = {"threaded": threaded} if n is None else {"replicas": n}
         with load(model, look_ahead=look_ahead(), **where, **settings) as engine:
             yield engine

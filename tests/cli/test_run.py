@@ -388,7 +388,7 @@ def test_engine_that_dies_ends_the_run_and_leaves_its_items_for_the_next(
 
     source = write_input(*[{"prompt": "a", "options": SHORT}] * 3)
     monkeypatch.setattr("cbatch.backend.llama.llama_backend.LlamaBackend._run", explode)
-    result = invoke("run", source, "-o", out, "-m", test_model, *SMALL)
+    result = invoke("run", source, "-o", out, "-m", test_model, "--no-isolate", *SMALL)
     assert result.exit_code == 2
     assert "the engine stopped: no room for logits" in result.stderr
     assert out.read_bytes() == b""

@@ -247,7 +247,7 @@ def test_flag_reaches_the_engine(
     monkeypatch.setattr("cbatch.files.settings.load", load_noted)
     done: Done = invoke("run", write_input({"prompt": "a"}), "-o", "-", "--quiet", *args)
     assert (done.exit_code, done.stderr) == (2, "cbatch: seen\n")
-    del given["threaded"], given["look_ahead"]
+    del given["replicas"], given["look_ahead"]
     assert getattr(EngineOptions.of(given), name) == value
 
 

@@ -56,7 +56,13 @@ def test_poison_has_a_record_of_its_error_and_all_others_answers(tmp_path: Path)
      ({"replicas": 2, "isolate": True}, 2), ({"replicas": "auto"}, "auto")],
 )  # fmt: skip
 def test_options_say_how_many_workers_there_are(given: dict[str, Any], n: object) -> None:
-    assert FileOptions(**given).n_workers == n
+    assert FileOptions(**given).n_workers() == n
+
+
+def test_worker_is_the_default_where_a_run_says_so() -> None:
+    assert FileOptions().n_workers(isolates=True) == 1
+    assert FileOptions(isolate=False).n_workers(isolates=True) is None
+    assert FileOptions(replicas="auto").n_workers(isolates=True) == "auto"
 
 
 @pytest.mark.parametrize(
