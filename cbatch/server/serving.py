@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anyio.lowlevel
 import uvicorn
 
 from cbatch.errors import ConfigError
@@ -156,6 +157,7 @@ def config_of(app: Starlette, tls: Tls, limits: ConnectionLimits) -> uvicorn.Con
         log_config=None,
         log_level="error",  # what clients do wrong is in cbatch's own log
         access_log=False,
+        http="h11",  # the limit of headers is h11's; another parser may be installed
         lifespan="off",
         ws="none",
         server_header=False,
@@ -194,6 +196,9 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
+        await (
+            anyio.lowlevel.checkpoint()
+        )  # has anyio load what it is made of, before a client waits for it
         await super().startup(sockets)
         self._on_ready()
 
