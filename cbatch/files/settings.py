@@ -58,8 +58,8 @@ class FileOptions:
         max_time_s: seconds for the whole run; items that are not done then are left for the next run.
         report: file for an HTML page on the run.
         trace: file for the steps of the run, for Perfetto.
-        isolate: compute in a worker process, which is replaced if it dies: that costs no answer. None: yes for a model's
-            file, no for a `llama_cpp.Llama`.
+        isolate: compute in a worker process, which is replaced if it dies: that costs no answer. None: yes for a file
+            of a model, no for a `llama_cpp.Llama`.
         replicas: worker processes to compute in, which share cores, slots and memory; "auto": see `cbatch.load`.
 
     Raises:

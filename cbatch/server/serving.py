@@ -157,7 +157,6 @@ def config_of(app: Starlette, tls: Tls, limits: ConnectionLimits) -> uvicorn.Con
         log_config=None,
         log_level="error",  # what clients do wrong is in cbatch's own log
         access_log=False,
-        http="h11",  # the limit of headers is h11's; another parser may be installed
         lifespan="off",
         ws="none",
         server_header=False,
