@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +23,5 @@ class ModelFacts:
     """The token that begins a raw prompt, where the model has one."""
     adapters: tuple[str, ...] = ()
     """The names of the LoRA adapters that requests may ask for."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Sampling values that the model's file recommends, by the names of `RunOptions`."""

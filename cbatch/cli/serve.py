@@ -171,6 +171,9 @@ def serve(
     max_stored_mib: Annotated[
         int, option("--max-stored-mib", help="Most MiB of all files together.", panel=HTTP)
     ] = 10_240,
+    no_page: Annotated[
+        bool, option("--no-page", help="Serve no page to try the model in.", panel=HTTP)
+    ] = False,
     log_format: Annotated[
         LogFormat | None,
         option(
@@ -210,6 +213,7 @@ def serve(
         "strict_fields": strict_fields,
         "max_file_mib": max_file_mib,
         "max_stored_mib": max_stored_mib,
+        "page": not no_page,
     }
     ServerSettings(**settings)  # checked before the model is loaded
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)

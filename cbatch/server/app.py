@@ -31,9 +31,11 @@ from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.responses_api import ResponsesCall
 from cbatch.server.server_settings import ServerSettings
 from cbatch.server.watching import metrics, slots
+from cbatch.server.web_page import page_files
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -85,7 +87,7 @@ async def _lifespan(desk: Desk, app: Starlette) -> AsyncIterator[None]:
 
 
 def _routes(desk: Desk) -> list[Route]:
-    """Return all routes, each with `/v1` before it and without."""
+    """Return all routes, each with `/v1` before it and without, but for those of the page."""
     handles: list[tuple[str, str, Handle]] = [
         ("POST", "/chat/completions", partial(_answer, ChatCall.of)),
         ("POST", "/completions", partial(_answer, CompletionCall.of)),
@@ -112,11 +114,17 @@ def _routes(desk: Desk) -> list[Route]:
         ("GET", "/batches/{id}", kept.get_batch),
         ("POST", "/batches/{id}/cancel", kept.cancel_batch),
     ]
-    return [
+    routes = [
         Route(prefix + path, Endpoint(desk, path, handle), methods=[method])
         for method, path, handle in handles
         for prefix in ("/v1", "")
     ]
+    if desk.settings.page:
+        routes += [
+            Route(file.path, Endpoint(desk, file.path, file.answer), methods=["GET"])
+            for file in page_files()
+        ]
+    return routes
 
 
 async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) -> None:
@@ -151,7 +159,8 @@ class Endpoint:
 
 def _middleware(desk: Desk) -> list[Middleware]:
     settings = desk.settings
-    gate = Middleware(Gate, keys=settings.api_keys, meters=desk.meters)
+    keyless = {file.path for file in page_files()} if settings.page else set()
+    gate = Middleware(Gate, keys=settings.api_keys, keyless=keyless, meters=desk.meters)
     if not settings.cors_origins:
         return [gate]
     cors = Middleware(
@@ -167,8 +176,10 @@ def _middleware(desk: Desk) -> list[Middleware]:
 class Gate:
     """Gives each request its id, logs and counts it, and lets none in without a key, where keys are set."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], meters: Meters) -> None:
-        self._app, self._meters = app, meters
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], keyless: AbstractSet[str], meters: Meters
+    ) -> None:
+        self._app, self._keyless, self._meters = app, keyless, meters
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,13 +226,12 @@ class Gate:
 
     @staticmethod
     def _is_open(scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # of another application
-        return scope["method"] == "OPTIONS" or path in _OPEN_PATHS
+        return scope["method"] == "OPTIONS" or _path_in(scope) in _OPEN_PATHS
 
     def _refusal(self, scope: Scope) -> HttpProblemError | None:
         if CROWDED in scope["state"]:
             return crowded()
-        if self._digests and not self._has_key(scope):
+        if self._digests and _path_in(scope) not in self._keyless and not self._has_key(scope):
             headers = {"www-authenticate": "Bearer"}
             message = "a valid API key is needed"
             return HttpProblemError(401, message, "invalid_api_key", headers=headers)
@@ -232,6 +242,12 @@ class Gate:
         # every pair is compared, so that time says nothing
         same = [hmac.compare_digest(a, b) for a in given for b in self._digests]
         return any(same)
+
+
+def _path_in(scope: Scope) -> str:
+    """Return the path as this application knows it: it may be mounted in another one."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _keys_in(scope: Scope) -> list[bytes]:

@@ -51,6 +51,7 @@ class ServerSettings:
             neither files nor batches.
         max_file_mib: most mebibytes of an uploaded file.
         max_stored_mib: most mebibytes of all files together, above which no more are taken.
+        page: serve the page at `/`, to try the model and to see the engine at work.
 
     Raises:
         ConfigError: a value of the wrong type, or out of range.
@@ -75,6 +76,7 @@ class ServerSettings:
     files_dir: str | os.PathLike[str] | None = checked(check_path)
     max_file_mib: int = checked(check_int, 1, MAX_INT, default=512)
     max_stored_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
+    page: bool = checked(check_flag, default=True)
 
     def __new__(cls, **settings: Any) -> ServerSettings:
         """Refuse unknown names with cbatch's own error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import cbatch
 from cbatch.checks import check_flag, shown, token_ids
 from cbatch.errors import PromptError
 from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions, Sampling
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.request_fields import field_errors
@@ -87,11 +89,12 @@ async def props(desk: Desk, exchange: Exchange) -> None:
     """Say what the server is, as llama-server does."""
     sizes = await desk.sizes()
     options, facts = desk.engine.options, sizes.facts
-    params = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    said = {name: value for name, value in params.items() if value is not None}
     await exchange.respond_json(
         {
-            "default_generation_settings": {"n_ctx": sizes.n_window, "params": said},
+            "default_generation_settings": {
+                "n_ctx": sizes.n_window,
+                "params": _defaults(options, facts.sampling),
+            },
             "total_slots": sizes.n_slots,
             "model_alias": desk.model_name,
             "model_path": facts.path,
@@ -102,6 +105,17 @@ async def props(desk: Desk, exchange: Exchange) -> None:
             "build_info": f"cbatch {cbatch.__version__}",
         }
     )
+
+
+def _defaults(options: RunOptions, of_model: Mapping[str, float]) -> dict[str, Any]:
+    """Return the values that a request has where it says none: the engine's, else the model's, else cbatch's."""
+    sampling = options.sampling(of_model, seed=0)
+    said = {f.name: getattr(sampling, f.name) for f in fields(RunOptions) if f.name in _SAMPLED}
+    said |= {name: getattr(options, name) for name in ("seed", "max_tokens", "timeout_s")}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+_SAMPLED = frozenset(f.name for f in fields(Sampling)) - {"seed", "logit_bias"}
 
 
 async def tokenizer_info(desk: Desk, exchange: Exchange) -> None:

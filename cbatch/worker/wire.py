@@ -414,6 +414,7 @@ def words_of_json(said: object) -> dict[str, str]:
 def facts_of_json(said: Mapping[str, Any]) -> ModelFacts:
     """Return what a model is."""
     facts = as_fields(ModelFacts, said)
+    RunOptions.of(facts.sampling)  # checked
     return replace(facts, adapters=as_texts([*facts.adapters]))
 
 

@@ -46,6 +46,8 @@ def test_serve_answers_until_it_is_told_to_end(test_model: Path, tmp_path: Path)
             answer = client.post("/v1/chat/completions", json=chat).json()
             assert answer["choices"][0]["message"]["content"] == "5"
             assert client.get("/v1/models", headers={"authorization": "no"}).status_code == 401
+            page = client.get("/", headers={"authorization": ""})
+            assert page.headers["content-type"].startswith("text/html")
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait() == 0
         assert "secret" not in process.stderr.read()
@@ -55,6 +57,7 @@ def test_serve_answers_until_it_is_told_to_end(test_model: Path, tmp_path: Path)
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
     arguments = ["--port", "0", "--threads", "1", "--parallel", "2", "--log-format", log_format]
+    arguments += ["--no-page"]
     with subprocess.Popen(
         [sys.executable, "-m", "cbatch.cli", "serve", "-m", str(test_model), *arguments],
         stderr=subprocess.PIPE,
@@ -67,6 +70,7 @@ def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
         assert found is not None, line
         with httpx.Client(base_url=found[0], timeout=60) as client:
             chat = {"messages": [{"role": "user", "content": "private"}], "max_tokens": 3}
+            assert client.get("/").status_code == 404
             id = client.post("/v1/chat/completions", json=chat).headers["x-request-id"]
         logged = [
             next(

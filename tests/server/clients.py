@@ -143,12 +143,14 @@ class Running:
 
 
 @contextmanager
-def running(app: Starlette, *, grace_s: float = 0.0, **limits: Any) -> Iterator[Running]:
+def running(
+    app: Starlette, *, grace_s: float = 0.0, port: int = 0, **limits: Any
+) -> Iterator[Running]:
     """Serve an application until the end of the block, with limits of connections."""
     is_ready = threading.Event()
     config = config_of(app, Tls(), ConnectionLimits(**limits))
     server = DrainingServer(config, app.state.desk, grace_s, is_ready.set)
-    with bound_socket("127.0.0.1", 0) as address:
+    with bound_socket("127.0.0.1", port) as address:
         thread = threading.Thread(target=lambda: server.run(sockets=[address]))
         thread.start()
         assert is_ready.wait(PATIENCE_S)

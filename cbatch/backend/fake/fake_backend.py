@@ -215,7 +215,12 @@ class FakeBackend:
     @property
     def model_facts(self) -> ModelFacts:
         """A model without weights."""
-        return ModelFacts(self.vocab.n_vocab, self.n_window, adapters=tuple(self.adapters))
+        return ModelFacts(
+            self.vocab.n_vocab,
+            self.n_window,
+            adapters=tuple(self.adapters),
+            sampling=dict(self.sampling_defaults),
+        )
 
     @property
     def n_used(self) -> int:

@@ -286,6 +286,7 @@ class LlamaBackend:
             eos_token=model.vocab.eos_text,
             bos_id=model.vocab.bos_id,
             adapters=tuple(self.adapters),
+            sampling=dict(self.sampling_defaults),
         )
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:

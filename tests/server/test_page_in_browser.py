@@ -1,0 +1,608 @@
+"""The page in a headless Chromium: chats, errors in words, foreign words that stay words, slots as lanes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.server import create_app
+from tests.runtime.backends import GatedBackend
+from tests.server.browser import FOUND, Browser
+from tests.server.clients import fake_app, running, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from starlette.requests import Request
+
+    from tests.server.browser import Tab
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(FOUND is None, reason="no Chromium on the path, and none named in CHROMIUM"),
+]
+
+EVIL = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
+"""What would be seen if any text became markup."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    made = Browser(tmp_path_factory.mktemp("browser"))
+    yield made
+    made.close()
+
+
+class Script:
+    """Answers of `/v1/chat/completions` as a test wants them, in front of an application on a fake backend."""
+
+    def __init__(self, inner: Starlette) -> None:
+        self.answers: list[Response] = []
+        self.asked: list[dict[str, Any]] = []
+        self.slots: Any = None
+        routes: list[Any] = [Route("/v1/chat/completions", self._chat, methods=["POST"])]
+        routes += [Route("/slots", self._slots), Mount("/", inner)]
+        self.app = Starlette(routes=routes)
+        self.app.state.desk = inner.state.desk
+        self._inner = inner
+
+    async def _chat(self, request: Request) -> Response:
+        self.asked.append(await request.json())
+        return self.answers.pop(0)
+
+    async def _slots(self, request: Request) -> Response:
+        return JSONResponse(self.slots if self.slots is not None else [])
+
+
+def chunk(delta: Any = None, index: int = 0, end: str | None = None, **more: Any) -> dict[str, Any]:
+    choice = {"index": index, "delta": delta or {}, "finish_reason": end}
+    return {"choices": [choice], **more}
+
+
+def stream(*events: Any, is_whole: bool = True) -> Response:
+    """A stream of these events."""
+    frames = [f"data: {json.dumps(event)}\n\n" for event in events]
+    return Response(
+        "".join(frames + ["data: [DONE]\n\n"] * is_whole), media_type="text/event-stream"
+    )
+
+
+def says(text: str) -> Response:
+    """A stream that says a text."""
+    return stream(chunk({"content": text}), chunk(end="stop"))
+
+
+def fails(status: int, code: str | None, message: str, **more: Any) -> Response:
+    return JSONResponse({"error": {"message": message, "code": code, **more}}, status)
+
+
+@contextmanager
+def scripted(browser: Browser, *answers: Response, **settings: Any) -> Iterator[tuple[Script, Tab]]:
+    """A tab with the page over a script; nothing in it may go wrong unheard."""
+    with ExitStack() as stack:
+        script = Script(stack.enter_context(fake_app(2, 512, **settings)))
+        script.answers = [*answers]
+        server = stack.enter_context(running(script.app))
+        tab = stack.enter_context(browser.tab())
+        tab.open(f"{server.url}/")
+        tab.until_text("#status", "connected")
+        yield script, tab
+        assert tab.complaints == []
+
+
+def ask(tab: Tab, text: str = "Hi") -> None:
+    """Ask as a user does: by the keyboard."""
+    tab.fill("#question", text)
+    tab.press("Enter")
+
+
+def wait_for_answers(tab: Tab, n: int) -> None:
+    """Wait until so many answers are complete."""
+    tab.until(f"document.querySelectorAll('.answer[data-state=done]').length === {n}")
+
+
+# ---- chats ----
+
+
+def test_chat_has_its_history_prompt_and_options(browser: Browser) -> None:
+    with scripted(browser, says("one **two**"), says("three")) as (script, tab):
+        tab.click("[data-view=settings]")
+        tab.fill("#system", "Be brief.")
+        tab.fill("#temperature", "0.25")
+        tab.fill("#top_k", "7")
+        tab.fill("#stop", "END\nSTOP")
+        ask(tab, "First?")
+        wait_for_answers(tab, 1)
+        assert tab.js("document.querySelector('.answer strong').textContent") == "two"
+        ask(tab, "Second?")
+        wait_for_answers(tab, 2)
+        last = script.asked[-1]
+        assert (last["temperature"], last["top_k"], last["stop"]) == (0.25, 7, ["END", "STOP"])
+        assert [(m["role"], m["content"]) for m in last["messages"]] == [
+            ("system", "Be brief."),
+            ("user", "First?"),
+            ("assistant", "one **two**"),
+            ("user", "Second?"),
+        ]
+
+
+def test_settings_and_chat_outlive_a_reload_in_the_tab_alone(browser: Browser) -> None:
+    with scripted(browser, says("kept")) as (_, tab):
+        tab.click("[data-view=settings]")
+        tab.fill("#top_k", "7")
+        ask(tab)
+        wait_for_answers(tab, 1)
+        tab.open(tab.js("location.href"))
+        assert tab.text(".answer .body") == "kept"
+        assert tab.js("document.querySelector('#top_k').value") == "7"
+        assert tab.js("[localStorage.length, document.cookie]") == [0, ""]
+
+
+def test_answers_side_by_side_and_the_chosen_one_goes_on(browser: Browser) -> None:
+    three = stream(
+        *(chunk({"content": f"text {i}"}, i) for i in (2, 0, 1)),
+        *(chunk(None, i, "stop") for i in range(3)),
+    )
+    with scripted(browser, three, says("on")) as (script, tab):
+        tab.click("[data-view=settings]")
+        tab.fill("#n", "3")
+        ask(tab)
+        wait_for_answers(tab, 3)
+        assert script.asked[0]["n"] == 3
+        texts = "[...document.querySelectorAll('.answer .body')].map(b => b.innerText)"
+        assert tab.js(texts) == ["text 0", "text 1", "text 2"]
+        tab.click(".answer:nth-child(2) .choice")
+        tab.fill("#n", "1")
+        ask(tab, "More")
+        wait_for_answers(tab, 4)
+        assert [m["content"] for m in script.asked[1]["messages"]] == ["Hi", "text 1", "More"]
+
+
+def test_temperatures_are_compared_in_calls_of_their_own(browser: Browser) -> None:
+    with scripted(browser, says("a"), says("b")) as (script, tab):
+        tab.click("[data-view=settings]")
+        tab.choose("#vary", "temperature")
+        tab.fill("#temperatures", "0, 1.5")
+        ask(tab)
+        wait_for_answers(tab, 2)
+        assert sorted(asked["temperature"] for asked in script.asked) == [0, 1.5]
+        assert tab.text(".answer:nth-child(2) .choice") == "temperature 1.5"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("#temperature", "-1", "temperature must be a number from 0"),
+        ("#top_k", "1.5", "top_k must be a whole number"),
+        ("#n", "9", "Answers must be a whole number from 1 to 8"),
+        ("#tools", "{", "The tools must be a list in JSON"),
+        ("#schema", "[]", "The schema must be an object"),
+    ],
+)
+def test_wrong_setting_is_told_before_anything_is_asked(
+    browser: Browser, field: str, value: str, words: str
+) -> None:
+    with scripted(browser) as (script, tab):
+        tab.click("[data-view=settings]")
+        tab.js("for (const d of document.querySelectorAll('#settings details')) d.open = true")
+        tab.fill(field, value)
+        ask(tab, "kept")
+        tab.until_text("#settings-problem", words)
+        assert tab.js(f"document.activeElement === document.querySelector('{field}')")
+        assert tab.js("document.querySelector('#question').value") == "kept"
+        assert script.asked == []
+
+
+def test_message_is_edited_and_answered_anew(browser: Browser) -> None:
+    with scripted(browser, says("one"), says("two"), says("three")) as (script, tab):
+        ask(tab, "Frist")
+        wait_for_answers(tab, 1)
+        tab.click(".user [aria-label='Edit message']")
+        tab.fill(".editor textarea", "First")
+        tab.click(".editor .main")
+        tab.until_text(".answer .body", "two")
+        tab.click("[aria-label='Answer anew']")
+        tab.until_text(".answer .body", "three")
+        assert [[m["content"] for m in asked["messages"]] for asked in script.asked] == [
+            ["Frist"],
+            ["First"],
+            ["First"],
+        ]
+
+
+def test_cut_answer_goes_on_where_it_ended(browser: Browser) -> None:
+    cut = stream(chunk({"content": "one "}), chunk(end="length"))
+    with scripted(browser, cut, says("two")) as (script, tab):
+        ask(tab)
+        tab.until_text(".foot .stats", "cut at max_tokens")
+        tab.click("[aria-label='Go on writing']")
+        tab.until_text(".answer .body", "one two")
+        wait_for_answers(tab, 1)
+        assert script.asked[1]["messages"][-1] == {"role": "assistant", "content": "one "}
+
+
+def test_reasoning_is_folded_away(browser: Browser) -> None:
+    thinks = stream(
+        chunk({"reasoning_content": "let me "}),
+        chunk({"reasoning_content": "see"}),
+        chunk({"content": "5"}),
+        chunk(end="stop"),
+    )
+    with scripted(browser, thinks) as (_, tab):
+        ask(tab)
+        wait_for_answers(tab, 1)
+        assert tab.text(".answer .body") == "5"
+        assert not tab.js("document.querySelector('.thoughts').open")
+        tab.click(".thoughts summary")
+        assert tab.text(".thoughts pre") == "let me see"
+
+
+def test_tool_call_is_shown_and_its_result_goes_back(browser: Browser) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    called = chunk(
+        {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": function}]}
+    )
+    tools = [
+        {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    ]
+    with scripted(browser, stream(called, chunk(end="tool_calls")), says("It rains.")) as (
+        script,
+        tab,
+    ):
+        tab.click("[data-view=settings]")
+        tab.js("for (const d of document.querySelectorAll('#settings details')) d.open = true")
+        tab.fill("#tools", json.dumps(tools))
+        ask(tab)
+        tab.until_text(".call", '"city": "Rome"')
+        tab.fill(".results textarea", "rain")
+        tab.click(".results .main")
+        tab.until_text(".turn:last-child .body", "It rains.")
+        assert script.asked[0]["tools"] == tools
+        *_, call, result = script.asked[1]["messages"]
+        assert call["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+        assert result == {"role": "tool", "tool_call_id": "c1", "content": "rain"}
+
+
+def test_stop_frees_the_slot(browser: Browser) -> None:
+    backend = GatedBackend(1, 4096, hold_at=3)
+    with (
+        fake_app(engine=Engine(backend, options={"ignore_eos": True})) as app,
+        running(app) as server,
+        browser.tab() as tab,
+    ):
+        tab.open(f"{server.url}/")
+        tab.until_text("#status", "connected")
+        tab.click("[data-view=engine]")  # which is not to wait for the engine
+        ask(tab)
+        backend.wait_until_held()
+        assert app.state.desk.n_in_flight == 1
+        backend.release_when_asked()
+        tab.click("#stop-button")
+        wait_until(lambda: app.state.desk.n_in_flight == 0)
+        tab.until("document.querySelector('.answer').dataset.state === 'stopped'")
+        wait_until(lambda: app.state.desk.engine.stats().n_running == 0)
+        assert app.state.desk.engine.slots()[0].status == "free"
+        assert tab.js("document.activeElement.id") == "question"
+
+
+# ---- foreign words ----
+
+TEXT = f"""{EVIL}
+
+# {EVIL}
+- [a](javascript:window.hacked=1) [b](https://good.example/?q="><b>) [c](data:text/html,x)
+- ![p](https://evil.example/p.png) <javascript:window.hacked=1>
+
+| {EVIL} | b |
+|---|:-:|
+| `{EVIL}` | **{EVIL}** |
+
+> {EVIL}
+
+```{EVIL}
+{EVIL}
+```
+"""
+
+
+def test_words_of_others_stay_words(browser: Browser) -> None:
+    function = {"name": EVIL, "arguments": EVIL}
+    called = stream(
+        chunk({"reasoning_content": EVIL}),
+        chunk({"content": TEXT}),
+        chunk({"tool_calls": [{"index": 0, "id": EVIL, "function": function}]}),
+        chunk(end="tool_calls", cbatch={"warnings": [EVIL], "finish_reasons": [EVIL]}),
+    )
+    failed = fails(400, EVIL, EVIL)
+    with scripted(browser, called, says("x"), failed, model_name=EVIL) as (script, tab):
+        script.slots = [slot(0, id_task=EVIL, status=EVIL)]
+        ask(tab, EVIL)
+        wait_for_answers(tab, 1)
+        tab.click(".thoughts summary")
+        tab.fill(".results textarea", EVIL)
+        tab.click(".results .main")
+        wait_for_answers(tab, 2)
+        ask(tab, EVIL)
+        tab.until("document.querySelector('.answer[data-state=failed]')")
+        tab.until("document.querySelectorAll('.lane').length")
+        assert tab.text("#model-name") == EVIL
+        assert tab.text(".user .said") == EVIL
+        assert EVIL in tab.text(".thoughts pre")
+        assert EVIL in tab.text(".call")
+        assert EVIL in tab.text(".answer[data-state=failed] .problem")
+        assert tab.js("window.hacked") is None
+        foreign = (
+            "img, script:not([src]), iframe, object, embed, form[action], [onerror], base, style"
+        )
+        assert tab.js(f"document.querySelectorAll({json.dumps(foreign)}).length") == 0
+        links = tab.js("[...document.querySelectorAll('#turns a')].map(a => [a.href, a.rel])")
+        addresses = ["https://good.example/?q=%22%3E%3Cb%3E", "https://evil.example/p.png"]
+        assert links == [[address, "noopener noreferrer nofollow"] for address in addresses]
+
+
+MARKDOWN = [
+    (
+        "a *b* **c** ~~d~~ `e*f`",
+        "<p>a <em>b</em> <strong>c</strong> <del>d</del> <code>e*f</code></p>",
+    ),
+    ("2 * 3 * 4 and a_b_c \\*d\\*", "<p>2 * 3 * 4 and a_b_c *d*</p>"),
+    ("a\nb\n\nc", "<p>a\nb</p><p>c</p>"),
+    ("## T\n---", "<h4>T</h4><hr>"),
+    ("1. a\n   - b\n2. c", '<ol start="1"><li>a<ul><li>b</li></ul></li><li>c</li></ol>'),
+    ("> a\n> - b", "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>"),
+    ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
+    ("```\nopen *a*", None),
+    ("*" * 5000, None),
+    ("[" * 5000 + "](" * 5000, None),
+    ("> " * 5000, None),
+    ("- " * 5000, None),
+    ("`" * 5001 + "*a " * 9000, None),
+]
+
+
+SHOW = """
+import('./page/markdown.js').then(({MarkdownView}) => {
+  window.shown = (texts) => {
+    const node = document.createElement('div');
+    const view = new MarkdownView(node);
+    for (const text of texts) view.update(text);
+    return node.outerHTML;
+  };
+})
+"""
+
+
+def test_markdown_becomes_elements(browser: Browser) -> None:
+    with scripted(browser) as (_, tab):
+        tab.js(SHOW)
+        for source, expected in MARKDOWN:
+            said = json.dumps(source)
+            shown = tab.js(f"shown([{said}.slice(0, -1), {said}])")
+            at_once = tab.js(f"shown([{said}])")
+            assert shown == at_once
+            assert expected is None or shown == f"<div>{expected}</div>"
+
+
+# ---- errors in words ----
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (fails(429, "rate_limit_exceeded", "7 requests wait already"), ["queue is full", "7 requests"]),
+        (fails(503, "shutting_down", "the server is shutting down"), ["shutting down"]),
+        (
+            fails(400, "context_length_exceeded", "x", n_prompt_tokens=5000, n_ctx=4096),
+            ["too long", "5,000 tokens", "4,096"],
+        ),
+        (fails(400, "invalid_grammar", "no such rule"), ["refuses", "no such rule"]),
+        (fails(500, "worker_died", "x"), ["process ended"]),
+        (fails(504, "timeout", "x"), ["time is over"]),
+        (Response("<h1>Bad Gateway</h1>", 502), ["does not answer"]),
+        (stream(chunk({"content": "half"}), is_whole=False), ["was cut"]),
+        (stream({"error": {"message": "x", "code": "worker_died"}}), ["process ended"]),
+        (stream(EVIL, is_whole=False), ["was cut"]),
+    ],
+)  # fmt: skip
+def test_error_is_told_in_words_and_may_be_tried_again(
+    browser: Browser, answer: Response, words: Sequence[str]
+) -> None:
+    with scripted(browser, answer, says("fine")) as (_, tab):
+        ask(tab)
+        for word in words:
+            tab.until_text(".answer .problem", word)
+            assert word in tab.text("#said") or word not in words[:1]
+        tab.click(".answer .problem button")
+        tab.until_text(".answer .body", "fine")
+        wait_for_answers(tab, 1)
+        assert tab.js("document.querySelector('.answer .problem').hidden")
+
+
+# ---- the key ----
+
+
+def test_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
+    with (
+        fake_app(api_keys=["good"]) as app,
+        running(app) as server,
+        browser.tab() as tab,
+    ):
+        tab.open(f"{server.url}/")
+        tab.until("document.querySelector('#key-dialog').open")
+        assert tab.js("document.activeElement.id") == "key"
+        for wrong, words in (("bad", "does not take"), ("ключ", "ASCII"), ("", "Write the key")):
+            tab.fill("#key", wrong)
+            tab.press("Enter")
+            tab.until_text("#key-problem", words)
+        tab.write("good")
+        tab.press("Enter")
+        tab.until_text("#status", "connected")
+        ask(tab)
+        wait_for_answers(tab, 1)
+        assert tab.js("[localStorage.length, document.cookie, location.href.includes('good')]") == [
+            0,
+            "",
+            False,
+        ]
+        assert "good" in tab.js("Object.values({...sessionStorage}).join()")
+        tab.open(f"{server.url}/")
+        tab.until_text("#status", "connected")
+
+
+# ---- where it is, and whether it is there ----
+
+
+def test_page_works_below_a_prefix(browser: Browser) -> None:
+    with fake_app() as app:
+        outer = Starlette(routes=[Mount("/a/b", app)])
+        outer.state.desk = app.state.desk
+        with running(outer) as server, browser.tab() as tab:
+            tab.open(f"{server.url}/a/b/")
+            tab.until_text("#status", "connected")
+            ask(tab)
+            wait_for_answers(tab, 1)
+            assert tab.complaints == []
+
+
+def test_server_may_go_away_and_return(browser: Browser) -> None:
+    with Engine(FakeBackend(2, 512)) as engine, browser.tab() as tab:
+        with running(create_app(engine)) as server:
+            port = int(server.url.rpartition(":")[2])
+            tab.open(f"{server.url}/")
+            tab.until_text("#status", "connected")
+        tab.until_text("#status", "unreachable")
+        ask(tab)
+        tab.until_text(".answer .problem", "does not answer")
+        with running(create_app(engine), port=port):
+            tab.until_text("#status", "connected")
+            tab.click(".answer .problem button")
+            wait_for_answers(tab, 1)
+            assert "complete" in tab.text("#said")
+
+
+TRACK = """
+window.untracked = setTimeout.bind(window);
+window.timers = new Set();
+window.nFetching = 0;
+const clear = clearTimeout.bind(window), ask = fetch.bind(window);
+window.setTimeout = (work, ms) => {
+  const id = untracked(() => { timers.delete(id); work(); }, ms);
+  timers.add(id);
+  return id;
+};
+window.clearTimeout = (id) => { timers.delete(id); clear(id); };
+window.fetch = (...given) => {
+  nFetching += 1;
+  return ask(...given).finally(() => untracked(() => { nFetching -= 1; }, 0));
+};
+"""
+"""Knows which timers are set and how many calls are on their way."""
+
+
+def test_hidden_page_asks_nothing_of_the_server(browser: Browser) -> None:
+    with fake_app() as app, running(app) as server, browser.tab(early=TRACK) as tab:
+        tab.open(f"{server.url}/")
+        tab.until_text("#status", "connected")
+        tab.js(
+            "window.hide = (is) => { Object.defineProperty(document, 'hidden',"
+            " {configurable: true, get: () => is}); document.dispatchEvent(new Event('visibilitychange')); }"
+        )
+        # the timer of the next look is set, and then it is not
+        tab.until("timers.size === 1 && !nFetching && (hide(true), timers.size === 0)")
+        tab.js("hide(false)")
+        tab.until("timers.size === 1 && !nFetching")
+
+
+# ---- the engine ----
+
+
+def slot(id: int, **more: Any) -> dict[str, Any]:
+    found = {
+        "id": id, "id_task": None, "n_ctx": 1024, "is_processing": False, "status": "free", "n_cells": 0,
+        "n_prompt_tokens": 0, "n_prompt_tokens_processed": 0, "n_prompt_tokens_cache": 0,
+        "next_token": [{"has_next_token": False, "n_remain": 0, "n_decoded": 0}],
+    }  # fmt: skip
+    return {**found, **more}
+
+
+def test_slots_are_lanes_with_what_each_does(browser: Browser) -> None:
+    with scripted(browser) as (script, tab):
+        runs: dict[str, Any] = {"is_processing": True, "status": "running", "id_task": "r"}
+        prompt = {
+            "n_prompt_tokens": 200,
+            "n_prompt_tokens_processed": 60,
+            "n_prompt_tokens_cache": 40,
+        }
+        decoded = [{"has_next_token": True, "n_remain": 9, "n_decoded": 5}]
+        script.slots = [
+            slot(0),
+            slot(1, n_cells=100, **runs, **prompt),
+            slot(2, n_cells=512, **runs, **prompt | {"n_prompt_tokens": 100}, next_token=decoded),
+            slot(3, status="paused", n_cells=9),
+            slot(4, n_cells=77),
+        ]
+        tab.until("document.querySelectorAll('.lane').length === 5")
+        lanes = tab.js(
+            "[...document.querySelectorAll('.lane')].map(l => [l.dataset.phase, l.innerText.replace(/\\s+/g, ' ')])"
+        )
+        assert [phase for phase, _ in lanes] == ["idle", "prefill", "decode", "paused", "kept"]
+        assert "prefill 50 %" in lanes[1][1]
+        assert "512 / 1,024" in lanes[2][1]
+        assert tab.text("#slots-sum") == "3 of 5 busy"
+
+
+def test_figures_of_the_engine_are_those_of_its_metrics(browser: Browser) -> None:
+    with fake_app(2, 512) as app, running(app) as server, browser.tab() as tab:
+        tab.open(f"{server.url}/")
+        tab.until("document.querySelectorAll('.curve').length === 4")
+        ask(tab)
+        wait_for_answers(tab, 1)
+        stats = app.state.desk.engine.stats()
+        tab.until_text("#sums", f"Tokens written\n{stats.n_output_tokens}")
+        assert f"Prompt tokens computed\n{stats.n_prompt_tokens}" in tab.text("#sums")
+        assert tab.text("#queue-sum") == "0 running · 0 waiting"
+        tab.until("document.querySelector('.curve:last-child .now').textContent.includes('ms')")
+
+
+# ---- everybody ----
+
+
+def test_narrow_page_shows_one_part_at_a_time(browser: Browser) -> None:
+    with scripted(browser) as (_, tab):
+        tab.resize(390, 800)
+        parts = "['settings', 'chat', 'engine'].filter((id) => document.getElementById(id).checkVisibility())"
+        for view in ("chat", "settings", "engine", "chat"):
+            tab.click(f"[data-view={view}]")
+            assert tab.js(parts) == [view]
+            assert tab.js("document.documentElement.scrollWidth") == 390
+
+
+def test_all_can_be_done_by_keyboard_and_has_a_name(browser: Browser) -> None:
+    with scripted(browser, says("`a`\n\n```py\nb\n```"), says("c")) as (_, tab):
+        assert tab.js("document.activeElement.id") == "question"
+        tab.write("Hi")
+        tab.press("Enter")
+        wait_for_answers(tab, 1)
+        tab.js("document.querySelector('.skip').focus()")
+        seen = []
+        for _ in range(40):
+            seen.append(
+                tab.js("document.activeElement.ariaLabel ?? document.activeElement.innerText")
+            )
+            tab.press("Tab")
+        for name in ("Settings", "Engine", "New chat", "Copy message", "Copy code", "Answer anew"):
+            assert name in seen, seen
+        tab.click("[data-view=settings]")
+        nodes = tab.ask("Accessibility.getFullAXTree")["nodes"]
+        for node in nodes:
+            role = node.get("role", {}).get("value")
+            if role in ("button", "textbox", "spinbutton", "combobox", "radio", "link", "dialog"):
+                assert node["name"]["value"], node
