@@ -21,7 +21,8 @@ class BatchOutputChunk:
 
     `text` is what the model wrote. `content` and `reasoning` are the parts of it that the result separates: joined they
     are the result's `text` and `reasoning`. What may become the markup of a call, and whitespace that the end may
-    strip, comes with a later chunk than its `text`.
+    strip, comes with a later chunk than its `text`. `logprobs` has one for each of `token_ids`, where they were asked
+    for: joined they are the result's.
     """
 
     id: str
@@ -31,19 +32,22 @@ class BatchOutputChunk:
     finish_reason: FinishReason | None = None
     content: str = ""
     reasoning: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of one request: prompt, sampled (with the ending token), prompt tokens that were not computed again.
 
-    `context_shifts` is how often tokens were taken out of the full window, with `n_discard`.
+    `context_shifts` is how often tokens were taken out of the full window, with `n_discard`. `reasoning_tokens` are
+    the sampled ones of the thinking that the result has, its marks included.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     context_shifts: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ code, so what was given out before the end is their beginning, however the answe
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -143,6 +144,26 @@ class AnswerParts:
         text, reasoning = self._parts.text, self._parts.reasoning
         (n_text, n_reasoning), self._given = self._given, (len(text), len(reasoning))
         return "".join(text[n_text:]), "".join(reasoning[n_reasoning:])
+
+    def n_thought(self, tokens: Sequence[int]) -> int:
+        """Return how many of an ended answer's tokens begin within its thinking, or in the marks around it."""
+        if self.answer is None or not self.answer.reasoning:
+            return 0
+        spans, decoder = deque(self._parts.thoughts), getincrementaldecoder("utf-8")("replace")
+        n_thought = at = 0
+        for token in tokens:
+            while spans and at >= spans[0][1]:
+                spans.popleft()
+            if not spans:
+                break
+            n_thought += at >= spans[0][0]
+            is_control = token in self._reader.controls
+            at += len(
+                self._reader.shown(token).decode(errors="replace")
+                if is_control
+                else decoder.decode(self._stream.piece(token))
+            )
+        return n_thought
 
     def end(self) -> Answer:
         """Return the whole answer, which has ended."""

@@ -35,6 +35,10 @@ class ChannelSplitter:
         """The function that the message calls."""
         self._thought = Trimmed(parts.reasoning, strips_begin=True, strips_end=True)
         self._is_thought = False
+        self._i_begin = 0
+        """Where the message begins, in characters of what was written."""
+        self._i_thought: int | None = None
+        """The same of a message that is thinking."""
         self._n_thoughts = self._n_said = 0
         self._stage: Callable[[Written, bool], bool] = self._begin
 
@@ -78,6 +82,7 @@ class ChannelSplitter:
         mark = next((m for m in marks if m["name"] == "message"), None)
         if mark is None:
             return False
+        self._i_begin = written.n_taken
         head = written.text[written.at : mark.start()]
         written.take(mark.end())
         recipient = _RECIPIENT.pattern.search(head) if self._tools else None
@@ -95,6 +100,7 @@ class ChannelSplitter:
         if self._n_thoughts:
             self._parts.reasoning.append("\n")
         self._n_thoughts += 1
+        self._i_thought = self._i_begin
         self._thought = Trimmed(self._parts.reasoning, strips_begin=True, strips_end=True)
 
     def _body(self, written: Written, is_end: bool) -> bool:
@@ -119,6 +125,9 @@ class ChannelSplitter:
         else:
             self._parts.text.append(body)
         if has_ended:
+            if self._i_thought is not None:
+                self._parts.thoughts.append((self._i_thought, written.n_taken))
+                self._i_thought = None
             self._thought.end(is_stripped=True)
             self._stage = self._head
         return mark is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cbatch.chat.answers import N_TAIL, AnswerParts
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from cbatch.chat.answers import AnswerReader
+    from cbatch.response import TokenLogprob
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +28,8 @@ class Reply:
     """Whether somebody reads the output as it comes, or may: before the first delivery that is not known."""
     delivered: tuple[int, int] | None = None
     """Parts of the text and tokens that were given out; None before the first chunk."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Those of the output so far, where they are asked for, made once for chunks and result."""
 
     @classmethod
     def of(

@@ -30,6 +30,8 @@ class Parts:
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    thoughts: list[tuple[int, int]] = field(default_factory=list)
+    """Where thinking that was split off begins and ends with its marks, in characters of what was written."""
     n_malformed: int = 0
     warnings: list[str] = field(default_factory=list)
 
@@ -65,6 +67,11 @@ class Written:
         """Whether there is new text, and reading all that is not taken costs no more than was saved for it."""
         n_saved = _N_AT_ONCE + _N_AGAIN * self._n_all - self._n_spent
         return bool(self._new) and self._n_unread <= n_saved
+
+    @property
+    def n_taken(self) -> int:
+        """Characters that were taken, control tokens included."""
+        return self._n_left_out + self.at
 
     @property
     def _n_unread(self) -> int:
@@ -205,11 +212,14 @@ class MarkSplitter:
             last = len(written.text) if is_end else self._end.open_at(written.text, written.at)
             self._thought.add(written.take(last))
             if is_end and self._parts.reasoning:
+                self._parts.thoughts.append((0, written.n_taken))
                 self._parts.warnings.append(CUT_THINKING)
             return False
         self._thought.add(written.take(end.start()))
         self._leave_out(written, end.end())
         if self._splits:
+            if self._parts.reasoning:
+                self._parts.thoughts.append((0, written.n_taken))
             self._thought.end(is_stripped=True)
             self._text.strip_begin()
         self._stage = self._say

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cbatch.options import RunOptions
     from cbatch.request import Request
-    from cbatch.response import Timings
+    from cbatch.response import Timings, TokenLogprob
     from cbatch.runtime.interface import Target
 
 _MARK = "\0"
@@ -51,6 +51,10 @@ class Choices:
         self._results: list[BatchResult | None] = [None] * options.n_choices
         self._held: dict[int, BatchOutputChunk] = {}
         self._options = options
+        self._echoed: tuple[TokenLogprob, ...] | None = None
+        """How the first choice begins: the prompt's log-probabilities; None before its first chunk."""
+        self._early: list[BatchOutputChunk] = []
+        """Chunks of the others that came before it."""
 
     @property
     def member_ids(self) -> list[str]:
@@ -84,6 +88,8 @@ class Choices:
         if not self._keeps_all:  # then each has one chunk, its last
             self._held.update((chunk.index, chunk) for chunk in passed)
             passed = []
+        elif self._options.echo and self._options.logprobs:
+            passed = self._with_echo(passed)
         if None in self._results:
             if passed:
                 self.target.deliver(passed, [])
@@ -92,13 +98,30 @@ class Choices:
         order = [*range(len(all_results))]
         if not self._keeps_all:
             order = sorted(order, key=lambda i: self._rank(all_results[i]))[: self.n_kept]
-            passed = [replace(self._held[i], index=place) for place, i in enumerate(order)]
+            passed = [
+                replace(self._held[i], index=place, logprobs=self._wanted(all_results[i].logprobs))
+                for place, i in enumerate(order)
+            ]
         kept = [all_results[i] for i in order]
         self.target.deliver(passed, [(self._place, self._joined(kept, all_results))])
 
     @property
     def _keeps_all(self) -> bool:
         return self.n_kept == len(self._results)
+
+    def _wanted(self, found: tuple[TokenLogprob, ...] | None) -> tuple[TokenLogprob, ...] | None:
+        """Return log-probabilities, unless they were only computed to rank by."""
+        return found if self._options.logprobs else None
+
+    def _with_echo(self, chunks: Sequence[BatchOutputChunk]) -> list[BatchOutputChunk]:
+        """Return chunks with the echo's log-probabilities, which the first choice has; those before it wait for it."""
+        if self._echoed is None:
+            self._early += chunks
+            first = next((chunk for chunk in self._early if chunk.index == 0), None)
+            if first is None:
+                return []
+            self._echoed, chunks, self._early = first.logprobs or (), self._early, []
+        return [_scored_chunk(chunk, self._echoed) for chunk in chunks]
 
     def _n_echoed(self, result: BatchResult) -> int:
         return result.usage.prompt_tokens if self._options.echo else 0
@@ -140,7 +163,8 @@ class Choices:
         return replace(request, id=self.id, n_logprobs=n_logprobs, n_prompt_logprobs=n_top)
 
     def _own(self, chunk: BatchOutputChunk) -> BatchOutputChunk:
-        return replace(chunk, id=self.id, index=int(chunk.id.rpartition(_MARK)[2]))
+        index = int(chunk.id.rpartition(_MARK)[2])
+        return replace(chunk, id=self.id, index=index, logprobs=self._wanted(chunk.logprobs))
 
     def _joined(
         self, kept: Sequence[BatchResult], all_results: Sequence[BatchResult]
@@ -154,9 +178,19 @@ class Choices:
             sum(r.usage.completion_tokens for r in all_results),
             _n_cached(all_results),
             sum(r.usage.context_shifts for r in all_results),
+            sum(r.usage.reasoning_tokens for r in all_results),
         )
         timings = _timings(first, all_results)
         return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)
+
+
+def _scored_chunk(chunk: BatchOutputChunk, echoed: tuple[TokenLogprob, ...]) -> BatchOutputChunk:
+    """Return a chunk with the numbers of the tokens that it echoes: sampled ones have their own, no NaN."""
+    own = chunk.logprobs or ()
+    if not (chunk.index and own and math.isnan(own[0].logprob)):
+        return chunk
+    n = next((i for i, token in enumerate(own) if not math.isnan(token.logprob)), len(own))
+    return replace(chunk, logprobs=(*echoed[:n], *own[len(echoed[:n]) :]))
 
 
 def _leading(kept: Sequence[BatchResult], all_results: Sequence[BatchResult]) -> BatchResult:

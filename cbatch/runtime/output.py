@@ -47,7 +47,8 @@ def take_chunk(driver: SequenceDriver, *, by_token: bool = False) -> BatchOutput
     is_new = old_tokens < n_tokens if by_token else old_parts < n_parts
     if not is_new and driver.finish_reason is None:
         return None
-    echo, tokens = _echo(driver) if reply.delivered is None else ("", ())
+    is_first = reply.delivered is None
+    echo, tokens = _echo(driver) if is_first else ("", ())
     reply.delivered = n_parts, n_tokens
     new = content = echo + "".join(parts[old_parts:])
     reasoning = ""
@@ -55,8 +56,11 @@ def take_chunk(driver: SequenceDriver, *, by_token: bool = False) -> BatchOutput
         said, reasoning = reply.parts.take()
         content = echo + said
     tokens = (*tokens, *driver.output[old_tokens:n_tokens])
-    reason = driver.finish_reason
-    return BatchOutputChunk(driver.request.id, new, tokens, 0, reason, content, reasoning)
+    reason, logprobs = driver.finish_reason, None
+    if driver.request.n_logprobs is not None:
+        echoed = _echoed_logprobs(driver) if is_first else ()
+        logprobs = (*echoed, *_output_logprobs(driver)[old_tokens:])
+    return BatchOutputChunk(driver.request.id, new, tokens, 0, reason, content, reasoning, logprobs)
 
 
 def result_of(driver: SequenceDriver) -> BatchResult:
@@ -68,7 +72,8 @@ def result_of(driver: SequenceDriver) -> BatchResult:
     answer = (parts and parts.answer) or Answer("".join(driver.reply.text.parts))
     text, tokens = _echo(driver)
     token_ids = (*tokens, *driver.output[: driver.reply.text.n_fed])
-    usage = Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts)
+    n_thought = parts.n_thought(driver.output[: driver.reply.text.n_fed]) if parts else 0
+    usage = Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts, n_thought)
     return BatchResult(
         id=driver.request.id,
         text=text + answer.text,
@@ -150,14 +155,20 @@ def _echo(driver: SequenceDriver) -> tuple[str, tuple[int, ...]]:
 
 def _logprobs(driver: SequenceDriver) -> tuple[TokenLogprob, ...] | None:
     """Return a log-probability for each token of the result, or None where the request asks for none."""
-    request = driver.request
-    if request.n_logprobs is None:
+    if driver.request.n_logprobs is None:
         return None
-    n_old, n_fed = len(request.output), driver.reply.text.n_fed  # 0 where it never ran
-    new = map(
-        partial(_logprob, driver.reply.text.piece), driver.output[n_old:n_fed], driver.logprobs
-    )
-    return (*_echoed_logprobs(driver), *request.output_logprobs[:n_fed], *new)
+    return (*_echoed_logprobs(driver), *_output_logprobs(driver))
+
+
+def _output_logprobs(driver: SequenceDriver) -> list[TokenLogprob]:
+    """Return a log-probability for each token that was fed to the text; those that are new are made."""
+    request, found, text = driver.request, driver.reply.logprobs, driver.reply.text
+    n_old, n_fed = len(request.output), text.n_fed  # 0 where it never ran
+    found += request.output_logprobs[len(found) : n_fed]
+    if (n_made := len(found)) >= n_old:
+        new = driver.output[n_made:n_fed], driver.logprobs[n_made - n_old :]
+        found += map(partial(_logprob, text.piece), *new)
+    return found
 
 
 def _echoed_logprobs(driver: SequenceDriver) -> Iterator[TokenLogprob]:

@@ -22,7 +22,7 @@ from cbatch.worker.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from cbatch.response import BatchResult, FinishReason
+    from cbatch.response import BatchResult, FinishReason, TokenLogprob
     from cbatch.worker.framing import FrameSink
 
 N_FRAME_BYTES = 2**20
@@ -229,11 +229,12 @@ class Outbox:
 class _Merged:
     """Chunks of one answer that nobody has read yet, as one."""
 
-    __slots__ = ("_finish_reason", "_id", "_index", "_parts", "_text", "_tokens")
+    __slots__ = ("_finish_reason", "_id", "_index", "_logprobs", "_parts", "_text", "_tokens")
 
     def __init__(self, chunk: BatchOutputChunk) -> None:
         self._id, self._index = chunk.id, chunk.index
         self._text, self._tokens = StringIO(), array("i")
+        self._logprobs: list[TokenLogprob] | None = None
         self._parts: tuple[StringIO, StringIO] | None = None
         """Content and thinking, from where they are not the text alone."""
         self._finish_reason: FinishReason | None = None
@@ -249,6 +250,9 @@ class _Merged:
             self._parts[1].write(chunk.reasoning)
         self._text.write(chunk.text)
         self._tokens.extend(chunk.token_ids)
+        if chunk.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += chunk.logprobs
         self._finish_reason = chunk.finish_reason
         return self
 
@@ -256,20 +260,25 @@ class _Merged:
         """Return all of them as one chunk."""
         text, tokens, index = self._text.getvalue(), tuple(self._tokens), self._index
         content, thought = (p.getvalue() for p in self._parts) if self._parts else (text, "")
-        reason = self._finish_reason
-        return BatchOutputChunk(self._id, text, tokens, index, reason, content, thought)
+        reason, logprobs = self._finish_reason, self._logprobs
+        scores = None if logprobs is None else tuple(logprobs)
+        return BatchOutputChunk(self._id, text, tokens, index, reason, content, thought, scores)
 
 
 def _size_of_chunk(chunk: BatchOutputChunk) -> int:
     parts = "" if chunk.content is chunk.text else chunk.content + chunk.reasoning
-    return 32 + len(chunk.text) + len(parts) + 8 * len(chunk.token_ids)
+    own = 32 + len(chunk.text) + len(parts) + 8 * len(chunk.token_ids)
+    return own + _size_of_logprobs(chunk.logprobs) if chunk.logprobs else own
 
 
 def _size_of_result(result: BatchResult) -> int:
-    found = (*(result.logprobs or ()), *(result.prompt_logprobs or ()))
-    n_logprobs = sum(1 + len(token.top) for token in found if token)
-    own = 512 + len(result.text) + 8 * len(result.token_ids) + 40 * n_logprobs
+    own = 512 + len(result.text) + 8 * len(result.token_ids)
+    own += _size_of_logprobs(result.logprobs) + _size_of_logprobs(result.prompt_logprobs)
     return own + sum(map(_size_of_result, result.choices))
+
+
+def _size_of_logprobs(found: Sequence[TokenLogprob | None] | None) -> int:
+    return 40 * sum(1 + len(token.top) for token in found or () if token)
 
 
 def _size_of_other(_: object) -> int:

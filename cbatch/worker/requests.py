@@ -334,9 +334,10 @@ class Asked:
 
     def last_chunks(self, result: BatchResult) -> list[BatchOutputChunk]:
         """Return its only chunk, where none has come because nobody read them as they came; and ends that lack."""
-        reason, text, thought = result.finish_reason, result.text, result.reasoning
+        reason, text, tokens = result.finish_reason, result.text, result.token_ids
         if not self.heard:
-            return [BatchOutputChunk(self.id, text, result.token_ids, 0, reason, text, thought)]
+            more = text, result.reasoning, result.logprobs
+            return [BatchOutputChunk(self.id, text, tokens, 0, reason, *more)]
         left = [i for i in range(len(result.choices) or 1) if i not in self.ended]
         return [BatchOutputChunk(self.id, "", (), i, reason) for i in left]
 
@@ -368,6 +369,7 @@ class Asked:
         heard = [chunk for chunk in self.heard if chunk.index == i]
         tokens = tuple(token for chunk in heard for token in chunk.token_ids)
         end = heard[-1].finish_reason if heard else None
+        scores = [chunk.logprobs for chunk in heard if chunk.logprobs is not None]
         return BatchResult(
             self.id,
             "".join(chunk.content for chunk in heard),
@@ -378,6 +380,7 @@ class Asked:
             Timings(0.0, None, time.perf_counter() - self.submitted_s, None, None),
             seed=0,
             reasoning="".join(chunk.reasoning for chunk in heard),
+            logprobs=tuple(token for found in scores for token in found) if scores else None,
         )
 
 

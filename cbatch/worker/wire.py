@@ -160,8 +160,10 @@ _OPTIONS = tuple(f.name for f in fields(RunOptions))
 
 
 def chunk_as_json(chunk: BatchOutputChunk) -> tuple[Any, ...]:
-    """Return a chunk's values, its id first; its parts only where they are not the text alone."""
+    """Return a chunk's values, its id first; its parts where they are not the text alone, log-probabilities last."""
     values = chunk.id, chunk.text, chunk.token_ids, chunk.index, chunk.finish_reason
+    if chunk.logprobs is not None:
+        return (*values, chunk.content, chunk.reasoning, logprobs_as_json(chunk.logprobs))
     is_plain = chunk.content == chunk.text and not chunk.reasoning
     return values if is_plain else (*values, chunk.content, chunk.reasoning)
 
@@ -170,9 +172,10 @@ def chunk_of_json(said: Sequence[Any], id: str) -> BatchOutputChunk:
     """Return the chunk that `chunk_as_json` gave, under the id that the reader knows."""
     _, text, tokens, index, reason, *parts = said
     reason = None if reason is None else as_reason(reason)
-    content, thought = as_texts(parts) or (text, "")
+    content, thought = as_texts(parts[:2]) or (text, "")
+    (logprobs,) = map(logprobs_of_json, parts[2:] or [None])
     tokens, index = as_tokens(tokens), as_count(index)
-    return BatchOutputChunk(id, as_text(text), tokens, index, reason, content, thought)
+    return BatchOutputChunk(id, as_text(text), tokens, index, reason, content, thought, logprobs)
 
 
 def result_as_json(result: BatchResult) -> dict[str, Any]:

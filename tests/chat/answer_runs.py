@@ -61,7 +61,17 @@ def parts_of(
             parts.feed(chunk)
     stream.flush()
     answer = parts.end()
+    assert (parts.n_thought(tokens[: stream.n_fed]) > 0) == bool(answer.reasoning)
     return answer, [*given, parts.take()]
+
+
+def n_thought_of(reader: AnswerReader, tokens: Sequence[int], tail: Sequence[int] = ()) -> int:
+    """Return how many tokens of an answer are thinking."""
+    parts = AnswerParts(reader, TextStream(plain))
+    parts.tail = tail
+    parts.feed(tokens)
+    parts.end()
+    return parts.n_thought(tokens)
 
 
 def chunked(tokens: Sequence[int], cuts: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -15,7 +15,7 @@ from cbatch.chat.formats import CALL_FORMATS, RESPONSES, THINKING, AnswerFormat,
 from cbatch.chat.marks import Marks
 from cbatch.tools import Tools
 from tests.backend.llama.test_templates import FOLDER, LLAMA_3
-from tests.chat.answer_runs import CONTROLS, make_reader, parts_of, shown
+from tests.chat.answer_runs import CONTROLS, make_reader, n_thought_of, parts_of, shown
 from tests.chat.test_call_parser import EXAMPLES, TEXT, TOOLS
 from tests.profiles import examples
 
@@ -96,6 +96,31 @@ def test_parts_as_they_come_are_those_of_the_whole_answer(
     assert "".join(text for text, _ in given) == whole.text
     assert "".join(thought for _, thought in given) == whole.reasoning
     assert not any("taken apart" in warning for warning in whole.warnings)
+
+
+ANALYSIS = b"<|channel|>analysis<|message|>h\xc3\xa4"
+FINAL = b"<|end|><|start|>assistant<|channel|>final<|message|>so"
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "tail", "n_tokens"),
+    [
+        (THINK, [1003, *"hä".encode(), 1004, *b" so"], b"", 5),
+        (THINK, [*b"\n<think>", *b"hm</think>", *b"so"], b"", 18),
+        (THINK, [*b"hm", 1004, *b"so"], b"<think>\n", 3),
+        (THINK, [1003, *b"hm"], b"", 3),
+        (THINK, [1003, *b"\n", 1004, *b"so"], b"", 0),
+        (THINK, [*b"so"], b"", 0),
+        (CHANNELS, [*ANALYSIS, *FINAL], b"", len(ANALYSIS)),
+        (CHANNELS, [*ANALYSIS, *FINAL[:17], *ANALYSIS], b"", 2 * len(ANALYSIS) + 17),
+    ],
+)
+def test_tokens_of_thinking_are_counted_with_its_marks(
+    template: str, said: list[int], tail: bytes, n_tokens: int
+) -> None:
+    format = answer_format(template)
+    assert n_thought_of(make_reader(format), said, [*tail]) == n_tokens
+    assert n_thought_of(make_reader(format, splits=False), said, [*tail]) == 0
 
 
 BEHIND = [

@@ -22,7 +22,7 @@ from cbatch.errors import (
     GrammarError,
 )
 from cbatch.options import RunOptions
-from cbatch.response import BatchError, BatchOutputChunk
+from cbatch.response import BatchError, BatchOutputChunk, TokenLogprob
 from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
 from tests.helpers import A_SECOND_A_STEP, partitioned
@@ -507,6 +507,55 @@ def test_logprobs_are_one_for_each_token_of_the_answer(engine: Engine) -> None:
     found = [(t.token_id, t.logprob, t.top) for t in result.logprobs]
     assert found == [(t, fake_logprobs(t, 0).logprob, ()) for t in result.token_ids]
     assert b"".join(t.data for t in result.logprobs).decode(errors="replace") == result.text
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 1},
+        {"logprobs": 1, "n": 3},
+        {"logprobs": 1, "n": 3, "echo": True},
+        {"logprobs": 1, "n": 2, "best_of": 4, "echo": True},
+        {"best_of": 3},
+        {"n": 2},
+    ],
+)
+def test_chunks_have_the_log_probabilities_of_their_tokens(
+    engine: Engine, asked: dict[str, Any]
+) -> None:
+    response = engine.run(["a b c"], options={**asked, "seed": 3})
+    chunks, result = list(response), response.result()
+    for i, choice in enumerate(result.choices or (result,)):
+        own = [chunk for chunk in chunks if chunk.index == i]
+        if "logprobs" not in asked:
+            assert {chunk.logprobs for chunk in own} == {None}
+            continue
+        assert figures([t for c in own for t in c.logprobs or ()]) == figures(choice.logprobs or ())
+        assert all(len(c.logprobs or ()) == len(c.token_ids) for c in own)
+
+
+def figures(tokens: Sequence[TokenLogprob]) -> list[Any]:
+    return [(t.token_id, str(t.logprob), t.top) for t in tokens]  # NaN is not itself
+
+
+@thread_only(Reason.BY_HAND)
+def test_choices_wait_for_the_scores_of_the_echo() -> None:
+    box = Mailbox(1, Cancelled(), None)
+    choices = Choices(box, 0, "x", RunOptions(n=2, echo=True, logprobs=True))
+    first, second = choices.member_ids
+    known, unknown = TokenLogprob(1, b"a", -1.0), TokenLogprob(1, b"a", math.nan)
+    own = TokenLogprob(2, b"b", -2.0)
+    late = BatchOutputChunk(second, "ab", (1, 2), content="ab", logprobs=(unknown, own))
+    choices.deliver([late], [])
+    choices.deliver([replace(late, text="b", content="b", token_ids=(2,), logprobs=(own,))], [])
+    assert box.n_unread_chunks == 0
+    choices.deliver([replace(late, id=first, token_ids=(1,), logprobs=(known,))], [])
+    told = [box.take_chunk() for _ in range(box.n_unread_chunks)]
+    assert [(c.index, c.logprobs) for c in told if c] == [
+        (1, (known, own)),
+        (1, (own,)),
+        (0, (known,)),
+    ]
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": 3}, {"logprobs": True, "top_logprobs": 3}])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.backend.fake import FakeVocab
+from cbatch.backend.fake import FakeVocab, fake_logprobs
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import Slot
 from cbatch.errors import SequenceStateError
@@ -44,6 +44,42 @@ def test_chunk_for_each_token_does_not_wait_for_text() -> None:
     assert [c.token_ids for c in given] == [(A,), (HALF,), (B,), (C,), (D,)]
     assert [c.text for c in given] == ["a", "", "\ufffdb", "", ""]
     assert given[-1].finish_reason == "stop"
+
+
+def test_log_probabilities_of_chunks_joined_are_those_of_the_result() -> None:
+    driver = make_running(stop="cd", logprobs=1)
+    chunks: list[BatchOutputChunk | None] = []
+    for token in (A, HALF, B, C, B, C, D):
+        driver.accept(2 if not chunks else 1, [token], 2.0, logprobs=[fake_logprobs(token, 1)])
+        chunks.append(take_chunk(driver))
+    given = [c for c in chunks if c is not None]
+    found = [[token.token_id for token in c.logprobs or ()] for c in given]
+    assert found == [[*c.token_ids] for c in given]
+    assert tuple(t for c in given for t in c.logprobs or ()) == result_of(driver).logprobs
+
+
+def test_first_chunk_of_an_extension_has_the_log_probabilities_that_were_known() -> None:
+    driver = extension(A, B)
+    driver.prepare([1, 2], N_WINDOW)
+    driver.admit(Slot(0), 1.0)
+    driver.accept(4, [C], 2.0, logprobs=[fake_logprobs(C, 0)])
+    chunk = take_chunk(driver)
+    assert chunk is not None
+    assert [token.logprob for token in chunk.logprobs or ()] == [
+        -1.0,
+        -1.0,
+        fake_logprobs(C, 0).logprob,
+    ]
+    driver.cancel(3.0)
+    assert result_of(driver).logprobs == chunk.logprobs
+
+
+def test_chunk_without_log_probabilities_says_none() -> None:
+    driver = make_running()
+    driver.accept(2, [A], 2.0)
+    chunk = take_chunk(driver)
+    assert chunk is not None
+    assert chunk.logprobs is None
 
 
 def test_nothing_new_gives_no_chunk() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch import BatchOutputChunk, BatchPrompt, BatchResult, RunOptions
-from cbatch.response import Timings, Usage
+from cbatch.response import Timings, TokenLogprob, Usage
 from cbatch.runtime.ids import own_id
 from cbatch.runtime.interface import Submission
 from cbatch.worker.framing import FrameSink
@@ -274,3 +274,14 @@ def test_chunks_that_nobody_reads_are_joined_with_their_parts() -> None:
         reader.outbox.deliver([BatchOutputChunk("a", text, (1,), 0, None, content, reasoning)], [])
     [chunk] = reader.rest()["chunks"]
     assert chunk == ["a", "a <xbc", [1] * 4, 0, None, "a c", "b"]
+
+
+def test_log_probabilities_of_joined_chunks_are_joined() -> None:
+    reader = Piped(credit=0)
+    scores = [TokenLogprob(token, b"a", -1.0) for token in range(3)]
+    for score in scores:
+        chunk = BatchOutputChunk("a", "a", (score.token_id,), content="a", logprobs=(score,))
+        reader.outbox.deliver([chunk], [])
+    [joined] = reader.rest()["chunks"]
+    told = [[token, "a", -1.0, []] for token in range(3)]
+    assert joined == ["a", "aaa", [0, 1, 2], 0, None, "aaa", "", told]

@@ -245,6 +245,8 @@ def _body(url: str, key: str, result: BatchResult, created: int, model: str) -> 
     }
     if usage.cached_tokens:
         counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    if usage.reasoning_tokens:
+        counts["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if is_chat else "text_completion",
