@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from codecs import getincrementaldecoder
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,15 +62,38 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token_text(token), "logprob": logprob_of(token), "bytes": list(token.data)}
 
 
-def completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return log-probabilities as a completion has them: lists of equal length."""
-    has_tops = any(token.top for token in tokens)
+def completion_logprobs(
+    tokens: Sequence[TokenLogprob], *, has_tops: bool | None = None, place: TextPlace | None = None
+) -> dict[str, Any]:
+    """Return log-probabilities as a completion has them: lists of equal length.
+
+    Args:
+        tokens: the tokens.
+        has_tops: whether the likeliest were asked for. Default: whether there are any.
+        place: where the tokens begin in the text, which moves behind them. Default: at its beginning.
+    """
+    if has_tops is None:
+        has_tops = any(token.top for token in tokens)
+    place = place or TextPlace()
     return {
         "tokens": [token_text(token) for token in tokens],
         "token_logprobs": [logprob_of(_alternative(token)) for token in tokens],
         "top_logprobs": [_tops(token) for token in tokens] if has_tops else None,
-        "text_offset": _offsets(tokens),
+        "text_offset": [place.pass_by(token) for token in tokens],
     }
+
+
+class TextPlace:
+    """A place in a text, in characters, that moves token by token."""
+
+    def __init__(self) -> None:
+        """Make one at the beginning."""
+        self._decoder, self._n = getincrementaldecoder("utf-8")("replace"), 0
+
+    def pass_by(self, token: TokenLogprob) -> int:
+        """Go behind a token, and return where its text begins."""
+        begin, self._n = self._n, self._n + len(self._decoder.decode(token.data))
+        return begin
 
 
 def _alternative(token: TokenLogprob) -> TokenLogprob:
@@ -90,13 +112,6 @@ def _tops(token: TokenLogprob) -> dict[str, float | None] | None:
     for each in (*token.top, token):
         found.setdefault(token_text(each), logprob_of(each))
     return found
-
-
-def _offsets(tokens: Sequence[TokenLogprob]) -> list[int]:
-    """Return where each token's text begins, in characters."""
-    decoder = getincrementaldecoder("utf-8")("replace")
-    lengths = [len(decoder.decode(token.data)) for token in tokens]
-    return list(accumulate(lengths, initial=0))[:-1]
 
 
 def chat_message(result: BatchResult) -> dict[str, Any]:

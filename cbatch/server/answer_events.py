@@ -17,19 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """New text of a choice; choices count through the call's prompts."""
+    """New text of a choice, with the tokens that came; choices count through the call's prompts."""
 
     i_choice: int
     text: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each token, where they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """New thinking of a choice."""
+    """New thinking of a choice, with the tokens that came."""
 
     i_choice: int
     text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +43,6 @@ class Called:
     i_choice: int
     i_call: int
     call: ToolCall
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Log-probabilities of a choice's tokens."""
-
-    i_choice: int
-    tokens: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ class Failed:
     error: CBatchError
 
 
-Event: TypeAlias = Text | Reasoning | Called | Scored | Ended | Failed
+Event: TypeAlias = Text | Reasoning | Called | Ended | Failed
 
 
 class Events:
@@ -91,8 +87,8 @@ class Events:
             while self._response.n_unread_chunks:
                 chunks.append(next(self._chunks))  # which does not wait
             for part in chunks:
-                events += self._of_chunk(part)
-            events = _joined(events)
+                events += chunk_events(part, self._places[part.id] + part.index)
+            events = joined_events(events)
             while self._response.n_unread:
                 events += self._of_result(next(self._results))
         return events
@@ -102,13 +98,6 @@ class Events:
         self._chunks.close()
         self._results.close()
 
-    def _of_chunk(self, chunk: BatchOutputChunk) -> Iterator[Event]:
-        i_choice = self._places[chunk.id] + chunk.index
-        if chunk.reasoning:
-            yield Reasoning(i_choice, chunk.reasoning)
-        if chunk.content or chunk.token_ids:
-            yield Text(i_choice, chunk.content, chunk.token_ids)
-
     def _of_result(self, result: BatchResult) -> Iterator[Event]:
         if result.error is not None:
             yield Failed(result.error)
@@ -117,31 +106,49 @@ class Events:
         for i_choice, choice in enumerate(choices, first):
             for i_call, call in enumerate(choice.tool_calls):
                 yield Called(i_choice, i_call, call)
-            if choice.logprobs is not None:
-                yield Scored(i_choice, choice.logprobs)
         for i_choice, choice in enumerate(choices, first):
             is_last = i_choice == first + len(choices) - 1
             yield Ended(i_choice, choice, result if is_last else None)
 
 
-def _joined(events: Sequence[Event]) -> list[Event]:
+def chunk_events(chunk: BatchOutputChunk, i_choice: int) -> Iterator[Text | Reasoning]:
+    """Yield what is new in a chunk; its tokens belong to the text, or to thinking that comes alone."""
+    tokens = chunk.token_ids, chunk.logprobs
+    if chunk.reasoning:
+        yield Reasoning(i_choice, chunk.reasoning, *(() if chunk.content else tokens))
+    if chunk.content or (chunk.token_ids and not chunk.reasoning):
+        yield Text(i_choice, chunk.content, *tokens)
+
+
+def joined_events(events: Sequence[Event]) -> list[Event]:
     """Return events of which texts of a choice that follow each other, whatever others say between, are one."""
     if len(events) < 2:
         return [*events]
     joined: list[Event] = []
     last: dict[int, int] = {}
     for event in events:
-        at = last.get(event.i_choice) if isinstance(event, Text | Reasoning) else None
-        before = None if at is None else joined[at]
-        if isinstance(event, Text) and isinstance(before, Text):
-            tokens = (*before.token_ids, *event.token_ids)
-            joined[cast("int", at)] = Text(event.i_choice, before.text + event.text, tokens)
-        elif isinstance(event, Reasoning) and isinstance(before, Reasoning):
-            joined[cast("int", at)] = Reasoning(event.i_choice, before.text + event.text)
-        elif isinstance(event, Text | Reasoning):
+        if not isinstance(event, Text | Reasoning):
+            joined.append(event)
+            continue
+        at = last.setdefault(event.i_choice, len(joined))
+        if at == len(joined):
+            joined.append(event)
+        elif (both := _both(cast("Text | Reasoning", joined[at]), event)) is not None:
+            joined[at] = both
+        else:
             last[event.i_choice] = len(joined)
             joined.append(event)
     return joined
+
+
+def _both(first: Text | Reasoning, second: Text | Reasoning) -> Text | Reasoning | None:
+    """Return two parts that follow each other as one; None for text behind thinking, and thinking behind text."""
+    kind = type(second) if second.text else type(first)
+    if type(first) is not kind and first.text:
+        return None
+    logprobs = None if second.logprobs is None else (*(first.logprobs or ()), *second.logprobs)
+    tokens = (*first.token_ids, *second.token_ids)
+    return kind(first.i_choice, first.text + second.text, tokens, logprobs)
 
 
 def choices_of(result: BatchResult) -> Sequence[BatchResult]:

@@ -210,7 +210,8 @@ def _ending(result: BatchResult) -> dict[str, Any]:
 
 def _usage(result: BatchResult) -> dict[str, Any]:
     usage = result.usage
-    return _tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    tokens = _tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    return {**tokens, "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}}
 
 
 def _tokens(n_prompt: int, n_cached: int, n_output: int) -> dict[str, Any]:

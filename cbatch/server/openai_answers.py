@@ -1,4 +1,4 @@
-"""What OpenAI's two dialects have in common: usage, timings, heads and ends of answers."""
+"""What chats and completions of OpenAI's API have in common: all but the form of text and log-probabilities."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from cbatch.openai_format import NEAREST_FINISH, tokens_as_json
-from cbatch.server.answer_events import choices_of
+from cbatch.openai_format import NEAREST_FINISH, finish_of, tokens_as_json
+from cbatch.server.answer_events import Ended, Text, choices_of
+from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
 from cbatch.server.sse import COMMENT, DONE, frame, frame_around
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.response import BatchResult
+    from cbatch.response import BatchResult, TokenLogprob
+    from cbatch.server.answer_events import Event, Reasoning
     from cbatch.server.http_errors import HttpProblemError
 
 
@@ -44,24 +46,104 @@ class Head:
         }
 
 
-class OpenAIStream(ABC):
-    """Frames that both dialects have; `frames` of a dialect gives those of events."""
+class OpenAICall(Call):
+    """A chat or completions to answer; choices count through the prompts."""
 
-    def __init__(self, head: Head, *, has_usage: bool) -> None:
-        self._head, self._has_usage = head.as_dict(), has_usage
+    prefix: ClassVar[str]
+    """How ids of answers begin."""
+    object: ClassVar[str]
+    """What an answer is called."""
+
+    @abstractmethod
+    def said(self, result: BatchResult) -> dict[str, Any]:
+        """Return the text of a whole choice, and what stands around it."""
+
+    @abstractmethod
+    def scores(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the log-probabilities of a whole choice."""
+
+    def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = [choice for result in results for choice in choices_of(result)]
+        more: dict[str, Any] = {}
+        if len(results) == 1:
+            more = {"timings": timings_of(results[0]), **extensions(results[0])}
+        return {
+            **Head.of(self.prefix, self.object, model).as_dict(),
+            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
+            "usage": usage_of(results),
+            **more,
+        }
+
+    def _choice(self, index: int, result: BatchResult) -> dict[str, Any]:
+        return {
+            "index": index,
+            **self.said(result),
+            "logprobs": None if result.logprobs is None else self.scores(result.logprobs),
+            "finish_reason": finish_of(result),
+            **choice_extensions(result, has_tokens=self.asked.has_tokens),
+        }
+
+
+class OpenAIStream(ABC):
+    """Encodes the events of an answer that both dialects have."""
+
+    def __init__(self, call: OpenAICall, head: Head) -> None:
+        self._head = head.as_dict()
+        self._has_usage, self._has_tokens = call.asked.has_usage, call.asked.has_tokens
+        self._is_alone = len(call.prompts) == 1
         self._results: list[BatchResult] = []
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
-    def text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """Return a choice that is new text alone."""
+    def choice(self, index: int, text: str | None = None) -> dict[str, Any]:
+        """Return a choice that is new text alone, or nothing."""
+
+    @abstractmethod
+    def scores(self, event: Text | Reasoning) -> dict[str, Any]:
+        """Return the log-probabilities of an event, which has some."""
+
+    @abstractmethod
+    def other(self, event: Event) -> bytes:
+        """Return the frame of an event that is neither text nor an end."""
+
+    def frames(self, events: Sequence[Event]) -> bytes:
+        """Return the frames of events."""
+        return b"".join(map(self._frame, events))
+
+    def _frame(self, event: Event) -> bytes:
+        if isinstance(event, Text):
+            if more := self.of_tokens(event):
+                return self.chunk([{**self.choice(event.i_choice, event.text), **more}])
+            return self.text(event.i_choice, event.text) if event.text else b""
+        if isinstance(event, Ended):
+            return self._ended(event)
+        return self.other(event)
+
+    def of_tokens(self, event: Text | Reasoning) -> dict[str, Any]:
+        """Return what a choice says of its new tokens, where that is asked for."""
+        more: dict[str, Any] = {}
+        if event.logprobs:
+            more["logprobs"] = self.scores(event)
+        if self._has_tokens:
+            more["token_ids"] = event.token_ids
+        return more
+
+    def _ended(self, event: Ended) -> bytes:
+        ending = self._ending(event.whole)
+        choice = {
+            **self.choice(event.i_choice),
+            "finish_reason": finish_of(event.choice),
+            **choice_extensions(event.choice, has_tokens=False),
+        }
+        return self.chunk([choice], **(ending if self._is_alone else {}))
 
     def text(self, index: int, text: str) -> bytes:
         """Return the frame of new text: most frames of a stream, so all but the text is made once."""
         around = self._around.get(index)
         if around is None:
             mark = f"text of {self._head['id']}"  # which no client can know
-            value = self._chunk([self.text_choice(index, mark)])
+            value = self._chunk([self.choice(index, mark)])
             around = self._around[index] = frame_around(value, mark)
         before, after = around
         return before + dumps(text) + after
@@ -74,7 +156,7 @@ class OpenAIStream(ABC):
         usage = {"usage": None} if self._has_usage else {}
         return {**self._head, "choices": choices, **usage, **more}
 
-    def ending(self, result: BatchResult | None) -> dict[str, Any]:
+    def _ending(self, result: BatchResult | None) -> dict[str, Any]:
         """Return what a chunk says besides at a prompt's end; None for a choice that is not its prompt's last."""
         if result is None:
             return {}
@@ -100,15 +182,14 @@ def usage_of(results: Sequence[BatchResult]) -> dict[str, Any]:
     """Return the tokens of all prompts and answers."""
     n_prompt = sum(result.usage.prompt_tokens for result in results)
     n_output = sum(result.usage.completion_tokens for result in results)
-    usage = {
+    n_thought = sum(result.usage.reasoning_tokens for result in results)
+    return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_output,
         "total_tokens": n_prompt + n_output,
         "prompt_tokens_details": {"cached_tokens": sum(r.usage.cached_tokens for r in results)},
+        "completion_tokens_details": {"reasoning_tokens": n_thought},
     }
-    if not any(choice.reasoning for result in results for choice in choices_of(result)):
-        usage["completion_tokens_details"] = {"reasoning_tokens": 0}
-    return usage
 
 
 def timings_of(result: BatchResult) -> dict[str, Any]:

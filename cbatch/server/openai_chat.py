@@ -7,35 +7,28 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import shown
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
-from cbatch.openai_format import chat_logprobs, chat_message, finish_of
-from cbatch.server.answer_events import Called, Ended, Reasoning, Scored, Text, choices_of
-from cbatch.server.call import Call
+from cbatch.openai_format import chat_logprobs, chat_message
+from cbatch.server.answer_events import Called, Reasoning
 from cbatch.server.http_errors import bad_request, refused
-from cbatch.server.openai_answers import (
-    Head,
-    OpenAIStream,
-    choice_extensions,
-    extensions,
-    timings_of,
-    usage_of,
-)
+from cbatch.server.openai_answers import Head, OpenAICall, OpenAIStream
 from cbatch.server.request_fields import asked_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.response import BatchResult
-    from cbatch.server.answer_events import Event
+    from cbatch.response import BatchResult, TokenLogprob
+    from cbatch.server.answer_events import Event, Text
     from cbatch.server.http_errors import HttpProblemError
     from cbatch.server.request_fields import Asked
 
 OWN = ("messages",)
 
 
-class ChatCall(Call):
+class ChatCall(OpenAICall):
     """One chat to answer."""
 
     prompt_field = "messages"
+    prefix, object = "chatcmpl", "chat.completion"
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> ChatCall:
@@ -48,88 +41,62 @@ class ChatCall(Call):
         _check_continued(asked, prompt)
         return cls(asked, [prompt])
 
-    def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
-        """Return the whole answer."""
-        (result,) = results
-        return {
-            **Head.of("chatcmpl", "chat.completion", model).as_dict(),
-            "choices": [self._choice(i, choice) for i, choice in enumerate(choices_of(result))],
-            "usage": usage_of(results),
-            "timings": timings_of(result),
-            **extensions(result),
-        }
-
-    def _choice(self, index: int, result: BatchResult) -> dict[str, Any]:
+    def said(self, result: BatchResult) -> dict[str, Any]:
+        """Return the message of a choice."""
         always: dict[str, Any] = {
             "role": "assistant",
             "content": None,
             "refusal": None,
             "annotations": [],
         }
-        return {
-            "index": index,
-            "message": always | chat_message(result),
-            "logprobs": None if result.logprobs is None else chat_logprobs(result.logprobs),
-            "finish_reason": finish_of(result),
-            **choice_extensions(result, has_tokens=self.asked.has_tokens),
-        }
+        return {"message": always | chat_message(result)}
+
+    def scores(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return log-probabilities as a chat has them."""
+        return chat_logprobs(tokens)
 
     def stream(self, model: str) -> ChatStream:
         """Return what encodes the answer's events."""
-        return ChatStream(self, Head.of("chatcmpl", "chat.completion.chunk", model))
+        return ChatStream(self, Head.of(self.prefix, "chat.completion.chunk", model))
 
 
 class ChatStream(OpenAIStream):
     """Encodes the events of one chat."""
 
     def __init__(self, call: ChatCall, head: Head) -> None:
-        super().__init__(head, has_usage=call.asked.has_usage)
-        self._n_choices, self._has_tokens = call.n_choices, call.asked.has_tokens
+        super().__init__(call, head)
+        self._n_choices = call.n_choices
         self._has_begun = False
 
     def frames(self, events: Sequence[Event]) -> bytes:
         """Return the frames of events; each choice's role comes first."""
-        parts = [] if self._has_begun else [*map(self._beginning, range(self._n_choices))]
+        begun = b"" if self._has_begun else b"".join(map(self._beginning, range(self._n_choices)))
         self._has_begun = True
-        parts += map(self._frame, events)
-        return b"".join(parts)
+        return begun + super().frames(events)
 
     def _beginning(self, index: int) -> bytes:
         return self._delta(index, {"role": "assistant", "content": ""})
 
-    def _frame(self, event: Event) -> bytes:
-        if isinstance(event, Text):
-            if self._has_tokens:
-                choice = self.text_choice(event.i_choice, event.text)
-                return self.chunk([{**choice, "token_ids": event.token_ids}])
-            return self.text(event.i_choice, event.text) if event.text else b""
+    def other(self, event: Event) -> bytes:
+        """Return the frame of thinking, or of a call."""
         if isinstance(event, Reasoning):
-            return self._delta(event.i_choice, {"reasoning_content": event.text})
+            delta = {"reasoning_content": event.text}
+            return self._delta(event.i_choice, delta, **self.of_tokens(event))
         if isinstance(event, Called):
             call = {"index": event.i_call, **event.call.as_dict()}
             return self._delta(event.i_choice, {"tool_calls": [call]})
-        if isinstance(event, Scored):
-            return self._delta(event.i_choice, {}, logprobs=chat_logprobs(event.tokens))
-        if isinstance(event, Ended):
-            return self._ended(event)
         raise TypeError(f"not an event of a chat: {event!r}")
 
-    def text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """Return a choice that is new text alone."""
-        return _choice(index, {"content": text})
+    def choice(self, index: int, text: str | None = None) -> dict[str, Any]:
+        """Return a choice that is new text alone, or nothing."""
+        return _choice(index, {} if text is None else {"content": text})
+
+    def scores(self, event: Text | Reasoning) -> dict[str, Any]:
+        """Return log-probabilities as a chat has them."""
+        return chat_logprobs(event.logprobs or ())
 
     def _delta(self, index: int, delta: Mapping[str, Any], **more: Any) -> bytes:
         return self.chunk([{**_choice(index, delta), **more}])
-
-    def _ended(self, event: Ended) -> bytes:
-        choice = {
-            "index": event.i_choice,
-            "delta": {},
-            "finish_reason": finish_of(event.choice),
-            "logprobs": None,
-            **choice_extensions(event.choice, has_tokens=False),
-        }
-        return self.chunk([choice], **self.ending(event.whole))
 
 
 def _choice(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,27 +8,18 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import shown
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
-from cbatch.openai_format import completion_logprobs, finish_of
+from cbatch.openai_format import TextPlace, completion_logprobs
 from cbatch.plain import int_of
-from cbatch.server.answer_events import Ended, Scored, Text, choices_of
-from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request
-from cbatch.server.openai_answers import (
-    Head,
-    OpenAIStream,
-    choice_extensions,
-    extensions,
-    timings_of,
-    usage_of,
-)
+from cbatch.server.openai_answers import Head, OpenAICall, OpenAIStream
 from cbatch.server.request_fields import asked_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.options import RunOptions
-    from cbatch.response import BatchResult
-    from cbatch.server.answer_events import Event
+    from cbatch.response import BatchResult, TokenLogprob
+    from cbatch.server.answer_events import Event, Reasoning, Text
 
 OWN = ("prompt",)
 
@@ -36,10 +27,11 @@ N_TOKENS = 16
 """Tokens of an answer where the request names no cap. Source: OpenAI's API reference, completions, `max_tokens`."""
 
 
-class CompletionCall(Call):
+class CompletionCall(OpenAICall):
     """Prompts to complete."""
 
     prompt_field = "prompt"
+    prefix, object = "cmpl", "text_completion"
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> CompletionCall:
@@ -57,69 +49,45 @@ class CompletionCall(Call):
             )
         return cls(asked, _prompts(asked.own.get("prompt")))
 
-    def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
-        """Return the whole answer; choices count through the prompts."""
-        choices = [choice for result in results for choice in choices_of(result)]
-        more: dict[str, Any] = {}
-        if len(results) == 1:
-            more = {"timings": timings_of(results[0]), **extensions(results[0])}
-        return {
-            **Head.of("cmpl", "text_completion", model).as_dict(),
-            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
-            "usage": usage_of(results),
-            **more,
-        }
+    @property
+    def has_tops(self) -> bool:
+        """Whether the likeliest tokens are asked for."""
+        return bool(self.asked.options.top_logprobs)
 
-    def _choice(self, index: int, result: BatchResult) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": result.text,
-            "logprobs": None if result.logprobs is None else completion_logprobs(result.logprobs),
-            "finish_reason": finish_of(result),
-            **choice_extensions(result, has_tokens=self.asked.has_tokens),
-        }
+    def said(self, result: BatchResult) -> dict[str, Any]:
+        """Return the text of a choice."""
+        return {"text": result.text}
+
+    def scores(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return log-probabilities as a completion has them."""
+        return completion_logprobs(tokens, has_tops=self.has_tops)
 
     def stream(self, model: str) -> CompletionStream:
         """Return what encodes the answer's events."""
-        return CompletionStream(self, Head.of("cmpl", "text_completion", model))
+        return CompletionStream(self, Head.of(self.prefix, self.object, model))
 
 
 class CompletionStream(OpenAIStream):
     """Encodes the events of some completions."""
 
     def __init__(self, call: CompletionCall, head: Head) -> None:
-        super().__init__(head, has_usage=call.asked.has_usage)
-        self._has_tokens, self._is_alone = call.asked.has_tokens, len(call.prompts) == 1
+        super().__init__(call, head)
+        self._has_tops = call.has_tops
+        self._places: dict[int, TextPlace] = {}
+        """How far the text of each choice is scored."""
 
-    def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events."""
-        return b"".join(map(self._frame, events))
+    def choice(self, index: int, text: str | None = None) -> dict[str, Any]:
+        """Return a choice that is new text alone, or nothing."""
+        return {"index": index, "text": text or "", "logprobs": None, "finish_reason": None}
 
-    def _frame(self, event: Event) -> bytes:
-        if isinstance(event, Text):
-            if self._has_tokens:
-                return self._part(event.i_choice, event.text, token_ids=event.token_ids)
-            return self.text(event.i_choice, event.text) if event.text else b""
-        if isinstance(event, Scored):
-            return self._part(event.i_choice, "", logprobs=completion_logprobs(event.tokens))
-        if isinstance(event, Ended):
-            more = choice_extensions(event.choice, has_tokens=False)
-            ending = self.ending(event.whole)
-            reason = finish_of(event.choice)
-            choice = self._choice(event.i_choice, "", finish_reason=reason, **more)
-            return self.chunk([choice], **(ending if self._is_alone else {}))
+    def scores(self, event: Text | Reasoning) -> dict[str, Any]:
+        """Return log-probabilities as a completion has them; their places run on through the chunks."""
+        place = self._places.setdefault(event.i_choice, TextPlace())
+        return completion_logprobs(event.logprobs or (), has_tops=self._has_tops, place=place)
+
+    def other(self, event: Event) -> bytes:
+        """Refuse: a completion is text."""
         raise TypeError(f"not an event of a completion: {event!r}")
-
-    def text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """Return a choice that is new text alone."""
-        return self._choice(index, text)
-
-    def _part(self, index: int, text: str, **more: Any) -> bytes:
-        return self.chunk([self._choice(index, text, **more)])
-
-    @staticmethod
-    def _choice(index: int, text: str, **more: Any) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
 
 
 def _with_end(options: RunOptions) -> RunOptions:

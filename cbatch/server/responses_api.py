@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cbatch.openai_format import chat_logprobs
-from cbatch.server.answer_events import Called, Ended, Reasoning, Scored, Text
+from cbatch.server.answer_events import Called, Ended, Reasoning, Text
 from cbatch.server.call import Call
 from cbatch.server.responses_fields import ResponsesFields
 from cbatch.server.sse import COMMENT, named_frame
@@ -87,19 +87,14 @@ class ResponsesStream:
         """The parts of the text of the item that is open."""
         self._is_open = self._has_begun = False
         self._scores: list[Any] = []
+        """Log-probabilities of all tokens so far, those of thinking too."""
+        self._n_told = 0
+        """How many of them stand beside a delta of the text."""
         self._n_events = 0
 
     def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events. Scores, which are a part of the text's end, come before calls."""
-        frames = [self._begun()]
-        self._scores += [
-            score
-            for event in events
-            if isinstance(event, Scored)
-            for score in chat_logprobs(event.tokens)["content"]
-        ]
-        frames += [self._frame(event) for event in events if not isinstance(event, Scored)]
-        return b"".join(frames)
+        """Return the frames of events."""
+        return self._begun() + b"".join(map(self._frame, events))
 
     def end(self) -> bytes:
         """Return the last frames: there are none behind the response's end."""
@@ -128,6 +123,8 @@ class ResponsesStream:
         return b"".join(self._event(kind, response=self._response) for kind in kinds)
 
     def _frame(self, event: Event) -> bytes:
+        if isinstance(event, Text | Reasoning) and event.logprobs:
+            self._scores += chat_logprobs(event.logprobs)["content"]
         if isinstance(event, Text):
             return self._said(event.text) if event.text else b""
         if isinstance(event, Reasoning):
@@ -162,8 +159,11 @@ class ResponsesStream:
             part = _part("", [])
             opened += self._event("content_part.added", **self._place, content_index=0, part=part)
         self._open.append(text)
-        more = {**self._place, "content_index": 0, "delta": text, "logprobs": []}
-        return opened + (self._event("output_text.delta", **more) if text else b"")
+        if not text:
+            return opened
+        new, self._n_told = self._scores[self._n_told :], len(self._scores)
+        more = {**self._place, "content_index": 0, "delta": text, "logprobs": new}
+        return opened + self._event("output_text.delta", **more)
 
     def _thought(self, text: str) -> bytes:
         opened = b""
@@ -192,7 +192,7 @@ class ResponsesStream:
             done = self._event("output_text.done", **at, text=text, logprobs=self._scores)
             done += self._event("content_part.done", **at, part=part)
             item = {**item, "content": [part]}
-            self._scores = []
+            self._scores, self._n_told = [], 0
         elif kind == "reasoning":
             done = self._event("reasoning_text.done", **place, content_index=0, text=text)
             item = _thought(item["id"], text, status)
@@ -269,14 +269,12 @@ def _ended(
 
 
 def _usage(result: BatchResult) -> dict[str, Any]:
-    """Return the tokens of a response; those of its thinking only where it has none, for they are not counted."""
+    """Return the tokens of a response."""
     usage = result.usage
-    found: dict[str, Any] = {
+    return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-    if not result.reasoning:
-        found["output_tokens_details"] = {"reasoning_tokens": 0}
-    return found

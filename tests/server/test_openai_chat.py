@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anyio
@@ -9,8 +10,17 @@ import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.response import BatchResult, Timings, ToolCall, Usage
-from cbatch.server.answer_events import Called, Ended, Event, Events, Reasoning, Text
+from cbatch.response import BatchOutputChunk, BatchResult, Timings, TokenLogprob, ToolCall, Usage
+from cbatch.server.answer_events import (
+    Called,
+    Ended,
+    Event,
+    Events,
+    Reasoning,
+    Text,
+    chunk_events,
+    joined_events,
+)
 from cbatch.server.openai_answers import Head
 from cbatch.server.openai_chat import ChatCall, ChatStream
 from tests.runtime.backends import GatedBackend
@@ -58,6 +68,8 @@ def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
         assert [p["finish_reason"] for p in parts if p["finish_reason"]] == ["length"]
         scored = [t for p in parts if p["logprobs"] for t in p["logprobs"]["content"]]
         assert scored == (choice["logprobs"] or {"content": []})["content"]
+        is_beside = all(p["logprobs"] for p in parts if p["delta"].get("content"))
+        assert is_beside == bool(choice["logprobs"])
     assert events[-1]["usage"].keys() == whole["usage"].keys()
     assert events[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
     assert all(e["usage"] is None for e in events[:-1])
@@ -132,6 +144,30 @@ def test_texts_that_came_meanwhile_are_one_event_a_choice() -> None:
 
         texts = [event for event in anyio.run(read) if isinstance(event, Text)]
     assert sorted((t.i_choice, t.text) for t in texts) == [*enumerate(expected)]
+
+
+def test_log_probabilities_stand_beside_their_text() -> None:
+    one, other = (TokenLogprob(token, bytes([token]), -1.0) for token in b"ab")
+    chunks = [
+        BatchOutputChunk("a", "a", (97,), 0, None, "", "a", (one,)),
+        BatchOutputChunk("a", "<", (60,), 0, None, "", "", (one,)),
+        BatchOutputChunk("a", "b", (98,), 0, None, "b", "", (other,)),
+        BatchOutputChunk("a", "", (60,), 0, None, "", "", (one,)),
+    ]
+    asked = {"messages": USER, "logprobs": True, "return_tokens": True}
+    stream = ChatStream(ChatCall.of(asked), Head("id", "o", 1, "m"))
+    found = joined_events([event for chunk in chunks for event in chunk_events(chunk, 0)])
+    first, second = found
+    assert isinstance(first, Reasoning)
+    assert (first.token_ids, first.logprobs) == ((97, 60), (one, one))
+    assert isinstance(second, Text)
+    assert (second.token_ids, second.logprobs) == ((98, 60), (other, one))
+    _, *frames, rest = stream.frames(found).decode().split("\n\n")
+    choices = [json.loads(frame.removeprefix("data: "))["choices"][0] for frame in frames]
+    assert [c["delta"] for c in choices] == [{"reasoning_content": "a"}, {"content": "b"}]
+    assert [c["token_ids"] for c in choices] == [[97, 60], [98, 60]]
+    assert ["".join(t["token"] for t in c["logprobs"]["content"]) for c in choices] == ["aa", "ba"]
+    assert rest == ""
 
 
 def test_whole_answer_with_calls_has_no_empty_content() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch import BatchPrompt, Engine
+from cbatch import BatchPrompt, Engine, load
 from cbatch.backend.fake import FakeBackend
+from cbatch.server import create_app
 from tests.server.clients import COMPLETIONS, call, error_of, events_of, fake_app
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from cbatch.response import TokenLogprob
 
 ASKED = {"prompt": "ab", "max_tokens": 4, "seed": 1}
 
@@ -40,7 +47,14 @@ def test_choices_count_through_the_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"n": 2}, {"prompt": ["ab", [99]], "echo": True, "logprobs": 2}]
+    "more",
+    [
+        {},
+        {"n": 2},
+        {"n": 2, "echo": True, "logprobs": 1},
+        {"prompt": ["ab", [99]], "echo": True, "logprobs": 2},
+        {"prompt": "a", "echo": True, "logprobs": 0},
+    ],
 )
 def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
     asked = {**ASKED, **more}
@@ -51,9 +65,11 @@ def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
         assert "".join(p["text"] for p in parts) == choice["text"]
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
-        assert [p["logprobs"] for p in parts if p["logprobs"]] == (
-            [choice["logprobs"]] if choice["logprobs"] else []
-        )
+        scored = [p["logprobs"] for p in parts if p["logprobs"]]
+        for name, values in (choice["logprobs"] or {}).items():
+            told = [found[name] for found in scored]
+            assert values == (None if told[0] is None else [v for found in told for v in found])
+        assert all(p["logprobs"] for p in parts if p["text"]) == bool(choice["logprobs"])
     assert {e["object"] for e in events} == {"text_completion"}
 
 
@@ -120,3 +136,36 @@ def test_one_bad_prompt_fails_all_before_any_runs() -> None:
         error = error_of(call(app, COMPLETIONS, {**ASKED, "prompt": ["a", "b" * 99]}), 400)
         assert engine.stats().n_steps == 0
     assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.real
+def test_likelihoods_as_an_evaluation_reads_them_are_those_of_the_engine(test_model: Path) -> None:
+    """What lm-evaluation-harness's `local-completions` asks and reads. Source: its models/openai_completions.py."""
+    context, endings = "What is 2+3?", ["5", " 5", " The sum is five.", "\n"]
+    with load(test_model, parallel=4, n_threads=1, exact=True) as engine:
+        n_context = len(engine.tokenize(context))
+        prompts = [engine.tokenize(context + ending) for ending in endings]
+        options = {"prompt_logprobs": 1, "max_tokens": 0}
+        items = [BatchPrompt(tokens=prompt) for prompt in prompts]
+        expected = [
+            _likelihood((result.prompt_logprobs or ())[n_context:])
+            for result in engine.run(items, options=options).results()
+        ]
+        asked = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "seed": 1234}
+        app = create_app(engine)
+        choices = call(app, COMPLETIONS, {**asked, "temperature": 0}).json()["choices"]
+    found = []
+    for choice in sorted(choices, key=lambda choice: choice["index"]):
+        numbers = choice["logprobs"]["token_logprobs"][n_context:-1]
+        tops = choice["logprobs"]["top_logprobs"][n_context:-1]
+        is_greedy = all(n == max(top.values()) for n, top in zip(numbers, tops, strict=True))
+        found.append((sum(numbers), is_greedy))
+    assert found == expected
+    assert {is_greedy for _, is_greedy in found} == {True, False}
+
+
+def _likelihood(tokens: Sequence[TokenLogprob | None]) -> tuple[float, bool]:
+    known = [token for token in tokens if token]
+    assert len(known) == len(tokens)
+    is_greedy = all(token.token_id == token.top[0].token_id for token in known)
+    return sum(token.logprob for token in known), is_greedy
