@@ -14,15 +14,7 @@ import typer
 
 import cbatch
 from cbatch.cli.main import ExitCode
-from cbatch.cli.option_table import (
-    DEVICES,
-    MODEL,
-    OPTIONS,
-    SCHEDULING,
-    Given,
-    option,
-    takes,
-)
+from cbatch.cli.option_table import ENGINE, Given, names_in, option, takes
 from cbatch.cli.terminal import say
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
@@ -37,7 +29,6 @@ from cbatch.worker.listening import Listener, hang_up
 from cbatch.worker.service import refusal, serve_client
 from cbatch.worker.streams import StreamWriter, busy_frames, lines_of, without_mark
 
-_ENGINE = [o.name for o in OPTIONS if o.panel in (MODEL, SCHEDULING, DEVICES)]
 _ANSWERS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "timeout_s")
 _ALSO = {
     "--cache-slots": "--parallel",
@@ -52,7 +43,7 @@ _ALSO = {
 _STDERR = 2
 
 
-@takes(*_ENGINE, *_ANSWERS, also=_ALSO)
+@takes(*names_in(*ENGINE), *_ANSWERS, also=_ALSO)
 def daemon(
     *,
     stream_tagged: Annotated[

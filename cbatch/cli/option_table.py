@@ -1,7 +1,7 @@
 """The options of the commands, each declared once: its name, type and help, and the setting that its value becomes."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, wraps
 from operator import not_
@@ -277,6 +277,14 @@ OPTIONS = (
 
 NAMES = tuple(o.name for o in OPTIONS)
 
+ENGINE = (MODEL, SCHEDULING, DEVICES)
+"""The panels whose options are an engine's."""
+
+
+def names_in(*panels: str, without: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names of the options of these panels."""
+    return tuple(o.name for o in OPTIONS if o.panel in panels and o.name not in without)
+
 
 class Given:
     """The options of the table that a command line gives, and the settings that they become."""
@@ -299,7 +307,7 @@ class Given:
 
     def engine_settings(self) -> dict[str, Any]:
         """Return what `cbatch.load` gets, checked as far as it can be without the model."""
-        settings = self.settings(MODEL, SCHEDULING, DEVICES)
+        settings = self.settings(*ENGINE)
         EngineOptions.of(settings)
         return settings
 

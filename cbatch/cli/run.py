@@ -11,7 +11,7 @@ import cbatch
 from cbatch.cli.demo import run_demo
 from cbatch.cli.events import EventView
 from cbatch.cli.main import ExitCode, leave_stdout
-from cbatch.cli.option_table import FILES, NAMES, OPTIONS, RUN, Given, option, takes
+from cbatch.cli.option_table import FILES, NAMES, RUN, Given, names_in, option, takes
 from cbatch.cli.terminal import note_at_once, say
 from cbatch.files.file_run import run_file
 from cbatch.files.outcome import Interrupted, RunSummary, Stopper
@@ -20,7 +20,7 @@ from cbatch.files.preview import CheckSummary, Estimate, check_file, estimate_fi
 from cbatch.progress import View, choose_view, summary_lines
 
 _FOR_DEMO = ("demo", "json", "quiet", "force")
-_NOT_FOR_DEMO = [o.name for o in OPTIONS if o.panel in (RUN, FILES) and o.name not in _FOR_DEMO]
+_NOT_FOR_DEMO = names_in(RUN, FILES, without=_FOR_DEMO)
 
 
 @takes(*NAMES)

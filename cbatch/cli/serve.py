@@ -15,17 +15,7 @@ import typer
 import cbatch
 from cbatch.checks import check_text
 from cbatch.cli.main import LogLevel, show_log
-from cbatch.cli.option_table import (
-    ANSWERS,
-    DEVICES,
-    MODEL,
-    OPTIONS,
-    SCHEDULING,
-    Given,
-    number_or_word,
-    option,
-    takes,
-)
+from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_word, option, takes
 from cbatch.cli.terminal import say, tell
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
@@ -38,9 +28,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "CBATCH_API_KEY"
 """The environment variable of a key: on a command line, others would see it."""
 
-_PANELS = (MODEL, SCHEDULING, DEVICES, ANSWERS)
 _NOT_HERE = ("max_queue", "when_full", "slot")
-_TAKEN = tuple(o.name for o in OPTIONS if o.panel in _PANELS and o.name not in _NOT_HERE)
 
 HTTP = "Server"
 
@@ -52,7 +40,7 @@ class LogFormat(str, Enum):
     JSON = "json"
 
 
-@takes(*_TAKEN)
+@takes(*names_in(*ENGINE, ANSWERS, without=_NOT_HERE))
 def serve(
     ctx: typer.Context,
     *,
@@ -174,6 +162,9 @@ def serve(
     no_page: Annotated[
         bool, option("--no-page", help="Serve no page to try the model in.", panel=HTTP)
     ] = False,
+    model_required: Annotated[
+        bool, option("--model-required", help="Refuse requests that name no model.", panel=HTTP)
+    ] = False,
     log_format: Annotated[
         LogFormat | None,
         option(
@@ -214,6 +205,7 @@ def serve(
         "max_file_mib": max_file_mib,
         "max_stored_mib": max_stored_mib,
         "page": not no_page,
+        "model_required": model_required,
     }
     ServerSettings(**settings)  # checked before the model is loaded
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)

@@ -58,7 +58,7 @@ def test_log_probabilities_of_chunks_joined_are_those_of_the_result() -> None:
     assert tuple(t for c in given for t in c.logprobs or ()) == result_of(driver).logprobs
 
 
-def test_first_chunk_of_an_extension_has_the_log_probabilities_that_were_known() -> None:
+def test_first_chunk_of_an_extension_has_known_log_probabilities() -> None:
     driver = extension(A, B)
     driver.prepare([1, 2], N_WINDOW)
     driver.admit(Slot(0), 1.0)

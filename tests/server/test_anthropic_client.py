@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import pytest
 
-from cbatch import Engine, load
+from cbatch import Engine
 from cbatch.server import create_app
 from tests.server.clients import Running, running
 from tests.server.test_anthropic_messages import TOOL
@@ -16,7 +16,6 @@ from tests.test_tool_calls import SAID, Speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.real
 
@@ -33,15 +32,6 @@ SCHEMA = {
 def client_of(server: Running, **more: Any) -> Any:
     settings = {"base_url": server.url, "api_key": "none", "max_retries": 0, **more}
     return anthropic.Anthropic(**settings)
-
-
-@pytest.fixture(scope="module")
-def server(test_model: Path) -> Iterator[Running]:
-    with (
-        load(test_model, parallel=4, n_threads=1, options={"temperature": 0}) as engine,
-        running(create_app(engine)) as found,
-    ):
-        yield found
 
 
 @pytest.fixture

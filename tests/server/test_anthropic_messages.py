@@ -93,6 +93,7 @@ def test_answer_has_every_field_of_the_format() -> None:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 6,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
     assert answer.headers["request-id"] == answer.headers["x-request-id"]

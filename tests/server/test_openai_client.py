@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from cbatch import Engine, load
+from cbatch import Engine
 from cbatch.server import create_app
 from tests.server.clients import Running, running
 from tests.test_tool_calls import SAID, Speaker
@@ -16,7 +16,6 @@ from tests.test_tools import TIME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.real
 
@@ -34,15 +33,6 @@ SCHEMA = {
         },
     },
 }
-
-
-@pytest.fixture(scope="module")
-def server(test_model: Path) -> Iterator[Running]:
-    with (
-        load(test_model, parallel=4, n_threads=1, options={"temperature": 0}) as engine,
-        running(create_app(engine)) as found,
-    ):
-        yield found
 
 
 @pytest.fixture
