@@ -192,7 +192,14 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _tool_use(call: ToolCall, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+    caller = {"type": "direct"}
+    return {
+        "type": "tool_use",
+        "id": call.id,
+        "name": call.name,
+        "input": arguments,
+        "caller": caller,
+    }
 
 
 def _signature(digest: Any) -> str:
@@ -211,7 +218,9 @@ def _ending(result: BatchResult) -> dict[str, Any]:
 def _usage(result: BatchResult) -> dict[str, Any]:
     usage = result.usage
     tokens = _tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-    return {**tokens, "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}}
+    nulls = dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier"))
+    details = {"thinking_tokens": usage.reasoning_tokens}
+    return {**tokens, "output_tokens_details": details, **nulls}
 
 
 def _tokens(n_prompt: int, n_cached: int, n_output: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import anyio
 from cbatch.engine import checked_tokens, run_options_of
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
+from cbatch.options import Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
@@ -54,11 +55,15 @@ class Call(ABC):
 
     prompt_field: ClassVar[str]
     """The field that has the prompt."""
+    tells_sampling: ClassVar[bool] = False
+    """Whether answers tell how they are sampled."""
 
     def __init__(self, asked: Asked, prompts: Sequence[BatchPrompt]) -> None:
         self.asked, self.prompts = asked, prompts
         self.n_prompt_tokens = 0
         """Tokens of all prompts, where they were counted."""
+        self.sampling = Sampling()
+        """How answers are sampled, where they tell it."""
 
     @property
     def n_choices(self) -> int:
@@ -175,6 +180,10 @@ class Answering:
 
     async def _send(self, tasks: anyio.abc.TaskGroup, response: BatchResponse) -> None:
         """Answer with what the engine says."""
+        if self._call.tells_sampling:
+            options = self._call.asked.options.over(self._desk.engine.options)
+            defaults = (await self._desk.sizes()).facts.sampling
+            self._call.sampling = options.sampling(defaults, seed=0)
         if self._call.asked.is_streamed:
             await self._stream(tasks, response)
             return

@@ -29,6 +29,7 @@ class ResponsesCall(Call):
     """One response to make."""
 
     prompt_field = "input"
+    tells_sampling = True
 
     def __init__(
         self, asked: Asked, prompts: Sequence[BatchPrompt], said: Mapping[str, Any]
@@ -56,6 +57,7 @@ class ResponsesCall(Call):
 
     def response(self, model: str) -> dict[str, Any]:
         """Return a new response before it has any output."""
+        sampled = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
         nulls = ("completed_at", "error", "incomplete_details", "usage", "conversation", "prompt")
         return {
             "id": _id("resp"),
@@ -70,6 +72,7 @@ class ResponsesCall(Call):
             "previous_response_id": None,
             **dict.fromkeys(nulls),
             **self.said,
+            **{name: getattr(self.sampling, name) for name in sampled},
         }
 
     def stream(self, model: str) -> ResponsesStream:

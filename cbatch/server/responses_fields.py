@@ -39,6 +39,8 @@ REFUSED: Mapping[str, str] = {
     "logprobs": "use include and top_logprobs",
 }
 LOGPROBS = "message.output_text.logprobs"
+_FUNCTION = dict.fromkeys(("description", "parameters", "strict"))
+"""What a response says of a function where the request says nothing."""
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -116,16 +118,15 @@ class ResponsesFields:
             "prompt_cache_key": given.get("prompt_cache_key"),
             "reasoning": {"effort": reasoning.get("effort"), "summary": None},
             "safety_identifier": given.get("safety_identifier"),
-            "temperature": given.get("temperature"),
             "text": {"format": text.get("format") or {"type": "text"}},
             "tool_choice": given.get("tool_choice", "auto"),
-            "tools": given.get("tools", []),
+            "tools": [
+                {**_FUNCTION, **tool} if tool.get("type") == "function" else tool
+                for tool in given.get("tools", ())
+            ],
             "top_logprobs": given.get("top_logprobs", 0),
-            "top_p": given.get("top_p"),
             "truncation": given.get("truncation", "disabled"),
             "user": given.get("user"),
-            "presence_penalty": given.get("presence_penalty", 0.0),
-            "frequency_penalty": given.get("frequency_penalty", 0.0),
         }
 
     # ---- options ----

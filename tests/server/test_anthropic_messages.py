@@ -94,6 +94,7 @@ def test_answer_has_every_field_of_the_format() -> None:
             "cache_read_input_tokens": 0,
             "output_tokens": 6,
             "output_tokens_details": {"thinking_tokens": 0},
+            **dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier")),
         },
     }
     assert answer.headers["request-id"] == answer.headers["x-request-id"]

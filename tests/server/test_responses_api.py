@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch import Engine, load
+from cbatch.backend.fake import FakeBackend
 from cbatch.errors import WorkerDiedError
 from cbatch.server import create_app
 from cbatch.server.answer_events import Text
@@ -94,6 +95,17 @@ def test_response_has_its_output_and_repeats_its_request() -> None:
         "response",
     )
     assert response["usage"]["output_tokens"] == 6
+
+
+def test_response_tells_how_it_was_sampled() -> None:
+    backend = FakeBackend(4, 256)
+    backend.sampling_defaults = {"top_p": 0.5, "temperature": 0.1}
+    options = {"temperature": 0.25, "frequency_penalty": 0.125}
+    with fake_app(engine=Engine(backend, options=options)) as app:
+        said, asked = both(app, ASKED), both(app, {**ASKED, "temperature": 0.75})
+    names = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+    assert [said[name] for name in names] == [0.25, 0.5, 0.0, 0.125]
+    assert asked["temperature"] == 0.75
 
 
 def test_scores_stand_beside_their_text() -> None:
