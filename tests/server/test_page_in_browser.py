@@ -159,7 +159,9 @@ def test_answers_side_by_side_and_the_chosen_one_goes_on(browser: Browser) -> No
         assert script.asked[0]["n"] == 3
         texts = "[...document.querySelectorAll('.answer .body')].map(b => b.innerText)"
         assert tab.js(texts) == ["text 0", "text 1", "text 2"]
-        tab.click(".answer:nth-child(2) .choice")
+        tab.click(".answer:nth-child(3) .choice")
+        tab.click(".answer:nth-child(1) .choice")
+        tab.press("ArrowDown")  # one choice of three
         tab.fill("#n", "1")
         ask(tab, "More")
         wait_for_answers(tab, 4)

@@ -328,6 +328,7 @@ function edit(node, text, name, onsave, oncancel) {
 class AssistantView {
   constructor(turn) {
     this.turn = turn;
+    this.group = `turn-${AssistantView.count++}`;
     this.answers = turn.answers.map((answer, i) => new AnswerView(this, answer, i));
     this.grid = el("div", { class: "answers", "data-n": String(Math.min(4, turn.answers.length)) }, ...this.answers.map(({ node }) => node));
     if (turn.answers.length > 1) {
@@ -387,7 +388,7 @@ class AnswerView {
 
   makeHead() {
     const { turn } = this.parent;
-    this.radio = el("input", { type: "radio", name: `turn-${AnswerView.count++}`, onchange: () => choose(turn, this.i) });
+    this.radio = el("input", { type: "radio", name: this.parent.group, onchange: () => choose(turn, this.i) });
     return el("label", { class: "choice" }, this.radio, el("span", {}, this.answer.label || `Answer ${this.i + 1}`));
   }
 
@@ -520,7 +521,7 @@ class AnswerView {
     this.show();
   }
 }
-AnswerView.count = 0;
+AssistantView.count = 0;
 
 const VIEWS = { user: UserView, assistant: AssistantView, tool: ToolView };
 
