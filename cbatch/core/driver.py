@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.reply import Reply
 from cbatch.core.parts import MovingWindow, PromptScores, RequestClock
-from cbatch.core.plan import EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Slot
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Slot
 from cbatch.errors import (
     DeadlineError,
     GrammarError,
@@ -437,6 +437,13 @@ class SequenceDriver:
             clock.last_token_s = now - later_s * n_late / max(1, n_sampled - 1) if n_late else now
         if guidance is not FREE or is_broken:
             self._follow(guidance, now, sampled[-1])
+
+    def take_scores(self, scores: Sequence[TokenLogprobs], now: float) -> bool:
+        """Take log-probabilities of the prompt; where one is NaN end the sequence and return False."""
+        if self.scores is None or self.scores.take(scores):
+            return True
+        self.fail_row(now, BROKEN_ROW)
+        return False
 
     def _go_on_unsampled(self, now: float) -> None:
         """Go on where nothing is to be sampled: with the tokens that were held, or to the end."""

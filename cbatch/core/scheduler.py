@@ -14,7 +14,7 @@ from cbatch.core.budget import (
     whole_pieces,
 )
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.plan import BROKEN_ROW, FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -160,8 +160,7 @@ class ContinuousBatchScheduler:
         self._commit(plan, result, now)
         if result.n_steps:
             self._n_failures, self._has_rebuilt = 0, False
-            broken = self._take_scores(plan, result, now) if result.scores else ()
-            self._accept(plan, result, now, broken)
+            self._accept(plan, result, now)
         if result.code:
             self._contain(drivers, step, result, now)
         self.bisection.clear()  # a cleared suspect may lose its cells in the next plan
@@ -430,19 +429,7 @@ class ContinuousBatchScheduler:
         if result.move_s:
             self.costs.learn_copy(sum(n for _, _, n in step.copies), result.move_s)
 
-    def _take_scores(self, plan: Plan, result: StepResult, now: float) -> list[SequenceDriver]:
-        """Give out what was scored; return the sequences that ended by it, for a row was broken."""
-        by_slot = {c.slot: d for c, d in zip(plan.step.chunks, plan.rows, strict=True)}
-        scored = {by_slot[slot]: scores for slot, scores in result.scores.items()}
-        broken = [d for d, scores in scored.items() if d.scores and not d.scores.take(scores)]
-        for driver in broken:
-            driver.fail_row(now, BROKEN_ROW)
-            self._batcher.retire(driver)
-        return broken
-
-    def _accept(
-        self, plan: Plan, result: StepResult, now: float, broken: Sequence[SequenceDriver]
-    ) -> None:
+    def _accept(self, plan: Plan, result: StepResult, now: float) -> None:
         """Give each sequence its new cells and tokens, and count them; those that end leave."""
         stats, later_s, grammar_steps = self._stats, result.later_s, result.grammar_steps
         cells: list[tuple[Slot, int]] = []
@@ -460,7 +447,9 @@ class ContinuousBatchScheduler:
                 n_decode += 1
             else:
                 n_prompt += n_chunk
-            if driver in broken:
+            scores = result.scores.get(chunk.slot)
+            if scores and not driver.take_scores(scores, now):
+                finished.append(driver)
                 continue
             if n_computed < driver.n_prompt or n_computed < driver.n_reached:
                 stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
