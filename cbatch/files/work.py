@@ -250,8 +250,7 @@ class Work:
     @property
     def _is_cut_off(self) -> bool:
         """Whether items were cancelled or the engine was closed."""
-        is_all = self.has_read_all and self.tally.n_items == self._n_settled
-        return self._ending() == "done" and not is_all
+        return self._ending() == "done" and not self._is_whole
 
     def _take_all(
         self, response: BatchResponse, results: Reader[BatchResult], on_ended: OnEnded
@@ -345,10 +344,14 @@ class Work:
     def _ending(self) -> Ending:
         if self._stop.is_asked:
             return "asked"
-        is_whole = self.has_read_all and not self._n_given_back
-        if time.perf_counter() >= self._ends_s and not is_whole:
+        if time.perf_counter() >= self._ends_s and not self._is_whole:
             return "time"
         return "limit" if self._n_started >= self._limit and not self.has_read_all else "done"
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every item has a record."""
+        return self.has_read_all and self.tally.n_items == self._n_settled
 
     @property
     def _n_settled(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from cbatch.server.responses_api import ResponsesCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
 
     from cbatch.files.served_batch import Ask
     from cbatch.messages import BatchPrompt
@@ -75,6 +78,31 @@ def asker(endpoint: str, settings: ServerSettings, model: str, adapters: Collect
             return _refusal(problem_of(error))
 
     return ask
+
+
+def usage_of(answers: Path) -> dict[str, Any]:
+    """Return the tokens of a file of answers, by the names of OpenAI's batches."""
+    n: Counter[str] = Counter()
+    with answers.open("rb") as lines:
+        for line in lines:
+            usage = json.loads(line)["response"]["body"]["usage"]
+            is_response = "input_tokens" in usage
+            given, made = ("input", "output") if is_response else ("prompt", "completion")
+            n["input"] += usage[f"{given}_tokens"]
+            n["output"] += usage[f"{made}_tokens"]
+            n["cached"] += usage[f"{given}_tokens_details"]["cached_tokens"]
+            thought = usage.get(f"{made}_tokens_details")
+            n["untold"] += thought is None
+            n["reasoning"] += thought["reasoning_tokens"] if thought else 0
+    found: dict[str, Any] = {
+        "input_tokens": n["input"],
+        "input_tokens_details": {"cached_tokens": n["cached"]},
+        "output_tokens": n["output"],
+        "total_tokens": n["input"] + n["output"],
+    }
+    if not n["untold"]:  # thinking is not always counted
+        found["output_tokens_details"] = {"reasoning_tokens": n["reasoning"]}
+    return found
 
 
 def _check(call: Call, settings: ServerSettings) -> None:

@@ -94,6 +94,7 @@ class Batch:
     status: str = "validating"
     model: str | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
     n_total: int = 0
@@ -151,7 +152,7 @@ class BatchStore:
         """
         self._folder, self._n_bytes_max, self._clock = folder, n_bytes_max, clock
         self._lock = threading.RLock()
-        self._n_arriving = 0
+        self._n_arriving, self._counting = 0, threading.Lock()
         try:
             for place in (folder, self._files, self._work):
                 place.mkdir(_PRIVATE, parents=True, exist_ok=True)
@@ -194,7 +195,8 @@ class BatchStore:
         return self._folder / "work"
 
     def _clean(self) -> None:
-        """Remove contents without a file, and working folders of batches that have ended."""
+        """Remove files that have expired, contents without a file, and working folders of batches that have ended."""
+        self._sweep()
         known = {id for (id,) in self._db.execute("SELECT id FROM files")}
         for path in self._files.iterdir():
             if path.name not in known:
@@ -245,15 +247,17 @@ class BatchStore:
     def reserve(self, n_bytes: int) -> None:
         """Count bytes that are about to be written. Raises a `HttpProblemError` where there is no room."""
         with self._lock:
+            self._sweep()
             (used,) = self._row("SELECT coalesce(sum(bytes), 0) FROM files") or (0,)
-            if n_bytes > 0 and used + self._n_arriving + n_bytes > self._n_bytes_max:
-                self._sweep()
-                (used,) = self._row("SELECT coalesce(sum(bytes), 0) FROM files") or (0,)
-                if used + self._n_arriving + n_bytes > self._n_bytes_max:
-                    raise no_room(
-                        f"the files here have {used:,} bytes, of at most {self._n_bytes_max:,}: delete some"
-                    )
-            self._n_arriving += n_bytes
+            if used + self._n_arriving + n_bytes > self._n_bytes_max:
+                message = f"the files here have {used:,} bytes, of at most {self._n_bytes_max:,}"
+                raise no_room(f"{message}: delete some")
+            self.release(-n_bytes)
+
+    def release(self, n_bytes: int) -> None:
+        """Count bytes no more that were about to be written: they were, or will not be. Does not wait."""
+        with self._counting:
+            self._n_arriving -= n_bytes
 
     def put_file(
         self, id: str, name: str, purpose: str, n_bytes: int, seconds: int | None
@@ -401,7 +405,7 @@ class Arriving:
     def close(self) -> None:
         """Remove the file unless it is kept."""
         os.close(self._fd)
-        self._store.reserve(-self.n_bytes)
+        self._store.release(self.n_bytes)
         if not self._is_kept:
             self._path.unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from cbatch.errors import (
 )
 from cbatch.files.served_batch import BatchPlaces, ServedBatch, check_requests
 from cbatch.logs import Log
-from cbatch.server.batch_questions import asker
+from cbatch.server.batch_questions import asker, usage_of
 from cbatch.server.batch_room import ItemGate
 from cbatch.server.batch_store import new_file_id
 from cbatch.server.http_errors import NO_RETRY, SOON, HttpProblemError, draining
@@ -206,6 +207,8 @@ class Batches:
                 _log.warn("batch %s waits for the next start: %s", job.batch.id, error)
         except Exception as error:
             _log.fail(f"batch {job.batch.id} has failed")
+            with suppress(Exception):  # what is there is not lost
+                self._publish(job.batch)
             known = isinstance(error, ConfigError)
             words = str(error) if known else "an internal error"
             self._fail(
@@ -369,20 +372,27 @@ class Batches:
             run = job.run or self._served(batch, ItemGate(self._room))
             run.conclude(*_NEVER_RAN[ending])
             batch.n_completed, batch.n_failed = run.n_done, run.n_failed
+        self._publish(batch)
         with self._changed:
-            places, seconds = self._places(batch), batch.kept_seconds
-            wanted = [
-                ("output_file_id", places.answers, "output", batch.n_completed),
-                ("error_file_id", places.errors, "error", batch.n_failed),
-            ]
-            made = [(name, path, kind) for name, path, kind, n in wanted if n]
-            for name, _, _ in made:
-                setattr(batch, name, getattr(batch, name) or new_file_id())
-            self.store.save(batch)  # the ids are known before there are files
-            for name, path, kind in made:
-                file_name = f"{batch.id}_{kind}.jsonl"
-                self.store.adopt_file(path, file_name, seconds, getattr(batch, name))
             self._move(job, ending, f"{ending}_at")
+
+    def _publish(self, batch: Batch) -> None:
+        """Make files of the answers and the errors that are there."""
+        places = self._places(batch)
+        made = [
+            ("output", batch.n_completed, places.answers),
+            ("error", batch.n_failed, places.errors),
+        ]
+        for kind, n, _ in made:
+            name = f"{kind}_file_id"
+            setattr(batch, name, (getattr(batch, name) or new_file_id()) if n else None)
+        batch.usage = usage_of(places.answers) if batch.n_completed else None
+        with self._changed:
+            self.store.save(batch)  # the ids are known before there are files
+        for kind, n, path in made:
+            if n:
+                name, id = f"{batch.id}_{kind}.jsonl", getattr(batch, f"{kind}_file_id")
+                self.store.adopt_file(path, name, batch.kept_seconds, id)
 
     def _fail(self, job: _Job, errors: list[dict[str, Any]]) -> None:
         with self._changed:

@@ -54,6 +54,16 @@ def test_batch_has_an_answer_for_each_line(tmp_path: Path) -> None:
     assert batch["request_counts"] == {"total": 5, "completed": 2, "failed": 3}
     assert (batch["object"], batch["metadata"], batch["model"]) == ("batch", {"k": "v"}, "m")
     assert batch["errors"] is None
+    usage = alone["usage"]
+    assert batch["usage"] == {
+        "input_tokens": 2 * usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": batch["usage"]["input_tokens_details"]["cached_tokens"]
+        },
+        "output_tokens": 2 * usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 2 * usage["total_tokens"],
+    }
     stamps = [batch[f"{name}_at"] for name in ("created", "in_progress", "finalizing", "completed")]
     assert stamps == sorted(stamps)
     assert batch["expires_at"] == batch["created_at"] + 86_400
@@ -88,6 +98,7 @@ def test_endpoints_answer_as_they_do_alone(
     assert answer["object"] == alone["object"] == kind
     for name in ("choices", "status"):
         assert answer.get(name) == alone.get(name)
+    assert batch["usage"]["total_tokens"] == alone["usage"]["total_tokens"]
     if kind == "response":
         assert answer["output"][0]["content"] == alone["output"][0]["content"]
 
@@ -291,13 +302,16 @@ def test_batch_that_waits_for_its_turn_is_cancelled_at_once(
         assert ended(app, first)["status"] == "completed"
 
 
-def test_batch_whose_time_is_over_has_what_is_done(tmp_path: Path) -> None:
+def test_batch_whose_time_is_over_has_what_is_done(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with kept_app(tmp_path) as app:
         app.state.desk.room.set_calls(4)  # which leaves no slot
         batch = ended(app, begun(app, many(3), completion_window="1s"))
         app.state.desk.room.set_calls(0)
         found = answers(app, batch)
     assert batch["status"] == "expired"
+    assert "tried again" not in caplog.text
     assert batch["expired_at"] >= batch["expires_at"]
     assert {each["error"]["code"] for each in found.values()} == {"batch_expired"}
     assert len(found) == 3
@@ -358,6 +372,20 @@ def test_full_disk_holds_a_batch_up_and_loses_nothing(
         batch = ended(app, id)
         assert batch["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
         assert len(answers(app, batch)) == 9
+
+
+def test_error_of_the_server_itself_costs_no_answer_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("nobody expects it")
+
+    monkeypatch.setattr(batches, "usage_of", fail)
+    with kept_app(tmp_path) as app:
+        batch = ended(app, begun(app, many(3)))
+        assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "internal_error")
+        assert len(answers(app, batch)) == 3
 
 
 def test_batch_goes_on_when_its_file_is_deleted(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.server.clients import call, error_of
 from tests.server.kept import kept_app, upload
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 BOUNDARY = b"----x"
@@ -59,6 +61,38 @@ def test_file_comes_back_as_it_was_sent(tmp_path: Path) -> None:
         for path, method in (("", "GET"), ("", "DELETE"), ("/content", "GET")):
             error_of(call(app, f"/v1/files/{file['id']}{path}", method=method), 404)
         assert [*(tmp_path / "kept" / "content").iterdir()] == []
+
+
+def test_file_is_taken_on_trio_too(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        form: dict[str, Any] = {
+            "files": {"file": ("a", b"x" * 10**6)},
+            "data": {"purpose": "batch"},
+        }
+        file = call(app, "/v1/files", method="POST", backend="trio", **form).json()
+        answer = call(app, f"/v1/files/{file['id']}/content", backend="trio")
+        assert answer.content == b"x" * 10**6
+
+
+def test_upload_is_never_whole_in_memory(tmp_path: Path) -> None:
+    n, size = 200, 2**20
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield part("purpose", b"batch") + part("file", b"", "a")[:-2]
+        for _ in range(n):
+            yield b"x" * size
+        yield b"\r\n" + END
+
+    with kept_app(tmp_path) as app:
+        tracemalloc.start()
+        try:
+            asked: dict[str, Any] = {"content": parts(), "headers": {"content-type": TYPE.decode()}}
+            file = call(app, "/v1/files", method="POST", **asked).json()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert file["bytes"] == n * size
+    assert peak < 20 * size
 
 
 def test_files_are_listed_by_pages(tmp_path: Path) -> None:
