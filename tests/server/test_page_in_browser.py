@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -367,7 +368,83 @@ MARKDOWN = [
     ("> " * 5000, None),
     ("- " * 5000, None),
     ("`" * 5001 + "*a " * 9000, None),
+    ("# a" + " " * 200_000 + "b #", None),
+    ("|\n-" + " " * 200_000 + "x", None),
+    ("- " + "*a " * 100_000, None),
+    ("http://[." * 2000 + "." * 2000, None),
+    ("[" * 9000 + "x" * 9000 + "](y)", None),
+    ("[a](b" * 4000, None),
+    ("## a ##\n# C#", "<h4>a</h4><h3>C#</h3>"),
+    (
+        "see https://a.example/b_c_d). [x](https://y.example)",
+        (
+            '<p>see <a href="https://a.example/b_c_d" target="_blank" rel="noopener noreferrer nofollow"'
+            ' title="https://a.example/b_c_d">https://a.example/b_c_d</a>).'
+            ' <a href="https://y.example/" target="_blank" rel="noopener noreferrer nofollow"'
+            ' title="https://y.example/">x</a></p>'
+        ),
+    ),
 ]
+PARTS = [
+    *(
+        "<",
+        ">",
+        "&",
+        "<b onclick=x>",
+        "</p>",
+        "<script>",
+        "javascript:",
+        "https://a.example/",
+        "x",
+        " ",
+        "é",
+    ),
+    *(
+        "\n",
+        "\n\n",
+        "\n  ",
+        "`",
+        "```",
+        "*",
+        "**",
+        "_",
+        "__",
+        "~~",
+        "[",
+        "](",
+        ")",
+        "|",
+        "|-|",
+        "#",
+        "# ",
+        "- ",
+        "1. ",
+        "> ",
+        "\\",
+    ),
+]
+OWN = {
+    *(
+        "DIV",
+        "SPAN",
+        "BUTTON",
+        "svg",
+        "path",
+        "P",
+        "H3",
+        "H4",
+        "H5",
+        "H6",
+        "HR",
+        "PRE",
+        "CODE",
+        "UL",
+        "OL",
+        "LI",
+        "A",
+    ),
+    *("BLOCKQUOTE", "TABLE", "THEAD", "TBODY", "TR", "TH", "TD", "STRONG", "EM", "DEL"),
+}
 
 
 SHOW = """
@@ -378,6 +455,14 @@ import('./page/markdown.js').then(({MarkdownView}) => {
     for (const text of texts) view.update(text);
     return node.outerHTML;
   };
+  window.shownIn = (node, texts) => {
+    for (const text of texts) {
+      const inner = node.appendChild(document.createElement('div'));
+      new MarkdownView(inner).update(text);
+    }
+    return node;
+  };
+  window.everything = (selector) => [...shownIn(document.createElement('div'), texts).querySelectorAll(selector)];
 })
 """
 
@@ -391,6 +476,22 @@ def test_markdown_becomes_elements(browser: Browser) -> None:
             at_once = tab.js(f"shown([{said}])")
             assert shown == at_once
             assert expected is None or shown == f"<div>{expected}</div>"
+
+
+def test_markdown_of_any_text_has_known_elements_alone(browser: Browser) -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    with scripted(browser) as (_, tab):
+        tab.js(SHOW)
+        texts = ["".join(rng.choices(PARTS, k=rng.randrange(40))) for _ in range(1000)]
+        tab.js(
+            f"window.texts = {json.dumps(texts)}; window.shots = texts.map((t) => shown([t])); 0"
+        )
+        again = "texts.findIndex((t, i) => shown([t.slice(0, t.length / 2), t.slice(0, -1), t]) !== shots[i])"
+        assert tab.js(again) == -1, seed
+        assert {*tab.js("everything('*').map((e) => e.tagName)")} <= OWN, seed
+        assert {*tab.js("everything('a').map((a) => a.protocol)")} == {"https:"}, seed
+        assert tab.js("everything('[onclick], [style], [src]').length") == 0, seed
 
 
 # ---- errors in words ----

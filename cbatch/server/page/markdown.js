@@ -8,9 +8,11 @@ const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+(.*)$/;
 const QUOTE = /^ {0,3}>[ ]?(.*)$/;
-const DELIMITER_ROW = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 
-const N_PLAIN = 20000; // a longer paragraph is shown as it is
+// What is looked at has a limit everywhere: an answer may be made to keep the page busy.
+const N_PLAIN = 20000; // a longer paragraph, item or cell is shown as it is
+const N_LABEL = 500;
+const N_ADDRESS = 2000;
 const MAX_DEPTH = 6;
 
 /** Shows a text that grows; blocks that are as they were stay as they are. */
@@ -54,8 +56,12 @@ function kindOf(lines, at) {
   if (RULE.test(line)) return "rule";
   if (QUOTE.test(line)) return "quote";
   if (ITEM.test(line)) return "list";
-  if (line.includes("|") && DELIMITER_ROW.test(lines[at + 1] ?? "") && lines[at + 1].includes("-")) return "table";
+  if (line.includes("|") && isDelimiterRow(lines[at + 1] ?? "")) return "table";
   return "paragraph";
+}
+
+function isDelimiterRow(line) {
+  return line.includes("-") && cells(line).every((cell) => /^:?-+:?$/.test(cell));
 }
 
 const oneLine = (lines, at) => at + 1;
@@ -104,8 +110,10 @@ function nodeOf(block, depth) {
 
 const MAKES = {
   heading(lines) {
-    const [, marks, text] = HEADING.exec(lines[0]);
-    return el(`h${Math.min(6, marks.length + 2)}`, {}, ...inline(text.replace(/[ \t]+#+[ \t]*$/, "")));
+    const [, marks, rest] = HEADING.exec(lines[0]);
+    const text = rest.trim();
+    const bare = withoutEnd(text, "#");
+    return el(`h${Math.min(6, marks.length + 2)}`, {}, ...inline(/\s$/.test(bare.slice(-1)) ? bare.trimEnd() : text));
   },
   rule: () => el("hr"),
   fence(lines) {
@@ -141,7 +149,7 @@ const MAKES = {
   },
   paragraph(lines) {
     const text = lines.map((line) => line.trimEnd()).join("\n");
-    return el("p", {}, ...(text.length > N_PLAIN ? [text] : inline(text)));
+    return el("p", {}, ...inline(text));
   },
 };
 
@@ -187,6 +195,7 @@ const N_TRIES = 8; // closing marks that are looked at: text of stars alone stay
 
 /** Return the nodes of a text. */
 export function inline(text, depth = 0) {
+  if (text.length > N_PLAIN) return [text];
   const nodes = [];
   const missing = new Set();
   let plain = "";
@@ -216,7 +225,7 @@ export function inline(text, depth = 0) {
 function spanAt(text, at, missing, depth) {
   const c = text[at];
   if (c === "`") return codeAt(text, at, missing);
-  if (c === "[") return linkAt(text, at, missing);
+  if (c === "[") return linkAt(text, at);
   if (c === "h" && /^https?:\/\//.test(text.slice(at, at + 8)) && !/\w/.test(text[at - 1] ?? "")) return addressAt(text, at);
   if (c !== "*" && c !== "_" && c !== "~") return null;
   const mark = MARKS.find(([mark]) => text.startsWith(mark, at));
@@ -236,25 +245,32 @@ function codeAt(text, at, missing) {
   return { node: el("code", {}, text.slice(at + n, end).trim()), end: end + n };
 }
 
-function linkAt(text, at, missing) {
-  if (missing.has("](")) return null;
-  const middle = text.indexOf("](", at);
-  if (middle < 0) {
-    missing.add("](");
-    return null;
-  }
-  const end = text.indexOf(")", middle);
-  if (end < 0 || middle - at > 500 || end - middle > 2000 || text.slice(at + 1, middle).includes("[")) return null;
-  const label = text.slice(at + 1, middle);
-  const address = text.slice(middle + 2, end).trim().split(/\s/)[0];
-  const link = linkTo(address, [label]);
-  return link && { node: link, end: end + 1 };
+function linkAt(text, at) {
+  const label = before(text.slice(at + 1, at + 1 + N_LABEL), "](");
+  if (label === null || label.includes("[")) return null;
+  const start = at + label.length + 3;
+  const inside = before(text.slice(start, start + N_ADDRESS), ")");
+  const link = inside === null ? null : linkTo(inside.trim().split(/\s/)[0], [label]);
+  return link && { node: link, end: start + inside.length + 1 };
 }
 
 function addressAt(text, at) {
-  const address = /^[^\s<>"`]+/.exec(text.slice(at, at + 2000))[0].replace(/[)\]}*_~.,;:!?'’]+$/, "");
+  const address = withoutEnd(/^[^\s<>"`]+/.exec(text.slice(at, at + N_ADDRESS))[0], ")]}*_~.,;:!?'’");
   const link = linkTo(address, [address]);
   return link && { node: link, end: at + address.length };
+}
+
+/** Return what stands before a mark; null where that is missing. */
+function before(text, mark) {
+  const end = text.indexOf(mark);
+  return end < 0 ? null : text.slice(0, end);
+}
+
+/** Return a text without the characters at its end that are among these. */
+function withoutEnd(text, characters) {
+  let end = text.length;
+  while (end && characters.includes(text[end - 1])) end -= 1;
+  return text.slice(0, end);
 }
 
 function linkTo(address, children) {
