@@ -97,8 +97,10 @@ class AdmissionQueue:
             ending: running sequences that are about to leave.
         """
         slots = [slot for slot in self.chosen_slots if is_to_be_had(running[slot], ending)]
-        firsts = sorted([self._lines[slot][-1] for slot in slots], reverse=True)
-        entries = heapq.merge(reversed(self._lines[None]), firsts, reverse=True)
+        entries: Iterable[tuple[float, int, SequenceDriver]] = reversed(self._lines[None])
+        if slots:
+            firsts = sorted([self._lines[slot][-1] for slot in slots], reverse=True)
+            entries = heapq.merge(entries, firsts, reverse=True)
         return (driver for _, _, driver in entries)
 
     def add(self, drivers: Iterable[SequenceDriver]) -> None:
