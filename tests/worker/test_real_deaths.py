@@ -122,6 +122,20 @@ def test_stopped_worker_holds_up_no_other_and_is_replaced_when_killed(test_model
     assert {type(r.error) for r in found} == {type(None), PromptTooLongError}
 
 
+def test_stopped_worker_is_found_and_a_list_and_its_neighbours_are_answered(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.N_STOPPED_MAX", 2)
+    with load(test_model, 2) as engine:
+        before = pids_of(engine)
+        os.kill(before[0], signal.SIGSTOP)
+        results = all_results(engine.run(prompts(40), options={"max_tokens": 2}, ask_again=True))
+        assert {r.error for r in results} == {None}
+        wait_until(lambda: len(pids_of(engine)) == 2)
+        assert len({*before, *pids_of(engine)}) == 3
+    assert not [pid for pid in before if lives(pid)]
+
+
 def test_worker_that_cannot_start_again_closes_the_engine(test_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.write_bytes(test_model.read_bytes())
