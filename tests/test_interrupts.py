@@ -21,7 +21,7 @@ from cbatch.interrupts import HeldBack, Latch, Postponed
 from cbatch.messages import BatchPrompt
 from cbatch.runtime.local import LocalRuntime
 from tests import interrupt_runs
-from tests.kinds import Reason, each_kind, engine_on, thread_only
+from tests.kinds import Reason, each_kind, engine_on, no_pool
 from tests.profiles import is_fast
 from tests.runtime.backends import PATIENCE_S, all_results, in_thread, streams
 
@@ -359,8 +359,8 @@ def test_handler_that_uses_an_engine_by_hand_in_every_step_finds_it_whole(order:
     engine.close()
 
 
-@thread_only(Reason.AT_ONCE)
-@pytest.mark.parametrize("is_threaded", [True, False])
+@no_pool(Reason.ONE_BACKEND)
+@pytest.mark.parametrize("is_threaded", [True, False], ids=["threaded", "by hand"])
 def test_handler_that_closes_an_engine_being_closed_waits_for_nobody(*, is_threaded: bool) -> None:
     class Closing(FakeBackend):
         ring: Callable[[], None]
@@ -387,7 +387,8 @@ def test_handler_that_closes_an_engine_being_closed_waits_for_nobody(*, is_threa
         engine.close()
     assert has_struck.is_set()
     assert backend.is_closed
-    assert all(r.finish_reason == "cancelled" for r in all_results(response))
+    # a worker may be done before it reads that it is to end
+    assert {r.finish_reason for r in all_results(response)} <= {"cancelled", "window"}
 
 
 def test_handler_that_closes_an_engine_by_hand_ends_who_waits_for_it() -> None:

@@ -573,7 +573,6 @@ def test_sooner_of_two_times_counts(
     assert ends(response) == [("timeout", 2)]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_no_time_at_all_ends_everything_before_it_runs(make: MakeEngine) -> None:
     engine = make()
     response = engine.run(prompts(*"abc"), max_time_s=0.0)
@@ -631,7 +630,6 @@ def test_wrong_time_of_a_run_is_refused_and_nothing_is_queued(
 # ---- pauses, and commands that come too late ----
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_pause_and_resume_change_no_token(make: MakeEngine) -> None:
     engine, items = make(parallel=2), prompts("a", "b", max_tokens=30)
     expected = streams(engine.run(items))

@@ -500,7 +500,7 @@ def batch(folder: Path, n: int, seed: int, n_items: int = 2000) -> Tally:
     Raises:
         AssertionError: something was lost, doubled or mispaired, or the run could not go on.
     """
-    chance, tally = random.Random(seed), Tally(n_runs=1)
+    chance, tally = random.Random(seed), Tally()
     source, whole, out = (folder / f"{name}.jsonl" for name in ("in", "whole", "out"))
     write_input(source, rows(n_items, 0))
     options = ("--exact", "--temperature", 0, "--max-tokens", 6, "--threads", 2, "--parallel", 8)

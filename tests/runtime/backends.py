@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,6 +61,13 @@ class GatedBackend(FakeBackend):
         super().interrupt()
         if self._is_armed:
             self._go.set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatedBackend:
+        """Return one like it, which stops and goes on together with it."""
+        memo.update((id(event), event) for event in (self._held, self._go))
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
 
     @property
     def is_held(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -400,6 +401,23 @@ def test_request_too_long_for_its_next_worker_fails_alone(monkeypatch: pytest.Mo
         with pytest.raises(ConfigError, match="too many for a worker process"):
             engine.run(alike(1))
         assert tokens_of(all_results(engine.run([item([9, 7], "short")]))) == [expected([9, 7])]
+        check_empty(engine)
+
+
+@pytest.mark.parametrize("where", ["message", "options"])
+def test_value_that_json_does_not_have_is_refused_by_name_and_nothing_is_queued(where: str) -> None:
+    odd: Any = datetime(2024, 1, 2, tzinfo=timezone.utc)
+    message = {"role": "user", "content": "a", **({"at": odd} if where == "message" else {})}
+    options = {"chat_template_kwargs": {"at": odd}} if where == "options" else {}
+    with engine_over(FakeBackend(2, 256, 64), options=OPTIONS) as engine:
+        with pytest.raises(ConfigError, match=r"datetime"):
+            engine.run([[{"role": "user", "content": "good"}], [message]], options=options)
+        if where == "message":
+            good, bad = all_results(engine.run(iter([[{**message, "at": "noon"}], [message]])))
+            assert (good.error, type(bad.error)) == (None, ConfigError)
+        with pytest.raises(ConfigError, match=r"datetime"):
+            engine.count_tokens([message], options=options)
+        assert engine.stats().n_submitted == (1 if where == "message" else 0)
         check_empty(engine)
 
 
