@@ -312,7 +312,6 @@ def test_end_of_generation_in_the_second_part_ends_it(any_way: Place) -> None:
     assert result.token_ids[:n] == expected(tokens, n, seed=seed)
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_chunks_of_a_part_are_the_whole_text_with_one_end(any_way: Place) -> None:
     engine = any_way.engine(kind=GatedBackend)
     first = any_way.result(engine, text_of(50), max_tokens=9)
@@ -328,7 +327,6 @@ def test_chunks_of_a_part_are_the_whole_text_with_one_end(any_way: Place) -> Non
 # ---- how the first part ended ----
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_part_that_was_cancelled_goes_on(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     response = engine.submit(item(text_of(50), max_tokens=5000))
@@ -368,7 +366,6 @@ def test_part_whose_time_was_over_goes_on_with_the_same_time(
     assert engine.stats().n_prompt_tokens == 50
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_part_that_is_cancelled_again_keeps_the_first_and_goes_on(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     first = any_way.result(engine, text_of(50), max_tokens=9)
@@ -519,7 +516,6 @@ def test_strict_cap_holds_for_both_parts(any_way: Place) -> None:
     assert (late.error.n_prompt, late.error.n_output, late.error.n_limit) == (40, 25, 64)
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_id_in_flight_is_refused_until_it_has_ended(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     [first] = any_way.results(engine.run([item(text_of(40), "a")]))

@@ -227,7 +227,6 @@ def test_strict_cap_is_no_reason_against_a_window_that_moves(any_way: Place) -> 
 # ---- a window that moves on ----
 
 
-@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("n_piece_of_batch", [1, 64])
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_answer_goes_past_the_window_and_its_neighbour_notices_nothing(
@@ -328,7 +327,6 @@ def test_prompt_that_fills_the_window_is_refused_though_it_may_move(any_way: Pla
     assert fits.token_ids == moving(text_of(W - 1), 30, n_discard=20)
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_answer_without_a_cap_goes_on_until_it_is_cancelled(any_way: Place) -> None:
     backend = GatedBackend(1, W, 64, memory=KvCapabilities("partitioned", W, can_shift=True))
     engine = engine_on(
@@ -346,7 +344,6 @@ def test_answer_without_a_cap_goes_on_until_it_is_cancelled(any_way: Place) -> N
     assert result.token_ids == moving(text_of(40), len(result.token_ids), n_discard=32)
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_text_of_a_moving_window_is_all_of_it_in_chunks_too(any_way: Place) -> None:
     engine = any_way.engine(2, W, kind=GatedBackend)
     response = engine.submit(item(text_of(40), max_tokens=300, n_discard=32))
