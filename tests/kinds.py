@@ -76,7 +76,7 @@ class Reason(Enum):
 
     BY_HAND = "its engine has no thread, or it makes none"
     OWNER = "it looks into the thread that computes, or at its clock"
-    DEATH = "an engine that fails is closed, a worker that dies is replaced: docs/workers.md, tests/worker/test_deaths.py"
+    DEATH = "an engine that fails is closed, a worker that dies is replaced: tests/worker/test_deaths.py"
     AT_ONCE = "orders have to be known at once, and chunks not joined: a worker reads and writes when it can"
     LONG = "its subject is scheduling, and it takes long"
     ONE_BACKEND = "it looks into the only backend, has it stop, or counts who waits for its slots"
