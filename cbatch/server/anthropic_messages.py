@@ -8,13 +8,11 @@ import json
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import CBatchError
 from cbatch.server.answer_events import Called, Ended, Reasoning, Text
 from cbatch.server.anthropic_fields import Fields
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
-from cbatch.server.request_fields import ignored_header, with_param
-from cbatch.server.small_endpoints import body_of
+from cbatch.server.small_endpoints import body_of, tell_n_tokens
 from cbatch.server.sse import named_frame
 
 if TYPE_CHECKING:
@@ -238,9 +236,4 @@ async def count_tokens(desk: Desk, exchange: Exchange) -> None:
     fields = Fields(
         await body_of(desk, exchange), is_strict=desk.settings.strict_fields, is_capped=False
     )
-    asked, prompt = fields.asked, fields.prompt
-    try:
-        n_tokens = await desk.in_thread(desk.engine.count_tokens, prompt, options=asked.options)
-    except CBatchError as error:
-        raise with_param(error, asked, MessagesCall.prompt_field) from None
-    await exchange.respond_json({"input_tokens": n_tokens}, headers=ignored_header(asked.ignored))
+    await tell_n_tokens(desk, exchange, MessagesCall(fields.asked, [fields.prompt]))

@@ -28,7 +28,7 @@ from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
 from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded, problem_of, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
-from cbatch.server.responses_api import ResponsesCall
+from cbatch.server.responses_api import ResponsesCall, count_input
 from cbatch.server.server_settings import ServerSettings
 from cbatch.server.watching import metrics, slots
 from cbatch.server.web_page import page_files
@@ -92,6 +92,7 @@ def _routes(desk: Desk) -> list[Route]:
         ("POST", "/chat/completions", partial(_answer, ChatCall.of)),
         ("POST", "/completions", partial(_answer, CompletionCall.of)),
         ("POST", "/responses", partial(_answer, ResponsesCall.of)),
+        ("POST", "/responses/input_tokens", count_input),
         ("POST", "/messages", partial(_answer, MessagesCall.of)),
         ("POST", "/messages/count_tokens", count_tokens),
         ("GET", "/models", small.models),

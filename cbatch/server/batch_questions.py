@@ -16,9 +16,10 @@ from cbatch.server.request_fields import with_param
 from cbatch.server.responses_api import ResponsesCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from cbatch.engine import Engine
     from cbatch.files.served_batch import Ask
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
@@ -55,24 +56,25 @@ class LineQuestion:
         return _refusal(problem_of(error, call.prompt_field))
 
 
-def asker(endpoint: str, settings: ServerSettings, model: str, adapters: Collection[str]) -> Ask:
+def asker(endpoint: str, settings: ServerSettings, model: str, engine: Engine) -> Ask:
     """Return what reads the bodies of an endpoint.
 
     Args:
         endpoint: one of `CALLS`.
         settings: of the server.
         model: what answers call the model where a line names none.
-        adapters: names that select an adapter.
+        engine: what answers; names of its adapters select one.
     """
-    call_of = CALLS[endpoint]
+    call_of, facts = CALLS[endpoint], engine.model_facts
 
     def ask(body: dict[str, Any]) -> LineQuestion | Reply:
         try:
             call = call_of(body, is_strict=settings.strict_fields)
             _check(call, settings)
             asked = call.asked
-            if asked.model in adapters and asked.options.adapter is None:
+            if asked.model in facts.adapters and asked.options.adapter is None:
                 asked.options = replace(asked.options, adapter=asked.model)
+            call.see_defaults(engine.options, facts.sampling)
             return LineQuestion(call, asked.model or model)
         except (HttpProblemError, CBatchError) as error:
             return _refusal(problem_of(error))

@@ -332,12 +332,11 @@ class Batches:
         return False
 
     def _served(self, batch: Batch, gate: ItemGate) -> ServedBatch:
-        adapters = self._engine.model_facts.adapters
         return ServedBatch(
             self._engine,
             self._places(batch),
             batch.endpoint,
-            asker(batch.endpoint, self._settings, self._model, adapters),
+            asker(batch.endpoint, self._settings, self._model, self._engine),
             gate,
             f"{batch.id}-",
             self._settings.max_body_mib * 2**20,

@@ -13,7 +13,7 @@ import anyio
 from cbatch.engine import checked_tokens, run_options_of
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
-from cbatch.options import Sampling
+from cbatch.options import RunOptions, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
@@ -21,7 +21,7 @@ from cbatch.server.request_fields import ignored_header, with_param
 from cbatch.server.sse import EventStream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
@@ -55,15 +55,22 @@ class Call(ABC):
 
     prompt_field: ClassVar[str]
     """The field that has the prompt."""
-    tells_sampling: ClassVar[bool] = False
-    """Whether answers tell how they are sampled."""
 
     def __init__(self, asked: Asked, prompts: Sequence[BatchPrompt]) -> None:
         self.asked, self.prompts = asked, prompts
         self.n_prompt_tokens = 0
         """Tokens of all prompts, where they were counted."""
-        self.sampling = Sampling()
-        """How answers are sampled, where they tell it."""
+        self._defaults: tuple[RunOptions, Mapping[str, float]] = RunOptions(), {}
+
+    def see_defaults(self, of_engine: RunOptions, of_model: Mapping[str, float]) -> None:
+        """See what holds where the request says nothing."""
+        self._defaults = of_engine, of_model
+
+    @property
+    def sampling(self) -> Sampling:
+        """How answers are sampled, once defaults were seen."""
+        of_engine, of_model = self._defaults
+        return self.asked.options.over(of_engine).sampling(of_model, seed=0)
 
     @property
     def n_choices(self) -> int:
@@ -171,6 +178,7 @@ class Answering:
             call.n_prompt_tokens = await desk.in_thread(self._checked_tokens)
             desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
         visit.response = await desk.in_thread(self._submit)
+        call.see_defaults(desk.engine.options, (await desk.sizes()).facts.sampling)
         return visit.response
 
     def _submit(self) -> BatchResponse:
@@ -180,10 +188,6 @@ class Answering:
 
     async def _send(self, tasks: anyio.abc.TaskGroup, response: BatchResponse) -> None:
         """Answer with what the engine says."""
-        if self._call.tells_sampling:
-            options = self._call.asked.options.over(self._desk.engine.options)
-            defaults = (await self._desk.sizes()).facts.sampling
-            self._call.sampling = options.sampling(defaults, seed=0)
         if self._call.asked.is_streamed:
             await self._stream(tasks, response)
             return

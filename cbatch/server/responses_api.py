@@ -10,6 +10,7 @@ from cbatch.openai_format import chat_logprobs
 from cbatch.server.answer_events import Called, Ended, Reasoning, Text
 from cbatch.server.call import Call
 from cbatch.server.responses_fields import ResponsesFields
+from cbatch.server.small_endpoints import body_of, tell_n_tokens
 from cbatch.server.sse import COMMENT, named_frame
 
 if TYPE_CHECKING:
@@ -18,18 +19,22 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult, ToolCall
     from cbatch.server.answer_events import Event
+    from cbatch.server.desk import Desk
+    from cbatch.server.exchange import Exchange
     from cbatch.server.http_errors import HttpProblemError
     from cbatch.server.request_fields import Asked
 
 _CUT = ("length", "window", "timeout", "cancelled")
 """Finish reasons of answers that are not complete."""
 
+_SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""What a response tells of how it was sampled."""
+
 
 class ResponsesCall(Call):
     """One response to make."""
 
     prompt_field = "input"
-    tells_sampling = True
 
     def __init__(
         self, asked: Asked, prompts: Sequence[BatchPrompt], said: Mapping[str, Any]
@@ -57,7 +62,7 @@ class ResponsesCall(Call):
 
     def response(self, model: str) -> dict[str, Any]:
         """Return a new response before it has any output."""
-        sampled = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+        sampling = self.sampling
         nulls = ("completed_at", "error", "incomplete_details", "usage", "conversation", "prompt")
         return {
             "id": _id("resp"),
@@ -72,7 +77,7 @@ class ResponsesCall(Call):
             "previous_response_id": None,
             **dict.fromkeys(nulls),
             **self.said,
-            **{name: getattr(self.sampling, name) for name in sampled},
+            **{name: getattr(sampling, name) for name in _SAMPLED},
         }
 
     def stream(self, model: str) -> ResponsesStream:
@@ -281,3 +286,10 @@ def _usage(result: BatchResult) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+async def count_input(desk: Desk, exchange: Exchange) -> None:
+    """Count the tokens of an input, tools and instructions included."""
+    body = await body_of(desk, exchange)
+    call = ResponsesCall.of(body, is_strict=desk.settings.strict_fields)
+    await tell_n_tokens(desk, exchange, call, object="response.input_tokens")

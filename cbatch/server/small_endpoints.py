@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import cbatch
 from cbatch.checks import check_flag, shown, token_ids
-from cbatch.errors import PromptError
+from cbatch.errors import CBatchError, PromptError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, Sampling
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.openai_chat import ChatCall
-from cbatch.server.request_fields import field_errors
+from cbatch.server.request_fields import field_errors, ignored_header, with_param
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cbatch.server.call import Call
     from cbatch.server.desk import Desk, Sizes
     from cbatch.server.exchange import Exchange
 
@@ -204,6 +205,17 @@ async def apply_template(desk: Desk, exchange: Exchange) -> None:
     (prompt,), options = call.prompts, call.asked.options
     text = await desk.in_thread(desk.engine.render, prompt, options=options)
     await exchange.respond_json({"prompt": text})
+
+
+async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str) -> None:
+    """Say how many tokens the prompt of a call has, tools included."""
+    (prompt,), asked = call.prompts, call.asked
+    try:
+        n_tokens = await desk.in_thread(desk.engine.count_tokens, prompt, options=asked.options)
+    except CBatchError as error:
+        raise with_param(error, asked, call.prompt_field) from None
+    headers = ignored_header(asked.ignored)
+    await exchange.respond_json({"input_tokens": n_tokens, **more}, headers=headers)
 
 
 async def body_of(desk: Desk, exchange: Exchange) -> dict[str, Any]:

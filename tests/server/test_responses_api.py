@@ -108,6 +108,17 @@ def test_response_tells_how_it_was_sampled() -> None:
     assert asked["temperature"] == 0.75
 
 
+def test_tokens_of_an_input_are_counted_with_its_tools() -> None:
+    asked = {"input": "Hi", "instructions": "Be brief", "tools": [TOOL], "store": True}
+    with speaking(SAID) as app:
+        counted = call(app, f"{PATH}/input_tokens", asked)
+        used = call(app, PATH, asked).json()["usage"]["input_tokens"]
+        wrong = error_of(call(app, f"{PATH}/input_tokens", {"input": 1}), 400)
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": used}
+    assert counted.headers["x-ignored-fields"] == "store"
+    assert wrong["param"] == "input"
+
+
 def test_scores_stand_beside_their_text() -> None:
     asked = {**ASKED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     with fake_app() as app:
